@@ -1,4 +1,6 @@
-"""Bytes of tensors that a training step holds at its peak on a CPU rank, by the profiler's allocator events."""
+"""Bytes of tensors that a training step holds at its peak on a CPU rank, by the profiler's
+allocator events.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,32 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 if TYPE_CHECKING:
-    from shardwright.parallel import ParallelModel  # other contenders' processes shall not pay for its import
+    from shardwright.parallel import (
+        ParallelModel,  # other contenders' processes shall not pay for its import
+    )
 
 _MOMENT_SECONDS = 0.005
 
 
 def held_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
-    """What lies on this rank between steps: weights, optimizer states, and DDP's buckets, which are the gradients."""
+    """What lies on this rank between steps: weights, optimizer states, and DDP's buckets, which are
+    the gradients.
+    """
     parameters = [parameter for _, parameter in model.named_parameters()]
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
     buckets = parameters if model.module is not model.decoder else []
     return _bytes(parameters) + _bytes(states) + _bytes(buckets)
 
 
 def allocated_by(step: Callable[[], object], moment_seconds: float = _MOMENT_SECONDS) -> int:
-    """The most bytes that `step` holds beyond those at its start. The step takes longer meanwhile, by a moment at each wait."""
+    """The most bytes that `step` holds beyond those at its start. The step takes longer meanwhile,
+    by a moment at each wait.
+    """
     allocated = Allocated(moment_seconds)
     step()
     return allocated.end()
@@ -38,13 +51,15 @@ class Allocated:
     """Counts from its making on: the most bytes held beyond those of the beginning."""
 
     def __init__(self, moment_seconds: float = _MOMENT_SECONDS) -> None:
-        self._entered = ExitStack()
-        self._entered.enter_context(_operands_let_go(moment_seconds))
-        self._profiler = self._entered.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        self._exit_stack = ExitStack()
+        self._exit_stack.enter_context(_operands_let_go(moment_seconds))
+        self._profiler = self._exit_stack.enter_context(
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        )
 
     def end(self) -> int:
         """Bytes; nothing is counted any longer."""
-        self._entered.close()
+        self._exit_stack.close()
         assert self._profiler.profiler is not None
         assert self._profiler.profiler.kineto_results is not None
         live = peak = 0
@@ -57,11 +72,13 @@ class Allocated:
 
 @contextmanager
 def _operands_let_go(moment_seconds: float) -> Iterator[None]:
-    """Hold this rank for a moment after each wait, so that what is measured is the step and not a race.
+    """Hold this rank for a moment after each wait, so that what is measured is the step and not a
+    race.
 
-    Gloo's worker thread tells the waiting thread that a collective is done before it drops its own references to the
-    operands; on an idle machine the step is then some kernels further, with the operands still counted as held. On a busy one no
-    moment is surely long enough: of several steps the least counts.
+    Gloo's worker thread tells the waiting thread that a collective is done before it drops its own
+    references to the operands; on an idle machine the step is then some kernels further, with the
+    operands still counted as held. On a busy one no moment is surely long enough: of several steps
+    the least counts.
     """
     wait = dist.Work.wait
 

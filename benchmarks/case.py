@@ -1,7 +1,9 @@
-"""One case of a benchmark: which contender trains which model, on what data, cut how. Everything a rank process is told.
+"""One case of a benchmark: which contender trains which model, on what data, cut how. Everything a
+rank process is told.
 
-All contenders of a comparison get the same case but for the contender's name: the same initial weights (read from one
-safetensors folder), the same tokens in the same order, the same optimizer settings and the same precision.
+All contenders of a comparison get the same case but for the contender's name: the same initial
+weights (read from one safetensors folder), the same tokens in the same order, the same optimizer
+settings and the same precision.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class Optimisation:
 class Case:
     """What one contender runs.
 
-    `weights_dir` holds config.json and the initial weights, or config.json alone (`random_weights`) where copying gigabytes
-    of noise would only cost time.
+    `weights_dir` holds config.json and the initial weights, or config.json alone (`random_weights`)
+    where copying gigabytes of noise would only cost time.
     """
 
     contender: str
@@ -78,7 +80,11 @@ class Case:
     def name(self) -> str:
         """Names its logs."""
         parts = [f"zero{self.zero_stage}", self.precision, self.contender]
-        options = [word for word, on in (("compile", self.compile), ("recompute", self.recompute != "none")) if on]
+        options = [
+            word
+            for word, on in (("compile", self.compile), ("recompute", self.recompute != "none"))
+            if on
+        ]
         return "-".join(parts + options)
 
     @property
@@ -103,28 +109,36 @@ def read_model_config(case: Case) -> dict[str, Any]:
     return config
 
 
-def synthetic_tokens(vocab_size: int, sequence_length: int, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
+def synthetic_tokens(
+    vocab_size: int, sequence_length: int, num_samples: int = NUM_SAMPLES
+) -> torch.Tensor:
     """Token ids `[num_samples, sequence_length]`, a function of the arguments alone.
 
-    Frequencies fall as 1/rank like those of words, so the loss falls from its first step on: two contenders that train
-    alike show it in equal losses, and one that does not train shows that too.
+    Frequencies fall as 1/rank like those of words, so the loss falls from its first step on: two
+    contenders that train alike show it in equal losses, and one that does not train shows that too.
     """
     import torch
 
     generator = torch.Generator().manual_seed(20_240_607)
     frequency_V = 1.0 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
-    drawn = torch.multinomial(frequency_V, num_samples * sequence_length, replacement=True, generator=generator)
+    drawn = torch.multinomial(
+        frequency_V, num_samples * sequence_length, replacement=True, generator=generator
+    )
     return drawn.view(num_samples, sequence_length)
 
 
 def batch_of_step(tokens: torch.Tensor, case: Case, step: int, rank: int) -> torch.Tensor:
-    """Token ids `[micro_batch_size, sequence_length]` that `rank` reads at `step`: its slice of the step's global batch."""
+    """Token ids `[micro_batch_size, sequence_length]` that `rank` reads at `step`: its slice of the
+    step's global batch.
+    """
     first = (step * case.world_size + rank) * case.micro_batch_size
     return tokens[[(first + i) % len(tokens) for i in range(case.micro_batch_size)]]
 
 
 def shifted_labels(input_ids_BT: torch.Tensor) -> torch.Tensor:
-    """Targets `[B, T]` for contenders that want them already shifted; the last position has none (-100)."""
+    """Targets `[B, T]` for contenders that want them already shifted; the last position has none
+    (-100).
+    """
     import torch
 
     return torch.nn.functional.pad(input_ids_BT[:, 1:], (0, 1), value=-100)

@@ -1,4 +1,6 @@
-"""What the device itself reaches, as one JSON line: `python -m benchmarks.ceiling cuda bf16`. Needs torch alone."""
+"""What the device itself reaches, as one JSON line: `python -m benchmarks.ceiling cuda bf16`. Needs
+torch alone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import torch
 
 REPEATS = 10
 LONGEST_PRODUCT_SECONDS = 0.2
-"""A size whose product would take longer is left out: a CPU that emulates bf16 takes seconds for the largest."""
+"""A size whose product would take longer is left out: a CPU that emulates bf16 takes seconds for
+the largest.
+"""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -1,9 +1,11 @@
-"""Saving and loading against plain writes of the same bytes, DCP and torch.save: python -m benchmarks.checkpoint [--publish].
+"""Saving and loading against plain writes of the same bytes, DCP and torch.save: python -m
+benchmarks.checkpoint [--publish].
 
-Two ranks hold float32 tensors cut by rows, as FSDP2 leaves them. All contenders run in the same processes, one after the other in
-every round, each round beginning with another one, each into a fresh folder that is removed outside of its time; a time is that of
-the slower rank. Every writer brings its bytes to the device (fsync), and begins when nothing else is on its way there (sync). Reads
-find their files in the page cache: they compare the work of the readers, not the device.
+Two ranks hold float32 tensors cut by rows, as FSDP2 leaves them. All contenders run in the same
+processes, one after the other in every round, each round beginning with another one, each into a
+fresh folder that is removed outside of its time; a time is that of the slower rank. Every writer
+brings its bytes to the device (fsync), and begins when nothing else is on its way there (sync).
+Reads find their files in the page cache: they compare the work of the readers, not the device.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.conditions import read_conditions
-from shardwright.checkpoint.background import BackgroundSaver
+from shardwright.checkpoint.background_save import BackgroundSaver
 from shardwright.checkpoint.disk import LOCAL_DISK, HashedFile
-from shardwright.checkpoint.load import load_checkpoint
-from shardwright.checkpoint.pieces import blocks
-from shardwright.checkpoint.place import BLOCK_BYTES
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.checkpoint.local_tensors import iterate_blocks
+from shardwright.checkpoint.storage_path import BLOCK_BYTES
+from shardwright.checkpoint.tensor_loading import load_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.units import format_bytes
-from shardwright.verify.pool import RankPool
+from shardwright.verify.rank_pool import RankPool
 
-RANKS, WIDTH = 2, 1024
+RANKS = 2
+WIDTH = 1024
 READERS = (1, 2, 4, 8)
 SHARES = (8, 4, 2, 1)
 """The sizes whose resharding is measured: these parts of the whole."""
@@ -56,7 +59,10 @@ def make_tensors(num_tensors: int, *, blank: bool = False, dim: int = 0) -> dict
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
     make = torch.zeros if blank else lambda *shape: torch.randn(*shape, generator=generator)
-    return {f"layer{n}.weight": distribute_tensor(make(WIDTH, WIDTH), mesh, [Shard(dim)]) for n in range(num_tensors)}
+    return {
+        f"layer{n}.weight": distribute_tensor(make(WIDTH, WIDTH), mesh, [Shard(dim)])
+        for n in range(num_tensors)
+    }
 
 
 def write_plainly(folder: Path, tensors: dict[str, DTensor]) -> Times:
@@ -64,7 +70,7 @@ def write_plainly(folder: Path, tensors: dict[str, DTensor]) -> Times:
     began = time.perf_counter()
     descriptor = LOCAL_DISK.create(folder / f"plain-{dist.get_rank()}")
     for tensor in tensors.values():
-        for block in blocks(tensor.to_local()):
+        for block in iterate_blocks(tensor.to_local()):
             LOCAL_DISK.write(descriptor, block)
     LOCAL_DISK.sync(descriptor)
     LOCAL_DISK.close(descriptor)
@@ -73,7 +79,9 @@ def write_plainly(folder: Path, tensors: dict[str, DTensor]) -> Times:
 
 
 def write_past_the_cache(folder: Path, tensors: dict[str, DTensor]) -> Times:
-    """As many bytes from one aligned block, past the page cache: what the device gives where memory does not hold it up."""
+    """As many bytes from one aligned block, past the page cache: what the device gives where memory
+    does not hold it up.
+    """
     block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
     block[:] = bytes(BLOCK_BYTES)
     left = sum(tensor.to_local().numel() * tensor.element_size() for tensor in tensors.values())
@@ -96,7 +104,7 @@ def write_hashed(folder: Path, tensors: dict[str, DTensor]) -> Times:
     began = time.perf_counter()
     with HashedFile(folder / f"hashed-{dist.get_rank()}", LOCAL_DISK) as file:
         for tensor in tensors.values():
-            for block in blocks(tensor.to_local()):
+            for block in iterate_blocks(tensor.to_local()):
                 file.write(block)
         file.finish()
     LOCAL_DISK.sync_folder(folder)
@@ -125,30 +133,36 @@ class InBackground:
     """Savers whose buffers and groups live as long as a run."""
 
     def __init__(self) -> None:
-        self.saver = BackgroundSaver()
+        self.checkpointer = BackgroundSaver()
         self.group = dist.new_group(backend="gloo")
 
     def save(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
         """shardwright's BackgroundSaver, where the update comes at once: the copy is waited for."""
         began = time.perf_counter()
-        self.saver.save(folder, 1, tensors, {})
-        self.saver.await_copy()
+        self.checkpointer.save(folder, 1, tensors, {})
+        self.checkpointer.wait_for_copy()
         stall = time.perf_counter() - began
-        self.saver.wait()
+        self.checkpointer.wait()
         return {"stall": stall, "total": time.perf_counter() - began}
 
     def save_beside_a_step(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
-        """The same where the gradients of the next step are computed before its update, as in training."""
+        """The same where the gradients of the next step are computed before its update, as in
+        training.
+        """
         alone = products(STEP_SECONDS)
         began = time.perf_counter()
-        self.saver.save(folder, 1, tensors, {})
+        self.checkpointer.save(folder, 1, tensors, {})
         begun = time.perf_counter()
         slowed = products(STEP_SECONDS)
         computed = time.perf_counter()
-        self.saver.await_copy()
+        self.checkpointer.wait_for_copy()
         stall = (begun - began) + (time.perf_counter() - computed)
-        self.saver.wait()
-        return {"stall": stall, "total": time.perf_counter() - began, "slowed": 1.0 - slowed / alone}
+        self.checkpointer.wait()
+        return {
+            "stall": stall,
+            "total": time.perf_counter() - began,
+            "slowed": 1.0 - slowed / alone,
+        }
 
     def save_with_dcp(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
         """DCP's async_save on a thread, in a group of its own."""
@@ -162,7 +176,9 @@ class InBackground:
 
 def products(seconds: float) -> float:
     """Products of matrices a second, on this rank's one thread."""
-    square, count, began = torch.randn(256, 256), 0, time.perf_counter()
+    square = torch.randn(256, 256)
+    count = 0
+    began = time.perf_counter()
     while (took := time.perf_counter() - began) < seconds:
         square @ square
         count += 1
@@ -177,7 +193,9 @@ def save_ours(folder: Path, tensors: dict[str, DTensor]) -> Times:
 
 
 def measure_saves(root: str, num_tensors: int, rounds: int) -> dict[str, list[Times]]:
-    """Seconds of every contender and round, of the slower rank. The first round warms up and is not counted."""
+    """Seconds of every contender and round, of the slower rank. The first round warms up and is not
+    counted.
+    """
     background = InBackground()
     contenders: dict[str, Callable[[Path, dict[str, DTensor]], Times]] = {
         "plain": write_plainly,
@@ -196,7 +214,8 @@ def measure_saves(root: str, num_tensors: int, rounds: int) -> dict[str, list[Ti
     for number in range(rounds + 1):
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
-            contender, folder = contenders[name], Path(root) / f"{name}-{number}"
+            contender = contenders[name]
+            folder = Path(root) / f"{name}-{number}"
             if dist.get_rank() == 0:
                 folder.mkdir()
                 os.sync()
@@ -205,7 +224,9 @@ def measure_saves(root: str, num_tensors: int, rounds: int) -> dict[str, list[Ti
             if number:
                 measured[name].append(times)
             dist.barrier()
-            if dist.get_rank() == 0 and not (number == rounds and name in ("plain", "ours", "dcp", "torch.save")):
+            if dist.get_rank() == 0 and not (
+                number == rounds and name in ("plain", "ours", "dcp", "torch.save")
+            ):
                 shutil.rmtree(folder)
     return measured
 
@@ -223,19 +244,27 @@ def measure_loads(root: str, num_tensors: int, last: int, rounds: int) -> dict[s
     buffers = {name: tensor.to_local() for name, tensor in tensors.items()}
 
     def read_plainly() -> None:
-        with (Path(root) / f"plain-{last}" / f"plain-{dist.get_rank()}").open("rb", buffering=0) as file:
+        with (Path(root) / f"plain-{last}" / f"plain-{dist.get_rank()}").open(
+            "rb", buffering=0
+        ) as file:
             for local in buffers.values():
                 file.readinto(local.view(-1).view(torch.uint8).numpy().data)
 
     def load_with_torch() -> None:
-        loaded = torch.load(Path(root) / f"torch.save-{last}" / f"torch-{dist.get_rank()}.pt", weights_only=True)
+        loaded = torch.load(
+            Path(root) / f"torch.save-{last}" / f"torch-{dist.get_rank()}.pt", weights_only=True
+        )
         for name, local in buffers.items():
             local.copy_(loaded[name])
 
     contenders: dict[str, Callable[[], object]] = {
         "plain": read_plainly,
-        "ours, every byte hashed": lambda: load_checkpoint(Path(root) / f"ours-{last}" / "step-00000001", tensors),
-        "dcp": lambda: dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(Path(root) / f"dcp-{last}")),
+        "ours, every byte hashed": lambda: load_checkpoint(
+            Path(root) / f"ours-{last}" / "step-00000001", tensors
+        ),
+        "dcp": lambda: dcp.load(
+            dict(tensors), storage_reader=dcp.FileSystemReader(Path(root) / f"dcp-{last}")
+        ),
         "torch.load": load_with_torch,
     }
     measured: dict[str, list[Times]] = {name: [] for name in contenders}
@@ -257,14 +286,21 @@ def save_sizes(root: str, num_tensors: int) -> None:
 
 
 def measure_resharding(root: str, num_tensors: int, rounds: int) -> dict[str, list[Times]]:
-    """Opening the checkpoints of two ranks, cut by rows, on these ranks; by "share/cut" the rounds."""
+    """Opening the checkpoints of two ranks, cut by rows, on these ranks; by "share/cut" the
+    rounds.
+    """
     measured: dict[str, list[Times]] = {}
     for share in SHARES:
         for dim, cut in enumerate(("rows", "columns")):
             if dist.is_initialized():
-                tensors: dict[str, Any] = dict(make_tensors(num_tensors // share, blank=True, dim=dim))
+                tensors: dict[str, Any] = dict(
+                    make_tensors(num_tensors // share, blank=True, dim=dim)
+                )
             else:
-                tensors = {f"layer{n}.weight": torch.zeros(WIDTH, WIDTH) for n in range(num_tensors // share)}
+                tensors = {
+                    f"layer{n}.weight": torch.zeros(WIDTH, WIDTH)
+                    for n in range(num_tensors // share)
+                }
             for number in range(rounds + 1):
                 if dist.is_initialized():
                     dist.barrier()
@@ -272,7 +308,9 @@ def measure_resharding(root: str, num_tensors: int, rounds: int) -> dict[str, li
                 load_checkpoint(Path(root) / f"share-{share}" / "step-00000001", tensors)
                 times = {"total": time.perf_counter() - began}
                 if number:
-                    measured.setdefault(f"{share}/{cut}", []).append(slowest(times) if dist.is_initialized() else times)
+                    measured.setdefault(f"{share}/{cut}", []).append(
+                        slowest(times) if dist.is_initialized() else times
+                    )
     return measured
 
 
@@ -283,7 +321,9 @@ def measure(num_tensors: int, rounds: int, base: Path | None) -> dict[str, Any]:
         saves = pool.run(RANKS, measure_saves, root, num_tensors, rounds)[0]
         loads = pool.run(RANKS, measure_loads, root, num_tensors, rounds, rounds)[0]
         pool.run(RANKS, save_sizes, root, num_tensors)
-        reshards = {n: pool.run(n, measure_resharding, root, num_tensors, rounds)[0] for n in READERS}
+        reshards = {
+            n: pool.run(n, measure_resharding, root, num_tensors, rounds)[0] for n in READERS
+        }
     return {
         "conditions": read_conditions(),
         "ranks": RANKS,
@@ -296,20 +336,27 @@ def measure(num_tensors: int, rounds: int, base: Path | None) -> dict[str, Any]:
     }
 
 
-def rows_of(measured: dict[str, list[Times]], size_bytes: int, plain_write: float, *, saves: bool) -> list[str]:
+def rows_of(
+    measured: dict[str, list[Times]], size_bytes: int, plain_write: float, *, saves: bool
+) -> list[str]:
     """A table: a row per contender, against the plain write."""
     lines = [
-        "| | MiB/s, median (range) | share of the faster plain write | seconds |" + (" training stands still |" if saves else ""),
+        "| | MiB/s, median (range) | share of the faster plain write | seconds |"
+        + (" training stands still |" if saves else ""),
         "| --- | ---: | ---: | ---: |" + (" ---: |" if saves else ""),
     ]
     for name, rounds in measured.items():
         totals = sorted(times["total"] for times in rounds)
         middle = statistics.median(totals)
-        low, speed, high = (size_bytes / 2**20 / seconds for seconds in (totals[-1], middle, totals[0]))
+        low, speed, high = (
+            size_bytes / 2**20 / seconds for seconds in (totals[-1], middle, totals[0])
+        )
         line = f"| {name} | {speed:.0f} ({low:.0f} to {high:.0f}) | {plain_write / middle:.0%} | {middle:.3f} |"
         if saves:
             stall = statistics.median(times.get("stall", times["total"]) for times in rounds)
-            share = statistics.median(times.get("stall", times["total"]) / times["total"] for times in rounds)
+            share = statistics.median(
+                times.get("stall", times["total"]) / times["total"] for times in rounds
+            )
             line += f" {stall:.3f} s, {share:.1%} |"
         lines.append(line)
     return lines
@@ -323,16 +370,26 @@ def rows_of_resharding(resharding: dict[str, dict[str, list[Times]]], size_bytes
     ]
     for key in next(iter(resharding.values())):
         share, cut = key.split("/")
-        seconds = [statistics.median(times["total"] for times in rounds[key]) for rounds in resharding.values()]
-        lines.append(f"| {format_bytes(size_bytes // int(share))} | {cut} | " + " | ".join(f"{s:.3f}" for s in seconds) + " |")
+        seconds = [
+            statistics.median(times["total"] for times in rounds[key])
+            for rounds in resharding.values()
+        ]
+        lines.append(
+            f"| {format_bytes(size_bytes // int(share))} | {cut} | "
+            + " | ".join(f"{s:.3f}" for s in seconds)
+            + " |"
+        )
     return lines
 
 
 def describe(result: dict[str, Any]) -> str:
     """The page, with what `checkpoints.notes.md` adds by hand."""
-    conditions, size = result["conditions"], result["size_bytes"]
+    conditions = result["conditions"]
+    size = result["size_bytes"]
     before, after = result["load_average"]
-    plain_write = min(statistics.median(times["total"] for times in result["saves"][name]) for name in PLAIN)
+    plain_write = min(
+        statistics.median(times["total"] for times in result["saves"][name]) for name in PLAIN
+    )
     slowed = statistics.median(times["slowed"] for times in result["saves"]["ours beside a step"])
     return "\n".join(
         [
@@ -375,10 +432,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensors", type=int, default=128, help="of 4 MiB each")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="on the device to measure; default the system's folder for temporary files")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="on the device to measure; default the system's folder for temporary files",
+    )
     parser.add_argument("--publish", action="store_true")
     given = parser.parse_args()
-    result = measure(given.tensors, given.rounds, given.folder)
+    result = measure(given.tensors, given.has_divisibility_rule, given.folder)
     text = describe(result)
     if given.publish:
         (FOLDER / "checkpoints.json").write_text(json.dumps(result, indent=1) + "\n")

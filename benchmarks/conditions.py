@@ -49,7 +49,13 @@ def _commit() -> str | None:
     """Short hash of the checkout, `+` when files differ from it."""
     root = Path(__file__).resolve().parents[1]
     try:
-        commit = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=root, capture_output=True, text=True, check=True)
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip() or None

@@ -1,12 +1,14 @@
-"""Context parallelism on two CPU ranks: each method against one process and against ZeRO 3, and where a step's time goes.
+"""Context parallelism on two CPU ranks: each method against one process and against ZeRO 3, and
+where a step's time goes.
 
     python -m benchmarks.context                        rows of 4096 tokens of a Llama of 29M parameters, fp32
     python -m benchmarks.context --tokens 8192 --window 512
 
-Every contender trains on the same rows: context ranks share one row, ZeRO's ranks take one of two rows each, one process takes
-both cores. All are timed in turn (A B C A B C ...) by one process pool, so that what slows the machine slows them alike. `waiting`
-is what a rank stands still, within forward and backward, for keys, values, their gradients or exchanged heads: what attention did
-not hide.
+Every contender trains on the same rows: context ranks share one row, ZeRO's ranks take one of two
+rows each, one process takes both cores. All are timed in turn (A B C A B C ...) by one process
+pool, so that what slows the machine slows them alike. `waiting` is what a rank stands still, within
+forward and backward, for keys, values, their gradients or exchanged heads: what attention did not
+hide.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh, ring, ulysses
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh, ring_attention, ulysses
 from shardwright.plan import BatchPlan, Plan
-from shardwright.train.step import StepTimes, accumulate_gradients, update
-from shardwright.verify.pool import RankPool
+from shardwright.train.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.verify.rank_pool import RankPool
 
 LAYOUTS = {
     "one process, two threads": Layout(),
@@ -55,27 +57,52 @@ _built: dict[str, tuple[ParallelModel, torch.optim.Optimizer]] = {}
 
 def main() -> None:
     """Time all contenders and print a table; `--out` writes the numbers."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.context", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.context", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each contender, after one that warms up")
-    parser.add_argument("--window", type=int, default=None, help="a sliding window in every layer, in tokens")
-    parser.add_argument("--kv-heads", type=int, default=4, help="key-value heads for the model's 8 query heads")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="timed steps of each contender, after one that warms up",
+    )
+    parser.add_argument(
+        "--window", type=int, default=None, help="a sliding window in every layer, in tokens"
+    )
+    parser.add_argument(
+        "--kv-heads", type=int, default=4, help="key-value heads for the model's 8 query heads"
+    )
     parser.add_argument("--out", type=Path, default=None, help="folder for context-two-ranks.json")
     arguments = parser.parse_args()
-    config = LLAMA_29M | {"num_key_value_heads": arguments.kv_heads, "max_position_embeddings": arguments.tokens}
+    config = LLAMA_29M | {
+        "num_key_value_heads": arguments.kv_heads,
+        "max_position_embeddings": arguments.tokens,
+    }
     if arguments.window is not None:
-        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": arguments.window}
-    rows = compare(config, arguments.tokens, arguments.rounds)
+        config |= {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": arguments.window,
+        }
+    rows = compare(config, arguments.tokens, arguments.has_divisibility_rule)
     print(table(rows))
     if arguments.out is not None:
-        result = {"tokens": arguments.tokens, "window": arguments.window, "config": config, "rows": rows}
+        result = {
+            "tokens": arguments.tokens,
+            "window": arguments.window,
+            "config": config,
+            "rows": rows,
+        }
         result["conditions"] = read_conditions()
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "context-two-ranks.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def compare(config: dict[str, Any], num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
-    """Medians over the rounds: seconds of a step and of its parts on the slowest rank, tokens per second over all ranks."""
+    """Medians over the rounds: seconds of a step and of its parts on the slowest rank, tokens per
+    second over all ranks.
+    """
     seen: dict[str, list[list[dict[str, float]]]] = {name: [] for name in LAYOUTS}
     with RankPool(timeout_seconds=600.0) as pool:
         for number in range(num_rounds + 1):
@@ -90,13 +117,24 @@ def compare(config: dict[str, Any], num_tokens: int, num_rounds: int) -> list[di
         spread = [min(step["step"] for step in slowest), max(step["step"] for step in slowest)]
         tokens_per_second = LAYOUTS[name].data_ranks * num_tokens / times["step"]
         losses = {step["loss"] for step in rounds[-1]}
-        rows.append({"name": name, "tokens_per_second": tokens_per_second, "seconds": times, "range": spread, "loss": max(losses)})
+        rows.append(
+            {
+                "name": name,
+                "tokens_per_second": tokens_per_second,
+                "seconds": times,
+                "range": spread,
+                "loss": max(losses),
+            }
+        )
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["| contender | tokens/s | step, s (range) | " + " | ".join(PARTS) + " |", "|---|" + "---:|" * (2 + len(PARTS))]
+    lines = [
+        "| contender | tokens/s | step, s (range) | " + " | ".join(PARTS) + " |",
+        "|---|" + "---:|" * (2 + len(PARTS)),
+    ]
     for row in rows:
         low, high = row["range"]
         parts = " | ".join(f"{row['seconds'][part]:.3f}" for part in PARTS)
@@ -105,39 +143,61 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def time_a_step(name: str, config: dict[str, Any], num_tokens: int, number: int) -> dict[str, float]:
+def time_a_step(
+    name: str, config: dict[str, Any], num_tokens: int, number: int
+) -> dict[str, float]:
     """Seconds of one training step on this rank, by part; the first call builds the model."""
     torch.set_num_threads(2 if name.endswith("two threads") else 1)
     layout = LAYOUTS[name]
-    model, optimizer = _built.get(name) or _built.setdefault(name, build(config, layout, num_tokens))
+    model, optimizer = _built.get(name) or _built.setdefault(
+        name, build(config, layout, num_tokens)
+    )
     data_rank = 0 if model.mesh is None else RankGrid(layout).data_rank(model.mesh.rank)
     tokens = synthetic_tokens(config["vocab_size"], num_tokens, 16)
     ids_BT = tokens[[(number * layout.data_ranks + data_rank) % len(tokens)]]
     labels_BT = shifted_labels(ids_BT)
-    batch = MicroBatch(ids_BT, labels_BT, torch.arange(num_tokens)[None], None, torch.zeros(1, dtype=torch.int64), num_tokens - 1)
+    batch = MicroBatch(
+        ids_BT,
+        labels_BT,
+        torch.arange(num_tokens)[None],
+        None,
+        torch.zeros(1, dtype=torch.int64),
+        num_tokens - 1,
+    )
     times = StepTimes(torch.device("cpu"))
     began = time.perf_counter()
     with waiting() as waited:
         loss = accumulate_gradients(model, [batch], seed=0, step=number, times=times)
-    update(model, optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=times)
-    return times.seconds() | {"step": time.perf_counter() - began, "waiting": waited(), "loss": loss.mean()}
+    update_parameters(model, optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=times)
+    return times.seconds() | {
+        "step": time.perf_counter() - began,
+        "waiting": waited(),
+        "loss": loss.mean(),
+    }
 
 
-def build(config: dict[str, Any], layout: Layout, num_tokens: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def build(
+    config: dict[str, Any], layout: Layout, num_tokens: int
+) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """A model from random weights, and its optimizer."""
-    shape, precision = read_config(config), PrecisionSection(kind="fp32")
+    shape = read_config(config)
+    precision = PrecisionSection(kind="fp32")
     with torch.device("meta"):
         decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=1024))
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     model = apply_layout(
         decoder,
         Plan(layout, BatchPlan(num_tokens, 1, 1, layout.data_ranks), precision),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initialise(specs[name], 0, dtype=torch.float32, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 0, dtype=torch.float32, narrow=narrow
+        ),
     )
     section = OptimizerSection(name="adamw")
-    return model, build_optimizer(model.named_parameters(), section, learning_rate=1e-4, weight_decay=0.1)
+    return model, build_optimizer(
+        model.named_parameters(), section, learning_rate=1e-4, weight_decay=0.1
+    )
 
 
 @contextmanager
@@ -156,9 +216,13 @@ def waiting() -> Iterator[Callable[[], float]]:
         return call
 
     with (
-        patch.object(ring._Pass, "wait", timed(ring._Pass.wait)),
-        patch.object(ring._Gather, "wait", timed(ring._Gather.wait)),
-        patch.object(ring, "_scatter", timed(ring._scatter)),
+        patch.object(ring_attention._RingPass, "wait", timed(ring_attention._RingPass.wait)),
+        patch.object(
+            ring_attention._KeyValueGather, "wait", timed(ring_attention._KeyValueGather.wait)
+        ),
+        patch.object(
+            ring_attention, "_scatter_gradients", timed(ring_attention._scatter_gradients)
+        ),
         patch.object(ulysses, "_all_to_all", timed(ulysses._all_to_all)),
     ):
         yield lambda: total

@@ -6,12 +6,13 @@
     python -m benchmarks.cpu --predict            measure nothing: predict anew what the JSON holds
     python -m benchmarks.cpu --contender shardwright --contender torch-loop
 
-A comparison is a zero_stage and a precision. All its contenders are started in fresh processes, warmed up, and then timed in turn
-(A B C A B C ...), so that what slows the machine slows them alike; each keeps one thread per rank. All begin from one set of
-weights and read the same tokens: a contender whose first loss differs from the others' is an error, not a row. Beside ours stands
-what the planner predicts from rates that are measured on the same ranks right before, in time and in bytes of tensors. Results go
-to `<out>/cpu-two-ranks.json` and `.md`, with `--publish` to docs/benchmarks as well, where `cpu-two-ranks.notes.md` says what a
-program cannot know: why.
+A comparison is a zero_stage and a precision. All its contenders are started in fresh processes,
+warmed up, and then timed in turn (A B C A B C ...), so that what slows the machine slows them
+alike; each keeps one thread per rank. All begin from one set of weights and read the same tokens: a
+contender whose first loss differs from the others' is an error, not a row. Beside ours stands what
+the planner predicts from rates that are measured on the same ranks right before, in time and in
+bytes of tensors. Results go to `<out>/cpu-two-ranks.json` and `.md`, with `--publish` to
+docs/benchmarks as well, where `cpu-two-ranks.notes.md` says what a program cannot know: why.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from benchmarks.predicted import candidate_of, measured_profile, predicted_row, 
 from benchmarks.table import write_page
 from shardwright.architecture import read_config
 from shardwright.hardware import MeasuredProfile
-from shardwright.hardware.profile import read_profile
+from shardwright.hardware.measured_profile import read_profile
 from shardwright.layout import Layout
 
 SCHEMA_VERSION = 2
@@ -81,12 +82,16 @@ ON_REQUEST = (
 
 
 def main() -> int:
-    """Exit code 0 when every comparison gave numbers, 1 when one failed, 2 for a name that does not exist."""
+    """Exit code 0 when every comparison gave numbers, 1 when one failed, 2 for a name that does not
+    exist.
+    """
     arguments = parse_arguments()
     known = {comparison.name: comparison for comparison in (*DEFAULT, *ON_REQUEST)}
     if arguments.list:
         for comparison in known.values():
-            print(f"{comparison.name:20}{' '.join(comparison.contenders)}{'' if comparison in DEFAULT else '   (on request)'}")
+            print(
+                f"{comparison.name:20}{' '.join(comparison.contenders)}{'' if comparison in DEFAULT else '   (on request)'}"
+            )
         return 0
     unknown = [name for name in arguments.case if name not in known]
     if unknown:
@@ -94,9 +99,14 @@ def main() -> int:
         return 2
     chosen = [known[name] for name in arguments.case] or list(DEFAULT)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "conditions": read_conditions(), "skipped": {}}
+    result: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "conditions": read_conditions(),
+        "skipped": {},
+    }
     docs = DOCS if arguments.publish else None
-    # What some contenders did by themselves is another page: its rows were not timed in turn with the others'.
+    # What some contenders did by themselves is another page: its rows were not timed in turn with
+    # the others'.
     name = "-".join(("cpu", *arguments.contender)) if arguments.contender else "cpu-two-ranks"
     kept = read_comparisons((docs or arguments.out) / f"{name}.json")
     failed = 0
@@ -115,7 +125,9 @@ def main() -> int:
             result["comparisons"] = [kept[case] for case in known if case in kept]
             write_result(result, name, arguments.out, docs)
         if arguments.predict:
-            result["conditions"] = json.loads(((docs or arguments.out) / f"{name}.json").read_text())["conditions"]
+            result["conditions"] = json.loads(
+                ((docs or arguments.out) / f"{name}.json").read_text()
+            )["conditions"]
             for measured in kept.values():
                 predict_comparison(measured, case_of(measured, folder))
                 print_comparison(measured)
@@ -133,7 +145,14 @@ def read_comparisons(path: Path) -> dict[str, dict[str, Any]]:
 
 def case_of(measured: dict[str, Any], folder: str) -> Case:
     """Ours of a comparison that was measured."""
-    fields = ("zero_stage", "precision", "world_size", "sequence_length", "micro_batch_size", "compile")
+    fields = (
+        "zero_stage",
+        "precision",
+        "world_size",
+        "sequence_length",
+        "micro_batch_size",
+        "compile",
+    )
     return Case("shardwright", weights_dir=folder, **{name: measured[name] for name in fields})
 
 
@@ -155,25 +174,60 @@ def write_result(result: dict[str, Any], name: str, out: Path, docs: Path | None
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--list", action="store_true", help="print the comparisons and leave")
-    parser.add_argument("--predict", action="store_true", help="measure nothing; predict the rows of the JSON anew")
-    parser.add_argument("--case", action="append", default=[], metavar="NAME", help="measure this comparison only; repeatable")
-    parser.add_argument("--contender", action="append", default=[], metavar="NAME", help="measure these contenders only")
-    parser.add_argument("--rounds", type=int, default=4, help="timed blocks per contender (default 4)")
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps per block (default 2)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before the first timed block (default 2)")
-    parser.add_argument("--layers", type=int, default=LLAMA_29M["num_hidden_layers"], help="cut the model down, for a quick look")
+    parser.add_argument(
+        "--predict", action="store_true", help="measure nothing; predict the rows of the JSON anew"
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="measure this comparison only; repeatable",
+    )
+    parser.add_argument(
+        "--contender",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="measure these contenders only",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="timed blocks per contender (default 4)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2, help="optimizer steps per block (default 2)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="steps before the first timed block (default 2)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=LLAMA_29M["num_hidden_layers"],
+        help="cut the model down, for a quick look",
+    )
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    parser.add_argument("--publish", action="store_true", help="write the table of a whole run to docs/benchmarks too")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds that one start or block may take")
+    parser.add_argument(
+        "--publish",
+        action="store_true",
+        help="write the table of a whole run to docs/benchmarks too",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=300.0, help="seconds that one start or block may take"
+    )
     return parser.parse_args()
 
 
 def write_initial_weights(folder: Path, arguments: argparse.Namespace) -> int:
-    """config.json and model.safetensors that every contender starts from, made in a process of its own; their parameters."""
+    """config.json and model.safetensors that every contender starts from, made in a process of its
+    own; their parameters.
+    """
     config = LLAMA_29M | {"num_hidden_layers": arguments.layers}
     program = (
         "import json, sys, torch\n"
@@ -184,14 +238,22 @@ def write_initial_weights(folder: Path, arguments: argparse.Namespace) -> int:
         "model.save_pretrained(sys.argv[1])\n"
         "print(model.num_parameters())\n"
     )
-    made = subprocess.run([sys.executable, "-c", program, str(folder), json.dumps(config)], capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, "-c", program, str(folder), json.dumps(config)],
+        capture_output=True,
+        text=True,
+    )
     if made.returncode != 0:
         raise RanksFailed(f"the initial weights could not be made:\n{made.stderr}")
     return int(made.stdout.split()[-1])
 
 
-def available(comparison: Comparison, wanted: list[str], skipped: dict[str, str]) -> tuple[str, ...]:
-    """Contenders whose packages are installed; the others are noted in `skipped` with the reason."""
+def available(
+    comparison: Comparison, wanted: list[str], skipped: dict[str, str]
+) -> tuple[str, ...]:
+    """Contenders whose packages are installed; the others are noted in `skipped` with the
+    reason.
+    """
     kept = []
     for contender in comparison.contenders:
         if wanted and contender not in wanted:
@@ -208,7 +270,8 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
     """Measure the ranks' rates, then time the contenders in turn, then take our tensors' memory.
 
     Raises:
-        RanksFailed: a rank died or hung, or a contender's first loss differs: it does not do the same work.
+        RanksFailed: a rank died or hung, or a contender's first loss differs: it does not do the
+        same work.
     """
     cases = [
         Case(
@@ -223,29 +286,48 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
         )
         for contender in comparison.contenders
     ]
-    load, profile = os.getloadavg()[0], None
+    load = os.getloadavg()[0]
+    profile = None
     if "shardwright" in comparison.contenders:
         ours = replace(cases[0], contender="shardwright")
-        runs = [(read_config(json.loads((Path(folder) / "config.json").read_text())), candidate_of(ours))]
+        runs = [
+            (
+                read_config(json.loads((Path(folder) / "config.json").read_text())),
+                candidate_of(ours),
+            )
+        ]
         profile = measured_profile(runs, Layout(dp_replicate=NUM_RANKS))
     rows: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         running: list[tuple[str, Ranks]] = []
         for case in cases:
-            ranks = stack.enter_context(Ranks(case, arguments.out / "logs", time_limit_seconds=arguments.time_limit))
+            ranks = stack.enter_context(
+                Ranks(case, arguments.out / "logs", time_limit_seconds=arguments.time_limit)
+            )
             started = ranks.wait_ready()
             first = ranks.run_block(arguments.warmup)
-            rows[case.contender] = {"details": started[0]["details"], "blocks": [], "warmup": first, "start_up": started}
+            rows[case.contender] = {
+                "details": started[0]["details"],
+                "blocks": [],
+                "warmup": first,
+                "start_up": started,
+            }
             running.append((case.contender, ranks))
         check_first_losses(comparison, rows)
-        for _ in range(arguments.rounds):
+        for _ in range(arguments.has_divisibility_rule):
             for contender, ranks in running:
                 rows[contender]["blocks"].append(ranks.run_block(arguments.steps))
-        tensors = {contender: ranks.run_block(1, memory=True) for contender, ranks in running if contender == "shardwright"}
+        tensors = {
+            contender: ranks.run_block(1, memory=True)
+            for contender, ranks in running
+            if contender == "shardwright"
+        }
     for row in rows.values():
         summarise(row, cases[0].tokens_per_step, arguments.steps)
     for contender, replies in tensors.items():
-        rows[contender]["peak_allocated_bytes"] = max(reply["peak_tensor_bytes"] for reply in replies)
+        rows[contender]["peak_allocated_bytes"] = max(
+            reply["peak_tensor_bytes"] for reply in replies
+        )
     measured = {
         "name": comparison.name,
         "zero_stage": comparison.zero_stage,
@@ -254,7 +336,7 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
         "world_size": cases[0].world_size,
         "sequence_length": arguments.sequence_length,
         "micro_batch_size": arguments.micro_batch_size,
-        "rounds": arguments.rounds,
+        "rounds": arguments.has_divisibility_rule,
         "steps_per_round": arguments.steps,
         "warmup_steps": arguments.warmup,
         "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
@@ -277,16 +359,22 @@ def check_first_losses(comparison: Comparison, rows: dict[str, dict[str, Any]]) 
 
 def mean_over_ranks(replies: list[dict[str, Any]]) -> list[float]:
     """Loss of each step of a block; every rank holds as many tokens."""
-    return [sum(losses) / len(losses) for losses in zip(*(reply["losses"] for reply in replies), strict=True)]
+    return [
+        sum(losses) / len(losses)
+        for losses in zip(*(reply["losses"] for reply in replies), strict=True)
+    ]
 
 
 def summarise(row: dict[str, Any], tokens_per_step: int, steps: int) -> None:
     """Replace a row's raw replies by its figures.
 
-    `peak_memory_bytes` is the largest resident high-water mark of a rank during timed blocks, `start_up_memory_bytes` that of
-    everything before (imports, loading, cutting, warm-up); `processor_seconds_per_step` is summed over ranks and threads.
+    `peak_memory_bytes` is the largest resident high-water mark of a rank during timed blocks,
+    `start_up_memory_bytes` that of everything before (imports, loading, cutting, warm-up);
+    `processor_seconds_per_step` is summed over ranks and threads.
     """
-    blocks, warmup, start_up = row.pop("blocks"), row.pop("warmup"), row.pop("start_up")
+    blocks = row.pop("blocks")
+    warmup = row.pop("warmup")
+    start_up = row.pop("start_up")
     rates = [tokens_per_step * steps / max(reply["seconds"] for reply in block) for block in blocks]
     losses = mean_over_ranks(warmup) + [loss for block in blocks for loss in mean_over_ranks(block)]
     row |= {
@@ -295,9 +383,14 @@ def summarise(row: dict[str, Any], tokens_per_step: int, steps: int) -> None:
         "tokens_per_second_highest": max(rates),
         "peak_memory_bytes": max(reply["peak_rss_bytes"] for block in blocks for reply in block),
         "start_up_memory_bytes": max(
-            [reply["peak_rss_bytes"] for reply in warmup] + [reply["start_up"]["peak_rss_bytes"] for reply in start_up]
+            [reply["peak_rss_bytes"] for reply in warmup]
+            + [reply["start_up"]["peak_rss_bytes"] for reply in start_up]
         ),
-        "processor_seconds_per_step": sum(reply["cpu_seconds"] for block in blocks for reply in block) / len(blocks) / steps,
+        "processor_seconds_per_step": sum(
+            reply["cpu_seconds"] for block in blocks for reply in block
+        )
+        / len(blocks)
+        / steps,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "tokens_per_second_by_round": rates,
@@ -309,11 +402,19 @@ def print_comparison(measured: dict[str, Any]) -> None:
     ours = measured["contenders"].get("shardwright")
     print(f"{measured['name']}:", flush=True)
     for name, row in measured["contenders"].items():
-        ratio = f"  shardwright is {ours['tokens_per_second'] / row['tokens_per_second']:.2f}x" if ours and row is not ours else ""
-        lowest, highest = row["tokens_per_second_lowest"], row["tokens_per_second_highest"]
+        ratio = (
+            f"  shardwright is {ours['tokens_per_second'] / row['tokens_per_second']:.2f}x"
+            if ours and row is not ours
+            else ""
+        )
+        lowest = row["tokens_per_second_lowest"]
+        highest = row["tokens_per_second_highest"]
         rate = f"{row['tokens_per_second']:8.0f} tok/s ({lowest:.0f} to {highest:.0f})"
         cost = f"{row['processor_seconds_per_step']:6.2f} processor s/step {row['peak_memory_bytes'] / 2**20:6.0f} MiB"
-        print(f"  {name:24}{rate} {cost}  loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}{ratio}", flush=True)
+        print(
+            f"  {name:24}{rate} {cost}  loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}{ratio}",
+            flush=True,
+        )
         if "predicted" in row:
             print(told(row), flush=True)
 

@@ -1,4 +1,6 @@
-"""What `benchmarks.cuts` runs: models, layouts, precisions and recomputation on one and two CPU ranks. No torch."""
+"""What `benchmarks.cuts` runs: models, layouts, precisions and recomputation on one and two CPU
+ranks. No torch.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ from typing import Any, Literal
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.config.layout import LayoutSection
-from shardwright.config.load import parse_layout
+from shardwright.config.recipe_loading import parse_layout
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, resolve_layout
 from shardwright.plan import BatchPlan, Plan
 from shardwright.planner import Candidate
 
-TOKENS, GLOBAL_BATCH, MICRO_BATCHES = 512, 8, 8
+TOKENS = 512
+GLOBAL_BATCH = 8
+MICRO_BATCHES = 8
 _COMMON: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 384,
@@ -46,7 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
-ZERO_1, ZERO_3 = "dp_shard=2,zero_stage=1", "dp_shard=2,zero_stage=3"
+ZERO_1 = "dp_shard=2,zero_stage=1"
+ZERO_3 = "dp_shard=2,zero_stage=3"
 _PLAIN = ("", "dp_replicate=2", ZERO_3, "tp=2", "tp=2,sequence_parallel=false")
 _CUTS = (*_PLAIN, ZERO_1, "pp=2", "cp=2,cp_method=ring")
 
@@ -69,7 +74,9 @@ class Entry:
     def batch(self) -> BatchPlan:
         """Rows of a micro-batch are one; a pipeline's micro-batches are the accumulation."""
         data_ranks = self.layout.data_ranks
-        return BatchPlan(TOKENS, GLOBAL_BATCH // MICRO_BATCHES, MICRO_BATCHES // data_ranks, data_ranks)
+        return BatchPlan(
+            TOKENS, GLOBAL_BATCH // MICRO_BATCHES, MICRO_BATCHES // data_ranks, data_ranks
+        )
 
     @property
     def plan(self) -> Plan:
@@ -95,21 +102,29 @@ class Entry:
         return "one process" if self.layout.world_size == 1 else str(self.layout)
 
     @property
-    def work(self) -> str:
+    def forward_work(self) -> str:
         """Entries that do the same work, to the rounding of their precision."""
         return f"{self.model} {self.precision}"
 
     @property
     def group(self) -> str:
-        """Entries that are built, calibrated and timed together: so many that it takes minutes. The schedules are a group."""
-        return f"{self.work} schedules" if self.layout.pp > 1 and self.work == "dense fp32" else self.work
+        """Entries that are built, calibrated and timed together: so many that it takes minutes. The
+        schedules are a group.
+        """
+        return (
+            f"{self.forward_work} schedules"
+            if self.layout.pp > 1 and self.forward_work == "dense fp32"
+            else self.forward_work
+        )
 
     def __str__(self) -> str:
-        return f"{self.work} {self.layout_name}{' recompute' if self.recompute == 'full' else ''}"
+        return f"{self.forward_work} {self.layout_name}{' recompute' if self.recompute == 'full' else ''}"
 
 
 def _entry(model: str, text: str, *also: Any) -> Entry:
-    return Entry(model, resolve_layout(LayoutSection(**parse_layout(text)), 2 if text else 1), *also)
+    return Entry(
+        model, resolve_layout(LayoutSection(**parse_layout(text)), 2 if text else 1), *also
+    )
 
 
 ENTRIES: tuple[Entry, ...] = (

@@ -1,4 +1,6 @@
-"""The page of `benchmarks.cuts` out of its JSON: speeds, predictions beside measurements, pipelines beside their schedules."""
+"""The page of `benchmarks.cuts` out of its JSON: speeds, predictions beside measurements, pipelines
+beside their schedules.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,24 @@ def page(result: dict[str, Any], notes: str = "") -> str:
         before, after = told["load_average"]
         made = told["date"] + (f", commit {told['commit']}" if told["commit"] else "")
         lines.append(f"| {name} | {made} | {told['rounds']} | {before}, {after} |")
-    lines += ["", "## Speed", "", *_speeds(groups), "", "Parts are seconds on rank 0.", "", "## Predicted and measured", ""]
-    lines += [*_predictions(groups), "", "## Pipelines beside their schedules", "", *_pipelines(groups)]
+    lines += [
+        "",
+        "## Speed",
+        "",
+        *_speeds(groups),
+        "",
+        "Parts are seconds on rank 0.",
+        "",
+        "## Predicted and measured",
+        "",
+    ]
+    lines += [
+        *_predictions(groups),
+        "",
+        "## Pipelines beside their schedules",
+        "",
+        *_pipelines(groups),
+    ]
     if notes:
         lines += ["", notes.rstrip()]
     return "\n".join(lines) + "\n"
@@ -43,12 +61,23 @@ def _rows(groups: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _speeds(groups: dict[str, Any]) -> Iterator[str]:
     parts = list(next(_rows(groups))["parts"])
-    yield "| model | layout | seconds a step | speed-up over one process | over ZeRO-3 | " + " | ".join(parts) + " |"
+    yield (
+        "| model | layout | seconds a step | speed-up over one process | over ZeRO-3 | "
+        + " | ".join(parts)
+        + " |"
+    )
     yield "|---|---|---|---|---|" + "---|" * len(parts)
-    plain = {(row["work"], row["layout"]): row["seconds"] for row in _rows(groups) if row["recompute"] == "none"}
+    plain = {
+        (row["work"], row["layout"]): row["seconds"]
+        for row in _rows(groups)
+        if row["recompute"] == "none"
+    }
     for row in _rows(groups):
         shares = " | ".join(f"{row['parts'].get(part, 0.0):.2f}" for part in parts)
-        bases = (plain.get((row["work"], layout)) for layout in ("one process", "dp_shard=2,zero_stage=3"))
+        bases = (
+            plain.get((row["work"], layout))
+            for layout in ("one process", "dp_shard=2,zero_stage=3")
+        )
         speed, over = ("" if base is None else f"{base / row['seconds']:.2f}" for base in bases)
         yield f"| {row['work']} | {_name(row)} | {row['seconds']:.2f} | {speed} | {over} | {shares} |"
 
@@ -61,14 +90,16 @@ def _predictions(groups: dict[str, Any]) -> Iterator[str]:
     """With the measured profile; beside it what the catalogue's CPU alone would give."""
     yield "| model | layout | seconds | predicted | error | from the catalogue alone | MiB of tensors | predicted | error |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
-    errors, memory = [], []
+    errors = []
+    memory = []
     for row in _rows(groups):
         guess = row.get("predicted")
         if guess is None:
             continue
         errors.append(guess["step_seconds"] / row["seconds"] - 1)
         memory.append(guess["memory_bytes"] / row["memory_bytes"] - 1)
-        bare, seconds = row["predicted_by_catalogue"]["step_seconds"], row["seconds"]
+        bare = row["predicted_by_catalogue"]["step_seconds"]
+        seconds = row["seconds"]
         yield (
             f"| {row['work']} | {_name(row)} | {seconds:.2f} | {guess['step_seconds']:.2f} | {errors[-1]:+.0%} | {bare:.3f} | "
             f"{row['memory_bytes'] / 2**20:,.0f} | {guess['memory_bytes'] / 2**20:,.0f} | {memory[-1]:+.1%} |"

@@ -1,14 +1,17 @@
-"""Fit what the planner takes of CPU ranks beside their measured rates, and say how far off it is on rows that were not fitted.
+"""Fit what the planner takes of CPU ranks beside their measured rates, and say how far off it is on
+rows that were not fitted.
 
     python -m benchmarks.fit_cpu       the errors of the package's numbers, the fitted ones, and each group predicted by the others
 
-The rows are our own: those of `benchmarks.cuts` and `benchmarks.cpu` under docs/benchmarks, each beside the profile that was
-measured right before it. Products, attention, collectives, element-wise operations and what a meeting of ranks costs are that
-profile's. What is left to fit: how much more there is between products than a sum, a norm and a gate (`bytes_share`: rotations,
-casts, copies into other orders), the host's time to start an operation, what FSDP does around each gather and reduction
-(`handoff_seconds`), what a collective in a step reaches of its measured pace (`step_share`), and experts' products, whose rows are
-few and uneven, of theirs (`expert_share`). The entry that is printed goes into `START` of planner_parameters.py, from where fits of
-the published rows take it over.
+The rows are our own: those of `benchmarks.cuts` and `benchmarks.cpu` under docs/benchmarks, each
+beside the profile that was measured right before it. Products, attention, collectives, element-wise
+operations and what a meeting of ranks costs are that profile's. What is left to fit: how much more
+there is between products than a sum, a norm and a gate (`bytes_share`: rotations, casts, copies
+into other orders), the host's time to start an operation, what FSDP does around each gather and
+reduction (`handoff_seconds`), what a collective in a step reaches of its measured pace
+(`step_share`), and experts' products, whose rows are few and uneven, of theirs (`expert_share`).
+The entry that is printed goes into `START` of planner_parameters.py, from where fits of the
+published rows take it over.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from benchmarks.cut_cases import ENTRIES
 from benchmarks.predicted import candidate_of, ranks_of
 from shardwright.architecture import ModelShape, read_config
 from shardwright.hardware import Cluster
-from shardwright.hardware.profile import read_profile
+from shardwright.hardware.measured_profile import read_profile
 from shardwright.planner import Candidate, predict
-from shardwright.planner.achieved import load_efficiencies
+from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.efficiency import Efficiency
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
@@ -42,7 +45,9 @@ FITTED = {
 """With the bounds of the search."""
 FACTORS = (2.0, 1.3, 1.1, 1.03)
 PULL = 0.003
-"""Of the loss, for moving a number by a factor of e from where the fit begins: what hardly any row reads shall stay."""
+"""Of the loss, for moving a number by a factor of e from where the fit begins: what hardly any row
+reads shall stay.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,15 @@ class Row:
 
     def error(self, efficiency: Efficiency) -> float:
         """Logarithm of predicted over measured."""
-        return log(predict(self.shape, self.candidate, self.cluster, efficiency).time.step / self.seconds)
+        return log(
+            predict(self.shape, self.candidate, self.cluster, efficiency).time.step / self.seconds
+        )
 
 
 def load_rows(folder: Path = DOCS) -> list[Row]:
     """Rows of both files; of groups whose rates could not be measured there are none."""
-    rows, entries = [], {str(entry): entry for entry in ENTRIES}
+    rows = []
+    entries = {str(entry): entry for entry in ENTRIES}
     groups: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("cuts-*.json")):
         groups |= json.loads(path.read_text()).get("groups", {})
@@ -74,35 +82,61 @@ def load_rows(folder: Path = DOCS) -> list[Row]:
         for row in group["rows"]:
             entry = entries[row["name"]]
             cluster = ranks_of(entry.layout.world_size, profile)
-            rows.append(Row(name, row["name"], entry.shape, entry.candidate, cluster, row["seconds"]))
+            rows.append(
+                Row(name, row["name"], entry.shape, entry.candidate, cluster, row["seconds"])
+            )
     return rows + _bench_rows(folder)
 
 
 def _bench_rows(folder: Path) -> list[Row]:
-    rows, comparisons = [], []
+    rows = []
+    comparisons = []
     for name in ("cpu-two-ranks.json", "cpu-shardwright.json"):
-        comparisons += json.loads((folder / name).read_text())["comparisons"] if (folder / name).exists() else []
+        comparisons += (
+            json.loads((folder / name).read_text())["comparisons"]
+            if (folder / name).exists()
+            else []
+        )
     for comparison in comparisons:
         ours = comparison["contenders"].get("shardwright")
         if ours is None or comparison.get("profile") is None:
             continue
-        fields = ("zero_stage", "precision", "world_size", "sequence_length", "micro_batch_size", "compile")
+        fields = (
+            "zero_stage",
+            "precision",
+            "world_size",
+            "sequence_length",
+            "micro_batch_size",
+            "compile",
+        )
         case = Case("shardwright", weights_dir="", **{name: comparison[name] for name in fields})
         cluster = ranks_of(case.world_size, read_profile(comparison["profile"]))
         seconds = case.tokens_per_step / ours["tokens_per_second"]
         group = f"bench {case.precision}"
-        rows.append(Row(group, f"bench {comparison['name']}", read_config(LLAMA_29M), candidate_of(case), cluster, seconds))
+        rows.append(
+            Row(
+                group,
+                f"bench {comparison['name']}",
+                read_config(LLAMA_29M),
+                candidate_of(case),
+                cluster,
+                seconds,
+            )
+        )
     return rows
 
 
 def fit(rows: Sequence[Row], start: Efficiency) -> Efficiency:
-    """The numbers of `FITTED` that make the mean absolute logarithm of the errors least, moved one at a time."""
+    """The numbers of `FITTED` that make the mean absolute logarithm of the errors least, moved one
+    at a time.
+    """
 
     def loss(efficiency: Efficiency) -> float:
         moved = sum(log(getattr(efficiency, name) / getattr(start, name)) ** 2 for name in FITTED)
         return mean(abs(row.error(efficiency)) for row in rows) + PULL * moved
 
-    best, least = start, loss(start)
+    best = start
+    least = loss(start)
     for factor in FACTORS:
         moving = True
         while moving:
@@ -113,7 +147,9 @@ def fit(rows: Sequence[Row], start: Efficiency) -> Efficiency:
                     tried = replace(best, **{name: value})
                     found = loss(tried)
                     if found < least - 1e-6:
-                        best, least, moving = tried, found, True
+                        best = tried
+                        least = found
+                        moving = True
     return best
 
 
@@ -130,7 +166,7 @@ def show(title: str, errors: dict[str, float]) -> None:
 def main() -> None:
     """Print errors before and after, each group held out, and the entry."""
     rows = load_rows()
-    packaged = load_efficiencies().of(rows[0].cluster.accelerator)
+    packaged = load_efficiencies().get_efficiency(rows[0].cluster.accelerator)
     show("the package's numbers", {row.name: row.error(packaged) for row in rows})
     best = fit(rows, packaged)
     show("fitted to all", {row.name: row.error(best) for row in rows})

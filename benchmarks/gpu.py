@@ -8,10 +8,11 @@
 
 `make gpu ARGS="--device cpu --shapes tiny"` passes arguments on.
 
-It uses the Python that runs it and downloads nothing; what is missing is named and skipped. Contenders of a case run in turn
-(A B A B), each visit in a fresh process with a time limit of its own. Results go to <out>/one-gpu.json and .md after every case
-(<out>: $OUT, else build/gpu), so that a run that is cut short, or a case that breaks, leaves the others. Beside ours stands what
-the planner predicts, in time and in bytes allocated and reserved.
+It uses the Python that runs it and downloads nothing; what is missing is named and skipped.
+Contenders of a case run in turn (A B A B), each visit in a fresh process with a time limit of its
+own. Results go to <out>/one-gpu.json and .md after every case (<out>: $OUT, else build/gpu), so
+that a run that is cut short, or a case that breaks, leaves the others. Beside ours stands what the
+planner predicts, in time and in bytes allocated and reserved.
 """
 
 from __future__ import annotations
@@ -42,14 +43,30 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 FIRST_LOSS_TOLERANCE = 0.02
-"""Relative. Weights are drawn by each contender itself (the same distribution), so first losses are near, not equal."""
+"""Relative. Weights are drawn by each contender itself (the same distribution), so first losses are
+near, not equal.
+"""
 NEEDS = {
-    "shardwright": ("pydantic", "yaml", "numpy", "safetensors", "psutil", "rich", "tokenizers", "pyarrow"),
+    "shardwright": (
+        "pydantic",
+        "yaml",
+        "numpy",
+        "safetensors",
+        "psutil",
+        "rich",
+        "tokenizers",
+        "pyarrow",
+    ),
     "trainer": ("transformers", "accelerate"),
     "trainer-liger": ("transformers", "accelerate", "liger_kernel"),
 }
 TESTS_NEED = ("pytest", "hypothesis", "transformers", *NEEDS["shardwright"])
-VARIANTS = {"": (False, False), "-compile": (True, False), "-recompute": (False, True), "-compile-recompute": (True, True)}
+VARIANTS = {
+    "": (False, False),
+    "-compile": (True, False),
+    "-recompute": (False, True),
+    "-compile-recompute": (True, True),
+}
 """Suffix of a case's name -> (compile, recompute)."""
 
 
@@ -91,7 +108,9 @@ class GpuCase:
 
 
 def main() -> int:
-    """Exit code 0: all that could run ran well; 1: a test or a contender failed; 2: no such case, no such device or no torch."""
+    """Exit code 0: all that could run ran well; 1: a test or a contender failed; 2: no such case,
+    no such device or no torch.
+    """
     arguments = parse_arguments()
     shapes = TINY if arguments.shapes == "tiny" else SHAPES
     cases = [
@@ -104,16 +123,26 @@ def main() -> int:
         print("\n".join(case.name for case in cases))
         return 0
     patterns = arguments.case or ["*"]
-    cases = [case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
+    cases = [
+        case
+        for case in cases
+        if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)
+    ]
     if not cases:
         print(f"No case matches {', '.join(patterns)}; --list names them", file=sys.stderr)
         return 2
     if importlib.util.find_spec("torch") is None:
-        print(f"{sys.executable} has no torch; choose another Python: make gpu PYTHON=...", file=sys.stderr)
+        print(
+            f"{sys.executable} has no torch; choose another Python: make gpu PYTHON=...",
+            file=sys.stderr,
+        )
         return 2
     if arguments.device == "cuda" and not has_cuda():
         rehearsal = "--device cpu --shapes tiny"
-        print(f'torch sees no CUDA device here; `make gpu ARGS="{rehearsal}"` rehearses without one', file=sys.stderr)
+        print(
+            f'torch sees no CUDA device here; `make gpu ARGS="{rehearsal}"` rehearses without one',
+            file=sys.stderr,
+        )
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     contenders, skipped = find_contenders(arguments.contender)
@@ -128,21 +157,55 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and leave")
-    parser.add_argument("--case", action="append", default=[], metavar="PATTERN", help="cases to run, shell patterns; repeatable")
-    parser.add_argument("--contender", action="append", default=[], metavar="NAME", help=f"of {', '.join(NEEDS)}; repeatable")
-    parser.add_argument("--rounds", type=int, default=2, help="visits to each contender (default 2)")
-    parser.add_argument("--steps", type=int, default=8, help="timed optimizer steps per visit (default 8)")
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="cases to run, shell patterns; repeatable",
+    )
+    parser.add_argument(
+        "--contender",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"of {', '.join(NEEDS)}; repeatable",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="visits to each contender (default 2)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=8, help="timed optimizer steps per visit (default 8)"
+    )
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
-    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for start, warm-up (compilation) or steps")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=240.0,
+        help="seconds for start, warm-up (compilation) or steps",
+    )
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--no-tests", action="store_true", help="leave tests/gpu out")
     chosen.add_argument("--tests-only", action="store_true", help="run tests/gpu and leave")
-    parser.add_argument("--tests", default="", metavar="EXPRESSION", help="of tests/gpu those that pytest -k EXPRESSION selects")
+    parser.add_argument(
+        "--tests",
+        default="",
+        metavar="EXPRESSION",
+        help="of tests/gpu those that pytest -k EXPRESSION selects",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shapes", choices=("real", "tiny"), help="default: real on cuda, tiny on cpu")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), help="of compute; default: bf16 on cuda, fp32 on cpu")
+    parser.add_argument(
+        "--shapes", choices=("real", "tiny"), help="default: real on cuda, tiny on cpu"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="of compute; default: bf16 on cuda, fp32 on cpu",
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "build/gpu"))
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
@@ -153,14 +216,22 @@ def parse_arguments() -> argparse.Namespace:
 
 def has_cuda() -> bool:
     """Asked in a process of its own: a CUDA context here would take memory from every contender."""
-    asked = subprocess.run([sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"])
+    asked = subprocess.run(
+        [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
+    )
     return asked.returncode == 0
 
 
 def find_contenders(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
     """Who can run here, and who cannot and why."""
-    skipped = {contender: reason for contender, packages in NEEDS.items() if (reason := name_missing(packages))}
-    return [name for name in NEEDS if name not in skipped and (not wanted or name in wanted)], skipped
+    skipped = {
+        contender: reason
+        for contender, packages in NEEDS.items()
+        if (reason := name_missing(packages))
+    }
+    return [
+        name for name in NEEDS if name not in skipped and (not wanted or name in wanted)
+    ], skipped
 
 
 def name_missing(packages: Iterable[str]) -> str:
@@ -170,7 +241,9 @@ def name_missing(packages: Iterable[str]) -> str:
 
 
 def run_tests(device: str, expression: str, skipped: dict[str, str]) -> bool:
-    """Run tests/gpu on the device with whatever versions are here; False if a test failed or `expression` selects none."""
+    """Run tests/gpu on the device with whatever versions are here; False if a test failed or
+    `expression` selects none.
+    """
     reason = name_missing(TESTS_NEED)
     if reason:
         skipped["tests/gpu"] = reason
@@ -178,16 +251,42 @@ def run_tests(device: str, expression: str, skipped: dict[str, str]) -> bool:
         return True
     root = Path(__file__).resolve().parents[1]
     source = os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")]))
-    # Neither warnings of other versions than those tested nor settings of plugins that are absent are failures here.
-    options = ["-q", "-W", "default", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers -ra"]
-    command = [sys.executable, "-m", "pytest", "tests/gpu", *options, "-m", "gpu" if device == "cuda" else "not gpu"]
+    # Neither warnings of other versions than those tested nor settings of plugins that are absent
+    # are failures here.
+    options = [
+        "-q",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=--strict-markers -ra",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        *options,
+        "-m",
+        "gpu" if device == "cuda" else "not gpu",
+    ]
     if expression:
         command += ["-k", expression]
-    return subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": source}).returncode == 0
+    return (
+        subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": source}).returncode == 0
+    )
 
 
-def measure_cases(cases: list[GpuCase], contenders: list[str], skipped: dict[str, str], arguments: argparse.Namespace) -> bool:
-    """Measure the cases one by one, writing the results after each; True when a contender failed."""
+def measure_cases(
+    cases: list[GpuCase],
+    contenders: list[str],
+    skipped: dict[str, str],
+    arguments: argparse.Namespace,
+) -> bool:
+    """Measure the cases one by one, writing the results after each; True when a contender
+    failed.
+    """
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "conditions": read_conditions(),
@@ -197,18 +296,27 @@ def measure_cases(cases: list[GpuCase], contenders: list[str], skipped: dict[str
         "cases": [],
     }
     failed = False
-    cluster = find_cluster(result["device"]["name"], contenders) if arguments.device == "cuda" else None
+    cluster = (
+        find_cluster(result["device"]["name"], contenders) if arguments.device == "cuda" else None
+    )
     for case in cases:
         try:
             measured = measure(case, contenders, arguments, cluster)
-        except Exception as error:  # a case that breaks, whatever it is, shall not take the others with it
+        except (
+            Exception
+        ) as error:  # a case that breaks, whatever it is, shall not take the others with it
             traceback.print_exc()
             skipped[case.name] = f"failed: {type(error).__name__}: {error}"
             failed = True
         else:
-            failed |= any("failed" in row and "out of memory" not in row["failed"] for row in measured["contenders"].values())
+            failed |= any(
+                "failed" in row and "out of memory" not in row["failed"]
+                for row in measured["contenders"].values()
+            )
             result["cases"].append(measured)
-            result["device"]["matmul_flops_per_second"] = median(each["matmul_flops_per_second"] for each in result["cases"])
+            result["device"]["matmul_flops_per_second"] = median(
+                each["matmul_flops_per_second"] for each in result["cases"]
+            )
             print_case(measured)
         (arguments.out / "one-gpu.json").write_text(json.dumps(result, indent=1) + "\n")
         write_page(result, arguments.out / "one-gpu.md")
@@ -217,7 +325,9 @@ def measure_cases(cases: list[GpuCase], contenders: list[str], skipped: dict[str
 
 
 def find_cluster(device_name: str, contenders: list[str]) -> Cluster | None:
-    """What to predict on; None where ours is not measured, whose packages the planner needs, or the catalogue lacks the device."""
+    """What to predict on; None where ours is not measured, whose packages the planner needs, or the
+    catalogue lacks the device.
+    """
     if "shardwright" not in contenders:
         return None
     from benchmarks.predicted import catalogued_cluster
@@ -225,8 +335,15 @@ def find_cluster(device_name: str, contenders: list[str]) -> Cluster | None:
     return catalogued_cluster(device_name)
 
 
-def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace, cluster: Cluster | None = None) -> dict[str, Any]:
-    """Visit the contenders in turn, `rounds` times; a failure is a row, not the end. Beside ours what the planner predicts."""
+def measure(
+    case: GpuCase,
+    contenders: list[str],
+    arguments: argparse.Namespace,
+    cluster: Cluster | None = None,
+) -> dict[str, Any]:
+    """Visit the contenders in turn, `rounds` times; a failure is a row, not the end. Beside ours
+    what the planner predicts.
+    """
     visits: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -248,7 +365,11 @@ def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace,
                     visits[contender].append(visit(ranks, arguments))
                 except RanksFailed as error:
                     text = str(error)
-                    failures[contender] = "out of memory" if "OutOfMemoryError" in text else f"failed: {text.splitlines()[-1]}"
+                    failures[contender] = (
+                        "out of memory"
+                        if "OutOfMemoryError" in text
+                        else f"failed: {text.splitlines()[-1]}"
+                    )
                     print(text, file=sys.stderr, flush=True)
     rows: dict[str, dict[str, Any]] = {}
     tokens = case.micro_batch_size * case.sequence_length * arguments.steps
@@ -288,7 +409,9 @@ def visit(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
     return timed | {"losses": warm["losses"] + timed["losses"], "warmup_seconds": warm["seconds"]}
 
 
-def summarise(replies: list[dict[str, Any]], tokens: int, flops_per_token: float, ceiling: float) -> dict[str, Any]:
+def summarise(
+    replies: list[dict[str, Any]], tokens: int, flops_per_token: float, ceiling: float
+) -> dict[str, Any]:
     """Figures of one contender over its visits."""
     rates = [tokens / reply["seconds"] for reply in replies]
     return {
@@ -297,8 +420,14 @@ def summarise(replies: list[dict[str, Any]], tokens: int, flops_per_token: float
         "tokens_per_second_highest": max(rates),
         "mfu": median(rates) * flops_per_token / ceiling,
         "model_flops_per_second": median(rates) * flops_per_token,
-        "peak_allocated_bytes": max((reply.get("peak_allocated_bytes", 0) for reply in replies), default=0) or None,
-        "peak_reserved_bytes": max((reply.get("peak_reserved_bytes", 0) for reply in replies), default=0) or None,
+        "peak_allocated_bytes": max(
+            (reply.get("peak_allocated_bytes", 0) for reply in replies), default=0
+        )
+        or None,
+        "peak_reserved_bytes": max(
+            (reply.get("peak_reserved_bytes", 0) for reply in replies), default=0
+        )
+        or None,
         "peak_rss_bytes": max(reply["peak_rss_bytes"] for reply in replies),
         "warmup_seconds": replies[0]["warmup_seconds"],
         "first_loss": replies[0]["losses"][0],
@@ -314,7 +443,9 @@ def check_first_losses(case: GpuCase, rows: dict[str, dict[str, Any]]) -> None:
     middle = median(first.values())
     for name, loss in first.items():
         if not abs(loss - middle) <= FIRST_LOSS_TOLERANCE * middle:
-            rows[name] = {"failed": f"failed: its first loss is {loss:.4f}, the others' {middle:.4f}"}
+            rows[name] = {
+                "failed": f"failed: its first loss is {loss:.4f}, the others' {middle:.4f}"
+            }
             print(f"{case.name}: {name} {rows[name]['failed']}", file=sys.stderr, flush=True)
 
 
@@ -327,22 +458,37 @@ def measure_ceiling(device: str, precision: str) -> dict[str, Any]:
 
 
 def count_flops_per_token(case: GpuCase) -> float:
-    """Model FLOPs of a forward and backward pass per token, by the convention of docs: 6 per matrix element, causal attention."""
-    config, length = case.shape.config, case.sequence_length
-    query, kv = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    """Model FLOPs of a forward and backward pass per token, by the convention of docs: 6 per matrix
+    element, causal attention.
+    """
+    config = case.shape.config
+    length = case.sequence_length
+    query, kv = (
+        config[heads] * config["head_dim"]
+        for heads in ("num_attention_heads", "num_key_value_heads")
+    )
+    hidden = config["hidden_size"]
+    layers = config["num_hidden_layers"]
     block = hidden * (2 * query + 2 * kv) + 3 * hidden * config["intermediate_size"]
-    return 6.0 * (layers * block + config["vocab_size"] * hidden) + layers * 12.0 * query * (length + 1) / 2
+    return (
+        6.0 * (layers * block + config["vocab_size"] * hidden)
+        + layers * 12.0 * query * (length + 1) / 2
+    )
 
 
 def print_case(measured: dict[str, Any]) -> None:
     """A few lines for the terminal."""
-    print(f"{measured['name']}  (ceiling {measured['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s)", flush=True)
+    print(
+        f"{measured['name']}  (ceiling {measured['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s)",
+        flush=True,
+    )
     for name, row in measured["contenders"].items():
         if "failed" in row:
             print(f"  {name:15}{row['failed']}", flush=True)
             continue
-        memory = f"{row['peak_allocated_bytes'] / 2**30:7.1f} GiB" if row["peak_allocated_bytes"] else ""
+        memory = (
+            f"{row['peak_allocated_bytes'] / 2**30:7.1f} GiB" if row["peak_allocated_bytes"] else ""
+        )
         print(
             f"  {name:15}{row['tokens_per_second']:9.0f} tok/s  MFU {row['mfu']:6.1%} {memory}  "
             f"loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}",

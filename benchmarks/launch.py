@@ -1,4 +1,6 @@
-"""Starts the rank processes of a case and talks to them: the parent's side of `pace.py`. No torch."""
+"""Starts the rank processes of a case and talks to them: the parent's side of `pace.py`. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from benchmarks.case import Case
 
 LOG_TAIL_LINES = 15
 ROOT = Path(__file__).resolve().parents[1]
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """Set for several ranks; absent for one, which is then a process by itself to every contender."""
 
 
@@ -35,8 +44,18 @@ class Ranks:
         time_limit_seconds: how long the start or one block may take.
     """
 
-    def __init__(self, case: Case, logs_dir: Path, *, time_limit_seconds: float, threads_per_rank: int | None = 1) -> None:
-        self.case, self._logs_dir, self._limit, self._threads = case, logs_dir, time_limit_seconds, threads_per_rank
+    def __init__(
+        self,
+        case: Case,
+        logs_dir: Path,
+        *,
+        time_limit_seconds: float,
+        threads_per_rank: int | None = 1,
+    ) -> None:
+        self.case = case
+        self._logs_dir = logs_dir
+        self._limit = time_limit_seconds
+        self._threads = threads_per_rank
         self._processes: list[subprocess.Popen[str]] = []
         self._replies: list[TextIO] = []
 
@@ -47,7 +66,12 @@ class Ranks:
             self._start(rank, port)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for process in self._processes:
             if kind is None and process.poll() is None:
                 self._tell(process, "stop")
@@ -71,7 +95,8 @@ class Ranks:
         """Run `steps` optimizer steps; one reply per rank (seconds, losses, memory).
 
         Args:
-            memory: with `peak_tensor_bytes` in the replies, of contenders that tell what they hold; the steps take longer.
+            memory: with `peak_tensor_bytes` in the replies, of contenders that tell what they hold;
+            the steps take longer.
         """
         for process in self._processes:
             self._tell(process, f"{steps} memory" if memory else str(steps))
@@ -79,15 +104,24 @@ class Ranks:
 
     def _start(self, rank: int, port: int) -> None:
         read_fd, write_fd = os.pipe()
-        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in RANK_VARIABLES
+        }
         environment["TOKENIZERS_PARALLELISM"] = "false"
-        # A checkout that is not installed (a borrowed machine's Python) still finds its own sources.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+        # A checkout that is not installed (a borrowed machine's Python) still finds its own
+        # sources.
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])
+        )
         if self.case.world_size > 1:
             values = (rank, rank, self.case.world_size, self.case.world_size, "127.0.0.1", port)
-            environment |= {name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)}
+            environment |= {
+                name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)
+            }
         if self._threads is not None:
-            environment |= {name: str(self._threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+            environment |= {
+                name: str(self._threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+            }
         with self._log(rank).open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.rank", self.case.to_json(), str(write_fd)],
@@ -120,12 +154,18 @@ class Ranks:
             while len(messages) < len(self._replies):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise RanksFailed(f"{self.case.name}: no answer within {self._limit:.0f} s. {self._log_tail()}")
+                    raise RanksFailed(
+                        f"{self.case.name}: no answer within {self._limit:.0f} s. {self._log_tail()}"
+                    )
                 for key, _ in ready:
                     line = self._replies[key.data].readline()  # ranks write whole lines
                     if not line:
-                        self._processes[key.data].wait(self._limit)  # its last words are in the log by then
-                        raise RanksFailed(f"{self.case.name}: rank {key.data} ended. {self._log_tail(key.data)}")
+                        self._processes[key.data].wait(
+                            self._limit
+                        )  # its last words are in the log by then
+                        raise RanksFailed(
+                            f"{self.case.name}: rank {key.data} ended. {self._log_tail(key.data)}"
+                        )
                     messages[key.data] = json.loads(line)
                     selector.unregister(key.fileobj)
         return [messages[rank] for rank in sorted(messages)]

@@ -1,6 +1,8 @@
-"""CPU seconds of planning: one search per model and cluster, and the whole command with its imports, on one core.
+"""CPU seconds of planning: one search per model and cluster, and the whole command with its
+imports, on one core.
 
-User time of this process (and of the command's), which other work on the machine lengthens less than it does the clock's time.
+User time of this process (and of the command's), which other work on the machine lengthens less
+than it does the clock's time.
 
     python benchmarks/plan.py [--json]
 """
@@ -15,12 +17,12 @@ import sys
 from pathlib import Path
 
 from shardwright.config import load_recipe
-from shardwright.hardware.load import parse_cluster
-from shardwright.planner.achieved import load_efficiencies
-from shardwright.planner.facts import ModelFacts
-from shardwright.planner.predict import Predictor
-from shardwright.planner.question import question_of, shape_of, template_of
-from shardwright.planner.search import search
+from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.planner.calibration import load_efficiencies
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.problem import build_problem, build_template, read_planning_shape
+from shardwright.planner.search import search_layouts
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 CASES = (
@@ -48,15 +50,35 @@ def main() -> None:
 
 
 def measure(recipe: str, cluster: str, nodes: int) -> dict[str, object]:
-    """CPU seconds of one case; nothing is known from a case before, every search having its own facts."""
+    """CPU seconds of one case; nothing is known from a case before, every search having its own
+    facts.
+    """
     path = RECIPES / f"{recipe}.yaml"
-    checked, where = load_recipe(path), parse_cluster(cluster, nodes=nodes)
-    predictor = Predictor(ModelFacts(shape_of(checked)), where, load_efficiencies().of(where.accelerator))
+    checked = load_recipe(path)
+    where = parse_cluster(cluster, num_nodes=nodes)
+    predictor = Predictor(
+        ModelFacts(read_planning_shape(checked)),
+        where,
+        load_efficiencies().get_efficiency(where.accelerator),
+    )
     before = _used(resource.RUSAGE_SELF)
-    found = search(predictor, question_of(checked, template_of(checked), where.num_gpus))
+    found = search_layouts(
+        predictor, build_problem(checked, build_template(checked), where.num_gpus)
+    )
     searched = _used(resource.RUSAGE_SELF) - before
     before = _used(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "shardwright", "plan", str(path), "--cluster", cluster, "--nodes", str(nodes), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "plan",
+        str(path),
+        "--cluster",
+        cluster,
+        "--nodes",
+        str(nodes),
+        "--json",
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return {
         "recipe": recipe,

@@ -1,12 +1,14 @@
-"""The planner's efficiencies that make published rows likeliest, each held to what stands one level above it.
+"""The planner's efficiencies that make published rows likeliest, each held to what stands one level
+above it.
 
-A level is what an entry of `efficiencies.yaml` overrides: all trainers share numbers, a trainer may differ; all GPUs share numbers,
-a generation may differ, a kernel's may differ again. A number costs `pull` times the square of its distance to the level above
-(in factors of e, or in the parameter's unit), so that few rows move it a little and many as far as they tell; what no row tells
-stays what the others have. That is also what a trainer or an accelerator gets that nobody has measured.
+A level is what an entry of `efficiencies.yaml` overrides: all trainers share numbers, a trainer may
+differ; all GPUs share numbers, a generation may differ, a kernel's may differ again. A number costs
+`pull` times the square of its distance to the level above (in factors of e, or in the parameter's
+unit), so that few rows move it a little and many as far as they tell; what no row tells stays what
+the others have. That is also what a trainer or an accelerator gets that nobody has measured.
 
-Rows count by the absolute error, smoothed near zero. scipy's trust region does the search, from slopes by finite differences: a
-row is predicted anew only where what it reads has changed.
+Rows count by the absolute error, smoothed near zero. scipy's trust region does the search, from
+slopes by finite differences: a row is predicted anew only where what it reads has changed.
 """
 
 from __future__ import annotations
@@ -21,19 +23,22 @@ from scipy.optimize import least_squares
 
 from benchmarks.planner_parameters import Parameter
 from benchmarks.planner_rows import Errors, Row, errors_of
-from shardwright.planner.achieved import Efficiencies
+from shardwright.planner.calibration import EfficiencyTable
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.measurements import Case
+from shardwright.planner.published.measurements import PublishedRun
 
 PULL = 0.01
-"""Of the loss, a parameter's distance of one (a factor of e) from the level above. A source of n rows with a mean error of 5% has
-0.05 x sqrt(n). Halves of the rows predict each other best at it, of 0.01, 0.03 and 0.1."""
+"""Of the loss, a parameter's distance of one (a factor of e) from the level above. A source of n
+rows with a mean error of 5% has 0.05 x sqrt(n). Halves of the rows predict each other best at it,
+of 0.01, 0.03 and 0.1."""
 SMOOTH = 0.03
 """Errors below it count by their square: nothing is gained by fitting noise to the last percent."""
 UNDER = 1.0
 """What memory costs on top where it is more than 5% under: a run that was said to fit does not."""
 WRONG = 3.0
-"""What `fits` costs where it is wrong: so many times the share of the device's memory by which it is."""
+"""What `fits` costs where it is wrong: so many times the share of the device's memory by which it
+is.
+"""
 STEP = 0.02
 
 
@@ -41,22 +46,33 @@ STEP = 0.02
 class _Group:
     """Rows that read the same entries, and so have one `Efficiency`."""
 
-    case: Case
+    case: PublishedRun
     indices: list[int]
 
-    def achieved(self, efficiencies: Efficiencies) -> Efficiency:
-        return efficiencies.of(self.case.cluster.accelerator, self.case.framework, self.case.features)
+    def achieved(self, efficiencies: EfficiencyTable) -> Efficiency:
+        return efficiencies.get_efficiency(
+            self.case.cluster.accelerator, self.case.framework, self.case.features
+        )
 
 
 class Fit:
     """Parameters, rows and what both cost; `run` finds the best."""
 
-    def __init__(self, rows: Sequence[Row], parameters: Iterable[Parameter], start: Efficiencies, pull: float = PULL) -> None:
-        self.rows, self.start = rows, start
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        parameters: Iterable[Parameter],
+        start: EfficiencyTable,
+        pull: float = PULL,
+    ) -> None:
+        self.rows = rows
+        self.start = start
         self.groups = _groups(rows)
-        readers: dict[tuple[str, str], Case] = {}
+        readers: dict[tuple[str, str], PublishedRun] = {}
         for group in self.groups:
-            for entry in start.entries(group.case.cluster.accelerator, group.case.framework, group.case.features):
+            for entry in start.list_entries(
+                group.case.cluster.accelerator, group.case.framework, group.case.features
+            ):
                 readers.setdefault(entry, group.case)
         self.parameters = [parameter for parameter in parameters if parameter.entry in readers]
         """Those that some row reads."""
@@ -64,15 +80,25 @@ class Fit:
         per_source: dict[str, int] = defaultdict(int)
         for row in rows:
             per_source[row.case.source] += 1
-        # A source counts by the root of its rows: one of five does not outweigh one of hundreds, nor the other way round.
+        # A source counts by the root of its rows: one of five does not outweigh one of hundreds,
+        # nor the other way round.
         weights = np.repeat([per_source[row.case.source] ** -0.5 for row in rows], 3)
-        self._weights = np.concatenate([weights, np.full(len(self.parameters), pull)])
-        self._known: tuple[NDArray[np.float64], Efficiencies, list[Efficiency], NDArray[np.float64]] | None = None
+        self._pending_weight_gradients = np.concatenate(
+            [weights, np.full(len(self.parameters), pull)]
+        )
+        self._known: (
+            tuple[NDArray[np.float64], EfficiencyTable, list[Efficiency], NDArray[np.float64]]
+            | None
+        ) = None
 
-    def run(self, most_turns: int, *, begin: Efficiencies | None = None, verbose: bool = False) -> Efficiencies:
-        """The best efficiencies after at most so many turns; entries that say no more than the level above are left out.
+    def run(
+        self, most_turns: int, *, begin: EfficiencyTable | None = None, verbose: bool = False
+    ) -> EfficiencyTable:
+        """The best efficiencies after at most so many turns; entries that say no more than the
+        level above are left out.
 
-        `begin` is where the search begins, if not at the start: nearer to the end, it takes fewer turns.
+        `begin` is where the search begins, if not at the start: nearer to the end, it takes fewer
+        turns.
         """
         low = np.array([parameter.scaled(parameter.low) for parameter in self.parameters])
         high = np.array([parameter.scaled(parameter.high) for parameter in self.parameters])
@@ -89,24 +115,27 @@ class Fit:
         )
         return self._plain(self._put(found.x))
 
-    def _begin(self, begin: Efficiencies) -> NDArray[np.float64]:
+    def _begin(self, begin: EfficiencyTable) -> NDArray[np.float64]:
         values = []
         for parameter, case in zip(self.parameters, self._readers, strict=True):
             own = parameter.get(begin)
             values.append(parameter.scaled(parameter.above(begin, case) if own is None else own))
         return np.array(values)
 
-    def _put(self, x: NDArray[np.float64]) -> Efficiencies:
+    def _put(self, x: NDArray[np.float64]) -> EfficiencyTable:
         efficiencies = self.start
         for parameter, value in zip(self.parameters, x, strict=True):
             efficiencies = parameter.put(efficiencies, parameter.plain(float(value)))
         return efficiencies
 
-    def _plain(self, efficiencies: Efficiencies) -> Efficiencies:
+    def _plain(self, efficiencies: EfficiencyTable) -> EfficiencyTable:
         for parameter, case in zip(self.parameters, self._readers, strict=True):
             own = parameter.get(efficiencies)
             assert own is not None
-            if abs(parameter.scaled(own) - parameter.scaled(parameter.above(efficiencies, case))) < 0.01:
+            if (
+                abs(parameter.scaled(own) - parameter.scaled(parameter.above(efficiencies, case)))
+                < 0.01
+            ):
                 efficiencies = parameter.drop(efficiencies)
         return efficiencies
 
@@ -122,7 +151,9 @@ class Fit:
         _, efficiencies, _, by_row = self._known
         return np.concatenate([by_row.ravel(), self._distances(x, efficiencies)])
 
-    def _distances(self, x: NDArray[np.float64], efficiencies: Efficiencies) -> NDArray[np.float64]:
+    def _distances(
+        self, x: NDArray[np.float64], efficiencies: EfficiencyTable
+    ) -> NDArray[np.float64]:
         above = [
             parameter.scaled(parameter.above(efficiencies, case))
             for parameter, case in zip(self.parameters, self._readers, strict=True)
@@ -145,12 +176,18 @@ class Fit:
                     continue
                 for index in group.indices:
                     now = _row_residuals(errors_of(self.rows[index], changed))
-                    slopes[3 * index : 3 * index + 3, place] = (np.array(now) - by_row[index]) / step
-            slopes[3 * len(self.rows) :, place] = (self._distances(moved, changed) - distances) / step
+                    slopes[3 * index : 3 * index + 3, place] = (
+                        np.array(now) - by_row[index]
+                    ) / step
+            slopes[3 * len(self.rows) :, place] = (
+                self._distances(moved, changed) - distances
+            ) / step
         return slopes
 
     def _loss(self, squares: NDArray[np.float64]) -> NDArray[np.float64]:
-        """scipy's: of each squared residual the loss, and its first and second derivative; scipy halves them."""
+        """scipy's: of each squared residual the loss, and its first and second derivative; scipy
+        halves them.
+        """
         rows = 3 * len(self.rows)
         found = np.zeros((3, len(squares)))
         smoothed = np.sqrt(SMOOTH**2 + squares[:rows])
@@ -159,7 +196,7 @@ class Fit:
         found[2, :rows] = -0.5 / smoothed**3
         found[0, rows:] = 2 * squares[rows:]
         found[1, rows:] = 2
-        return found * self._weights
+        return found * self._pending_weight_gradients
 
 
 def _groups(rows: Sequence[Row]) -> list[_Group]:
@@ -172,8 +209,11 @@ def _groups(rows: Sequence[Row]) -> list[_Group]:
 
 
 def _row_residuals(errors: Errors) -> tuple[float, float, float]:
-    """Time, memory and `fits` of a row, 0 where it does not say. A row that says its memory need not be right about `fits`, too."""
-    time, memory = errors.time or 0.0, errors.memory or 0.0
+    """Time, memory and `fits` of a row, 0 where it does not say. A row that says its memory need
+    not be right about `fits`, too.
+    """
+    time = errors.time or 0.0
+    memory = errors.memory or 0.0
     if memory < -0.05:
         memory += UNDER * (memory + 0.05)
     over = 0.0 if errors.memory is not None else WRONG * errors.over

@@ -1,4 +1,6 @@
-"""Published rows beside what the planner says of them: errors, the rows that a fit looks at, and tables of both."""
+"""Published rows beside what the planner says of them: errors, the rows that a fit looks at, and
+tables of both.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +11,36 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.planner.achieved import Efficiencies
-from shardwright.planner.measurements import Case, configuration, read_case, read_rows
-from shardwright.planner.published import memory_bytes, predict_case
+from shardwright.planner.calibration import EfficiencyTable
+from shardwright.planner.published.measurements import (
+    PublishedRun,
+    extract_configuration,
+    read_published_run,
+    read_rows,
+)
+from shardwright.planner.published.predictions import compute_reported_memory_bytes, predict_run
 from shardwright.units import GIB_BYTES
 
 JUDGED = ("aleph-layouts", "litgpt", "bloom-prequel")
-"""Sources whose failures are known to be out of memory, so that `fits` of their rows is right or wrong."""
+"""Sources whose failures are known to be out of memory, so that `fits` of their rows is right or
+wrong.
+"""
 
 
 @dataclass(frozen=True)
 class Row:
     """A case with what was measured; `ran` False is a run that did not fit."""
 
-    case: Case
+    case: PublishedRun
     tokens_per_second: float | None
     memory_gib: float | None
     ran: bool
 
     @property
     def order(self) -> bytes:
-        """A hash of the id: an order that is the same on every machine and has nothing to do with the row."""
+        """A hash of the id: an order that is the same on every machine and has nothing to do with
+        the row.
+        """
         return hashlib.sha256(self.case.id.encode()).digest()
 
     @property
@@ -40,9 +51,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one row: measured over predicted throughput less one (the error of the step time), predicted over measured memory less
-    one, and whether `fits` is right. `over` is by how much the device's memory is on the wrong side of what is needed, as a share
-    of it; 0 where `fits` is right."""
+    """Of one row: measured over predicted throughput less one (the error of the step time),
+    predicted over measured memory less one, and whether `fits` is right. `over` is by how much the
+    device's memory is on the wrong side of what is needed, as a share of it; 0 where `fits` is
+    right."""
 
     time: float | None
     memory: float | None
@@ -55,27 +67,48 @@ def number(text: str | None) -> float | None:
 
 
 def load_rows(folder: Path) -> list[Row]:
-    """All rows of both tables. Failures whose cause is unknown (nanotron's) teach nothing about memory and are left out."""
+    """All rows of both tables. Failures whose cause is unknown (nanotron's) teach nothing about
+    memory and are left out.
+    """
     rows = []
     for raw in read_rows(folder / "measurements.csv"):
-        speed = number(raw["tokens_per_sec_per_gpu"]) or number(raw["derived_tokens_per_sec_per_gpu"])
-        rows.append(Row(read_case(raw["id"], configuration(raw)), speed, number(raw["peak_memory_gib_per_gpu"]), True))
+        speed = number(raw["tokens_per_sec_per_gpu"]) or number(
+            raw["derived_tokens_per_sec_per_gpu"]
+        )
+        rows.append(
+            Row(
+                read_published_run(raw["id"], extract_configuration(raw)),
+                speed,
+                number(raw["peak_memory_gib_per_gpu"]),
+                True,
+            )
+        )
     for raw in read_rows(folder / "failures.csv"):
         if raw["source_group"] != "nanotron-ultrascale":
-            rows.append(Row(read_case(raw["id"], configuration(raw)), None, None, False))
+            rows.append(
+                Row(read_published_run(raw["id"], extract_configuration(raw)), None, None, False)
+            )
     return [row for row in rows if row.tokens_per_second or row.memory_gib or row.judged]
 
 
-def errors_of(row: Row, efficiencies: Efficiencies) -> Errors:
+def errors_of(row: Row, efficiencies: EfficiencyTable) -> Errors:
     """One row's errors under some efficiencies."""
-    prediction = predict_case(row.case, efficiencies)
-    predicted_gib = memory_bytes(row.case, prediction, efficiencies) / GIB_BYTES if row.memory_gib else 0.0
+    prediction = predict_run(row.case, efficiencies)
+    predicted_gib = (
+        compute_reported_memory_bytes(row.case, prediction, efficiencies) / GIB_BYTES
+        if row.memory_gib
+        else 0.0
+    )
     right = prediction.fits == row.ran if row.judged else None
     return Errors(
-        time=row.tokens_per_second / prediction.tokens_per_second_per_gpu - 1 if row.tokens_per_second else None,
+        time=row.tokens_per_second / prediction.tokens_per_second_per_gpu - 1
+        if row.tokens_per_second
+        else None,
         memory=predicted_gib / row.memory_gib - 1 if row.memory_gib else None,
         right=right,
-        over=abs(prediction.memory.total / prediction.memory_capacity_bytes - 1) if right is False else 0.0,
+        over=abs(prediction.memory.total / prediction.memory_capacity_bytes - 1)
+        if right is False
+        else 0.0,
     )
 
 
@@ -97,7 +130,7 @@ def halve(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     return halves
 
 
-def show(title: str, rows: Iterable[Row], efficiencies: Efficiencies) -> None:
+def show(title: str, rows: Iterable[Row], efficiencies: EfficiencyTable) -> None:
     """A table in Markdown: per source, error of the step time and of memory."""
     by_source: dict[str, list[Errors]] = defaultdict(list)
     for row in rows:
@@ -108,14 +141,28 @@ def show(title: str, rows: Iterable[Row], efficiencies: Efficiencies) -> None:
 def show_errors(title: str, by_source: dict[str, list[Errors]]) -> None:
     """The same of errors that are known already."""
     print(f"\n{title}\n", flush=True)
-    print("| source | rows | step time | bias | within 20% | memory rows | memory | bias | over 5% under | fits right |")
+    print(
+        "| source | rows | step time | bias | within 20% | memory rows | memory | bias | over 5% under | fits right |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for source, found in sorted(by_source.items()):
         time = [error.time for error in found if error.time is not None]
         memory = [error.memory for error in found if error.memory is not None]
         right = [error.right for error in found if error.right is not None]
-        cells = [source, str(len(time)), mean_of(time), bias_of(time), share_of(abs(x) <= 0.2 for x in time), str(len(memory))]
-        cells += [mean_of(memory), bias_of(memory), share_of(x < -0.05 for x in memory), share_of(right)]
+        cells = [
+            source,
+            str(len(time)),
+            mean_of(time),
+            bias_of(time),
+            share_of(abs(x) <= 0.2 for x in time),
+            str(len(memory)),
+        ]
+        cells += [
+            mean_of(memory),
+            bias_of(memory),
+            share_of(x < -0.05 for x in memory),
+            share_of(right),
+        ]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -1,7 +1,8 @@
-"""One rank of one contender: `python -m benchmarks.rank CASE_JSON REPLIES_FD`; commands come on standard input.
+"""One rank of one contender: `python -m benchmarks.rank CASE_JSON REPLIES_FD`; commands come on
+standard input.
 
-Ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so every contender is set up the way
-its own documentation says.
+Ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so every
+contender is set up the way its own documentation says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Model shapes of the GPU benchmark: config.json values, and how many sequences of which length a step holds.
+"""Model shapes of the GPU benchmark: config.json values, and how many sequences of which length a
+step holds.
 
-The batches leave room on a device of 80 to 141 GB for the hungriest contender (whole logits in fp32), so that nobody is
-measured alone. What does not fit is reported as out of memory, not shrunk.
+The batches leave room on a device of 80 to 141 GB for the hungriest contender (whole logits in
+fp32), so that nobody is measured alone. What does not fit is reported as out of memory, not shrunk.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ SHAPES = {
         },
         {4096: 2, 8192: 1},
     ),
-    # 12 of 32 layers: 16 bytes a parameter for all of them would fill a 141 GB device before the first activation.
+    # 12 of 32 layers: 16 bytes a parameter for all of them would fill a 141 GB device before the
+    # first activation.
     "llama-3-8b-12-layers": Shape(
         _LLAMA_3
         | {

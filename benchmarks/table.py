@@ -1,7 +1,8 @@
-"""Tables for people out of the benchmarks' JSON: `python -m benchmarks.table RESULT.json docs/benchmarks/RESULT.md`.
+"""Tables for people out of the benchmarks' JSON: `python -m benchmarks.table RESULT.json
+docs/benchmarks/RESULT.md`.
 
-Nothing in a table is typed by hand but the notes: RESULT.notes.md beside the page is copied in under the numbers, for the reasons
-that a program cannot know.
+Nothing in a table is typed by hand but the notes: RESULT.notes.md beside the page is copied in
+under the numbers, for the reasons that a program cannot know.
 """
 
 from __future__ import annotations
@@ -39,9 +40,15 @@ the case."""
 
 def main() -> None:
     """Write the Markdown of one result file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.table", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("result", type=Path, help="JSON of benchmarks.cpu or benchmarks.gpu")
-    parser.add_argument("page", type=Path, help="Markdown file to write; PAGE.notes.md beside it is copied in, where there is one")
+    parser.add_argument(
+        "page",
+        type=Path,
+        help="Markdown file to write; PAGE.notes.md beside it is copied in, where there is one",
+    )
     arguments = parser.parse_args()
     write_page(json.loads(arguments.result.read_text()), arguments.page)
 
@@ -67,9 +74,15 @@ def render_cpu(result: dict[str, Any]) -> list[str]:
     short: list[str] = []
     for comparison in result["comparisons"]:
         sections.append(_cpu_table(comparison, short))
-    predicted = [(c["name"], c["contenders"][OURS]) for c in result["comparisons"] if "predicted" in c["contenders"].get(OURS, {})]
+    predicted = [
+        (c["name"], c["contenders"][OURS])
+        for c in result["comparisons"]
+        if "predicted" in c["contenders"].get(OURS, {})
+    ]
     if predicted:
-        sections.append(f"## Predicted and measured\n\n{CPU_PREDICTIONS}\n\n{_predictions(predicted)}")
+        sections.append(
+            f"## Predicted and measured\n\n{CPU_PREDICTIONS}\n\n{_predictions(predicted)}"
+        )
     if short:
         sections.append("## Where it falls short\n\n" + "\n".join(f"- {line}" for line in short))
     elif any(OURS in c["contenders"] and len(c["contenders"]) > 1 for c in result["comparisons"]):
@@ -88,66 +101,136 @@ def _cpu_table(comparison: dict[str, Any], short: list[str]) -> str:
         if ours is not None and name != OURS:
             speed_ratio = ours["tokens_per_second"] / row["tokens_per_second"]
             memory_ratio = ours["peak_memory_bytes"] / row["peak_memory_bytes"]
-            speed, memory, goal = f"{speed_ratio:.2f}", f"{memory_ratio:.2f}", f"{CPU_GOALS[name]:.2f}"
+            speed = f"{speed_ratio:.2f}"
+            memory = f"{memory_ratio:.2f}"
+            goal = f"{CPU_GOALS[name]:.2f}"
             short += _shortfalls(title, name, speed_ratio, memory_ratio)
         losses = f"{row['first_loss']:.4f}, {row['last_loss']:.4f}"
-        rows.append((TITLES[name], _rate(row), speed, goal, f"{row['peak_memory_bytes'] / 2**20:,.0f}", memory, losses))
-    header = ("contender", "tokens/s, median (range)", "speed", "goal", "MiB a rank", "memory", "first, last loss")
+        rows.append(
+            (
+                TITLES[name],
+                _rate(row),
+                speed,
+                goal,
+                f"{row['peak_memory_bytes'] / 2**20:,.0f}",
+                memory,
+                losses,
+            )
+        )
+    header = (
+        "contender",
+        "tokens/s, median (range)",
+        "speed",
+        "goal",
+        "MiB a rank",
+        "memory",
+        "first, last loss",
+    )
     return f"## {title}\n\n{_table(header, rows)}"
 
 
 def _shortfalls(title: str, name: str, speed_ratio: float, memory_ratio: float) -> list[str]:
     """Goals missed by more than the two digits that are printed."""
-    found, goal, against = [], CPU_GOALS[name], f"{title}, against {TITLES[name]}"
+    found = []
+    goal = CPU_GOALS[name]
+    against = f"{title}, against {TITLES[name]}"
     if round(speed_ratio, 2) < goal:
-        found.append(f"{against}: speed {speed_ratio:.2f}, goal {goal:.2f} ({1 - speed_ratio / goal:.0%} short)")
+        found.append(
+            f"{against}: speed {speed_ratio:.2f}, goal {goal:.2f} ({1 - speed_ratio / goal:.0%} short)"
+        )
     if round(memory_ratio, 2) > 1.0:
-        found.append(f"{against}: memory {memory_ratio:.2f}, goal 1.00 ({memory_ratio - 1:.0%} over)")
+        found.append(
+            f"{against}: memory {memory_ratio:.2f}, goal 1.00 ({memory_ratio - 1:.0%} over)"
+        )
     return found
 
 
 def render_gpu(result: dict[str, Any]) -> list[str]:
     """One GPU: one table per model shape."""
-    device, precision = result["device"], result["precision"]
-    matmul, copy = device["matmul_flops_per_second"] / 1e12, device["copy_bytes_per_second"] / 1e12
+    device = result["device"]
+    precision = result["precision"]
+    matmul = device["matmul_flops_per_second"] / 1e12
+    copy = device["copy_bytes_per_second"] / 1e12
     ceilings = f"The device reached a median of {matmul:,.3g} TFLOP/s in {precision} products and {copy:.2f} TB/s in large copies."
-    sections = [f"# Full fine-tuning on one {device['name']}", f"{GPU_PREFACE.format(precision=precision)} {ceilings}"]
+    sections = [
+        f"# Full fine-tuning on one {device['name']}",
+        f"{GPU_PREFACE.format(precision=precision)} {ceilings}",
+    ]
     for shape in dict.fromkeys(case["shape"] for case in result["cases"]):
         rows = []
         for case in (case for case in result["cases"] if case["shape"] == shape):
             what = f"{case['micro_batch_size']} x {case['sequence_length']:,}"
-            options = ", ".join(option for option in ("compile", "recompute") if case[option]) or "plain"
+            options = (
+                ", ".join(option for option in ("compile", "recompute") if case[option]) or "plain"
+            )
             for name, row in case["contenders"].items():
                 rows.append((what, options, TITLES[name], *_gpu_figures(row)))
-        header = ("batch", "options", "contender", "tokens/s", "MFU", "allocated GiB", "reserved GiB", "first, last loss")
+        header = (
+            "batch",
+            "options",
+            "contender",
+            "tokens/s",
+            "MFU",
+            "allocated GiB",
+            "reserved GiB",
+            "first, last loss",
+        )
         sections.append(f"## {shape}\n\n{_table(header, rows)}")
     rows = [(case["name"], case["contenders"].get(OURS, {})) for case in result["cases"]]
     if predicted := [(name, row) for name, row in rows if "predicted" in row]:
-        sections.append(f"## Predicted and measured\n\n{GPU_PREDICTIONS}\n\n{_predictions(predicted)}")
+        sections.append(
+            f"## Predicted and measured\n\n{GPU_PREDICTIONS}\n\n{_predictions(predicted)}"
+        )
     if result["skipped"]:
-        sections.append("## Skipped\n\n" + "\n".join(f"- {name}: {reason}" for name, reason in result["skipped"].items()))
+        sections.append(
+            "## Skipped\n\n"
+            + "\n".join(f"- {name}: {reason}" for name, reason in result["skipped"].items())
+        )
     return sections
 
 
 def _predictions(rows: list[tuple[str, dict[str, Any]]]) -> str:
-    """Our rows beside the planner's word for them; memory of tensors, and where an allocator reserves it, that."""
+    """Our rows beside the planner's word for them; memory of tensors, and where an allocator
+    reserves it, that.
+    """
     reserves = any(row.get("peak_reserved_bytes") for _, row in rows)
     lines = []
     for name, row in rows:
-        guess, speed = row["predicted"], row["tokens_per_second"]
-        line = [name, f"{speed:,.0f}", f"{guess['tokens_per_second']:,.0f}", f"{speed / guess['tokens_per_second'] - 1:+.0%}"]
-        for measured, predicted in (("peak_allocated_bytes", "memory_bytes"), ("peak_reserved_bytes", "reserved_bytes")):
+        guess = row["predicted"]
+        speed = row["tokens_per_second"]
+        line = [
+            name,
+            f"{speed:,.0f}",
+            f"{guess['tokens_per_second']:,.0f}",
+            f"{speed / guess['tokens_per_second'] - 1:+.0%}",
+        ]
+        for measured, predicted in (
+            ("peak_allocated_bytes", "memory_bytes"),
+            ("peak_reserved_bytes", "reserved_bytes"),
+        ):
             if measured == "peak_allocated_bytes" or reserves:
                 line += _memory_figures(row.get(measured), guess[predicted])
         lines.append(tuple(line))
-    header = ("run", "tokens/s", "predicted", "error of the step", "MiB of tensors", "predicted", "error")
+    header = (
+        "run",
+        "tokens/s",
+        "predicted",
+        "error of the step",
+        "MiB of tensors",
+        "predicted",
+        "error",
+    )
     return _table((*header, "MiB reserved", "predicted", "error") if reserves else header, lines)
 
 
 def _memory_figures(measured: float | None, predicted: float) -> list[str]:
     if not measured:
         return ["", f"{predicted / 2**20:,.0f}", ""]
-    return [f"{measured / 2**20:,.0f}", f"{predicted / 2**20:,.0f}", f"{predicted / measured - 1:+.1%}"]
+    return [
+        f"{measured / 2**20:,.0f}",
+        f"{predicted / 2**20:,.0f}",
+        f"{predicted / measured - 1:+.1%}",
+    ]
 
 
 def _gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
@@ -155,11 +238,19 @@ def _gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
         return (row["failed"], "", "", "", "")
     peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
     gib = ["" if peak is None else f"{peak / 2**30:,.1f}" for peak in peaks]
-    return (_rate(row), f"{row['mfu']:.1%}", *gib, f"{row['first_loss']:.3f}, {row['last_loss']:.3f}")
+    return (
+        _rate(row),
+        f"{row['mfu']:.1%}",
+        *gib,
+        f"{row['first_loss']:.3f}, {row['last_loss']:.3f}",
+    )
 
 
 def _rate(row: dict[str, Any]) -> str:
-    median, lowest, highest = (row[key] for key in ("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest"))
+    median, lowest, highest = (
+        row[key]
+        for key in ("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest")
+    )
     return f"{median:,.0f} ({lowest:,.0f} to {highest:,.0f})"
 
 
@@ -181,12 +272,20 @@ def render_conditions(result: dict[str, Any]) -> str:
             f"{first['warmup_steps']} warm-up steps, then {first['rounds']} rounds of {first['steps_per_round']} steps; the slower "
             "rank's time counts",
         ]
-    lines += [f"skipped {name}: {reason}" for name, reason in result["skipped"].items() if "comparisons" in result]
+    lines += [
+        f"skipped {name}: {reason}"
+        for name, reason in result["skipped"].items()
+        if "comparisons" in result
+    ]
     return "## Conditions\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [header, tuple("---" if column == 0 else "---:" for column in range(len(header))), *rows]
+    lines = [
+        header,
+        tuple("---" if column == 0 else "---:" for column in range(len(header))),
+        *rows,
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -1,12 +1,15 @@
-"""What measuring every rank costs a step: the same steps with and without it, turn by turn, on two CPU ranks.
+"""What measuring every rank costs a step: the same steps with and without it, turn by turn, on two
+CPU ranks.
 
     python -m benchmarks.telemetry [--publish]
 
-With: marks around every wait, the row that all ranks gather, the `step` and `ranks` events, log.txt and the terminal's line, at
-every step (the default of run.log_every_steps, and the most there is). Without: the step alone. Both go through the same model in
-the same processes, in changing order, so that what else the machine does falls on both. Whole steps scatter by more than the cost;
-so its two parts are timed by themselves as well: a mark (the time of one, times the waits of a step), and the telling (from the
-moment when all ranks are together to the last line written). The share is theirs of the fastest step; above 1% it ends with 1.
+With: marks around every wait, the row that all ranks gather, the `step` and `ranks` events, log.txt
+and the terminal's line, at every step (the default of run.log_every_steps, and the most there is).
+Without: the step alone. Both go through the same model in the same processes, in changing order, so
+that what else the machine does falls on both. Whole steps scatter by more than the cost; so its two
+parts are timed by themselves as well: a mark (the time of one, times the waits of a step), and the
+telling (from the moment when all ranks are together to the last line written). The share is theirs
+of the fastest step; above 1% it ends with 1.
 """
 
 from __future__ import annotations
@@ -30,22 +33,22 @@ from benchmarks.conditions import read_conditions
 from shardwright.architecture import read_config
 from shardwright.config.training import PrecisionSection
 from shardwright.data.loader import MicroBatch
+from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
-from shardwright.numerics import chunked_cross_entropy, dtypes
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.waiting import measuring, waiting
+from shardwright.parallel.comm_timing import time_wait, use_timer
 from shardwright.plan import BatchPlan, Plan
+from shardwright.telemetry.event_logger import EventLogger, open_event_logger
 from shardwright.telemetry.meter import measure_throughput
-from shardwright.telemetry.speaker import Speaker, open_speaker
-from shardwright.train.measuring import RankMeter, RankStep
-from shardwright.train.meeting import Meeting
-from shardwright.train.profiling import ProfiledSteps
-from shardwright.train.ranks import RankEnvironment
-from shardwright.train.setup import TrainState
-from shardwright.train.step import StepTimes, accumulate_gradients, update
-from shardwright.verify.pool import RankPool
+from shardwright.train.profiling import StepProfiler
+from shardwright.train.rank_metrics import RankMetrics, RankStepTimes
+from shardwright.train.rank_sync import RankSync
+from shardwright.train.setup import TrainingState
+from shardwright.train.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.verify.rank_pool import RankPool
 
 LAYOUTS = {
     "zero_stage 3": Layout(dp_shard=2, zero_stage=3),
@@ -58,7 +61,10 @@ CONFIG = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
 }  # fmt: skip
-SEQUENCE, ROWS, MICRO_BATCHES, WARM = 256, 2, 4, 1
+SEQUENCE = 256
+ROWS = 2
+MICRO_BATCHES = 4
+WARM = 1
 SERIES = ("with", "without", "with_processor", "without_processor", "telling")
 RESULT = Path(__file__).parent.parent / "docs" / "benchmarks" / "telemetry.json"
 
@@ -72,15 +78,22 @@ class Numbers(NamedTuple):
 
 def build(layout: Layout) -> ParallelModel:
     """A small llama, cut."""
-    shape, precision = read_config(CONFIG), PrecisionSection(kind="fp32")
+    shape = read_config(CONFIG)
+    precision = PrecisionSection(kind="fp32")
     with torch.device("meta"):
         decoder = Decoder(
-            shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=256), compute_dtype=dtypes(precision).compute
+            shape,
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=256),
+            compute_dtype=resolve_dtypes(precision).compute,
         )
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     plan = Plan(layout, BatchPlan(SEQUENCE, ROWS, MICRO_BATCHES, layout.data_ranks), precision)
-    fill = lambda name, narrow: initialise(specs[name], 3, dtype=torch.float32, narrow=narrow)  # noqa: E731
-    return apply_layout(decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), fill=fill)
+    fill = lambda name, narrow: initialise_parameter(
+        specs[name], 3, dtype=torch.float32, narrow=narrow
+    )
+    return apply_layout(
+        decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), read_slice=fill
+    )
 
 
 def batch(seed: int) -> MicroBatch:
@@ -88,7 +101,9 @@ def batch(seed: int) -> MicroBatch:
     random = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(0, VOCABULARY, (ROWS, SEQUENCE), generator=random)
     positions_BT = torch.arange(SEQUENCE).expand(ROWS, SEQUENCE)
-    return MicroBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, None, torch.arange(ROWS), ROWS * SEQUENCE)
+    return MicroBatch(
+        ids_BT, ids_BT.roll(-1, 1), positions_BT, None, torch.arange(ROWS), ROWS * SEQUENCE
+    )
 
 
 @dataclass
@@ -97,9 +112,9 @@ class Race:
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
-    meter: RankMeter
-    meeting: Meeting
-    speaker: Speaker
+    rank_metrics: RankMetrics
+    meeting: RankSync
+    event_logger: EventLogger
     plain: StepTimes
     batches: list[MicroBatch]
     seconds: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in SERIES})
@@ -107,43 +122,60 @@ class Race:
     def step(self, times: StepTimes) -> Numbers:
         """What both do."""
         loss = accumulate_gradients(self.model, self.batches, seed=0, step=0, times=times)
-        updated = update(self.model, self.optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=times)
+        updated = update_parameters(
+            self.model, self.optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=times
+        )
         return Numbers(loss.mean(), updated.gradient_norm)
 
     def measured(self, number: int) -> None:
         """A step as the training loop takes it."""
-        began, processor = time.perf_counter(), time.process_time()
-        with self.meter.step():
-            done = self.step(self.meter.times)
+        began = time.perf_counter()
+        processor = time.process_time()
+        with self.rank_metrics.measure_step():
+            done = self.step(self.rank_metrics.step_times)
         reading = time.perf_counter()
-        mine = self.meter.read(began, 0.0)
+        mine = self.rank_metrics.finish_step(began, 0.0)
         telling = time.perf_counter() - reading
-        minutes = self.meeting.hold(stop=False, step_seconds=mine.step_seconds, own_seconds=mine.own_seconds)
-        # From here on all ranks are together: what follows is the telling's time, and nobody else's delay.
+        minutes = self.meeting.synchronise_step(
+            should_stop=False, step_seconds=mine.step_seconds, own_seconds=mine.own_seconds
+        )
+        # From here on all ranks are together: what follows is the telling's time, and nobody else's
+        # delay.
         reading = time.perf_counter()
-        tell_step(self.speaker, number, done, mine, minutes.memory_bytes)
-        self.meter.tell(self.speaker, number, mine, log_every_steps=1, total_steps=10**9)
+        tell_step(self.event_logger, number, done, mine, minutes.memory_bytes)
+        self.rank_metrics.log_events(
+            self.event_logger, number, mine, log_every_steps=1, total_steps=10**9
+        )
         telling += time.perf_counter() - reading
-        self._note("with", began, processor)
+        self._record_pairs("with", began, processor)
         self.seconds["telling"].append(telling)
 
     def unmeasured(self) -> None:
         """The step alone, with the meeting that ranks hold anyway."""
-        began, processor = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        processor = time.process_time()
         self.step(self.plain)
-        self.meeting.hold(stop=False)
-        self._note("without", began, processor)
+        self.meeting.synchronise_step(should_stop=False)
+        self._record_pairs("without", began, processor)
 
-    def _note(self, kind: str, began: float, processor: float) -> None:
+    def _record_pairs(self, kind: str, began: float, processor: float) -> None:
         self.seconds[kind].append(time.perf_counter() - began)
         self.seconds[f"{kind}_processor"].append(time.process_time() - processor)
 
 
-def tell_step(speaker: Speaker, number: int, done: Numbers, mine: RankStep, memory_bytes: tuple[int, ...]) -> None:
+def tell_step(
+    speaker: EventLogger,
+    number: int,
+    done: Numbers,
+    mine: RankStepTimes,
+    memory_bytes: tuple[int, ...],
+) -> None:
     """The event of a step with every field that a dense model's has."""
     tokens = SEQUENCE * ROWS * MICRO_BATCHES
-    rates = measure_throughput(tokens, mine.step_seconds, world_size=2, flops_per_token=1e7, matmul_flops_per_second=1e11)
-    speaker.write(
+    rates = measure_throughput(
+        tokens, mine.step_seconds, world_size=2, flops_per_token=1e7, matmul_flops_per_second=1e11
+    )
+    speaker.log(
         "step",
         step=number,
         loss=done.loss,
@@ -157,9 +189,12 @@ def tell_step(speaker: Speaker, number: int, done: Numbers, mine: RankStep, memo
         model_flops_per_second=rates.model_flops_per_second,
         mfu=rates.mfu,
         memory_bytes=memory_bytes,
-        waiting_seconds=mine.parts.get("waiting"),
+        waiting_seconds=mine.part_seconds.get("waiting"),
         loss_scale=None,
-        **{f"{part}_seconds": mine.parts[part] for part in ("data", "forward", "backward", "reduction", "optimizer")},
+        **{
+            f"{part}_seconds": mine.part_seconds[part]
+            for part in ("data", "forward", "backward", "reduction", "optimizer")
+        },
     )
 
 
@@ -168,24 +203,27 @@ def race(layout: Layout, pairs: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     model = build(layout)
     optimizer = torch.optim.AdamW([parameter for _, parameter in model.named_parameters()], lr=1e-4)
-    ranks, device = RankEnvironment(dist.get_rank(), dist.get_world_size()), torch.device("cpu")
-    meeting = Meeting(ranks, device)
+    ranks = RankEnvironment(dist.get_rank(), dist.get_world_size())
+    device = torch.device("cpu")
+    meeting = RankSync(ranks, device)
     batches = [batch(number) for number in range(MICRO_BATCHES)]
     with tempfile.TemporaryDirectory() as name, open(os.devnull, "w", encoding="utf-8") as terminal:
         folder = Path(name)
-        profiled = ProfiledSteps(folder, (), device, ranks.rank)
-        meter = RankMeter(TrainState(model, optimizer, None), device, meeting, MICRO_BATCHES, profiled)
+        profiled = StepProfiler(folder, (), device, ranks.rank)
+        meter = RankMetrics(
+            TrainingState(model, optimizer, None), device, meeting, MICRO_BATCHES, profiled
+        )
         # Rank 0 speaks as in a run: the event file, log.txt and lines on the terminal.
-        with open_speaker(folder, rank=ranks.rank, stream=terminal) as speaker:
+        with open_event_logger(folder, rank=ranks.rank, stream=terminal) as speaker:
             lap = Race(model, optimizer, meter, meeting, speaker, StepTimes(device), batches)
             for number in range(pairs + WARM):
                 if number == WARM:
                     for row in lap.seconds.values():
                         row.clear()
                 for kind in ("with", "without") if number % 2 else ("without", "with"):
-                    meeting.wait()
+                    meeting.barrier()
                     lap.measured(number + 10) if kind == "with" else lap.unmeasured()
-        waits = float(len(meter._waits._spans))
+        waits = float(len(meter._comm_timer._spans))
     return lap.seconds | {"waits": [waits], "mark_seconds": [time_marks(model)]}
 
 
@@ -195,26 +233,29 @@ def time_marks(model: ParallelModel, count: int = 20_000) -> float:
     def spend() -> float:
         began = time.perf_counter()
         for _ in range(count):
-            with waiting("data"):
+            with time_wait("data"):
                 pass
         return (time.perf_counter() - began) / count
 
     unmarked = min(spend() for _ in range(3))
-    waits = model.waits()
-    with measuring(waits):
+    waits = model.build_comm_timer()
+    with use_timer(waits):
         best = float("inf")
         for _ in range(3):
-            waits.start()
+            waits.reset()
             best = min(best, spend())
     return best - unmarked
 
 
 def sum_up(found: dict[str, list[float]]) -> dict[str, Any]:
     """A layout's row of the result: seconds of a step, and shares of it."""
-    over = lambda key: [a / b - 1 for a, b in zip(found[f"with{key}"], found[f"without{key}"], strict=True)]  # noqa: E731
+    over = lambda key: [
+        a / b - 1 for a, b in zip(found[f"with{key}"], found[f"without{key}"], strict=True)
+    ]
     low, middle, high = statistics.quantiles(over(""), n=4)
     fastest = min(found["without"])
-    marks, telling = found["waits"][0] * found["mark_seconds"][0], statistics.median(found["telling"])
+    marks = found["waits"][0] * found["mark_seconds"][0]
+    telling = statistics.median(found["telling"])
     return {
         "step_seconds": statistics.median(found["without"]),
         "fastest_step_seconds": fastest,
@@ -262,16 +303,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks/telemetry.{json,md}")
+    parser.add_argument(
+        "--publish", action="store_true", help="write docs/benchmarks/telemetry.{json,md}"
+    )
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    load, rows = os.getloadavg()[0], {}
+    load = os.getloadavg()[0]
+    rows = {}
     with RankPool(timeout_seconds=600.0) as pool:
         for name in given.layouts:
-            rows[name] = sum_up(pool.run(2, race, LAYOUTS[name], given.pairs)[0])
+            rows[name] = sum_up(pool.run(2, race, LAYOUTS[name], given.num_pairs)[0])
             print(name, json.dumps(rows[name]))
     if given.publish:
-        told = {"conditions": read_conditions() | {"load_before": load}, "pairs": given.pairs, "layouts": rows}
+        told = {
+            "conditions": read_conditions() | {"load_before": load},
+            "pairs": given.num_pairs,
+            "layouts": rows,
+        }
         RESULT.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
         RESULT.with_suffix(".md").write_text(render(told), encoding="utf-8")
     return int(any(row["share"] > 0.01 for row in rows.values()))

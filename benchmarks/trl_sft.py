@@ -1,14 +1,18 @@
-"""The same fine-tuning by TRL's SFTTrainer and by shardwright: supervised tokens, losses, and tokens/s side by side.
+"""The same fine-tuning by TRL's SFTTrainer and by shardwright: supervised tokens, losses, and
+tokens/s side by side.
 
     python -m benchmarks.trl_sft --model MODEL --text tinyshakespeare.txt        TRL: pip install trl datasets (only for this)
 
-A file of prompts and completions is made of the text's lines, each completed by the next. All sides read that file, with their own
-code from text to gradients: TRL's tokenisation, mask and loss are its own. Rows come in the file's order on both sides, because
-TRL shuffles otherwise; the settings are alike (float32, AdamW, constant rate, no decay, the same clip). The sides take turns,
-`--visits` times, each from the same start. Of the first visit losses are compared; speed is in tokens of the file (filling not
-counted) per second, of whole steps after the first three of a visit, without data loading and logs on either side. Both sides pad a
-batch to its longest row (we to a multiple of 8), which is the quickest that TRL does on a CPU (its packing and its padding-free
-batches want a flash kernel); two more sides are ours, with rows of one length and with packed documents. Writes OUT.json, OUT.md.
+A file of prompts and completions is made of the text's lines, each completed by the next. All sides
+read that file, with their own code from text to gradients: TRL's tokenisation, mask and loss are
+its own. Rows come in the file's order on both sides, because TRL shuffles otherwise; the settings
+are alike (float32, AdamW, constant rate, no decay, the same clip). The sides take turns, `--visits`
+times, each from the same start. Of the first visit losses are compared; speed is in tokens of the
+file (filling not counted) per second, of whole steps after the first three of a visit, without data
+loading and logs on either side. Both sides pad a batch to its longest row (we to a multiple of 8),
+which is the quickest that TRL does on a CPU (its packing and its padding-free batches want a flash
+kernel); two more sides are ours, with rows of one length and with packed documents. Writes
+OUT.json, OUT.md.
 """
 
 from __future__ import annotations
@@ -27,14 +31,17 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.conditions import read_conditions
-from shardwright.config.load import validate_recipe
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.loader import collate
-from shardwright.train.preflight import check
+from shardwright.train.run_checks import validate_run
 from shardwright.train.setup import build_state
-from shardwright.train.step import accumulate_gradients, update
+from shardwright.train.step import accumulate_gradients, update_parameters
 
 TOLERANCE = 1e-4
-BATCH, RATE, CLIP, LENGTH = 32, 3e-4, 1.0, 128
+BATCH = 32
+RATE = 3e-4
+CLIP = 1.0
+LENGTH = 128
 WARM_UP = 3
 """Steps of a visit that are not timed."""
 
@@ -44,18 +51,25 @@ class Told(NamedTuple):
 
     supervised: list[int]
     tokens: list[int]
-    losses: list[float]
+    compute_losses: list[float]
     seconds: list[float]
 
     def speeds(self) -> list[float]:
         """Tokens per second of the timed steps."""
-        return [tokens / seconds for tokens, seconds in zip(self.tokens[WARM_UP:], self.seconds[WARM_UP:], strict=True)]
+        return [
+            tokens / seconds
+            for tokens, seconds in zip(self.tokens[WARM_UP:], self.seconds[WARM_UP:], strict=True)
+        ]
 
 
 def main() -> None:
     """Train all, print all; an error where tokens or losses differ."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trl_sft", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder with a tokenizer")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.trl_sft", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a Hugging Face folder with a tokenizer"
+    )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--visits", type=int, default=5)
@@ -67,32 +81,41 @@ def main() -> None:
         sides = {
             "shardwright": lambda: with_shardwright(options.model, path, options.steps),
             "TRL": lambda: with_trl(options.model, path, options.steps, Path(name)),
-            "shardwright, rows of one length": lambda: with_shardwright(options.model, path, options.steps, padding="max_length"),
-            "shardwright, packed": lambda: with_shardwright(options.model, path, options.steps, packing="documents"),
+            "shardwright, rows of one length": lambda: with_shardwright(
+                options.model, path, options.steps, padding="max_length"
+            ),
+            "shardwright, packed": lambda: with_shardwright(
+                options.model, path, options.steps, packing="documents"
+            ),
         }
         visits: dict[str, list[Told]] = {side: [] for side in sides}
         for _ in range(options.visits):
             for side, run in sides.items():
                 visits[side].append(run())
-    ours, theirs = visits["shardwright"][0], visits["TRL"][0]
-    worst = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    ours = visits["shardwright"][0]
+    theirs = visits["TRL"][0]
+    worst = max(abs(a - b) for a, b in zip(ours.compute_losses, theirs.compute_losses, strict=True))
     result = {
-        "conditions": read_conditions() | {"trl": metadata.version("trl"), "threads": torch.get_num_threads(), "load_before": load},
+        "conditions": read_conditions()
+        | {"trl": metadata.version("trl"), "threads": torch.get_num_threads(), "load_before": load},
         "rows_a_step": BATCH,
         "row_length": LENGTH,
         "steps": options.steps,
         "visits": options.visits,
         "supervised_tokens": {"shardwright": ours.supervised, "TRL": theirs.supervised},
-        "losses": {"shardwright": ours.losses, "TRL": theirs.losses},
+        "losses": {"shardwright": ours.compute_losses, "TRL": theirs.compute_losses},
         "largest_difference": worst,
         "tokens_per_second": {
-            side: quantiles([speed for visit in told for speed in visit.speeds()], n=4) for side, told in visits.items()
+            side: quantiles([speed for visit in told for speed in visit.speeds()], n=4)
+            for side, told in visits.items()
         },
     }
     page = render(result)
     print(page)
     if options.out is not None:
-        options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        options.out.with_suffix(".json").write_text(
+            json.dumps(result, indent=1) + "\n", encoding="utf-8"
+        )
         options.out.with_suffix(".md").write_text(page, encoding="utf-8")
     if ours.supervised != theirs.supervised or worst > TOLERANCE:
         raise SystemExit("the two sides differ")
@@ -100,7 +123,9 @@ def main() -> None:
 
 def render(result: dict[str, Any]) -> str:
     """The page of a result."""
-    losses, tokens, told = result["losses"]["TRL"], result["supervised_tokens"], result["conditions"]
+    losses = result["losses"]["TRL"]
+    tokens = result["supervised_tokens"]
+    told = result["conditions"]
     same = "the same" if tokens["shardwright"] == tokens["TRL"] else "not the same"
     lines = [
         "# Beside TRL's SFTTrainer",
@@ -135,14 +160,22 @@ def render(result: dict[str, Any]) -> str:
 
 def write_pairs(text: Path, path: Path, num_rows: int) -> Path:
     """Lines of the text, each with the next as its completion."""
-    lines = [line.strip() for line in text.read_text(encoding="utf-8").splitlines() if len(line.strip()) > 10]
+    lines = [
+        line.strip()
+        for line in text.read_text(encoding="utf-8").splitlines()
+        if len(line.strip()) > 10
+    ]
     rows = [{"prompt": a[:60], "completion": f" {b[:60]}"} for a, b in pairwise(lines)][:num_rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def with_shardwright(model: Path, path: Path, steps: int, *, packing: str = "none", padding: str = "longest") -> Told:
-    """Our side, rows in the file's order; packed rows are fewer, and are begun again where they end."""
+def with_shardwright(
+    model: Path, path: Path, steps: int, *, packing: str = "none", padding: str = "longest"
+) -> Told:
+    """Our side, rows in the file's order; packed rows are fewer, and are begun again where they
+    end.
+    """
     training = {
         "sequence_length": LENGTH,
         "global_batch_size": BATCH,
@@ -163,24 +196,31 @@ def with_shardwright(model: Path, path: Path, steps: int, *, packing: str = "non
         "training": training | {"max_grad_norm": CLIP},
         "optimizer": {"beta2": 0.999},
     }
-    checked = check(validate_recipe(recipe), 1)
-    state, train = build_state(checked, torch.device("cpu")), checked.data.train
+    checked = validate_run(validate_recipe(recipe), 1)
+    state = build_state(checked, torch.device("cpu"))
+    train = checked.data.train
     told = Told([], [], [], [])
     for step in range(steps):
-        rows = [train.sample(row % len(train)) for row in range(step * BATCH, (step + 1) * BATCH)]
-        batch = collate(rows, range(step * BATCH, (step + 1) * BATCH), checked.plan.batch.row_multiple)
+        rows = [
+            train.get_sample(row % len(train)) for row in range(step * BATCH, (step + 1) * BATCH)
+        ]
+        batch = collate(
+            rows, range(step * BATCH, (step + 1) * BATCH), checked.plan.batch.row_multiple
+        )
         began = time.perf_counter()
         loss = accumulate_gradients(state.model, [batch], seed=0, step=step)
-        update(state.model, state.optimizer, learning_rate=RATE, max_grad_norm=CLIP)
-        told.losses.append(loss.mean())
+        update_parameters(state.model, state.optimizer, learning_rate=RATE, max_grad_norm=CLIP)
+        told.compute_losses.append(loss.mean())
         told.seconds.append(time.perf_counter() - began)
         told.supervised.append(batch.num_supervised)
-        told.tokens.append(sum(LENGTH - row.num_free for row in rows))
+        told.tokens.append(sum(LENGTH - row.num_padding for row in rows))
     return told
 
 
 def with_trl(model: Path, path: Path, steps: int, folder: Path) -> Told:
-    """TRL's side. Its trainer is told to take rows in order and to say what it supervises; all else is its own."""
+    """TRL's side. Its trainer is told to take rows in order and to say what it supervises; all else
+    is its own.
+    """
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -194,7 +234,9 @@ def with_trl(model: Path, path: Path, steps: int, folder: Path) -> Told:
 
         def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
             told.supervised.append(int((inputs["labels"][:, 1:] != -100).sum()))
-            told.tokens.append(int(inputs["attention_mask"].sum()) - len(inputs["attention_mask"]))  # as inputs, like ours
+            told.tokens.append(
+                int(inputs["attention_mask"].sum()) - len(inputs["attention_mask"])
+            )  # as inputs, like ours
             return super().compute_loss(model, inputs, *arguments, **named)
 
     class Clock(TrainerCallback):
@@ -219,7 +261,9 @@ def with_trl(model: Path, path: Path, steps: int, folder: Path) -> Told:
         callbacks=[Clock()],
     )
     trainer.train()
-    told.losses.extend(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    told.compute_losses.extend(
+        entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    )
     return told
 
 

@@ -1,7 +1,8 @@
-"""Write the pages that are read off the code: `python docs/generate.py`. A test fails when what stands there is no longer that.
+"""Write the pages that are read off the code: `python docs/generate.py`. A test fails when what
+stands there is no longer that.
 
-reference/recipe.md from the recipe's JSON schema, reference/verbs.md from the command line's own help, and the table of
-techniques in guide.md from the planner.
+reference/recipe.md from the recipe's JSON schema, reference/verbs.md from the command line's own
+help, and the table of techniques in guide.md from the planner.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ import typer
 from shardwright.cli.main import build_app
 from shardwright.cli.verbs import VERBS
 from shardwright.config import Recipe, load_recipe
-from shardwright.hardware.load import parse_cluster
+from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
-from shardwright.planner.achieved import load_efficiencies
-from shardwright.planner.candidate import Adapter, Candidate
-from shardwright.planner.facts import facts_of
-from shardwright.planner.predict import Predictor
-from shardwright.planner.question import shape_of
+from shardwright.planner.calibration import load_efficiencies
+from shardwright.planner.candidate import LowRankAdapter, Candidate
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.problem import read_planning_shape
 from shardwright.units import GIB_BYTES, format_count
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-BEGIN, END = "<!-- table: python docs/generate.py -->", "<!-- end of table -->"
+BEGIN = "<!-- table: python docs/generate.py -->"
+END = "<!-- end of table -->"
 
 
 def pages() -> dict[Path, str]:
@@ -141,7 +143,9 @@ def _options(command: Any, path: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Row:
-    """A technique, when it is the one to take, and a run of it to predict; `recipe` is another model's where it must be."""
+    """A technique, when it is the one to take, and a run of it to predict; `recipe` is another
+    model's where it must be.
+    """
 
     technique: str
     does: str
@@ -261,26 +265,30 @@ ROWS = (
         "small matrices beside frozen ones are trained",
         "fine-tuning",
         "planning.md",
-        _FULL | {"layout": _ZERO3, "adapter": Adapter(16)},
+        _FULL | {"layout": _ZERO3, "adapter": LowRankAdapter(16)},
     ),
     Row(
         "QLoRA",
         "the frozen ones in 4 bits",
         "fine-tuning on little memory",
         "planning.md",
-        _FULL | {"layout": _ZERO3, "adapter": Adapter(16, quantised=True)},
+        _FULL | {"layout": _ZERO3, "adapter": LowRankAdapter(16, quantised=True)},
     ),
 )
 
-CLUSTER, GLOBAL_BATCH, SEQUENCE = "8xH100-80GB", 64, 8192
+CLUSTER = "8xH100-80GB"
+GLOBAL_BATCH = 64
+SEQUENCE = 8192
 
 
 def techniques() -> str:
-    """The table of techniques with what the planner predicts of each, on one node and with the same global batch."""
+    """The table of techniques with what the planner predicts of each, on one node and with the same
+    global batch.
+    """
     cluster = parse_cluster(CLUSTER)
-    efficiency = load_efficiencies().of(cluster.accelerator)
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     recipes = {row.recipe: load_recipe(ROOT / "recipes" / f"{row.recipe}.yaml") for row in ROWS}
-    predictors = {name: Predictor(facts_of(shape_of(recipe)), cluster, efficiency) for name, recipe in recipes.items()}
+    predictors = {name: Predictor(get_model_facts(read_planning_shape(recipe)), cluster, efficiency) for name, recipe in recipes.items()}
     lines = ["| technique | what it does | take it when | predicted layout | GiB a GPU | tokens/s |", "|---|---|---|---|---|---|"]
     for row in ROWS:
         candidate = _with_batch(replace(Candidate(Layout(), SEQUENCE if row.recipe == "llama3-8b" else 4096), **row.change))
@@ -289,7 +297,7 @@ def techniques() -> str:
         layout = candidate.describe() + ("" if row.recipe == "llama3-8b" else f" ({row.recipe})")
         speed = format_count(prediction.tokens_per_second) if prediction.fits else "-"
         lines.append(f"| [{row.technique}]({row.page}) | {row.does} | {row.when} | {layout} | {memory} | {speed} |")
-    room = next(iter(predictors.values())).capacity / GIB_BYTES
+    room = next(iter(predictors.values())).capacity_bytes / GIB_BYTES
     told = f"llama3-8b on {cluster.name}, {SEQUENCE:,} tokens a sequence, {GLOBAL_BATCH} sequences a step, bf16 and micro batch 1"
     lines += ["", f"{told} where not said otherwise; a run may fill {room:.0f} GiB of a GPU.", ""]
     return "\n".join(lines)

@@ -25,7 +25,12 @@ from statistics import median
 
 from shardwright.config import load_recipe
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import Evaluation, Step, read_events, surviving
+from shardwright.telemetry.event_log import (
+    EvaluationEvent,
+    StepEvent,
+    read_events,
+    select_surviving,
+)
 
 RECIPE = Path(__file__).with_name("demo.yaml")
 PROMPT = "def read_"
@@ -117,10 +122,23 @@ def _format_minutes(pace: Pace, num_steps: int) -> str:
 def main() -> int:
     """Run the demo; return an exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"), help="run folder; an earlier demo there is removed")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path("runs/demo"),
+        help="run folder; an earlier demo there is removed",
+    )
     parser.add_argument("--steps", type=int, help="maximum number of steps; default: the recipe's")
-    parser.add_argument("--seconds", type=float, default=BUDGET_SECONDS, help="time limit of the demo, in seconds")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe key; passed on to train")
+    parser.add_argument(
+        "--seconds", type=float, default=BUDGET_SECONDS, help="time limit of the demo, in seconds"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a recipe key; passed on to train",
+    )
     options = parser.parse_args()
     start_seconds = time.monotonic()
     if "MAKELEVEL" in os.environ:  # make waits for this process; a shell may exit before
@@ -133,7 +151,9 @@ def main() -> int:
     assert max_steps is not None, "the recipe sets max_steps"
 
     print_heading("1. Read and tokenise the standard library's source")
-    if code := run_command(["data", str(RECIPE), "--nproc", "2", "--samples", "1", *build_set_options(options.set)]):
+    if code := run_command(
+        ["data", str(RECIPE), "--nproc", "2", "--samples", "1", *build_set_options(options.set)]
+    ):
         return fail(f"data exited with code {code}")
     print_heading("2. Measure a few steps")
     pace = measure_pace(run_dir.with_name(f"{run_dir.name}-pace"), options.set)
@@ -143,7 +163,10 @@ def main() -> int:
     run_length = choose_run_length(pace, max_steps, options.seconds - spent_seconds)
     predicted_seconds = spent_seconds + pace.predict_seconds(run_length.num_steps)
     print_heading(describe_run_length(run_length, pace, max_steps))
-    train = [*build_train_command(run_dir), *build_set_options([*options.set, *run_length.settings()])]
+    train = [
+        *build_train_command(run_dir),
+        *build_set_options([*options.set, *run_length.settings()]),
+    ]
 
     print_heading(f"3. Train, and press Ctrl-C at step {run_length.stop_step}")
     code = run_and_stop(train, run_dir, run_length.stop_step)
@@ -153,7 +176,18 @@ def main() -> int:
     if code := run_command([*train, "--resume"]):
         return fail(f"the resumed run exited with code {code}")
     print_heading("5. Generate some code")
-    if code := run_command(["generate", str(run_dir), "--prompt", PROMPT, "--max-new-tokens", "120", "--temperature", "0.7"]):
+    if code := run_command(
+        [
+            "generate",
+            str(run_dir),
+            "--prompt",
+            PROMPT,
+            "--max-new-tokens",
+            "120",
+            "--temperature",
+            "0.7",
+        ]
+    ):
         return fail(f"generate exited with code {code}")
     print_heading("6. Draw the report")
     if code := run_command(["report", str(run_dir)]):
@@ -181,8 +215,8 @@ def measure_pace(run_dir: Path, settings: list[str]) -> Pace | None:
         return None
     whole_seconds = time.monotonic() - start_seconds
     events = read_events(run_dir)
-    steps = [event.step_seconds for event in events.of(Step)]
-    evaluation = sum(event.seconds for event in events.of(Evaluation))
+    steps = [event.step_seconds for event in events.filter_by_type(StepEvent)]
+    evaluation = sum(event.seconds for event in events.filter_by_type(EvaluationEvent))
     shutil.rmtree(run_dir)
     start = max(0.0, whole_seconds - sum(steps) - evaluation)
     return Pace(start, median(steps[_WARM_STEPS:]), evaluation)
@@ -210,7 +244,9 @@ def run_command(words: list[str]) -> int:
 
 def run_and_stop(words: list[str], run_dir: Path, stop_step: int) -> int:
     """Run a command and interrupt it after `stop_step` steps; return its exit code."""
-    process = subprocess.Popen(print_command(words), start_new_session=True, preexec_fn=end_with_parent)
+    process = subprocess.Popen(
+        print_command(words), start_new_session=True, preexec_fn=end_with_parent
+    )
     try:
         while process.poll() is None:
             if count_logged_steps(run_dir) >= stop_step:
@@ -231,16 +267,21 @@ def count_logged_steps(run_dir: Path) -> int:
     """Return the number of optimizer steps that the run has logged so far."""
     if not (run_dir / "events.jsonl").is_file():
         return 0
-    return max((event.step or 0 for event in read_events(run_dir) if isinstance(event, Step)), default=0)
+    return max(
+        (event.step or 0 for event in read_events(run_dir) if isinstance(event, StepEvent)),
+        default=0,
+    )
 
 
 def check_run(run_dir: Path, seconds: float, predicted_seconds: float) -> int:
     """Check that the validation loss decreased and that no step was lost or repeated."""
-    events = surviving(read_events(run_dir))
-    losses = [(event.step, event.loss) for event in events if isinstance(event, Evaluation)]
-    steps = [event.step for event in events if isinstance(event, Step)]
+    events = select_surviving(read_events(run_dir))
+    losses = [(event.step, event.loss) for event in events if isinstance(event, EvaluationEvent)]
+    steps = [event.step for event in events if isinstance(event, StepEvent)]
     curve = " -> ".join(f"{loss:.2f}" for _, loss in losses)
-    print_heading(f"done in {seconds:.0f} s (predicted: {predicted_seconds:.0f} s): validation loss {curve}")
+    print_heading(
+        f"done in {seconds:.0f} s (predicted: {predicted_seconds:.0f} s): validation loss {curve}"
+    )
     print(f"run folder: {run_dir}")
     if steps != list(range(1, len(steps) + 1)):
         return fail("steps were lost or repeated between the stopped and the resumed run")

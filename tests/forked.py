@@ -1,18 +1,24 @@
-"""Start Python programs as forks of a process that has imported torch, transformers and shardwright.
+"""Start Python programs as forks of a process that has imported torch, transformers and
+shardwright.
 
-A command with two ranks imports torch three times, which takes several seconds of CPU time each, more than the few steps that a
-test trains. `run` and `Popen` take the arguments of `subprocess.run` and `subprocess.Popen`. Where the command is `python -m
-MODULE` or `python -c CODE`, they fork a server process in place of starting an interpreter. The program finds itself as it would
-after a start: `__main__`, arguments, environment, folder, standard streams, session, signal handlers, random numbers, exit.
+A command with two ranks imports torch three times, which takes several seconds of CPU time each,
+more than the few steps that a test trains. `run` and `Popen` take the arguments of `subprocess.run`
+and `subprocess.Popen`. Where the command is `python -m MODULE` or `python -c CODE`, they fork a
+server process in place of starting an interpreter. The program finds itself as it would after a
+start: `__main__`, arguments, environment, folder, standard streams, session, signal handlers,
+random numbers, exit.
 
-Ranks which the command starts through torch's elastic launcher are forked as well, from a copy of the server that the launcher
-has not touched, and are children of the launcher: it sees their exit status, and they see its death.
+Ranks which the command starts through torch's elastic launcher are forked as well, from a copy of
+the server that the launcher has not touched, and are children of the launcher: it sees their exit
+status, and they see its death.
 
-What a fork cannot have starts a real interpreter: environment variables that are read on import (`READ_ON_IMPORT`) with other
-values than the server's, options of the interpreter, inherited file descriptors, or a system other than Linux.
+What a fork cannot have starts a real interpreter: environment variables that are read on import
+(`READ_ON_IMPORT`) with other values than the server's, options of the interpreter, inherited file
+descriptors, or a system other than Linux.
 
-What a fork does not show, and the tests that keep to `subprocess` do: that the imports of a program suffice, the environment in
-/proc/PID/environ (psutil reads it), and what depends on the seed of Python's hashes, which all forks share.
+What a fork does not show, and the tests that keep to `subprocess` do: that the imports of a program
+suffice, the environment in /proc/PID/environ (psutil reads it), and what depends on the seed of
+Python's hashes, which all forks share.
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ IMPORTS = (
     "torch.nn.parallel",
     "transformers",
     "shardwright.cli.train",
-    "shardwright.train.start",
+    "shardwright.train.run",
     "shardwright.verify.cell",
 )
 """What the server imports, with all that these import."""
@@ -74,9 +80,13 @@ READ_ON_IMPORT = (
     "MALLOC_",
     "GLIBC_",
 )
-"""First letters of the environment variables that are read when an interpreter starts or a library is imported."""
+"""First letters of the environment variables that are read when an interpreter starts or a library
+is imported.
+"""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""What the server has in its environment beside its parent's. `launch_ranks` gives it to its ranks."""
+"""What the server has in its environment beside its parent's. `launch_ranks` gives it to its
+ranks.
+"""
 
 ROOT = Path(__file__).parents[1]
 """Of the repository: `-m tests.MODULE` starts from here."""
@@ -110,7 +120,9 @@ class _Server:
         self.environment = read_on_import(os.environ | QUIET)
 
     def fork(self, request: Request, streams: Sequence[int]) -> socket.socket:
-        """Have a program forked with these standard streams; returns the socket that tells its process id, then its status."""
+        """Have a program forked with these standard streams; returns the socket that tells its
+        process id, then its status.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(self.requests, [pickle.dumps(request)], [*streams, theirs.fileno()])
@@ -132,7 +144,13 @@ def _find_server() -> _Server:
         with theirs:
             words = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
             environment = os.environ | QUIET
-            process = subprocess.Popen(words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            process = subprocess.Popen(
+                words,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
         ours.settimeout(_SERVER_SECONDS)
         assert ours.recv(1) == b"!", "the server ended before its first request"
         ours.settimeout(None)
@@ -150,7 +168,7 @@ def _end_server(pid: int, requests: socket.socket, process: subprocess.Popen[byt
 class Popen(subprocess.Popen[Any]):
     """`subprocess.Popen`, by a fork where that is the same."""
 
-    _told: socket.socket | None = None
+    _written_channels: socket.socket | None = None
     """Tells how a forked program ended, which is not a child of this process."""
 
     def _execute_child(  # type: ignore[override, unused-ignore]
@@ -174,18 +192,42 @@ class Popen(subprocess.Popen[Any]):
         *others: Any,
     ) -> None:
         *_, umask, is_session, process_group = others
-        words = () if isinstance(args, str | bytes | os.PathLike) else tuple(os.fspath(word) for word in args)
-        is_plain = not (executable or preexec_fn or pass_fds or shell) and close_fds and umask < 0 and process_group < 0
-        server = _find_server() if sys.platform == "linux" and is_plain and is_program(words) else None
+        words = (
+            ()
+            if isinstance(args, str | bytes | os.PathLike)
+            else tuple(os.fspath(word) for word in args)
+        )
+        is_plain = (
+            not (executable or preexec_fn or pass_fds or shell)
+            and close_fds
+            and umask < 0
+            and process_group < 0
+        )
+        server = (
+            _find_server() if sys.platform == "linux" and is_plain and is_program(words) else None
+        )
         environment = dict(os.environ if env is None else env)
         if server is None or server.environment != QUIET | read_on_import(environment):
-            given = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
+            given = (
+                args,
+                executable,
+                preexec_fn,
+                close_fds,
+                pass_fds,
+                cwd,
+                env,
+                startupinfo,
+                creationflags,
+                shell,
+            )
             ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
             super()._execute_child(*given, *ends, *others)  # type: ignore[misc, unused-ignore]
             return
         request = Request(words[1:], environment, os.fspath(cwd or os.getcwd()), is_session)
         streams = (p2cread, c2pwrite, errwrite)
-        told = server.fork(request, [given if given >= 0 else own for own, given in enumerate(streams)])
+        told = server.fork(
+            request, [given if given >= 0 else own for own, given in enumerate(streams)]
+        )
         for end, kept in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)):
             if end >= 0 and kept >= 0:
                 os.close(end)
@@ -196,19 +238,21 @@ class Popen(subprocess.Popen[Any]):
         if server.is_parent:
             told.close()
         else:
-            self._told = told
+            self._written_channels = told
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if self._told is None:
+        if self._written_channels is None:
             return super()._try_wait(wait_flags)  # type: ignore[misc, unused-ignore, no-any-return]
-        if not select.select([self._told], [], [], 0 if wait_flags & os.WNOHANG else None)[0]:
+        if not select.select(
+            [self._written_channels], [], [], 0 if wait_flags & os.WNOHANG else None
+        )[0]:
             return 0, 0
-        status = int(self._told.recv(16))
-        self._told.close()
+        status = int(self._written_channels.recv(16))
+        self._written_channels.close()
         return self.pid, status
 
     def _internal_poll(self, *arguments: Any, **options: Any) -> int | None:
-        if self._told is None:
+        if self._written_channels is None:
             return super()._internal_poll(*arguments, **options)  # type: ignore[misc, unused-ignore, no-any-return]
         if self.returncode is None:
             pid, status = self._try_wait(os.WNOHANG)
@@ -223,7 +267,12 @@ def is_program(words: Sequence[str]) -> bool:
 
 
 def run(
-    command: Sequence[str], *, capture_output: bool = False, timeout: float | None = None, check: bool = False, **options: Any
+    command: Sequence[str],
+    *,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
     """`subprocess.run`, by a fork where that is the same."""
     if capture_output:
@@ -273,9 +322,12 @@ def _reap() -> bool:
 
 
 def _prepare_ranks() -> None:
-    """Fork the copy of this process that ranks are forked from, before the program has changed anything."""
+    """Fork the copy of this process that ranks are forked from, before the program has changed
+    anything.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    # A rank's parent ends at once, and the nearest ancestor that asked for orphans becomes its parent: this process.
+    # A rank's parent ends at once, and the nearest ancestor that asked for orphans becomes its
+    # parent: this process.
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     launcher = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -312,7 +364,7 @@ def _receive(requests: socket.socket) -> tuple[Request, list[int]]:
     message, streams, _, _ = socket.recv_fds(requests, _FEW_BYTES, 4)
     if not message:
         os._exit(0)
-    return pickle.loads(message), list(streams)  # our own process's bytes  # noqa: S301
+    return pickle.loads(message), list(streams)  # our own process's bytes
 
 
 def _forget(streams: Sequence[int]) -> None:
@@ -344,9 +396,9 @@ def _open_standard_streams() -> None:
 
     Python's streams remember if their file can seek, and the server's may be of another kind.
     """
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", errors="backslashreplace", closefd=False)
     sys.stderr.reconfigure(line_buffering=True)
 
 
@@ -360,12 +412,13 @@ def _execute(request: Request) -> None:
     status = 0
     try:
         if kind == "-c":
-            exec(compile(what, "<string>", "exec"), vars(main))  # a test's own program  # noqa: S102
+            exec(compile(what, "<string>", "exec"), vars(main))  # a test's own program
         else:
             runpy._run_module_as_main(what)  # type: ignore[attr-defined]
     except BaseException as error:
         status = _tell(error)
-    # What the interpreter does next, but for taking all modules apart: that takes longer than most programs.
+    # What the interpreter does next, but for taking all modules apart: that takes longer than most
+    # programs.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -393,12 +446,16 @@ def _import_all() -> None:
     for name in IMPORTS:
         import_module(name)
     # A launcher that was forked forks its ranks.
-    import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler").Popen = Popen
+    import_module(
+        "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    ).Popen = Popen
     # Else every program's first full collection copies the pages of all that was imported.
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"a process with {len(threads)} threads cannot be forked: an import starts some"
+    assert len(threads) == 1, (
+        f"a process with {len(threads)} threads cannot be forked: an import starts some"
+    )
 
 
 if __name__ == "__main__":

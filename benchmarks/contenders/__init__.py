@@ -1,5 +1,5 @@
-"""Who is measured: contender's name -> module with `run(case, pace)`. Imported in the rank that needs it and nowhere else,
-so that nobody's memory holds another's imports."""
+"""Who is measured: contender's name -> module with `run(case, pace)`. Imported in the rank that
+needs it and nowhere else, so that nobody's memory holds another's imports."""
 
 CONTENDERS = {
     "shardwright": "benchmarks.contenders.with_shardwright",

@@ -1,7 +1,8 @@
 """DeepSpeed around transformers' model, on CPU ranks.
 
-AdamW is torch's fused one, handed over as a client optimizer (`torch_adam` with its faster kernel). With `bf16` DeepSpeed
-keeps the weights it computes with in bf16 and fp32 masters beside them; gradients are reduced in fp32 as everybody's are.
+AdamW is torch's fused one, handed over as a client optimizer (`torch_adam` with its faster kernel).
+With `bf16` DeepSpeed keeps the weights it computes with in bf16 and fp32 masters beside them;
+gradients are reduced in fp32 as everybody's are.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ def run(case: Case, pace: Pace) -> None:
     optimizer = torch.optim.AdamW(decay_groups(case, model), **adamw_settings(case))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(case))
     if engine.zero_optimization_stage() != case.zero_stage:
-        raise RuntimeError(f"DeepSpeed runs ZeRO {engine.zero_optimization_stage()}, not {case.zero_stage}")
+        raise RuntimeError(
+            f"DeepSpeed runs ZeRO {engine.zero_optimization_stage()}, not {case.zero_stage}"
+        )
     pace.details["wrapped"] = f"{type(engine).__name__} with {type(engine.optimizer).__name__}"
     tokens = synthetic_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
     rank = int(os.environ["RANK"])
-    step, going = 0, pace.begin()
+    step = 0
+    going = pace.begin()
     while going:
         input_ids_BT = batch_of_step(tokens, case, step, rank).to(case.device)
         loss = engine(input_ids=input_ids_BT, labels=input_ids_BT).loss

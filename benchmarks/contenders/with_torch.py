@@ -1,7 +1,8 @@
 """The minimal loop a careful person writes in PyTorch around transformers' model.
 
-zero_stage 0 is DDP, 1 is DDP with ZeroRedundancyOptimizer, 3 is FSDP2 (`fully_shard` per layer and on the root). bf16 is
-autocast over fp32 weights under DDP and FSDP2's MixedPrecisionPolicy under FSDP2, both with fp32 gradients.
+zero_stage 0 is DDP, 1 is DDP with ZeroRedundancyOptimizer, 3 is FSDP2 (`fully_shard` per layer and
+on the root). bf16 is autocast over fp32 weights under DDP and FSDP2's MixedPrecisionPolicy under
+FSDP2, both with fp32 gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ def run(case: Case, pace: Pace) -> None:
     """Train transformers' model until the pace says stop."""
     model = load_transformers_model(case).train()
     bf16 = case.precision == "bf16"
-    train(case, pace, model, list(model.model.layers), transformers_loss, autocast=bf16, compile_layers=case.compile)
+    train(
+        case,
+        pace,
+        model,
+        list(model.model.layers),
+        transformers_loss,
+        autocast=bf16,
+        compile_layers=case.compile,
+    )
 
 
 def load_transformers_model(case: Case) -> Any:
@@ -36,7 +45,9 @@ def load_transformers_model(case: Case) -> Any:
     if case.random_weights:
         torch.manual_seed(0)
         with torch.device(case.device):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case.weights_dir), dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(case.weights_dir), dtype=torch.float32
+            )
     model: nn.Module = AutoModelForCausalLM.from_pretrained(case.weights_dir, dtype=torch.float32)
     return model.to(case.device)
 
@@ -68,10 +79,15 @@ def train(
     tokens = synthetic_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
     pace.details["wrapped"] = type(module).__name__
     use_autocast = autocast and case.zero_stage != 3
-    step, going = 0, pace.begin()
+    step = 0
+    going = pace.begin()
     while going:
         input_ids_BT = batch_of_step(tokens, case, step, rank).to(case.device)
-        with torch.autocast(case.device, torch.bfloat16) if use_autocast else contextlib.nullcontext():
+        with (
+            torch.autocast(case.device, torch.bfloat16)
+            if use_autocast
+            else contextlib.nullcontext()
+        ):
             loss = model_loss(module, input_ids_BT)
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), case.optimisation.max_grad_norm)
@@ -81,7 +97,9 @@ def train(
         step += 1
 
 
-def wrap(case: Case, model: nn.Module, layers: Iterable[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def wrap(
+    case: Case, model: nn.Module, layers: Iterable[nn.Module]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model cut as its zero_stage says, and its optimizer."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -100,9 +118,14 @@ def wrap(case: Case, model: nn.Module, layers: Iterable[nn.Module]) -> tuple[nn.
     if case.zero_stage == 0:
         return module, torch.optim.AdamW(decay_groups(case, model), **adamw_settings(case))
     if case.zero_stage != 1:
-        raise ValueError(f"the hand-written loop knows zero_stage 0, 1 and 3, not {case.zero_stage}")
+        raise ValueError(
+            f"the hand-written loop knows zero_stage 0, 1 and 3, not {case.zero_stage}"
+        )
     sharded: Any = ZeroRedundancyOptimizer(
-        decay_groups(case, model), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=False, **adamw_settings(case)
+        decay_groups(case, model),
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=False,
+        **adamw_settings(case),
     )
     return module, sharded
 
@@ -111,7 +134,10 @@ def decay_groups(case: Case, model: nn.Module) -> list[dict[str, Any]]:
     """Matrices are decayed, norms are not."""
     parameters = list(model.parameters())
     return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": case.optimisation.weight_decay},
+        {
+            "params": [p for p in parameters if p.ndim >= 2],
+            "weight_decay": case.optimisation.weight_decay,
+        },
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
 
@@ -119,4 +145,9 @@ def decay_groups(case: Case, model: nn.Module) -> list[dict[str, Any]]:
 def adamw_settings(case: Case) -> dict[str, Any]:
     """Arguments of torch's AdamW; the fused kernel, which exists on CPU and CUDA."""
     chosen = case.optimisation
-    return {"lr": chosen.learning_rate, "betas": (chosen.beta1, chosen.beta2), "eps": chosen.eps, "fused": True}
+    return {
+        "lr": chosen.learning_rate,
+        "betas": (chosen.beta1, chosen.beta2),
+        "eps": chosen.eps,
+        "fused": True,
+    }

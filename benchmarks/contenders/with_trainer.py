@@ -1,7 +1,8 @@
-"""Hugging Face Trainer (with Accelerate), configured as its documentation says for full fine-tuning.
+"""Hugging Face Trainer (with Accelerate), configured as its documentation says for full
+fine-tuning.
 
-On CPU its FSDP silently runs DDP or nothing (transformers 5.23), so only zero_stage 0 is measured there, and what wraps
-the model is checked before anything is timed.
+On CPU its FSDP silently runs DDP or nothing (transformers 5.23), so only zero_stage 0 is measured
+there, and what wraps the model is checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class _Sequences(Dataset[dict[str, Tensor]]):
 
 
 class _InOrder(Trainer):
-    """Trainer that reads the samples in order and remembers what wraps the model and the step's loss."""
+    """Trainer that reads the samples in order and remembers what wraps the model and the step's
+    loss.
+    """
 
     wrapped: str = ""
     last_loss: Tensor | float = float("nan")
@@ -49,18 +52,25 @@ class _InOrder(Trainer):
 
 class _Paced(TrainerCallback):
     def __init__(self, case: Case, pace: Pace) -> None:
-        self.case, self.pace = case, pace
+        self.case = case
+        self.pace = pace
         self.trainer: _InOrder | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not self.pace.begin():
             control.should_training_stop = True
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         assert self.trainer is not None
         expected = "DistributedDataParallel" if self.case.world_size > 1 else None
         if expected is not None and self.trainer.wrapped != expected:
-            raise RuntimeError(f"Trainer wrapped the model in {self.trainer.wrapped}, not {expected}: this is not data parallelism")
+            raise RuntimeError(
+                f"Trainer wrapped the model in {self.trainer.wrapped}, not {expected}: this is not data parallelism"
+            )
         if not self.pace.step_done(self.trainer.last_loss):
             control.should_training_stop = True
 
@@ -85,7 +95,9 @@ def run(case: Case, pace: Pace) -> None:
 
 
 def settings(case: Case) -> dict[str, Any]:
-    """Arguments of TrainingArguments; what is not named keeps its default (fused AdamW among it)."""
+    """Arguments of TrainingArguments; what is not named keeps its default (fused AdamW among
+    it).
+    """
     chosen = case.optimisation
     settings: dict[str, Any] = {
         "per_device_train_batch_size": case.micro_batch_size,

@@ -83,11 +83,19 @@ class InputError(ShardwrightError):
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process boundaries (rank -> launcher); pickle does not pass keyword-only
         # arguments.
-        return (_rebuild, (type(self), self.problem, self.field, self.got, self.allowed, self.remedy))
+        return (
+            _rebuild,
+            (type(self), self.problem, self.field, self.got, self.allowed, self.remedy),
+        )
 
 
 def _rebuild(
-    kind: type[InputError], problem: str, field: str | None, got: object, allowed: str | None, remedy: str | None
+    kind: type[InputError],
+    problem: str,
+    field: str | None,
+    got: object,
+    allowed: str | None,
+    remedy: str | None,
 ) -> InputError:
     return kind(problem, field=field, got=got, allowed=allowed, remedy=remedy)
 
@@ -156,11 +164,11 @@ class Preempted(ShardwrightError):
     exit_code = ExitCode.PREEMPTED
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word closest to `word`, or None if none is close.
+def find_closest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known word closest to `name`, or None if none is close.
 
-    >>> nearest("seqence_length", ["sequence_length", "seed"])
+    >>> find_closest_name("seqence_length", ["sequence_length", "seed"])
     'sequence_length'
     """
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None

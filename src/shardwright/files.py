@@ -21,7 +21,9 @@ MAX_TEXT_BYTES = 256 * 1024**2
 """
 _BLOCK_BYTES = 1 << 16
 
-FileKind = Literal["regular file", "folder", "FIFO", "socket", "character device", "block device", "absent"]
+FileKind = Literal[
+    "regular file", "folder", "FIFO", "socket", "character device", "block device", "absent"
+]
 
 _KINDS: tuple[tuple[int, FileKind], ...] = (
     (stat.S_IFREG, "regular file"),
@@ -33,7 +35,7 @@ _KINDS: tuple[tuple[int, FileKind], ...] = (
 )
 
 
-def file_kind(path: str | Path) -> FileKind:
+def detect_file_kind(path: str | Path) -> FileKind:
     """Return the kind of file at a path, following links, without opening it.
 
     Raises:
@@ -41,23 +43,23 @@ def file_kind(path: str | Path) -> FileKind:
             on it is not accessible.
     """
     try:
-        return _kind_of(os.stat(path).st_mode)
+        return _classify_mode(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return "absent"
     except ValueError as error:
-        raise _null_byte(path) from error
+        raise _build_null_byte_error(path) from error
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular_file(path: str | Path) -> BinaryIO:
     """Open a regular file for reading, without blocking.
 
     Raises:
         OSError: the file cannot be opened, or it is of another kind.
     """
-    return io.BufferedReader(_Regular(_open_kind(path, ("regular file",)), "rb"))
+    return io.BufferedReader(_RegularFile(_open_kind(path, ("regular file",)), "rb"))
 
 
-class _Regular(io.FileIO):
+class _RegularFile(io.FileIO):
     """File whose reads never block. Some files below /proc count as regular and have no end."""
 
     def readinto(self, buffer: Any) -> int:
@@ -67,7 +69,9 @@ class _Regular(io.FileIO):
         return num_bytes
 
 
-def read_text(path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES, pipe_seconds: float = 0.0) -> str:
+def read_text(
+    path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES, pipe_seconds: float = 0.0
+) -> str:
     """Read a whole file as UTF-8; a byte-order mark is removed, and line ends become \\n.
 
     Args:
@@ -99,12 +103,14 @@ def _open_kind(path: str | Path, allowed: tuple[FileKind, ...]) -> int:
         # Without O_NONBLOCK opening a FIFO waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:
-        raise _null_byte(path) from error
+        raise _build_null_byte_error(path) from error
     except OSError as error:
         if error.errno == errno.ENXIO:
-            raise OSError(errno.EINVAL, "it is a socket or a device, not a regular file", str(path)) from error
+            raise OSError(
+                errno.EINVAL, "it is a socket or a device, not a regular file", str(path)
+            ) from error
         raise
-    kind = _kind_of(os.fstat(descriptor).st_mode)
+    kind = _classify_mode(os.fstat(descriptor).st_mode)
     if kind in allowed:
         return descriptor
     os.close(descriptor)
@@ -113,8 +119,10 @@ def _open_kind(path: str | Path, allowed: tuple[FileKind, ...]) -> int:
     raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
 
 
-def _kind_of(mode: int) -> FileKind:
-    return next((kind for number, kind in _KINDS if stat.S_IFMT(mode) == number), "character device")
+def _classify_mode(mode: int) -> FileKind:
+    return next(
+        (kind for number, kind in _KINDS if stat.S_IFMT(mode) == number), "character device"
+    )
 
 
 def _wait_readable(descriptor: int, path: str | Path, seconds: float) -> None:
@@ -128,5 +136,5 @@ def _wait_readable(descriptor: int, path: str | Path, seconds: float) -> None:
     raise OSError(errno.ETIMEDOUT, f"nothing was written to this pipe for {seconds:g} s", str(path))
 
 
-def _null_byte(path: str | Path) -> OSError:
+def _build_null_byte_error(path: str | Path) -> OSError:
     return OSError(errno.EINVAL, "the path contains a null byte", str(path))

@@ -10,16 +10,34 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from shardwright.architecture import ForeignShape, ModelShape, ParameterSpec
-from shardwright.architecture.count import attention_flops_per_token, matmul_parameters
-from shardwright.architecture.parameters import Role
-from shardwright.architecture.quantised import BLOCK, code_width, packed_width
+from shardwright.architecture import HFShape, ModelShape, ParameterSpec
+from shardwright.architecture.flop_count import (
+    count_attention_flops_per_token,
+    count_matmul_parameters,
+)
+from shardwright.architecture.nf4_layout import (
+    BLOCK_ELEMENTS,
+    compute_code_bytes,
+    compute_row_bytes,
+)
+from shardwright.architecture.parameter_spec import ParameterRole
 from shardwright.errors import LayoutError
-from shardwright.layout import DATA_AXES, Layout, ParameterLayout, Section, Shard, Stage, cut_stages, in_use
-from shardwright.layout.context import check_context
-from shardwright.schedule import rank_of_stage
+from shardwright.layout import (
+    DATA_AXES,
+    DimSection,
+    Layout,
+    ParameterLayout,
+    PipelineStage,
+    Shard,
+    partition_layers,
+    select_used_axes,
+)
+from shardwright.layout.context_method import check_context_parallel
+from shardwright.schedule import assign_stages
 
-Cut = Literal["columns", "rows", "vocabulary", "residual", "heads", "partial", "expert_columns", "expert_rows"]
+TensorParallelStyle = Literal[
+    "columns", "rows", "vocabulary", "residual", "heads", "partial", "expert_columns", "expert_rows"
+]
 """Ways in which tensor parallelism shards a parameter.
 
     columns      sharded over its outputs; each rank computes its own features
@@ -35,10 +53,10 @@ Cut = Literal["columns", "rows", "vocabulary", "residual", "heads", "partial", "
                  the same within each expert; expert parallelism shards the experts themselves.
                  The bias of expert_rows is added on the first rank, before the sum
 
-Adapters have the role of the matrix beside them, and are sharded with it (`_adapter_shard`).
+Adapters have the role of the matrix beside them, and are sharded with it (`_build_adapter_shard`).
 """
 
-TENSOR_CUTS: dict[Role, Cut] = {
+TENSOR_PARALLEL_STYLES: dict[ParameterRole, TensorParallelStyle] = {
     "embedding": "vocabulary",
     "head": "vocabulary",
     "positions": "residual",
@@ -68,45 +86,64 @@ TENSOR_CUTS: dict[Role, Cut] = {
     "other": "residual",
 }
 
-EXPERT_CUTS: tuple[Cut, ...] = ("expert_columns", "expert_rows")
+EXPERT_PARALLEL_STYLES: tuple[TensorParallelStyle, ...] = ("expert_columns", "expert_rows")
 """Styles of parameters whose dimension 0 is the experts: sharded over `ep`, and by ZeRO over
 `efsdp`."""
 
 
-def place(shape: ModelShape, layout: Layout, stages: Sequence[Stage] | None = None) -> dict[str, ParameterLayout]:
+def build_parameter_layouts(
+    shape: ModelShape, layout: Layout, stages: Sequence[PipelineStage] | None = None
+) -> dict[str, ParameterLayout]:
     """Build the descriptor of every parameter of the whole model, by name.
 
     Args:
         stages: the pipeline stages; None for one stage with everything.
     """
-    return {spec.name: _place(spec, shape, layout, stages) for spec in shape.parameters()}
+    return {
+        spec.name: _build_parameter_layout(spec, shape, layout, stages)
+        for spec in shape.list_parameters()
+    }
 
 
-def _place(spec: ParameterSpec, shape: ModelShape, layout: Layout, stages: Sequence[Stage] | None) -> ParameterLayout:
-    style = TENSOR_CUTS[spec.role]
+def _build_parameter_layout(
+    spec: ParameterSpec, shape: ModelShape, layout: Layout, stages: Sequence[PipelineStage] | None
+) -> ParameterLayout:
+    style = TENSOR_PARALLEL_STYLES[spec.role]
     # Tokens reach experts over ep: a rank's gradient already covers the tokens of all these
     # ranks.
-    is_exchanged = style in EXPERT_CUTS and layout.ep > 1
-    zero_axis, data_axes = ("efsdp", ("dp_replicate", "efsdp")) if is_exchanged else ("fsdp", DATA_AXES)
+    is_exchanged = style in EXPERT_PARALLEL_STYLES and layout.ep > 1
+    zero_axis, data_axes = (
+        ("efsdp", ("dp_replicate", "efsdp")) if is_exchanged else ("fsdp", DATA_AXES)
+    )
     shards = [Shard("ep", 0)] if is_exchanged else []
-    tensor_shard = None if layout.tp == 1 else _tensor_shard(spec, style, shape, layout.tp)
+    tensor_shard = None if layout.tp == 1 else _build_tensor_shard(spec, style, shape, layout.tp)
     shards += [] if tensor_shard is None else [tensor_shard]
     # Untrained parameters stay whole: FSDP2 would gather them rounded to the compute precision.
-    if layout.zero_stage >= 1 and layout.degree(zero_axis) > 1 and spec.trained:
+    if layout.zero_stage >= 1 and layout.degree(zero_axis) > 1 and spec.is_trained:
         shards.append(Shard(zero_axis, 0))
     has_partial_gradient = tensor_shard is None and (
-        style in ("heads", "partial", *EXPERT_CUTS) or layout.sequence_parallel or spec.part is not None
+        style in ("heads", "partial", *EXPERT_PARALLEL_STYLES)
+        or layout.sequence_parallel
+        or spec.adapter_part is not None
     )
-    reduced_axes = in_use(layout, *data_axes, *(("tp",) if has_partial_gradient else ()))
-    pp_ranks = (0,) if stages is None else _holders(spec, shape, stages)
+    reduced_axes = select_used_axes(layout, *data_axes, *(("tp",) if has_partial_gradient else ()))
+    pp_ranks = (0,) if stages is None else _find_pp_ranks(spec, shape, stages)
     if len(pp_ranks) > 1:
         reduced_axes = ("pp", *reduced_axes)
-    sharded_axes = {axis for part in shards for axis in (("dp_shard", "cp") if part.axis == "fsdp" else (part.axis,))}
-    replicated_axes = tuple(axis for axis in in_use(layout, *data_axes, "tp") if axis not in sharded_axes)
-    return ParameterLayout(spec.name, spec.shape, tuple(shards), replicated_axes, reduced_axes, pp_ranks)
+    sharded_axes = {
+        axis
+        for part in shards
+        for axis in (("dp_shard", "cp") if part.axis == "fsdp" else (part.axis,))
+    }
+    replicated_axes = tuple(
+        axis for axis in select_used_axes(layout, *data_axes, "tp") if axis not in sharded_axes
+    )
+    return ParameterLayout(
+        spec.name, spec.shape, tuple(shards), replicated_axes, reduced_axes, pp_ranks
+    )
 
 
-def _expert_shard(spec: ParameterSpec, shape: ModelShape, degree: int) -> Shard | None:
+def _build_expert_shard(spec: ParameterSpec, shape: ModelShape, degree: int) -> Shard | None:
     """Shard each expert of a stack over `degree` tensor-parallel ranks.
 
     None for the bias of the down projection, which is replicated.
@@ -116,66 +153,96 @@ def _expert_shard(spec: ParameterSpec, shape: ModelShape, degree: int) -> Shard 
     intermediate_size = experts.intermediate_size
     is_transposed = experts.matrix_layout == "in_out"
     if spec.role == "expert_down":
-        return None if spec.is_bias else Shard("tp", 1 if is_transposed else 2, (Section(0, intermediate_size, degree),))
+        return (
+            None
+            if spec.is_bias
+            else Shard("tp", 1 if is_transposed else 2, (DimSection(0, intermediate_size, degree),))
+        )
     outputs = 1 if spec.is_bias or not is_transposed else 2
     if experts.gate_up_layout == "interleaved":
-        return Shard("tp", outputs, (Section(0, 2 * intermediate_size, degree),))
-    return Shard("tp", outputs, (Section(0, intermediate_size, degree), Section(intermediate_size, intermediate_size, degree)))
+        return Shard("tp", outputs, (DimSection(0, 2 * intermediate_size, degree),))
+    return Shard(
+        "tp",
+        outputs,
+        (
+            DimSection(0, intermediate_size, degree),
+            DimSection(intermediate_size, intermediate_size, degree),
+        ),
+    )
 
 
-def _tensor_shard(spec: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
+def _build_tensor_shard(
+    spec: ParameterSpec, style: TensorParallelStyle, shape: ModelShape, degree: int
+) -> Shard | None:
     """Shard a parameter over `degree` tensor-parallel ranks; None if it is replicated."""
-    if spec.beside is not None:
-        return _adapter_shard(spec, spec.beside, cut, shape, degree)
-    if spec.packed is not None:
-        return _packed_shard(spec.packed, cut, shape, degree)
-    if cut in EXPERT_CUTS:
-        return _expert_shard(spec, shape, degree)
-    if cut == "vocabulary":
-        return Shard("tp", 0, (Section(0, spec.shape[0], degree),))
+    if spec.adapted_matrix is not None:
+        return _build_adapter_shard(spec, spec.adapted_matrix, style, shape, degree)
+    if spec.packed_matrix is not None:
+        return _build_packed_shard(spec.packed_matrix, style, shape, degree)
+    if style in EXPERT_PARALLEL_STYLES:
+        return _build_expert_shard(spec, shape, degree)
+    if style == "vocabulary":
+        return Shard("tp", 0, (DimSection(0, spec.shape[0], degree),))
     outputs, inputs = (0, 1) if shape.matrix_layout == "out_in" else (1, 0)
-    if cut == "columns":
-        return Shard("tp", 0 if spec.is_bias else outputs, _columns(spec, shape, degree))
-    if cut == "rows" and not spec.is_bias:
-        return Shard("tp", inputs, (Section(0, spec.shape[inputs], degree),))
-    if cut == "heads" and shape.qk_norm == "full":
-        return Shard("tp", 0, _columns(spec, shape, degree))
+    if style == "columns":
+        return Shard(
+            "tp", 0 if spec.is_bias else outputs, _build_column_sections(spec, shape, degree)
+        )
+    if style == "rows" and not spec.is_bias:
+        return Shard("tp", inputs, (DimSection(0, spec.shape[inputs], degree),))
+    if style == "heads" and shape.qk_norm == "full":
+        return Shard("tp", 0, _build_column_sections(spec, shape, degree))
     return None
 
 
-def _packed_shard(matrix: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
+def _build_packed_shard(
+    matrix: ParameterSpec, style: TensorParallelStyle, shape: ModelShape, degree: int
+) -> Shard | None:
     """Shard packed bytes as their matrix; within rows, codes and scales separately.
 
-    The boundaries lie between blocks of weights (`_check_blocks`).
+    The boundaries lie between blocks of weights (`_check_quantised_blocks`).
     """
-    matrix_shard = _tensor_shard(matrix, cut, shape, degree)
+    matrix_shard = _build_tensor_shard(matrix, style, shape, degree)
     if matrix_shard is None or matrix_shard.dim != len(matrix.shape) - 1:
         return matrix_shard
-    codes = code_width(matrix.shape[-1])
-    all_bytes = packed_width(matrix.shape[-1])
-    return replace(matrix_shard, sections=(Section(0, codes, degree), Section(codes, all_bytes - codes, degree)))
+    codes = compute_code_bytes(matrix.shape[-1])
+    all_bytes = compute_row_bytes(matrix.shape[-1])
+    return replace(
+        matrix_shard,
+        sections=(DimSection(0, codes, degree), DimSection(codes, all_bytes - codes, degree)),
+    )
 
 
-def _adapter_shard(spec: ParameterSpec, matrix: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
+def _build_adapter_shard(
+    spec: ParameterSpec,
+    matrix: ParameterSpec,
+    style: TensorParallelStyle,
+    shape: ModelShape,
+    degree: int,
+) -> Shard | None:
     """Shard an adapter as its matrix: A over inputs, B and magnitude over outputs.
 
     Otherwise it is replicated, and used beside sharded parts: A computes the features that all
     shards of B take, B gives partial sums of the outputs of A's shards, and so every rank has
     part of the gradient.
     """
-    matrix_shard = _tensor_shard(matrix, cut, shape, degree)
+    matrix_shard = _build_tensor_shard(matrix, style, shape, degree)
     if matrix_shard is None:
         return None
     inputs = len(matrix.shape) - 1
     outputs = len(matrix.shape) - 2
-    if shape.lies_in_out(matrix):
+    if shape.is_in_out(matrix):
         inputs, outputs = outputs, inputs
-    if spec.part == "lora_A":
-        return replace(matrix_shard, dim=len(spec.shape) - 1) if matrix_shard.dim == inputs else None
+    if spec.adapter_part == "lora_A":
+        return (
+            replace(matrix_shard, dim=len(spec.shape) - 1) if matrix_shard.dim == inputs else None
+        )
     return replace(matrix_shard, dim=len(matrix.shape) - 2) if matrix_shard.dim == outputs else None
 
 
-def _columns(spec: ParameterSpec, shape: ModelShape, degree: int) -> tuple[Section, ...]:
+def _build_column_sections(
+    spec: ParameterSpec, shape: ModelShape, degree: int
+) -> tuple[DimSection, ...]:
     """Build the sections of a column-parallel projection's outputs, in units of heads.
 
     With fewer key-value heads than ranks, several ranks hold the same head.
@@ -184,30 +251,45 @@ def _columns(spec: ParameterSpec, shape: ModelShape, degree: int) -> tuple[Secti
     keys = shape.kv_width
     kv_pieces = min(degree, shape.num_kv_heads)
     if spec.role in ("key", "value", "key_norm"):
-        return (Section(0, keys, kv_pieces),)
+        return (DimSection(0, keys, kv_pieces),)
     if spec.role == "qkv" and shape.qkv_layout == "blocks":
         return (
-            Section(0, queries, degree),
-            Section(queries, keys, kv_pieces),
-            Section(queries + keys, keys, kv_pieces),
+            DimSection(0, queries, degree),
+            DimSection(queries, keys, kv_pieces),
+            DimSection(queries + keys, keys, kv_pieces),
         )
     if spec.role == "gate_up":
         intermediate_size = shape.intermediate_size
-        return (Section(0, intermediate_size, degree), Section(intermediate_size, intermediate_size, degree))
+        return (
+            DimSection(0, intermediate_size, degree),
+            DimSection(intermediate_size, intermediate_size, degree),
+        )
     outputs = 0 if spec.is_bias or shape.matrix_layout == "out_in" else 1
-    return (Section(0, spec.shape[outputs], degree),)
+    return (DimSection(0, spec.shape[outputs], degree),)
 
 
-def _holders(spec: ParameterSpec, shape: ModelShape, stages: Sequence[Stage]) -> tuple[int, ...]:
+def _find_pp_ranks(
+    spec: ParameterSpec, shape: ModelShape, stages: Sequence[PipelineStage]
+) -> tuple[int, ...]:
     """Find the positions on axis pp whose stages have the parameter, ascending."""
     if spec.layer is not None:
         return tuple(stage.rank for stage in stages if spec.layer in stage.layers)
     at_start = spec.role in ("embedding", "positions")
     at_end = not at_start or (spec.role == "embedding" and shape.tied_embeddings)
-    return tuple(sorted({stage.rank for stage in stages if (stage.embedding and at_start) or (stage.head and at_end)}))
+    return tuple(
+        sorted(
+            {
+                stage.rank
+                for stage in stages
+                if (stage.has_embedding and at_start) or (stage.has_head and at_end)
+            }
+        )
+    )
 
 
-def stages_of(shape: ModelShape, layout: Layout, sequence_length: int) -> tuple[Stage, ...] | None:
+def partition_stages(
+    shape: ModelShape, layout: Layout, sequence_length: int
+) -> tuple[PipelineStage, ...] | None:
     """Partition a layout's pipeline into stages; None without a pipeline.
 
     Layers are weighted by their FLOPs per token, the head by those of its product, the
@@ -219,42 +301,53 @@ def stages_of(shape: ModelShape, layout: Layout, sequence_length: int) -> tuple[
     """
     if layout.pp == 1:
         return None
-    ranks = rank_of_stage(layout.schedule, layout.pp, layout.virtual_stages)
+    ranks = assign_stages(layout.schedule, layout.pp, layout.virtual_stages)
     head_flops = 6.0 * shape.vocab_size * shape.hidden_size
-    return cut_stages(_layer_flops(shape, sequence_length), ranks, embedding_cost=float(shape.hidden_size), head_cost=head_flops)
+    return partition_layers(
+        _compute_layer_flops(shape, sequence_length),
+        ranks,
+        embedding_cost=float(shape.hidden_size),
+        head_cost=head_flops,
+    )
 
 
 @lru_cache(maxsize=32)
-def _layer_flops(shape: ModelShape, sequence_length: int) -> tuple[float, ...]:
+def _compute_layer_flops(shape: ModelShape, sequence_length: int) -> tuple[float, ...]:
     """Compute the FLOPs per token of each layer.
 
     Cached, because the planner asks for every pipeline of the same model.
     """
     costs = [0.0] * shape.num_layers
-    for spec in shape.base.parameters():  # adapters are too small to change the partition
+    for (
+        spec
+    ) in shape.base_shape.list_parameters():  # adapters are too small to change the partition
         if spec.layer is not None:
-            costs[spec.layer] += 6.0 * matmul_parameters([spec], tied=False, active_share=shape.active_share)
+            costs[spec.layer] += 6.0 * count_matmul_parameters(
+                [spec], is_tied=False, active_share=shape.active_share
+            )
     for index, layer in enumerate(shape.layers):
-        costs[index] += attention_flops_per_token(shape.query_width, shape.value_width, sequence_length, layer.window)
+        costs[index] += count_attention_flops_per_token(
+            shape.query_width, shape.value_width, sequence_length, layer.window
+        )
     return tuple(costs)
 
 
-def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
+def check_layout(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
     """Check that a layout divides the model, before any rank starts.
 
     Raises:
         LayoutError: names the numbers and the nearest degree that works.
     """
-    if isinstance(shape, ForeignShape):
-        _check_foreign(shape, layout)
+    if isinstance(shape, HFShape):
+        _check_hf_model(shape, layout)
         return
-    stages_of(shape, layout, sequence_length)
-    _check_tensor(shape, layout, sequence_length)
-    _check_blocks(shape, layout)
-    _check_experts(shape, layout)
+    partition_stages(shape, layout, sequence_length)
+    _check_tensor_parallel(shape, layout, sequence_length)
+    _check_quantised_blocks(shape, layout)
+    _check_expert_parallel(shape, layout)
     if layout.cp > 1:
         windows = tuple(layer.window for layer in shape.layers)
-        check_context(
+        check_context_parallel(
             layout,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -263,7 +356,7 @@ def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
         )
 
 
-UNKNOWN_TO_US = {
+UNSUPPORTED_HF_DEGREES = {
     "tp": "which of its features and heads belong together",
     "pp": "what goes from one of its layers to the next",
     "cp": "how its tokens reach each other",
@@ -273,8 +366,8 @@ UNKNOWN_TO_US = {
 model."""
 
 
-def _check_foreign(shape: ForeignShape, layout: Layout) -> None:
-    for degree, reason in UNKNOWN_TO_US.items():
+def _check_hf_model(shape: HFShape, layout: Layout) -> None:
+    for degree, reason in UNSUPPORTED_HF_DEGREES.items():
         if getattr(layout, degree) > 1:
             raise LayoutError(
                 f"{shape.family} runs through transformers' own {shape.class_name}; shardwright does not know {reason}",
@@ -285,21 +378,24 @@ def _check_foreign(shape: ForeignShape, layout: Layout) -> None:
             )
 
 
-def _check_blocks(shape: ModelShape, layout: Layout) -> None:
+def _check_quantised_blocks(shape: ModelShape, layout: Layout) -> None:
     """Check that tensor parallelism does not split blocks of 4-bit weights that share a scale."""
     rows = {
-        spec.packed.shape[-1]: spec.name
-        for spec in shape.parameters()
-        if spec.packed is not None and TENSOR_CUTS[spec.role] in ("rows", "expert_rows")
+        spec.packed_matrix.shape[-1]: spec.name
+        for spec in shape.list_parameters()
+        if spec.packed_matrix is not None
+        and TENSOR_PARALLEL_STYLES[spec.role] in ("rows", "expert_rows")
     }
     for columns, name in rows.items():
-        if layout.tp > 1 and columns % (layout.tp * BLOCK):
+        if layout.tp > 1 and columns % (layout.tp * BLOCK_ELEMENTS):
             valid_degrees = [
-                tp for tp in range(1, shape.num_heads + 1) if all(width % (tp * BLOCK) == 0 or tp == 1 for width in rows)
+                tp
+                for tp in range(1, shape.num_heads + 1)
+                if all(width % (tp * BLOCK_ELEMENTS) == 0 or tp == 1 for width in rows)
             ]
             raise LayoutError(
                 f"{name} has rows of {columns} weights, which {layout.tp} ranks cannot shard "
-                f"into whole blocks of {BLOCK} 4-bit weights",
+                f"into whole blocks of {BLOCK_ELEMENTS} 4-bit weights",
                 field="layout.tp",
                 got=layout.tp,
                 allowed=", ".join(map(str, valid_degrees)),
@@ -307,13 +403,23 @@ def _check_blocks(shape: ModelShape, layout: Layout) -> None:
             )
 
 
-def _check_experts(shape: ModelShape, layout: Layout) -> None:
+def _check_expert_parallel(shape: ModelShape, layout: Layout) -> None:
     if layout.ep == 1:
         return
     if shape.experts is None:
-        raise LayoutError("this model has no experts to shard", field="layout.ep", got=layout.ep, allowed="1", remedy="Remove ep")
+        raise LayoutError(
+            "this model has no experts to shard",
+            field="layout.ep",
+            got=layout.ep,
+            allowed="1",
+            remedy="Remove ep",
+        )
     if shape.experts.num_experts % layout.ep:
-        valid_degrees = [d for d in range(1, layout.fsdp + 1) if shape.experts.num_experts % d == 0 and layout.fsdp % d == 0]
+        valid_degrees = [
+            d
+            for d in range(1, layout.fsdp + 1)
+            if shape.experts.num_experts % d == 0 and layout.fsdp % d == 0
+        ]
         nearest = min(valid_degrees, key=lambda degree: (abs(degree - layout.ep), degree))
         raise LayoutError(
             f"{shape.experts.num_experts} experts do not divide evenly over {layout.ep} ranks",
@@ -324,23 +430,33 @@ def _check_experts(shape: ModelShape, layout: Layout) -> None:
         )
 
 
-def _check_tensor(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
-    problems = _why_not_tensor(shape, layout, sequence_length)
+def _check_tensor_parallel(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
+    problems = _list_tensor_parallel_problems(shape, layout, sequence_length)
     if not problems:
         return
     valid_degrees = [
-        tp for tp in range(1, shape.num_heads + 1) if not _why_not_tensor(shape, replace(layout, tp=tp), sequence_length)
+        tp
+        for tp in range(1, shape.num_heads + 1)
+        if not _list_tensor_parallel_problems(shape, replace(layout, tp=tp), sequence_length)
     ]
     nearest = min(valid_degrees, key=lambda tp: (abs(tp - layout.tp), tp))
     remedy = f"The nearest that works is tp={nearest}"
-    if not _why_not_tensor(shape, replace(layout, sequence_parallel=False), sequence_length):
+    if not _list_tensor_parallel_problems(
+        shape, replace(layout, sequence_parallel=False), sequence_length
+    ):
         remedy += ", or replicate the residual stream: sequence_parallel=false"
     raise LayoutError(
-        "; ".join(problems), field="layout.tp", got=layout.tp, allowed=", ".join(map(str, valid_degrees)), remedy=remedy
+        "; ".join(problems),
+        field="layout.tp",
+        got=layout.tp,
+        allowed=", ".join(map(str, valid_degrees)),
+        remedy=remedy,
     )
 
 
-def _why_not_tensor(shape: ModelShape, layout: Layout, sequence_length: int) -> list[str]:
+def _list_tensor_parallel_problems(
+    shape: ModelShape, layout: Layout, sequence_length: int
+) -> list[str]:
     """List the model's sizes that `layout.tp` ranks cannot share evenly; none for one rank."""
     tp = layout.tp
     kv_heads = shape.num_kv_heads
@@ -354,10 +470,16 @@ def _why_not_tensor(shape: ModelShape, layout: Layout, sequence_length: int) -> 
         widths["features of an expert"] = experts.intermediate_size
         widths["features of the shared experts"] = experts.shared_intermediate_size or 0
     if layout.sequence_parallel:
-        widths["tokens of a context rank" if layout.cp > 1 else "tokens of a sequence"] = sequence_length // layout.cp
-    problems = [f"{number} {noun} do not divide by {tp}" for noun, number in widths.items() if number % tp]
+        widths["tokens of a context rank" if layout.cp > 1 else "tokens of a sequence"] = (
+            sequence_length // layout.cp
+        )
+    problems = [
+        f"{number} {noun} do not divide by {tp}" for noun, number in widths.items() if number % tp
+    ]
     if kv_heads % tp and tp % kv_heads:
-        problems.append(f"{kv_heads} key-value heads can neither be split evenly over {tp} ranks nor be shared evenly by them")
+        problems.append(
+            f"{kv_heads} key-value heads can neither be split evenly over {tp} ranks nor be shared evenly by them"
+        )
     if -(-shape.vocab_size // tp) * (tp - 1) >= shape.vocab_size:
         problems.append(f"{shape.vocab_size} vocabulary rows leave one of {tp} ranks without any")
     return problems

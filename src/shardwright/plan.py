@@ -1,6 +1,6 @@
 """The plan: one frozen value that describes how a run is distributed over devices.
 
-Planner, rehearsal, verifier and trainer all read the same `Plan`; `resolve` is pure and needs
+Planner, rehearsal, verifier and trainer all read the same `Plan`; `resolve_plan` is pure and needs
 no torch.
 """
 
@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from shardwright.config.schema import Recipe, RecomputeKind
+from shardwright.config.recipe import Recipe, RecomputeKind
 from shardwright.config.training import PrecisionSection, TrainingSection
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
@@ -76,11 +76,15 @@ class Plan:
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
             "precision": self.precision.model_dump(mode="json"),
             "recompute": self.recompute,
-            **({} if self.precision_reason is None else {"precision_reason": self.precision_reason}),
+            **(
+                {} if self.precision_reason is None else {"precision_reason": self.precision_reason}
+            ),
         }
 
 
-def resolve(recipe: Recipe, world_size: int, auto_precision: PrecisionChoice | None = None) -> Plan:
+def resolve_plan(
+    recipe: Recipe, world_size: int, auto_precision: PrecisionChoice | None = None
+) -> Plan:
     """Resolve a recipe on `world_size` ranks into a plan.
 
     Args:
@@ -108,12 +112,12 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
     """Resolve layout and batch of a recipe: all of the plan that is independent of the devices.
 
     Raises:
-        LayoutError, RecipeError, ScheduleError: as `resolve`.
+        LayoutError, RecipeError, ScheduleError: as `resolve_plan`.
     """
     layout = resolve_layout(recipe.layout, world_size)
     batch = resolve_batch(recipe.training, layout.data_ranks)
     if layout.pp > 1:
-        _check_schedule(layout, batch, compiles=recipe.model.compile)
+        _check_schedule(layout, batch, is_compiled=recipe.model.compile)
     return layout, batch
 
 
@@ -121,18 +125,22 @@ def settle_precision(recipe: Recipe, choice: PrecisionChoice | None) -> Recipe:
     """Replace `precision: auto` by the chosen kind; a recipe that names its kind is unchanged."""
     if recipe.precision.kind != "auto" or choice is None:
         return recipe
-    return recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"kind": choice.kind})})
+    return recipe.model_copy(
+        update={"precision": recipe.precision.model_copy(update={"kind": choice.kind})}
+    )
 
 
-def row_multiple(layout: Layout, at_least: int = 1) -> int:
-    """Return a multiple of `at_least` tokens by which rows divide evenly under a layout."""
-    return math.lcm(at_least, 2 * layout.cp * layout.tp)
+def compute_row_multiple(layout: Layout, minimum: int = 1) -> int:
+    """Return a multiple of `minimum` tokens by which rows divide evenly under a layout."""
+    return math.lcm(minimum, 2 * layout.cp * layout.tp)
 
 
-def _check_schedule(layout: Layout, batch: BatchPlan, *, compiles: bool) -> None:
+def _check_schedule(layout: Layout, batch: BatchPlan, *, is_compiled: bool) -> None:
     """Check that a schedule supports the step's micro-batches and, if set, compiled blocks."""
-    schedule = load_schedule(layout.schedule, layout.pp, batch.gradient_accumulation_steps, layout.virtual_stages)
-    if compiles and schedule.splits_backward:
+    schedule = load_schedule(
+        layout.schedule, layout.pp, batch.gradient_accumulation_steps, layout.virtual_stages
+    )
+    if is_compiled and schedule.has_split_backward:
         raise LayoutError(
             "a compiled block computes all of its gradients at once, but this schedule delays some",
             field="layout.schedule",
@@ -167,10 +175,18 @@ def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:
     elif micro is None:
         accumulation = accumulation or 1
         micro = _divide(
-            total, data_ranks * accumulation, f"{data_ranks} data ranks x accumulation {accumulation}", "micro_batch_size"
+            total,
+            data_ranks * accumulation,
+            f"{data_ranks} data ranks x accumulation {accumulation}",
+            "micro_batch_size",
         )
     elif accumulation is None:
-        accumulation = _divide(total, micro * data_ranks, f"micro {micro} x {data_ranks} data ranks", "gradient_accumulation_steps")
+        accumulation = _divide(
+            total,
+            micro * data_ranks,
+            f"micro {micro} x {data_ranks} data ranks",
+            "gradient_accumulation_steps",
+        )
     product = micro * data_ranks * accumulation
     if total is not None and product != total:
         raise RecipeError(
@@ -202,14 +218,14 @@ def count_steps(training: TrainingSection, num_samples: int, global_batch_size: 
     return min(limits)
 
 
-def _divide(total: int, by: int, shown: str, wanted: str) -> int:
+def _divide(total: int, divisor: int, divisor_text: str, result_name: str) -> int:
     """Divide `total`, or raise a LayoutError that shows the arithmetic."""
-    if total % by:
-        nearby = max(by, total // by * by)
+    if total % divisor:
+        nearby = max(divisor, total // divisor * divisor)
         raise LayoutError(
-            f"global batch {total} is not a multiple of {shown} = {by}, so {wanted} is not a whole number",
+            f"global batch {total} is not a multiple of {divisor_text} = {divisor}, so {result_name} is not a whole number",
             field="training.global_batch_size",
             got=total,
-            allowed=f"{nearby} or {nearby + by}, for instance",
+            allowed=f"{nearby} or {nearby + divisor}, for instance",
         )
-    return total // by
+    return total // divisor

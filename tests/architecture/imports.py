@@ -1,4 +1,6 @@
-"""Who imports whom in `src/shardwright`, read from the source: top-level, lazy and type-checking imports alike."""
+"""Who imports whom in `src/shardwright`, read from the source: top-level, lazy and type-checking
+imports alike.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,21 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "hardware", "telemetry"),
     ("architecture", "layout", "schedule"),
     ("plan", "placement"),
-    ("model", "numerics", "optim", "data", "planner"),
-    ("parallel", "checkpoint"),
-    ("train",),
-    ("verify", "rehearse", "report", "probe", "interop"),
+    ("model", "numerics", "optim", "data", "checkpoint", "planner", "cluster", "convert"),
+    ("parallel", "report", "watchdog"),
+    ("launch",),
+    ("train", "inference"),
+    ("verify", "rehearse", "doctor"),
     ("cli",),
     ("__main__",),
 )
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
-TORCH_FREE = {room for rooms in LAYERS[:4] for room in rooms} | {"planner", "report", "interop"}
+TORCH_FREE = {room for rooms in LAYERS[:4] for room in rooms} | {
+    "planner",
+    "report",
+    "cluster",
+    "convert",
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,9 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+                package = (
+                    module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+                )
                 base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
             for alias in node.names:
                 whole = f"{base}.{alias.name}"

@@ -14,13 +14,14 @@ import pytest
 import torch
 import yaml
 
-from shardwright.checkpoint.load import newest_checkpoint, read_tensor
+from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, read_tensor
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import read_events, surviving_steps
+from shardwright.telemetry.event_log import read_events, select_surviving_steps
 from tests import forked
 from tests.faults.worker import MARKS, PLAN
 
-STEPS, BATCH = 12, 4
+STEPS = 12
+BATCH = 4
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,8 +29,16 @@ ROOT = Path(__file__).parents[2]
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve steps, saved every second one, in the background."""
     folder = tmp_path_factory.mktemp("faults")
-    (folder / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20)))
-    sizes = {"hidden_size": 20, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 6, "max_position_embeddings": 32}
+    (folder / "corpus.txt").write_text(
+        "".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20))
+    )
+    sizes = {
+        "hidden_size": 20,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "head_dim": 6,
+        "max_position_embeddings": 32,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": 0.1}
     told = {
         "seed": 3,
@@ -59,22 +68,53 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def run(recipe: Path, tmp_path: Path) -> Run:
     """`run(*words, faults=[...])`: train two ranks in `tmp_path/run`."""
 
-    def train(*words: str, faults: list[dict[str, Any]] | None = None, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    def train(
+        *words: str, faults: list[dict[str, Any]] | None = None, ranks: int = 2
+    ) -> subprocess.CompletedProcess[str]:
         marks = tmp_path / "marks"
         marks.mkdir(exist_ok=True)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: json.dumps(faults or []), MARKS: str(marks)}
-        command = [sys.executable, "-m", "tests.faults.run", str(recipe), "--run-dir", str(tmp_path / "run"), *words]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            PLAN: json.dumps(faults or []),
+            MARKS: str(marks),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "tests.faults.run",
+            str(recipe),
+            "--run-dir",
+            str(tmp_path / "run"),
+            *words,
+        ]
         command += ["--nproc", str(ranks)]
-        return forked.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+        return forked.run(
+            command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT
+        )
 
     return train
 
 
 def run_alone(recipe: Path, folder: Path, *words: str) -> None:
-    """Train two ranks under ZeRO-3 that nothing happens to, by the command as users start it: what is forked ends like it."""
-    command = [sys.executable, "-m", "shardwright", "train", str(recipe), "--run-dir", str(folder), "--nproc", "2", *words]
+    """Train two ranks under ZeRO-3 that nothing happens to, by the command as users start it: what
+    is forked ends like it.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "train",
+        str(recipe),
+        "--run-dir",
+        str(folder),
+        "--nproc",
+        "2",
+        *words,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=environment, check=False
+    )
     assert done.returncode == ExitCode.DONE, done.stderr
 
 
@@ -88,36 +128,53 @@ def untroubled(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def final_state(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint, weights and moments, whole."""
-    found = newest_checkpoint(folder / "checkpoints")
+    found = find_newest_checkpoint(folder / "checkpoints")
     assert found is not None
     assert found.step == steps
     return {name: read_tensor(found, name) for name in found.manifest.tensors}
 
 
-def assert_same_end(folder: Path, other: Path, marks: Path | None = None, *, steps: int = STEPS) -> None:
-    """The oracle: the same bits at the end, and each sample of the surviving steps used exactly once.
+def assert_same_end(
+    folder: Path, other: Path, marks: Path | None = None, *, steps: int = STEPS
+) -> None:
+    """The oracle: the same bits at the end, and each sample of the surviving steps used exactly
+    once.
 
     Args:
-        marks: with the ledgers of `folder`'s ranks: what they have really used counts, not what the steps say of it.
+        marks: with the ledgers of `folder`'s ranks: what they have really used counts, not what the
+        steps say of it.
     """
-    ours, theirs = final_state(folder, steps), final_state(other, steps)
+    ours = final_state(folder, steps)
+    theirs = final_state(other, steps)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    told = [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(folder))]
+    told = [
+        (step.step, step.samples_seen, step.loss)
+        for step in select_surviving_steps(read_events(folder))
+    ]
     assert [seen for _, seen, _ in told] == [BATCH * step for step in range(1, steps + 1)]
-    assert told == [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(other))]
+    assert told == [
+        (step.step, step.samples_seen, step.loss)
+        for step in select_surviving_steps(read_events(other))
+    ]
     if marks is not None:
         used = [index for step in range(1, steps + 1) for index in samples_of(marks, step)]
         assert sorted(used) == list(range(BATCH * steps))
 
 
 def samples_of(marks: Path, step: int) -> list[int]:
-    """Positions in the order that the last attempt at a step has used, over the ranks of the generation that made it."""
+    """Positions in the order that the last attempt at a step has used, over the ranks of the
+    generation that made it.
+    """
     last: dict[str, list[dict[str, Any]]] = {}
     for ledger in sorted(marks.glob("ledger-*.jsonl")):
         attempts = [json.loads(line) for line in ledger.read_text().splitlines()]
-        of_rank = {attempt["generation"]: attempt for attempt in attempts if attempt["step"] == step}
+        of_rank = {
+            attempt["generation"]: attempt for attempt in attempts if attempt["step"] == step
+        }
         for generation, attempt in of_rank.items():
             last.setdefault(generation, []).append(attempt)
-    newest = max(last.values(), key=lambda attempts: max(attempt["at"] for attempt in attempts), default=[])
+    newest = max(
+        last.values(), key=lambda attempts: max(attempt["at"] for attempt in attempts), default=[]
+    )
     return [index for attempt in newest for index in attempt["used"]]

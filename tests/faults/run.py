@@ -1,4 +1,6 @@
-"""`shardwright train` whose ranks are `tests.faults.worker`: python -m tests.faults.run RECIPE and the verb's options."""
+"""`shardwright train` whose ranks are `tests.faults.worker`: python -m tests.faults.run RECIPE and
+the verb's options.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwright.cli.main import main
-from shardwright.train import start
-from shardwright.train.launch import launch_ranks
-from shardwright.train.signals import StopRequest
+from shardwright.launch.launcher import launch_ranks
+from shardwright.launch.stop_signals import StopRequest
+from shardwright.train import run
 
 
 def launch_armed(
-    num_ranks: int, module: str, arguments: Sequence[str], stop: StopRequest | None = None, hangs: Path | None = None
+    num_ranks: int,
+    module: str,
+    arguments: Sequence[str],
+    stop: StopRequest | None = None,
+    hangs: Path | None = None,
 ) -> None:
     """The same ranks, armed."""
     assert module == "shardwright.train.worker"
@@ -21,5 +27,5 @@ def launch_armed(
 
 
 if __name__ == "__main__":
-    start.launch_ranks = launch_armed
+    run.launch_ranks = launch_armed
     main(["train", *sys.argv[1:]])

@@ -1,4 +1,6 @@
-"""Faults 4, 6: a checkpoint that is damaged, and a disk that is full. One process; the disk is a tmpfs of a limited size."""
+"""Faults 4, 6: a checkpoint that is damaged, and a disk that is full. One process; the disk is a
+tmpfs of a limited size.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.checkpoint.verify import newest_whole, verify_checkpoint
+from shardwright.checkpoint.integrity import find_newest_whole, verify_checkpoint
 from shardwright.config import Recipe, load_recipe
 from shardwright.errors import SaveFailed
-from shardwright.telemetry.events import Checkpoint, Resumed, Step, Warned, read_events
-from shardwright.train.start import train
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    ResumeEvent,
+    StepEvent,
+    WarningEvent,
+    read_events,
+)
+from shardwright.train.run import train
 from tests.faults.conftest import STEPS, assert_same_end, final_state
 
 
@@ -28,7 +36,12 @@ def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def until(recipe: Path, folder: Path, steps: int) -> None:
     """The first steps of the run; the learning rate's schedule is that of the whole."""
-    train(load_recipe(recipe, [f"run.dir={folder}", f"training.max_steps={steps}", "training.schedule=constant"]))
+    train(
+        load_recipe(
+            recipe,
+            [f"run.dir={folder}", f"training.max_steps={steps}", "training.schedule=constant"],
+        )
+    )
 
 
 def flip(path: Path) -> None:
@@ -46,15 +59,23 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_shard_costs_one_checkpoint_and_no_bit(recipe: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_shard_costs_one_checkpoint_and_no_bit(
+    recipe: Path, tmp_path: Path, damage: str
+) -> None:
     whole = tmp_path / "whole"
     train(load_recipe(recipe, [f"run.dir={whole}", "training.schedule=constant"]))
     until(recipe, tmp_path / "run", 8)
     DAMAGE[damage](tmp_path / "run" / "checkpoints" / "step-00000008" / "shard-00000.safetensors")
-    train(load_recipe(recipe, [f"run.dir={tmp_path / 'run'}", "training.schedule=constant"]), resume=True)
+    train(
+        load_recipe(recipe, [f"run.dir={tmp_path / 'run'}", "training.schedule=constant"]),
+        resume=True,
+    )
     events = read_events(tmp_path / "run")
-    assert [event.step for event in events.of(Resumed)] == [6]
-    assert any("fell back from step-00000008 to step-00000006" in event.message for event in events.of(Warned))
+    assert [event.step for event in events.filter_by_type(ResumeEvent)] == [6]
+    assert any(
+        "fell back from step-00000008 to step-00000006" in event.message
+        for event in events.filter_by_type(WarningEvent)
+    )
     assert_same_end(tmp_path / "run", whole)
 
 
@@ -63,7 +84,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for one checkpoint of this run and a half."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("mounting a tmpfs needs root")
     yield folder
@@ -71,25 +96,43 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def on_disk(recipe: Path, tmp_path: Path, disk: Path) -> Recipe:
-    return load_recipe(recipe, [f"run.dir={tmp_path / 'run'}", f"checkpoint.dir={disk}/checkpoints", "checkpoint.keep_last=1"])
+    return load_recipe(
+        recipe,
+        [
+            f"run.dir={tmp_path / 'run'}",
+            f"checkpoint.dir={disk}/checkpoints",
+            "checkpoint.keep_last=1",
+        ],
+    )
 
 
-def test_a_full_disk_is_told_and_harms_nothing(recipe: Path, alone: Path, tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_is_told_and_harms_nothing(
+    recipe: Path, alone: Path, tmp_path: Path, small_disk: Path
+) -> None:
     with pytest.raises(SaveFailed, match="No space left"):
         train(on_disk(recipe, tmp_path, small_disk))
     events = read_events(tmp_path / "run")
-    assert [event.step for event in events.of(Step)] == list(range(1, STEPS + 1))
-    assert [event.step for event in events.of(Checkpoint)] == [2]
-    told = [event.message for event in events.of(Warned) if "No space left" in event.message]
+    assert [event.step for event in events.filter_by_type(StepEvent)] == list(range(1, STEPS + 1))
+    assert [event.step for event in events.filter_by_type(CheckpointEvent)] == [2]
+    told = [
+        event.message
+        for event in events.filter_by_type(WarningEvent)
+        if "No space left" in event.message
+    ]
     assert len(told) == 4  # steps 4 to 10; the last save's failure ended the run
     assert verify_checkpoint(small_disk / "checkpoints" / "step-00000002")[1] == []
-    assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["generation", "latest", "step-00000002"]
+    assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == [
+        "generation",
+        "latest",
+        "step-00000002",
+    ]
 
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     train(on_disk(recipe, tmp_path, small_disk), resume=True)
-    found, refused = newest_whole(small_disk / "checkpoints")
+    found, refused = find_newest_whole(small_disk / "checkpoints")
     assert found is not None
     assert (found.step, refused) == (STEPS, [])
     (tmp_path / "run" / "checkpoints").symlink_to(small_disk / "checkpoints")
-    ours, theirs = final_state(tmp_path / "run"), final_state(alone)
+    ours = final_state(tmp_path / "run")
+    theirs = final_state(alone)
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())

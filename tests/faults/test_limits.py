@@ -1,4 +1,6 @@
-"""Faults 3, 14 and 15: a rank that is slow, one that finds no more memory, a clock that jumps, two processes of one rank."""
+"""Faults 3, 14 and 15: a rank that is slow, one that finds no more memory, a clock that jumps, two
+processes of one rank.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import Step, Warned, read_events
+from shardwright.telemetry.event_log import StepEvent, WarningEvent, read_events
 from tests.faults.conftest import ROOT, Run, assert_same_end
 
 pytestmark = pytest.mark.timeout(1800)
@@ -21,24 +23,48 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2,zero_stage=3"])
-def test_a_slow_rank_is_named_within_the_steps_that_the_recipe_says(run: Run, tmp_path: Path, layout: str) -> None:
+def test_a_slow_rank_is_named_within_the_steps_that_the_recipe_says(
+    run: Run, tmp_path: Path, layout: str
+) -> None:
     slow = {"rank": 1, "step": 20, "place": "slow", "signals": [], "seconds": 1.0}
-    done = run("--layout", layout, "--set", "training.max_steps=48", "--set", "checkpoint.every_steps=null", faults=[slow])
+    done = run(
+        "--layout",
+        layout,
+        "--set",
+        "training.max_steps=48",
+        "--set",
+        "checkpoint.every_steps=null",
+        faults=[slow],
+    )
     assert done.returncode == ExitCode.DONE, done.stderr
-    named = [event for event in read_events(tmp_path / "run").of(Warned) if "is slow" in event.message]
+    named = [
+        event
+        for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)
+        if "is slow" in event.message
+    ]
     assert [event.message.partition(":")[0] for event in named] == ["rank 1 is slow"]
     assert named[0].step is not None
     assert 20 < named[0].step <= 20 + 20
 
 
 @pytest.mark.long
-def test_a_rank_without_memory_says_so_and_what_the_plan_had_predicted(run: Run, tmp_path: Path) -> None:
+def test_a_rank_without_memory_says_so_and_what_the_plan_had_predicted(
+    run: Run, tmp_path: Path
+) -> None:
     want = {"rank": 1, "step": 5, "place": "memory", "signals": []}
-    done = run("--set", "model.config.intermediate_size=60000", "--set", "model.config.hidden_size=96", faults=[want])
+    done = run(
+        "--set",
+        "model.config.intermediate_size=60000",
+        "--set",
+        "model.config.hidden_size=96",
+        faults=[want],
+    )
     assert done.returncode == ExitCode.RUN_FAILED
     (told,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "rank 1 ran out of memory" in told, done.stderr
-    assert re.search(r"The plan predicted [\d.]+ \w+ of tensors on the fullest rank \(weights [\d.]+ \w+, ", told)
+    assert re.search(
+        r"The plan predicted [\d.]+ \w+ of tensors on the fullest rank \(weights [\d.]+ \w+, ", told
+    )
     assert "Timed out" not in told
     assert "Connection" not in told
 
@@ -47,11 +73,16 @@ def test_a_rank_without_memory_says_so_and_what_the_plan_had_predicted(run: Run,
 def test_a_wall_clock_that_jumps_moves_nothing(run: Run, untroubled: Path, tmp_path: Path) -> None:
     """A day ahead on one rank: nobody is said to hang, and no time of a step is longer for it."""
     words = ["--set", "watchdog.floor_seconds=20"]
-    done = run(*words, faults=[{"rank": rank, "step": 6, "place": "clock", "signals": []} for rank in range(2)])
+    done = run(
+        *words,
+        faults=[{"rank": rank, "step": 6, "place": "clock", "signals": []} for rank in range(2)],
+    )
     assert done.returncode == ExitCode.DONE, done.stderr
     assert not (tmp_path / "run" / "hangs").exists()
-    steps = read_events(tmp_path / "run").of(Step)
-    assert max(step.time for step in steps) - min(step.time for step in steps) > 80_000  # it did jump
+    steps = read_events(tmp_path / "run").filter_by_type(StepEvent)
+    assert (
+        max(step.time for step in steps) - min(step.time for step in steps) > 80_000
+    )  # it did jump
     assert max(step.step_seconds for step in steps) < 100
     assert max(step.elapsed_seconds for step in steps) < 1000
     assert_same_end(tmp_path / "run", untroubled)
@@ -78,10 +109,14 @@ loop.Loop._step = held
 from shardwright.cli.main import main
 main(["train", *sys.argv[1:]])
 """
-"""No step is taken before there is a file `go`: the ranks are at work for as long as a test wants them to be."""
+"""No step is taken before there is a file `go`: the ranks are at work for as long as a test wants
+them to be.
+"""
 
 
-def start_rank(recipe: Path, folder: Path, port: int, rank: int, temporary: Path, marks: Path) -> subprocess.Popen[str]:
+def start_rank(
+    recipe: Path, folder: Path, port: int, rank: int, temporary: Path, marks: Path
+) -> subprocess.Popen[str]:
     """One rank as torchrun or srun starts it."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
@@ -89,7 +124,14 @@ def start_rank(recipe: Path, folder: Path, port: int, rank: int, temporary: Path
     }  # fmt: skip
     command = [sys.executable, "-c", HELD_STEPS, str(marks), str(recipe), "--run-dir", str(folder)]
     command += ["--set", "run.timeout_seconds=600"]
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def wait_until_at_work(ranks: list[subprocess.Popen[str]], marks: Path) -> None:
@@ -104,18 +146,31 @@ def wait_until_at_work(ranks: list[subprocess.Popen[str]], marks: Path) -> None:
     ("rank", "machine", "into", "words"),
     [
         (1, "one", "run", "two processes have rank 1"),  # found by the pulse
-        (1, "two", "run", "rank 1 is taken"),  # by the claim in the store; here a machine is a folder for temporary files
+        (
+            1,
+            "two",
+            "run",
+            "rank 1 is taken",
+        ),  # by the claim in the store; here a machine is a folder for temporary files
         (0, "two", "run", "already"),  # by the run folder, which is the first rank's
-        (0, "two", "another run", "in use"),  # by the port, behind which the store of a run that lives would be met
+        (
+            0,
+            "two",
+            "another run",
+            "in use",
+        ),  # by the port, behind which the store of a run that lives would be met
     ],
 )
 def test_a_second_process_of_a_rank_is_refused_and_harms_nobody(
     recipe: Path, untroubled: Path, tmp_path: Path, rank: int, machine: str, into: str, words: str
 ) -> None:
-    port, folder = free_port(), tmp_path / "run"
+    port = free_port()
+    folder = tmp_path / "run"
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    ranks = [start_rank(recipe, folder, port, number, tmp_path / "one", tmp_path) for number in range(2)]
+    ranks = [
+        start_rank(recipe, folder, port, number, tmp_path / "one", tmp_path) for number in range(2)
+    ]
     try:
         wait_until_at_work(ranks, tmp_path)
         double = start_rank(recipe, tmp_path / into, port, rank, tmp_path / machine, tmp_path)

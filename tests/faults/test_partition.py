@@ -1,4 +1,6 @@
-"""Fault 11: machines that lose sight of each other, and a generation that comes back after another has taken its place."""
+"""Fault 11: machines that lose sight of each other, and a generation that comes back after another
+has taken its place.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.checkpoint.fence import SHUT_OUT, FencedDisk, claim
-from shardwright.checkpoint.load import newest_checkpoint
-from shardwright.checkpoint.place import place_of
-from shardwright.checkpoint.remote import disk_of
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.checkpoint.fence import SUPERSEDED_MESSAGE, FencedDisk, acquire_fence
+from shardwright.checkpoint.object_store import get_disk
+from shardwright.checkpoint.storage_path import parse_storage_path
+from shardwright.checkpoint.tensor_loading import find_newest_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.errors import ExitCode, SaveFailed
-from shardwright.telemetry.events import Step, read_events
+from shardwright.telemetry.event_log import StepEvent, read_events
 from tests.faults.conftest import ROOT, STEPS, assert_same_end, final_state
 from tests.faults.test_limits import free_port
 
@@ -42,24 +44,34 @@ main(["train", *sys.argv[1:]])
 
 @pytest.mark.parametrize("place", ["folder", "memory://fence"])
 def test_a_save_of_an_earlier_generation_publishes_nothing(tmp_path: Path, place: str) -> None:
-    root = place_of(str(tmp_path / place) if place == "folder" else f"{place}/{tmp_path.name}")
-    tensors, disk = {"weight": torch.arange(4.0)}, disk_of(root)
-    first = claim(root)
+    root = parse_storage_path(
+        str(tmp_path / place) if place == "folder" else f"{place}/{tmp_path.name}"
+    )
+    tensors = {"weight": torch.arange(4.0)}
+    disk = get_disk(root)
+    first = acquire_fence(root)
     save_checkpoint(root, 1, tensors, {}, disk=FencedDisk(disk, first))
-    second = claim(root)
-    assert (first.number, second.number) == (1, 2)
-    with pytest.raises(SaveFailed, match=SHUT_OUT):
+    second = acquire_fence(root)
+    assert (first.generation, second.generation) == (1, 2)
+    with pytest.raises(SaveFailed, match=SUPERSEDED_MESSAGE):
         save_checkpoint(root, 2, tensors, {}, disk=FencedDisk(disk, first))
     save_checkpoint(root, 3, tensors, {}, disk=FencedDisk(disk, second))
-    found = newest_checkpoint(root)
+    found = find_newest_checkpoint(root)
     assert found is not None
     assert found.step == 3
-    assert sorted(path.name for path in root.iterdir()) == ["generation", "latest", "step-00000001", "step-00000003"]
+    assert sorted(path.name for path in root.iterdir()) == [
+        "generation",
+        "latest",
+        "step-00000001",
+        "step-00000003",
+    ]
 
 
 def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
     deadline = time.monotonic() + 600
-    while not ((run / "events.jsonl").exists() and len(read_events(run).of(Step)) >= steps):
+    while not (
+        (run / "events.jsonl").exists() and len(read_events(run).filter_by_type(StepEvent)) >= steps
+    ):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -67,12 +79,31 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
 
 @pytest.mark.long
 def test_a_generation_that_comes_back_is_shut_out(recipe: Path, tmp_path: Path) -> None:
-    """Stopped, taken for dead, replaced; when it goes on, it ends at its next save, and what the later one saved stays."""
-    run, environment = tmp_path / "run", os.environ | {"OMP_NUM_THREADS": "1"}
+    """Stopped, taken for dead, replaced; when it goes on, it ends at its next save, and what the
+    later one saved stays.
+    """
+    run = tmp_path / "run"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(pause: float, *words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", SLOW_STEPS, str(pause), str(recipe), "--run-dir", str(run), *words]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-c",
+            SLOW_STEPS,
+            str(pause),
+            str(recipe),
+            "--run-dir",
+            str(run),
+            *words,
+        ]
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     old = start(0.3)
     wait_for_steps(old, run, 5)
@@ -84,7 +115,7 @@ def test_a_generation_that_comes_back_is_shut_out(recipe: Path, tmp_path: Path) 
     old.send_signal(signal.SIGCONT)
     _, told = old.communicate(timeout=600)
     assert old.returncode == ExitCode.RUN_FAILED
-    assert SHUT_OUT in told
+    assert SUPERSEDED_MESSAGE in told
     after = final_state(run)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
@@ -103,7 +134,20 @@ def two_machines() -> Iterator[tuple[str, str]]:
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("network namespaces need root and iproute2")
     try:
-        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable0", "netns", names[1])
+        ip(
+            "link",
+            "add",
+            "cable0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable0",
+            "netns",
+            names[1],
+        )
         for number, name in enumerate(names, start=1):
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable0")
             for device in ("lo", "cable0"):
@@ -116,9 +160,15 @@ def two_machines() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.long
 def test_machines_that_lose_each_other_both_end_and_meet_again(
-    recipe: Path, untroubled: Path, tmp_path: Path, two_machines: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    recipe: Path,
+    untroubled: Path,
+    tmp_path: Path,
+    two_machines: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """No packet says that the other is gone. Both give up within the time they are granted; a new start ends as if nothing was."""
+    """No packet says that the other is gone. Both give up within the time they are granted; a new
+    start ends as if nothing was.
+    """
     run = tmp_path / "run"
 
     def start(rank: int, port: int, pause: float, *words: str) -> subprocess.Popen[str]:
@@ -128,9 +178,26 @@ def test_machines_that_lose_each_other_both_end_and_meet_again(
             "OMP_NUM_THREADS": "1", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "cable0",
             "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TMPDIR": str(temporary),
         }  # fmt: skip
-        command = ["ip", "netns", "exec", two_machines[rank], sys.executable, "-c", SLOW_STEPS, str(pause), str(recipe)]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            two_machines[rank],
+            sys.executable,
+            "-c",
+            SLOW_STEPS,
+            str(pause),
+            str(recipe),
+        ]
         command += ["--run-dir", str(run), "--set", "run.timeout_seconds=30", *words]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     port = free_port()
     ranks = [start(rank, port, 0.5) for rank in range(2)]
@@ -142,8 +209,10 @@ def test_machines_that_lose_each_other_both_end_and_meet_again(
     noticed = time.monotonic() - cut
     assert noticed < 300
     with capsys.disabled():
-        sys.stdout.write(f"\nboth sides had ended {noticed:.1f} s after the cable was cut, with 30 s granted\n")
-    assert len(read_events(run).of(Step)) < STEPS
+        sys.stdout.write(
+            f"\nboth sides had ended {noticed:.1f} s after the cable was cut, with 30 s granted\n"
+        )
+    assert len(read_events(run).filter_by_type(StepEvent)) < STEPS
 
     subprocess.run(["ip", "-n", two_machines[0], "link", "set", "cable0", "up"], check=True)
     ranks = [start(rank, port + 1, 0.0, "--resume") for rank in range(2)]

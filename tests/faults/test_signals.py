@@ -1,4 +1,6 @@
-"""Fault 7: SIGTERM to one rank or all, twice, in a save, too: one coordinated save, exit code 4, and the next start goes on."""
+"""Fault 7: SIGTERM to one rank or all, twice, in a save, too: one coordinated save, exit code 4,
+and the next start goes on.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import Checkpoint, Preempted, Resumed, read_events
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    PreemptionEvent,
+    ResumeEvent,
+    read_events,
+)
 from tests.faults.conftest import Run, assert_same_end
 
 pytestmark = pytest.mark.timeout(1800)
@@ -24,9 +31,18 @@ pytestmark = pytest.mark.timeout(1800)
     ],
 )
 def test_a_preempted_run_saves_once_and_goes_on(
-    run: Run, untroubled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: tuple[int, ...], step: int, place: str
+    run: Run,
+    untroubled: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ranks: tuple[int, ...],
+    step: int,
+    place: str,
 ) -> None:
-    faults = [{"rank": rank, "step": step, "place": place, "signals": ["SIGTERM", "SIGTERM"]} for rank in ranks]
+    faults = [
+        {"rank": rank, "step": step, "place": place, "signals": ["SIGTERM", "SIGTERM"]}
+        for rank in ranks
+    ]
     done = run(faults=faults)
     ended = time.time()
     assert done.returncode == ExitCode.PREEMPTED, done.stderr
@@ -34,11 +50,15 @@ def test_a_preempted_run_saves_once_and_goes_on(
     with capsys.disabled():
         sys.stdout.write(f"\nsaved and ended {ended - asked:.1f} s after SIGTERM\n")
     events = read_events(tmp_path / "run")
-    (preempted,) = events.of(Preempted)
+    (preempted,) = events.filter_by_type(PreemptionEvent)
     assert preempted.step is not None
     assert step < preempted.step <= step + 2
-    assert [event.step for event in events.of(Checkpoint)].count(preempted.step) == 1
+    assert [event.step for event in events.filter_by_type(CheckpointEvent)].count(
+        preempted.step
+    ) == 1
     done = run("--resume", faults=faults)  # it has happened: its mark is there
     assert done.returncode == ExitCode.DONE, done.stderr
-    assert [event.step for event in read_events(tmp_path / "run").of(Resumed)] == [preempted.step]
+    assert [event.step for event in read_events(tmp_path / "run").filter_by_type(ResumeEvent)] == [
+        preempted.step
+    ]
     assert_same_end(tmp_path / "run", untroubled)

@@ -16,21 +16,35 @@ import psutil
 import pytest
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import RunStarted, Step, read_events, surviving_steps
+from shardwright.telemetry.event_log import (
+    RunStartedEvent,
+    StepEvent,
+    read_events,
+    select_surviving_steps,
+)
 from tests.faults.conftest import ROOT, assert_same_end, run_alone
 from tests.faults.worker import MARKS, PLAN
 
 STEPS_PER_KILL = 10
-"""Of the whole run: more than a generation makes before it is killed, so that there are as many kills as are asked for."""
+"""Of the whole run: more than a generation makes before it is killed, so that there are as many
+kills as are asked for.
+"""
 AT_START = 0.2
-"""Share of the kills that come while ranks start: imports, meeting the others, reading the checkpoint."""
+"""Share of the kills that come while ranks start: imports, meeting the others, reading the
+checkpoint.
+"""
 
 
 class Progress:
-    """How many starts and steps the events of a run tell of, read on from where the last look ended."""
+    """How many starts and steps the events of a run tell of, read on from where the last look
+    ended.
+    """
 
     def __init__(self, run: Path) -> None:
-        self.path, self.position, self.starts, self.steps = run / "events.jsonl", 0, 0, 0
+        self.path = run / "events.jsonl"
+        self.position = 0
+        self.starts = 0
+        self.steps = 0
 
     def look(self) -> None:
         """Count what is new."""
@@ -53,15 +67,27 @@ def ranks_of(launcher: psutil.Process) -> dict[int, psutil.Process]:
     return found
 
 
-def kill_at_random(launcher: subprocess.Popen[bytes], run: Path, kills: int, chance: random.Random) -> list[float]:
-    """Kill one rank of each generation, some at its start, some after a few steps; seconds from each kill to the next step."""
-    progress, told, known, came_back = Progress(run), psutil.Process(launcher.pid), set[int](), list[float]()
+def kill_at_random(
+    launcher: subprocess.Popen[bytes], run: Path, kills: int, chance: random.Random
+) -> list[float]:
+    """Kill one rank of each generation, some at its start, some after a few steps; seconds from
+    each kill to the next step.
+    """
+    progress = Progress(run)
+    told = psutil.Process(launcher.pid)
+    known = set[int]()
+    came_back = list[float]()
     for _ in range(kills):
-        while len(ranks := {pid: rank for pid, rank in ranks_of(told).items() if pid not in known}) < 2:
+        while (
+            len(ranks := {pid: rank for pid, rank in ranks_of(told).items() if pid not in known})
+            < 2
+        ):
             assert launcher.poll() is None
             time.sleep(0.1)
         progress.look()
-        starts, wanted, killed = progress.starts, chance.randint(0, STEPS_PER_KILL - 2), time.monotonic()
+        starts = progress.starts
+        wanted = chance.randint(0, STEPS_PER_KILL - 2)
+        killed = time.monotonic()
         if chance.random() < AT_START:
             time.sleep(chance.uniform(0.0, 4.0))
         else:
@@ -69,7 +95,8 @@ def kill_at_random(launcher: subprocess.Popen[bytes], run: Path, kills: int, cha
                 assert launcher.poll() is None
                 time.sleep(0.01)
                 progress.look()
-            began, steps = time.monotonic(), progress.steps
+            began = time.monotonic()
+            steps = progress.steps
             while progress.steps < steps + wanted and launcher.poll() is None:
                 time.sleep(0.01)
                 progress.look()
@@ -86,9 +113,19 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int
 ) -> None:
     """Each kill comes at a random moment of a generation's life, wherever its ranks are then."""
-    run, steps = tmp_path / "run", STEPS_PER_KILL * kills
+    run = tmp_path / "run"
+    steps = STEPS_PER_KILL * kills
     length = ["--set", f"training.max_steps={steps}"]
-    words = ["--run-dir", str(run), "--nproc", "2", "--set", f"elastic.max_restarts={kills}", "--set", "checkpoint.every_steps=1"]
+    words = [
+        "--run-dir",
+        str(run),
+        "--nproc",
+        "2",
+        "--set",
+        f"elastic.max_restarts={kills}",
+        "--set",
+        "checkpoint.every_steps=1",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: json.dumps([]), MARKS: str(tmp_path)}
     command = [sys.executable, "-m", "tests.faults.run", str(recipe), *words, *length]
     began = time.monotonic()
@@ -104,10 +141,10 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
     events = read_events(run)
     run_alone(recipe, tmp_path / "alone", *length)
     assert_same_end(run, tmp_path / "alone", tmp_path, steps=steps)
-    useful = sum(step.step_seconds for step in surviving_steps(events))
+    useful = sum(step.step_seconds for step in select_surviving_steps(events))
     with capsys.disabled():
         sys.stdout.write(
-            f"\n{kills} kills in {seconds:.0f} s, {len(events.of(RunStarted))} generations that trained: {steps} of "
-            f"{len(events.of(Step))} steps count; training went on {statistics.median(came_back):.1f} s after ranks were started; "
+            f"\n{kills} kills in {seconds:.0f} s, {len(events.filter_by_type(RunStartedEvent))} generations that trained: {steps} of "
+            f"{len(events.filter_by_type(StepEvent))} steps count; training went on {statistics.median(came_back):.1f} s after ranks were started; "
             f"goodput {useful / seconds:.2%} of the time\n"
         )

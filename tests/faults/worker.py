@@ -1,7 +1,9 @@
-"""A rank of a run that meets faults: `shardwright.train.worker` with what a plan names, from deaths to wrong numbers.
+"""A rank of a run that meets faults: `shardwright.train.worker` with what a plan names, from deaths
+to wrong numbers.
 
-The plan is a JSON list in the environment, each fault {"rank", "step", "place", "signals"}; each happens once in the life of the
-run: a mark in the folder of marks says that it has. Each rank also keeps a ledger there of the samples that its steps have used.
+The plan is a JSON list in the environment, each fault {"rank", "step", "place", "signals"}; each
+happens once in the life of the run: a mark in the folder of marks says that it has. Each rank also
+keeps a ledger there of the samples that its steps have used.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any
 
 import torch
 
-PLAN, MARKS = "SHARDWRIGHT_TEST_FAULTS", "SHARDWRIGHT_TEST_MARKS"
+PLAN = "SHARDWRIGHT_TEST_FAULTS"
+MARKS = "SHARDWRIGHT_TEST_MARKS"
 PLACES = {
     "forward": "signals, before the forward pass of the step",
     "collective": "signals, before an all-reduce of the step",
@@ -50,26 +53,30 @@ class Faults:
     def __init__(self) -> None:
         self.step = 0
         self.saving = threading.local()
-        """Its `step` is that of the checkpoint which this thread is writing: in the background it is not the loop's."""
+        """Its `step` is that of the checkpoint which this thread is writing: in the background it
+        is not the loop's.
+        """
         rank = int(os.environ["RANK"])
         self.plan = [fault for fault in json.loads(os.environ[PLAN]) if fault["rank"] == rank]
         assert {fault["place"] for fault in self.plan} <= set(PLACES)
         self.ledger = (Path(os.environ[MARKS]) / f"ledger-{rank}.jsonl").open("a", encoding="utf-8")
 
-    def due(self, place: str) -> list[dict[str, Any]]:
+    def is_due(self, place: str) -> list[dict[str, Any]]:
         """Faults that are due here, each given out once."""
         found = []
         step = getattr(self.saving, "step", None) if place in ("save", "publish") else self.step
         for fault in self.plan:
-            mark = Path(os.environ[MARKS]) / "-".join(str(fault[key]) for key in ("rank", "step", "place"))
+            mark = Path(os.environ[MARKS]) / "-".join(
+                str(fault[key]) for key in ("rank", "step", "place")
+            )
             if fault["place"] == place and fault["step"] == step and not mark.exists():
                 mark.touch()
                 found.append(fault)
         return found
 
-    def meet(self, place: str) -> None:
+    def intersect(self, place: str) -> None:
         """Send this process the signals that are due here."""
-        for fault in self.due(place):
+        for fault in self.is_due(place):
             for name in fault["signals"]:
                 os.kill(os.getpid(), signal.Signals[name])
 
@@ -95,11 +102,11 @@ def arm(faults: Faults) -> None:
     """Put the faults into the places where they happen."""
     import torch.distributed as dist
 
-    from shardwright.checkpoint import background, commit
+    from shardwright.checkpoint import background_save, commit
     from shardwright.checkpoint.disk import Disk
     from shardwright.train import loop
 
-    def note(running: loop.Loop, *_: object) -> None:
+    def note(running: loop.TrainingLoop, *_: object) -> None:
         faults.step = running.state.step
         ask_to_stop(faults, running)
         arm_numbers(faults, running)
@@ -110,18 +117,23 @@ def arm(faults: Faults) -> None:
 
     def keep_ledger(_model: object, micro_batches: Any, *, step: int, **_: object) -> None:
         used = [int(index) for batch in micro_batches for index in batch.sample_indices_B]
-        told = {"generation": os.environ["TORCHELASTIC_RUN_ID"], "at": time.monotonic(), "step": step + 1, "used": used}
+        told = {
+            "generation": os.environ["TORCHELASTIC_RUN_ID"],
+            "at": time.monotonic(),
+            "step": step + 1,
+            "used": used,
+        }
         faults.ledger.write(json.dumps(told) + "\n")
         faults.ledger.flush()
 
-    before(loop.Loop, "_step", note)
-    before(loop, "accumulate_gradients", lambda *_, **__: faults.meet("forward"))
+    before(loop.TrainingLoop, "_step", note)
+    before(loop, "accumulate_gradients", lambda *_, **__: faults.intersect("forward"))
     before(loop, "accumulate_gradients", keep_ledger)
-    before(dist, "all_reduce", lambda *_, **__: faults.meet("collective"))
-    before(torch.optim.AdamW, "step", lambda *_: faults.meet("optimizer"))
-    before(background, "finish_save", note_save)
-    before(Disk, "sync", lambda *_: faults.meet("save"))
-    before(commit, "move_pointer", lambda *_, **__: faults.meet("publish"))
+    before(dist, "all_reduce", lambda *_, **__: faults.intersect("collective"))
+    before(torch.optim.AdamW, "step", lambda *_: faults.intersect("optimizer"))
+    before(background_save, "finish_save", note_save)
+    before(Disk, "sync", lambda *_: faults.intersect("save"))
+    before(commit, "move_pointer", lambda *_, **__: faults.intersect("publish"))
     arm_update(faults, loop)
 
 
@@ -131,7 +143,7 @@ def _pause(seconds: float, *_: object) -> None:
 
 def ask_to_stop(faults: Faults, running: Any) -> None:
     """As by Ctrl-C in the launcher's terminal, before this step."""
-    if faults.due("interrupt"):
+    if faults.is_due("interrupt"):
         os.kill(os.getppid(), signal.SIGINT)
         while not running.stop:
             time.sleep(0.01)
@@ -139,7 +151,7 @@ def ask_to_stop(faults: Faults, running: Any) -> None:
 
 def arm_numbers(faults: Faults, running: Any) -> None:
     """Faults that change what this step reads."""
-    for fault in faults.due("jump"):
+    for fault in faults.is_due("jump"):
         running.state.steps_left_out += fault["count"]
 
 
@@ -148,26 +160,28 @@ def arm_update(faults: Faults, loop: Any) -> None:
     from shardwright.train.step import StepLoss, StepUpdate
 
     def flip(running: Any, *_: object) -> None:
-        if faults.due("flip"):
+        if faults.is_due("flip"):
             parameter = next(iter(dict(running.state.model.named_parameters()).values()))
             parameter.data.view(torch.int32).view(-1)[3] ^= 1 << 20
 
-    def update(former: Callable[..., Any], model: Any, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
-        if faults.due("poison"):
-            gradients = [gradient for gradient, _ in model.gradients() if gradient is not None]
+    def update(
+        former: Callable[..., Any], model: Any, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> Any:
+        if faults.is_due("poison"):
+            gradients = [gradient for gradient, _ in model.list_gradients() if gradient is not None]
             gradients[0].view(-1)[0] = float("nan")
-        if faults.due("pass over"):
+        if faults.is_due("pass over"):
             optimizer.zero_grad(set_to_none=True)
-            return StepUpdate(float("nan"), skipped=True)
+            return StepUpdate(float("nan"), is_skipped=True)
         return former(model, optimizer, **options)
 
     def accumulate(former: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         loss = former(*arguments, **options)
-        if faults.due("spike"):
-            return StepLoss(loss.loss_sum * 1000, loss.supervised_tokens, loss.routers)
+        if faults.is_due("spike"):
+            return StepLoss(loss.loss_sum * 1000, loss.supervised_tokens, loss.router_table)
         return loss
 
-    before(loop.Loop, "_check_replicas", flip)
+    before(loop.TrainingLoop, "_check_replicas", flip)
     instead(loop, "update", update)
     instead(loop, "accumulate_gradients", accumulate)
 
@@ -178,27 +192,29 @@ def arm_hangs(faults: Faults) -> None:
 
     from shardwright.train import loop
 
-    if faults.due("hold"):
-        # PyDLL keeps the interpreter's lock where CDLL does not; no signal wakes who waits for a mutex of his own.
-        c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(256)
+    if faults.is_due("hold"):
+        # PyDLL keeps the interpreter's lock where CDLL does not; no signal wakes who waits for a
+        # mutex of his own.
+        c = ctypes.PyDLL(None)
+        mutex = ctypes.create_string_buffer(256)
         c.pthread_mutex_init(mutex, None)
         c.pthread_mutex_lock(mutex)
         c.pthread_mutex_lock(mutex)
-    if faults.due("sleep"):
+    if faults.is_due("sleep"):
         time.sleep(3600)
-    if faults.due("skip"):
+    if faults.is_due("skip"):
         former = dist.all_reduce
 
         def skip(*_: object, **__: object) -> None:
             dist.all_reduce = former
 
         dist.all_reduce = skip
-    for fault in faults.due("slow"):
+    for fault in faults.is_due("slow"):
         before(loop, "step_micro_batches", partial(_pause, fault["seconds"]))
-    if faults.due("memory"):
+    if faults.is_due("memory"):
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    if faults.due("clock"):
+    if faults.is_due("clock"):
         now = time.time
         time.time = lambda: now() + 86400.0
 

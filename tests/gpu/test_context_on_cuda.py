@@ -1,4 +1,5 @@
-"""Blocks of attention: the device's fused kernels (output, log-sum-exp, gradients) against spelled-out products in fp64.
+"""Blocks of attention: the device's fused kernels (output, log-sum-exp, gradients) against
+spelled-out products in fp64.
 
 Legend: B sequences, H query heads, K key/value heads, L queries, S keys, E head_dim.
 """
@@ -11,11 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.parallel.blocks import CpuFlash, CudaEfficient, CudaFlash, Partial, Scores, Seen, SpelledOut, choose_kernel
-from shardwright.parallel.ring import RowAttention, attend_row
-from shardwright.parallel.sight import Row
+from shardwright.parallel.attention_kernels import (
+    CpuFlashKernel,
+    CudaEfficientKernel,
+    CudaFlashKernel,
+    ExplicitKernel,
+    PartialAttention,
+    ScoreSettings,
+    TileVisibility,
+    choose_kernel,
+)
+from shardwright.parallel.block_mask import RowChunks
+from shardwright.parallel.ring_attention import RowAttentionSettings, attend_row
 
-SCORES = Scores(scale=0.125)
+SCORES = ScoreSettings(scale=0.125)
 RANDOM = torch.Generator().manual_seed(4)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -28,28 +38,35 @@ def distance(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted).detach().norm() / wanted.detach().norm())
 
 
-def seen_of(device: torch.device, kind: str, num_queries: int, num_keys: int) -> Seen:
+def seen_of(device: torch.device, kind: str, num_queries: int, num_keys: int) -> TileVisibility:
     visible = None
     if kind == "masked":
-        visible = torch.rand(2, num_queries, num_keys, generator=torch.Generator().manual_seed(1)).to(device) < 0.5
+        visible = (
+            torch.rand(2, num_queries, num_keys, generator=torch.Generator().manual_seed(1)).to(
+                device
+            )
+            < 0.5
+        )
         visible[0, 3] = False  # sees nothing
-    return Seen(kind == "causal", visible, slice(0, num_queries), torch.arange(num_keys, device=device))
+    return TileVisibility(
+        kind == "causal", visible, slice(0, num_queries), torch.arange(num_keys, device=device)
+    )
 
 
 CUDA_BLOCKS: list[tuple[Any, torch.dtype, str]] = [
-    (CudaFlash(), torch.bfloat16, "causal"),
-    (CudaFlash(), torch.bfloat16, "full"),
-    (CudaFlash(), torch.float16, "causal"),
-    (CudaEfficient(), torch.float32, "causal"),
-    (CudaEfficient(), torch.float32, "full"),
-    (CudaEfficient(), torch.float32, "masked"),
-    (CudaEfficient(), torch.bfloat16, "masked"),
+    (CudaFlashKernel(), torch.bfloat16, "causal"),
+    (CudaFlashKernel(), torch.bfloat16, "full"),
+    (CudaFlashKernel(), torch.float16, "causal"),
+    (CudaEfficientKernel(), torch.float32, "causal"),
+    (CudaEfficientKernel(), torch.float32, "full"),
+    (CudaEfficientKernel(), torch.float32, "masked"),
+    (CudaEfficientKernel(), torch.bfloat16, "masked"),
 ]
 CPU_BLOCKS: list[tuple[Any, torch.dtype, str]] = [
-    (CpuFlash(), torch.bfloat16, "causal"),
-    (CpuFlash(), torch.float32, "causal"),
-    (CpuFlash(), torch.float32, "full"),
-    (CpuFlash(), torch.float32, "masked"),
+    (CpuFlashKernel(), torch.bfloat16, "causal"),
+    (CpuFlashKernel(), torch.float32, "causal"),
+    (CpuFlashKernel(), torch.float32, "full"),
+    (CpuFlashKernel(), torch.float32, "masked"),
 ]
 
 
@@ -61,11 +78,18 @@ CPU_BLOCKS: list[tuple[Any, torch.dtype, str]] = [
     ],
     indirect=["device"],
 )
-def test_a_block_is_that_of_spelled_out_products(device: torch.device, kernel: Any, dtype: torch.dtype, kind: str) -> None:
-    num_queries, num_keys = 50, 50 if kind == "causal" else 83  # neither a multiple of what kernels align to
-    q, k, v = (draw(device, dtype, 2, heads, size, 64) for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys)))
-    d_out, seen = draw(device, dtype, 2, 4, num_queries, 64), seen_of(device, kind, num_queries, num_keys)
-    exact = SpelledOut()
+def test_a_block_is_that_of_spelled_out_products(
+    device: torch.device, kernel: Any, dtype: torch.dtype, kind: str
+) -> None:
+    num_queries = 50  # neither a multiple of what kernels align to
+    num_keys = 50 if kind == "causal" else 83
+    q, k, v = (
+        draw(device, dtype, 2, heads, size, 64)
+        for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys))
+    )
+    d_out = draw(device, dtype, 2, 4, num_queries, 64)
+    seen = seen_of(device, kind, num_queries, num_keys)
+    exact = ExplicitKernel()
     wanted = exact.forward(q.double(), k.double(), v.double(), seen, SCORES)
     got = kernel.forward(q, k, v, seen, SCORES)
     assert distance(got.out_BHLV, wanted.out_BHLV) < TOLERANCE[dtype]
@@ -73,44 +97,67 @@ def test_a_block_is_that_of_spelled_out_products(device: torch.device, kernel: A
     assert torch.equal(got.lse_BHL.isfinite(), finite)
     assert distance(got.lse_BHL[finite], wanted.lse_BHL[finite]) < TOLERANCE[dtype]
     # As one block of a longer row: its log-sum-exp is larger, its output another.
-    whole = Partial((wanted.out_BHLV * 0.7).to(dtype), wanted.lse_BHL.clamp(min=0.0).float() + 0.5)
-    exact_whole = Partial(whole.out_BHLV.double(), whole.lse_BHL.double())
-    expected = exact.backward(d_out.double(), q.double(), k.double(), v.double(), exact_whole, seen, SCORES)
-    for ours, theirs in zip(kernel.backward(d_out, q, k, v, whole, seen, SCORES), expected, strict=True):
+    whole = PartialAttention(
+        (wanted.out_BHLV * 0.7).to(dtype), wanted.lse_BHL.clamp(min=0.0).float() + 0.5
+    )
+    exact_whole = PartialAttention(whole.out_BHLV.double(), whole.lse_BHL.double())
+    expected = exact.backward(
+        d_out.double(), q.double(), k.double(), v.double(), exact_whole, seen, SCORES
+    )
+    for ours, theirs in zip(
+        kernel.backward(d_out, q, k, v, whole, seen, SCORES), expected, strict=True
+    ):
         assert distance(ours, theirs) < 3 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_row_on_one_rank_is_dense_attention(device: torch.device, dtype: torch.dtype, documents: bool) -> None:
+def test_a_row_on_one_rank_is_dense_attention(
+    device: torch.device, dtype: torch.dtype, documents: bool
+) -> None:
     q, k, v = (draw(device, dtype, 2, heads, 96, 64) for heads in (4, 2, 2))
     leaves = [part.requires_grad_() for part in (q, k, v)]
     ids_BT = (torch.arange(96, device=device) // 31).expand(2, -1) if documents else None
-    how = RowAttention(None, ((0, 1, 2, 3),), Row.of(96, 4, ids_BT), SCORES)
+    how = RowAttentionSettings(
+        None, ((0, 1, 2, 3),), RowChunks.from_documents(96, 4, ids_BT), SCORES
+    )
     got = attend_row(q, k, v, None, how)
     exact = [part.detach().double().requires_grad_() for part in leaves]
     visible = torch.ones(96, 96, dtype=torch.bool, device=device).tril()
     if ids_BT is not None:
         visible = visible & (ids_BT[0, :, None] == ids_BT[0])
-    wanted = torch.nn.functional.scaled_dot_product_attention(*exact, visible, scale=0.125, enable_gqa=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *exact, visible, scale=0.125, enable_gqa=True
+    )
     assert distance(got, wanted) < TOLERANCE[dtype]
     d_out = draw(device, dtype, 2, 4, 96, 64)
     for ours, theirs in zip(
-        torch.autograd.grad(got, leaves, d_out), torch.autograd.grad(wanted, exact, d_out.double()), strict=True
+        torch.autograd.grad(got, leaves, d_out),
+        torch.autograd.grad(wanted, exact, d_out.double()),
+        strict=True,
     ):
         assert distance(ours, theirs) < 3 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "kind"), CUDA_BLOCKS)
-def test_cuda_kernels_return_the_shapes_of_spelled_out_products(kernel: Any, dtype: torch.dtype, kind: str) -> None:
+def test_cuda_kernels_return_the_shapes_of_spelled_out_products(
+    kernel: Any, dtype: torch.dtype, kind: str
+) -> None:
     """Without a GPU: the operators' own shape rules, on the meta device, accept our arguments."""
-    meta, num_queries, num_keys = torch.device("meta"), 50, 50 if kind == "causal" else 83
-    q, k, v = (draw(meta, dtype, 2, heads, size, 64) for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys)))
-    d_out, seen = draw(meta, dtype, 2, 4, num_queries, 64), seen_of(meta, kind, num_queries, num_keys)
-    whole, wanted = kernel.forward(q, k, v, seen, SCORES), SpelledOut().forward(q, k, v, seen, SCORES)
+    meta = torch.device("meta")
+    num_queries = 50
+    num_keys = 50 if kind == "causal" else 83
+    q, k, v = (
+        draw(meta, dtype, 2, heads, size, 64)
+        for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys))
+    )
+    d_out = draw(meta, dtype, 2, 4, num_queries, 64)
+    seen = seen_of(meta, kind, num_queries, num_keys)
+    whole = kernel.forward(q, k, v, seen, SCORES)
+    wanted = ExplicitKernel().forward(q, k, v, seen, SCORES)
     for ours, theirs in zip(
         (*whole, *kernel.backward(d_out, q, k, v, whole, seen, SCORES)),
-        (*wanted, *SpelledOut().backward(d_out, q, k, v, wanted, seen, SCORES)),
+        (*wanted, *ExplicitKernel().backward(d_out, q, k, v, wanted, seen, SCORES)),
         strict=True,
     ):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
@@ -119,11 +166,21 @@ def test_cuda_kernels_return_the_shapes_of_spelled_out_products(kernel: Any, dty
 def test_the_fastest_exact_kernel_is_chosen(device: torch.device) -> None:
     def kernel(dtype: torch.dtype, width: int, *, masked: bool) -> Any:
         q = torch.empty(1, 2, 4, width, dtype=dtype, device=device)
-        return type(choose_kernel(q, q, SCORES, masked=masked, explicit=False))
+        return type(choose_kernel(q, q, SCORES, has_mask=masked, is_explicit=False))
 
     is_cuda = device.type == "cuda"
-    assert kernel(torch.bfloat16, 64, masked=False) is (CudaFlash if is_cuda else CpuFlash)
-    assert kernel(torch.bfloat16, 64, masked=True) is (CudaEfficient if is_cuda else CpuFlash)
-    assert kernel(torch.float32, 64, masked=False) is (CudaEfficient if is_cuda else CpuFlash)
-    assert kernel(torch.float32, 12, masked=False) is (SpelledOut if is_cuda else CpuFlash)
-    assert kernel(torch.float64, 64, masked=False) is (SpelledOut if is_cuda else CpuFlash)
+    assert kernel(torch.bfloat16, 64, masked=False) is (
+        CudaFlashKernel if is_cuda else CpuFlashKernel
+    )
+    assert kernel(torch.bfloat16, 64, masked=True) is (
+        CudaEfficientKernel if is_cuda else CpuFlashKernel
+    )
+    assert kernel(torch.float32, 64, masked=False) is (
+        CudaEfficientKernel if is_cuda else CpuFlashKernel
+    )
+    assert kernel(torch.float32, 12, masked=False) is (
+        ExplicitKernel if is_cuda else CpuFlashKernel
+    )
+    assert kernel(torch.float64, 64, masked=False) is (
+        ExplicitKernel if is_cuda else CpuFlashKernel
+    )

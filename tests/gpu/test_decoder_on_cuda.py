@@ -14,25 +14,32 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.architecture import read_config
+from shardwright.inference.generation import SamplingSettings, complete_prompt
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.loss import chunked_cross_entropy
-from shardwright.train.generate import Sampling, complete
 from tests.gpu.conftest import measure_peak_bytes
 
 
-def build_pair(device: torch.device, config: dict[str, Any], compute: torch.dtype | None = None) -> tuple[Any, Decoder]:
+def build_pair(
+    device: torch.device, config: dict[str, Any], compute: torch.dtype | None = None
+) -> tuple[Any, Decoder]:
     """transformers' model and ours with the same fp32 weights, drawn on the CPU."""
     torch.manual_seed(0)
-    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), dtype=torch.float32
+    ).eval()
     loss_function = partial(chunked_cross_entropy, chunk_tokens=128)
     decoder = Decoder(read_config(config), loss_function=loss_function, compute_dtype=compute)
-    weights = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"
+    }
     decoder.load_state_dict(weights)
     return reference.to(device), decoder.to(device).eval()
 
 
 def draw_tokens(device: torch.device, config: dict[str, Any]) -> torch.Tensor:
-    generator, num_tokens = torch.Generator().manual_seed(1), config["max_position_embeddings"] // 2
+    generator = torch.Generator().manual_seed(1)
+    num_tokens = config["max_position_embeddings"] // 2
     return torch.randint(0, config["vocab_size"], (2, num_tokens), generator=generator).to(device)
 
 
@@ -45,7 +52,9 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.detach().double() - reference).norm() / reference.norm())
 
 
-def test_float32_equals_transformers_in_logits_loss_and_every_gradient(device: torch.device, config: dict[str, Any]) -> None:
+def test_float32_equals_transformers_in_logits_loss_and_every_gradient(
+    device: torch.device, config: dict[str, Any]
+) -> None:
     reference, decoder = build_pair(device, config)
     ids_BT = draw_tokens(device, config)
     theirs = reference(input_ids=ids_BT, labels=ids_BT)
@@ -73,12 +82,16 @@ def test_bf16_rounds_as_bf16_does(device: torch.device, config: dict[str, Any]) 
     assert distance(ours, exact) < max(1.5 * distance(theirs, exact), 2e-3)
 
 
-def test_auto_attention_runs_a_fused_kernel_forward_and_backward(device: torch.device, config: dict[str, Any]) -> None:
+def test_auto_attention_runs_a_fused_kernel_forward_and_backward(
+    device: torch.device, config: dict[str, Any]
+) -> None:
     _, decoder = build_pair(device, config, torch.bfloat16)
     ids_BT = draw_tokens(device, config)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         decoder(ids_BT, labels_BT=shift(ids_BT)).backward()
-    operators = {event.key for event in recorded.key_averages() if "scaled_dot_product" in event.key}
+    operators = {
+        event.key for event in recorded.key_averages() if "scaled_dot_product" in event.key
+    }
     assert any("flash" in name or "cudnn" in name for name in operators), operators
     assert any("backward" in name for name in operators), operators
     assert not any("math" in name for name in operators), operators
@@ -93,13 +106,17 @@ def test_documents_do_not_see_each_other(device: torch.device, config: dict[str,
 
 
 def test_loss_never_holds_whole_logits(device: torch.device) -> None:
-    tokens, width, vocabulary, chunk_tokens = (8192, 64, 32_000, 512) if device.type == "cuda" else (1024, 32, 2000, 64)
+    tokens, width, vocabulary, chunk_tokens = (
+        (8192, 64, 32_000, 512) if device.type == "cuda" else (1024, 32, 2000, 64)
+    )
     hidden_ND = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight_VD = torch.randn(vocabulary, width, device=device, requires_grad=True)
     labels_N = torch.randint(0, vocabulary, (tokens,), device=device)
 
     def differentiate() -> None:
-        chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens).backward()
+        chunked_cross_entropy(
+            hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens
+        ).backward()
 
     whole_logits_bytes = tokens * vocabulary * 4
     assert measure_peak_bytes(device, differentiate) < whole_logits_bytes / 3
@@ -108,7 +125,9 @@ def test_loss_never_holds_whole_logits(device: torch.device) -> None:
 class _Numbers:
     """Ids written as numbers."""
 
-    eos_id, unknown_id, prefix_ids = None, None, ()
+    eos_id = None
+    unknown_id = None
+    prefix_ids = ()
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -120,9 +139,17 @@ class _Numbers:
         return " ".join(str(token) for token in ids)
 
 
-def test_greedy_text_is_that_of_the_plain_definition(device: torch.device, config: dict[str, Any]) -> None:
+def test_greedy_text_is_that_of_the_plain_definition(
+    device: torch.device, config: dict[str, Any]
+) -> None:
     _, decoder = build_pair(device, config)
-    completion = complete(decoder, _Numbers(config["vocab_size"]), "5 6 7", Sampling(temperature=0.0), max_new_tokens=12)
+    completion = complete_prompt(
+        decoder,
+        _Numbers(config["vocab_size"]),
+        "5 6 7",
+        SamplingSettings(temperature=0.0),
+        max_new_tokens=12,
+    )
     ids = [5, 6, 7]
     with torch.no_grad():
         for _ in range(12):

@@ -1,4 +1,5 @@
-"""Experts on CUDA: grouped products equal a loop, a sparse decoder equals itself on the CPU, and equals itself twice, bit for bit.
+"""Experts on CUDA: grouped products equal a loop, a sparse decoder equals itself on the CPU, and
+equals itself twice, bit for bit.
 
 Shapes: E experts, M rows, D in, F out.
 """
@@ -12,9 +13,9 @@ import torch
 
 from shardwright.architecture import read_config
 from shardwright.model import Decoder
-from shardwright.model.grouped import grouped_product
-from shardwright.model.init import initialise
+from shardwright.model.grouped_matmul import grouped_matmul
 from shardwright.model.routing import ExpertRules
+from shardwright.model.weight_init import initialise_parameter
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -27,7 +28,13 @@ _SIZES: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **_SIZES, "num_local_experts": 8},
-    "gpt_oss": {"model_type": "gpt_oss", **_SIZES, "head_dim": 32, "num_local_experts": 8, "sliding_window": 32},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_SIZES,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "sliding_window": 32,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         **_SIZES,
@@ -47,19 +54,31 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float64, 1e-12)]
+)
 @pytest.mark.parametrize("counts", [[100, 0, 27, 129], [0, 0, 0, 0], [1, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_grouped_products(device: torch.device, dtype: torch.dtype, allowed: float, counts: list[int], transposed: bool) -> None:
+def test_grouped_products(
+    device: torch.device, dtype: torch.dtype, allowed: float, counts: list[int], transposed: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x_MD = torch.randn(sum(counts), 64, generator=generator).to(device, dtype).requires_grad_()
     size = (4, 96, 64) if transposed else (4, 64, 96)
     weight = torch.randn(size, generator=generator).to(device, dtype).requires_grad_()
-    out_MF = grouped_product(x_MD, weight, torch.tensor(counts, device=device), transposed=transposed)
+    out_MF = grouped_matmul(
+        x_MD, weight, torch.tensor(counts, device=device), transposed=transposed
+    )
     out_MF.square().sum().backward()
-    wide_x, wide = x_MD.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    wide_x = x_MD.detach().double().requires_grad_()
+    wide = weight.detach().double().requires_grad_()
     matrices = wide.transpose(1, 2) if transposed else wide
-    wanted = torch.cat([rows @ matrix for rows, matrix in zip(wide_x.split(counts), matrices.unbind(0), strict=True)])
+    wanted = torch.cat(
+        [
+            rows @ matrix
+            for rows, matrix in zip(wide_x.split(counts), matrices.unbind(0), strict=True)
+        ]
+    )
     wanted.square().sum().backward()
     for got, want in ((out_MF, wanted), (x_MD.grad, wide_x.grad), (weight.grad, wide.grad)):
         assert got is not None
@@ -67,22 +86,30 @@ def test_grouped_products(device: torch.device, dtype: torch.dtype, allowed: flo
         assert (got.double() - want).norm() <= allowed * want.norm().clamp(min=1e-30)
 
 
-def differentiate(config: dict[str, Any], device: torch.device) -> tuple[float, dict[str, torch.Tensor]]:
+def differentiate(
+    config: dict[str, Any], device: torch.device
+) -> tuple[float, dict[str, torch.Tensor]]:
     shape = read_config(config)
     decoder = Decoder(shape, attention="explicit", expert_rules=ExpertRules(0.1, 0.1, 1.2))
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(initialise(specs[name], 0, dtype=torch.float32) * 3)
+            parameter.copy_(initialise_parameter(specs[name], 0, dtype=torch.float32) * 3)
     decoder.to(device)
-    ids_BT = torch.randint(0, shape.vocab_size, (2, 96), generator=torch.Generator().manual_seed(1)).to(device)
+    ids_BT = torch.randint(
+        0, shape.vocab_size, (2, 96), generator=torch.Generator().manual_seed(1)
+    ).to(device)
     loss = decoder(ids_BT, labels_BT=ids_BT, row_weight=0.5) / ids_BT.numel()
     loss.backward()
-    return loss.item(), {name: p.grad.cpu() for name, p in decoder.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        name: p.grad.cpu() for name, p in decoder.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_sparse_decoder_is_that_of_the_cpu_and_the_same_every_time(device: torch.device, family: str) -> None:
+def test_a_sparse_decoder_is_that_of_the_cpu_and_the_same_every_time(
+    device: torch.device, family: str
+) -> None:
     loss, gradients = differentiate(MODELS[family], device)
     again, repeated = differentiate(MODELS[family], device)
     expected, reference = differentiate(MODELS[family], torch.device("cpu"))

@@ -8,22 +8,37 @@ import torch.nn.functional as F
 
 from shardwright.config.training import OptimizerSection
 from shardwright.layout import ParameterLayout
-from shardwright.numerics import chunked_cross_entropy, clip_, global_norm
-from shardwright.optim import build_optimizer, load_optimizer_values, optimizer_tensors, optimizer_values
+from shardwright.numerics import chunked_cross_entropy, clip_, compute_global_norm
+from shardwright.optim import (
+    build_optimizer,
+    collect_optimizer_tensors,
+    collect_optimizer_values,
+    load_optimizer_values,
+)
 from tests.gpu.conftest import measure_peak_bytes
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
-def test_loss_and_gradients_are_those_of_a_cpu_in_float64(device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+def test_loss_and_gradients_are_those_of_a_cpu_in_float64(
+    device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(300, 64, generator=generator).to(device, dtype).requires_grad_()
-    weight_VD = (torch.randn(1000, 64, generator=generator) * 0.1).to(device, dtype).requires_grad_()
+    weight_VD = (
+        (torch.randn(1000, 64, generator=generator) * 0.1).to(device, dtype).requires_grad_()
+    )
     labels_N = torch.randint(0, 1000, (300,), generator=generator)
     labels_N[::3] = -100
-    loss = chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N.to(device), chunk_tokens=64, soft_cap=20.0)
+    loss = chunked_cross_entropy(
+        hidden_ND, weight_VD, None, labels_N.to(device), chunk_tokens=64, soft_cap=20.0
+    )
     (loss / 200).backward()
-    hidden, weight = (tensor.detach().cpu().double().requires_grad_() for tensor in (hidden_ND, weight_VD))
-    expected = F.cross_entropy(20.0 * torch.tanh(hidden @ weight.T / 20.0), labels_N, reduction="sum")
+    hidden, weight = (
+        tensor.detach().cpu().double().requires_grad_() for tensor in (hidden_ND, weight_VD)
+    )
+    expected = F.cross_entropy(
+        20.0 * torch.tanh(hidden @ weight.T / 20.0), labels_N, reduction="sum"
+    )
     (expected / 200).backward()
     assert loss.dtype == torch.float32
     assert abs(loss.item() - expected.item()) <= tolerance / 4 * expected.item()
@@ -34,25 +49,38 @@ def test_loss_and_gradients_are_those_of_a_cpu_in_float64(device: torch.device, 
 
 
 def test_peak_memory_holds_one_chunk_of_logits(device: torch.device) -> None:
-    tokens, width, vocabulary, chunk_tokens = (8192, 256, 32000, 512) if device.type == "cuda" else (1024, 32, 2000, 64)
+    tokens, width, vocabulary, chunk_tokens = (
+        (8192, 256, 32000, 512) if device.type == "cuda" else (1024, 32, 2000, 64)
+    )
     hidden_ND = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight_VD = torch.randn(vocabulary, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight_VD = torch.randn(
+        vocabulary, width, device=device, dtype=torch.bfloat16, requires_grad=True
+    )
     labels_N = torch.randint(0, vocabulary, (tokens,), device=device)
 
     def differentiate() -> None:
-        chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens).backward()
+        chunked_cross_entropy(
+            hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens
+        ).backward()
 
     whole_logits_bytes = tokens * vocabulary * torch.bfloat16.itemsize
     assert measure_peak_bytes(device, differentiate) < whole_logits_bytes / 2
 
 
 def test_norm_and_clip(device: torch.device) -> None:
-    gradients = [torch.randn(3_000_017, device=device), torch.randn(7, 5, device=device), torch.randn(4096, device=device)]
+    gradients = [
+        torch.randn(3_000_017, device=device),
+        torch.randn(7, 5, device=device),
+        torch.randn(4096, device=device),
+    ]
     expected = torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
 
     def norm() -> torch.Tensor:
-        held = [(gradient, ParameterLayout(str(index), tuple(gradient.shape))) for index, gradient in enumerate(gradients)]
-        return global_norm(held, lambda tensor, axes: tensor)
+        held = [
+            (gradient, ParameterLayout(str(index), tuple(gradient.shape)))
+            for index, gradient in enumerate(gradients)
+        ]
+        return compute_global_norm(held, lambda tensor, axes: tensor)
 
     assert norm().item() == pytest.approx(expected, rel=1e-6)
     clip_(gradients, norm(), 1.0)
@@ -63,7 +91,9 @@ def test_optimizer_state_goes_over_bit_for_bit(device: torch.device) -> None:
     def run(seed: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         module = torch.nn.Linear(33, 17, device=device)
-        return module, build_optimizer(module.named_parameters(), OptimizerSection(), learning_rate=1e-2, weight_decay=0.1)
+        return module, build_optimizer(
+            module.named_parameters(), OptimizerSection(), learning_rate=1e-2, weight_decay=0.1
+        )
 
     def step(module: torch.nn.Linear, optimizer: torch.optim.Optimizer, number: int) -> None:
         for parameter in module.parameters():
@@ -74,10 +104,10 @@ def test_optimizer_state_goes_over_bit_for_bit(device: torch.device) -> None:
     for number in range(3):
         step(one, first, number)
     other.load_state_dict(one.state_dict())
-    saved = optimizer_tensors(first, one.named_parameters())
-    for name, tensor in optimizer_tensors(second, other.named_parameters()).items():
+    saved = collect_optimizer_tensors(first, one.named_parameters())
+    for name, tensor in collect_optimizer_tensors(second, other.named_parameters()).items():
         tensor.copy_(saved[name])
-    load_optimizer_values(second, optimizer_values(first))
+    load_optimizer_values(second, collect_optimizer_values(first))
     for number in range(3, 6):
         step(one, first, number)
         step(other, second, number)

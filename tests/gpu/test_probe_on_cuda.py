@@ -1,4 +1,6 @@
-"""The doctor: what the driver reports, rates within what the device can do, and a whole examination of one rank."""
+"""The doctor: what the driver reports, rates within what the device can do, and a whole examination
+of one rank.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwright.doctor.cluster_profile import build_profile, build_request
+from shardwright.doctor.device_rates import list_precisions, time_copies, time_matmul
+from shardwright.doctor.diagnosis import examine
+from shardwright.doctor.examination import ExaminationRequest
+from shardwright.doctor.gpu_health import read_gpu, run_under_load
+from shardwright.doctor.storage import OutputFolder
 from shardwright.errors import InputError
-from shardwright.hardware.load import find_accelerator
+from shardwright.hardware.catalog_loading import find_accelerator
 from shardwright.layout import Layout
-from shardwright.probe.calibrate import order_of, profile_of
-from shardwright.probe.doctor import examine
-from shardwright.probe.examination import Order
-from shardwright.probe.health import read_gpu, under_load
-from shardwright.probe.matmul import precisions_of, time_copies, time_product
-from shardwright.probe.storage import Folder
 
 
 def test_products_come_near_the_data_sheet_and_not_above(device: torch.device) -> None:
     size = 8192 if device.type == "cuda" else 256
-    for precision in precisions_of(device):
-        rate = time_product(precision, size, size, size, device)
+    for precision in list_precisions(device):
+        rate = time_matmul(precision, size, size, size, device)
         assert rate.flops_per_second > 0
         if device.type == "cuda":
             try:
-                peak = find_accelerator(torch.cuda.get_device_name(device)).peak(precision)
+                peak = find_accelerator(
+                    torch.cuda.get_device_name(device)
+                ).get_peak_flops_per_second(precision)
             except InputError:
                 continue
             assert 0.3 * peak < rate.flops_per_second < 1.05 * peak
@@ -35,7 +39,9 @@ def test_products_come_near_the_data_sheet_and_not_above(device: torch.device) -
 
 def test_copies(device: torch.device) -> None:
     found = {rate.kind: rate.bytes_per_second for rate in time_copies(device)}
-    assert set(found) == ({"memory", "to device", "from device"} if device.type == "cuda" else {"memory"})
+    assert set(found) == (
+        {"memory", "to device", "from device"} if device.type == "cuda" else {"memory"}
+    )
     if device.type == "cuda":
         assert found["memory"] > found["to device"] > 1e9
 
@@ -50,7 +56,7 @@ def test_the_driver_reports_load(device: torch.device) -> None:
         return
     at_rest, silent = read_gpu(device, os.getpid())
     assert silent is None
-    with under_load(device):
+    with run_under_load(device):
         loaded, _ = read_gpu(device, os.getpid())
     assert at_rest.driver
     assert loaded.clock_mhz is not None
@@ -62,12 +68,18 @@ def test_the_driver_reports_load(device: torch.device) -> None:
 def test_one_rank_is_examined_and_calibrated(device: torch.device, tmp_path: Path) -> None:
     kind = "cuda" if device.type == "cuda" else "cpu"
     # A rank that expires ends its process, here the tests'. A busy machine needs patience.
-    order = Order(Layout(), (Folder("runs", str(tmp_path), True),), timeout_seconds=240.0, device=kind)
+    order = ExaminationRequest(
+        Layout(), (OutputFolder("runs", str(tmp_path), True),), timeout_seconds=240.0, device=kind
+    )
     diagnosis = examine(order, 1)
     assert diagnosis is not None
     assert diagnosis.device_kind == device.type
-    assert {"software", "host", "rates", "storage"} <= {finding.section for finding in diagnosis.findings}
-    assert ("devices" in {finding.section for finding in diagnosis.findings}) == (device.type == "cuda")
-    profile = profile_of(diagnosis, order_of(None, Layout(), device=kind))
+    assert {"software", "host", "rates", "storage"} <= {
+        finding.section for finding in diagnosis.findings
+    }
+    assert ("devices" in {finding.section for finding in diagnosis.findings}) == (
+        device.type == "cuda"
+    )
+    profile = build_profile(diagnosis, build_request(None, Layout(), device=kind))
     assert profile.memory_bytes > 0
-    assert {rate.precision for rate in profile.matmuls} == set(precisions_of(device))
+    assert {rate.precision for rate in profile.matmuls} == set(list_precisions(device))

@@ -1,4 +1,6 @@
-"""Training steps: the CPU's numbers, the fused optimizer, recompute and compile, one rank of ZeRO, checkpoints."""
+"""Training steps: the CPU's numbers, the fused optimizer, recompute and compile, one rank of ZeRO,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -12,52 +14,67 @@ import torch
 import torch.distributed as dist
 
 from shardwright.architecture import ModelShape
-from shardwright.checkpoint.load import load_checkpoint
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.checkpoint.tensor_loading import load_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.config import Recipe
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder
-from shardwright.model.init import initialise
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
-from shardwright.numerics.precision import dtypes
+from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
-from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
+from shardwright.optim.state import (
+    collect_optimizer_tensors,
+    collect_optimizer_values,
+    load_optimizer_values,
+)
 from shardwright.parallel import ParallelModel, apply_layout
+from shardwright.parallel.fsdp import apply_fsdp
 from shardwright.parallel.mesh import Mesh
-from shardwright.parallel.shard import shard
 from shardwright.plan import BatchPlan, Plan
-from shardwright.train.start import train
-from shardwright.train.step import accumulate_gradients, update
+from shardwright.train.run import train
+from shardwright.train.step import accumulate_gradients, update_parameters
 from tests.gpu.conftest import measure_peak_bytes
 
 
 def build_decoder(shape: ModelShape, precision: PrecisionSection) -> Decoder:
     with torch.device("meta"):
         return Decoder(
-            shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=128), compute_dtype=dtypes(precision).compute
+            shape,
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=128),
+            compute_dtype=resolve_dtypes(precision).compute,
         )
 
 
 def build_model(
-    shape: ModelShape, device: torch.device, *, kind: Any = "fp32", recompute: Any = "none", compile_blocks: bool = False
+    shape: ModelShape,
+    device: torch.device,
+    *,
+    kind: Any = "fp32",
+    recompute: Any = "none",
+    compile_blocks: bool = False,
 ) -> ParallelModel:
     precision = PrecisionSection(kind=kind)
     plan = Plan(Layout(), BatchPlan(num_tokens(shape), 4, 1, 1), precision, recompute)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         build_decoder(shape, precision),
         plan,
         None,
         device,
-        fill=lambda name, narrow: initialise(specs[name], 0, dtype=torch.float32, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 0, dtype=torch.float32, narrow=narrow
+        ),
         compile_blocks=compile_blocks,
     )
 
 
 def build_adamw(model: ParallelModel) -> torch.optim.Optimizer:
-    return build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.1)
+    return build_optimizer(
+        model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.1
+    )
 
 
 def num_tokens(shape: ModelShape) -> int:
@@ -70,7 +87,9 @@ def draw_batch(shape: ModelShape) -> MicroBatch:
     ids_BT = torch.randint(0, shape.vocab_size, (4, num_tokens(shape)), generator=generator)
     labels_BT = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
     positions_BT = torch.arange(num_tokens(shape)).expand(4, -1)
-    return MicroBatch(ids_BT, labels_BT, positions_BT, None, torch.arange(4), int((labels_BT != -100).sum()))
+    return MicroBatch(
+        ids_BT, labels_BT, positions_BT, None, torch.arange(4), int((labels_BT != -100).sum())
+    )
 
 
 def run_steps(
@@ -81,16 +100,20 @@ def run_steps(
     *,
     learning_rate: float = 1e-3,
 ) -> list[float]:
-    batch, losses = draw_batch(shape), []
+    batch = draw_batch(shape)
+    losses = []
     for step in range(num_steps):
         losses.append(accumulate_gradients(model, [batch], seed=0, step=step).mean())
-        outcome = update(model, optimizer, learning_rate=learning_rate, max_grad_norm=1.0)
-        assert not outcome.skipped
+        outcome = update_parameters(
+            model, optimizer, learning_rate=learning_rate, max_grad_norm=1.0
+        )
+        assert not outcome.is_skipped
     return losses
 
 
 def test_steps_are_those_of_the_cpu(device: torch.device, shape: ModelShape) -> None:
-    here, there = build_model(shape, device), build_model(shape, torch.device("cpu"))
+    here = build_model(shape, device)
+    there = build_model(shape, torch.device("cpu"))
     ours, reference = (run_steps(model, shape, build_adamw(model), 3) for model in (here, there))
     assert ours == pytest.approx(reference, rel=1e-5)
 
@@ -107,47 +130,68 @@ def test_adamw_is_fused_and_bf16_learns(device: torch.device, shape: ModelShape)
     assert {tensor.dtype for tensor in moments} == {torch.float32}
 
 
-def measure_two_steps(shape: ModelShape, device: torch.device, recompute: str) -> tuple[list[float], int]:
+def measure_two_steps(
+    shape: ModelShape, device: torch.device, recompute: str
+) -> tuple[list[float], int]:
     """Return the losses, and the most bytes that the second step allocates."""
     model = build_model(shape, device, recompute=recompute)
     optimizer = build_adamw(model)
     losses = run_steps(model, shape, optimizer, 1)  # makes the optimizer's states
-    peak_bytes = measure_peak_bytes(device, lambda: losses.extend(run_steps(model, shape, optimizer, 1)))
+    peak_bytes = measure_peak_bytes(
+        device, lambda: losses.extend(run_steps(model, shape, optimizer, 1))
+    )
     return losses, peak_bytes
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_changes_memory_and_not_the_loss(device: torch.device, shape: ModelShape, recompute: str) -> None:
-    (losses, peak_bytes), (expected, expected_bytes) = (measure_two_steps(shape, device, kind) for kind in (recompute, "none"))
+def test_recompute_changes_memory_and_not_the_loss(
+    device: torch.device, shape: ModelShape, recompute: str
+) -> None:
+    (losses, peak_bytes), (expected, expected_bytes) = (
+        measure_two_steps(shape, device, kind) for kind in (recompute, "none")
+    )
     assert losses == pytest.approx(expected, rel=1e-6)
     assert peak_bytes < expected_bytes
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, at the import of its compiler
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # its tracing looks at all
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated"
+)  # torch's own, at the import of its compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # its tracing looks at all
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_blocks_compute_the_same(
     device: torch.device, shape: ModelShape, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type == "cpu":  # Inductor's C++ takes 20 s; long tests of tests/multiprocess use it
-        monkeypatch.setattr(Decoder, "compile_blocks", partialmethod(Decoder.compile_blocks, backend="aot_eager"))
+        monkeypatch.setattr(
+            Decoder, "compile_blocks", partialmethod(Decoder.compile_blocks, backend="aot_eager")
+        )
     plain, compiled = (
-        build_model(shape, device, recompute=recompute, compile_blocks=compile_blocks) for compile_blocks in (False, True)
+        build_model(shape, device, recompute=recompute, compile_blocks=compile_blocks)
+        for compile_blocks in (False, True)
     )
-    reference, ours = (run_steps(model, shape, build_adamw(model), 2) for model in (plain, compiled))
+    reference, ours = (
+        run_steps(model, shape, build_adamw(model), 2) for model in (plain, compiled)
+    )
     assert ours == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.fixture
 def one_rank(device: torch.device) -> Iterator[torch.device]:
     """A process group of this process alone: NCCL on CUDA."""
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     yield device
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_rank_of_zero_has_the_gradients_of_none(one_rank: torch.device, shape: ModelShape, stage: Any) -> None:
+def test_one_rank_of_zero_has_the_gradients_of_none(
+    one_rank: torch.device, shape: ModelShape, stage: Any
+) -> None:
     plain = build_model(shape, one_rank)
     batch = draw_batch(shape).to(one_rank)
     loss = plain.module(batch.input_ids_BT, labels_BT=batch.labels_BT)
@@ -156,7 +200,7 @@ def test_one_rank_of_zero_has_the_gradients_of_none(one_rank: torch.device, shap
     precision = PrecisionSection(kind="fp32")
     sharded = build_decoder(shape, precision)
     layout = Layout(zero_stage=stage)
-    shard(sharded, layout, Mesh(layout, one_rank.type), dtypes(precision))
+    apply_fsdp(sharded, layout, Mesh(layout, one_rank.type), resolve_dtypes(precision))
     sharded.to_empty(device=one_rank)
     weights = dict(plain.named_parameters())
     with torch.no_grad():
@@ -167,23 +211,30 @@ def test_one_rank_of_zero_has_the_gradients_of_none(one_rank: torch.device, shap
     sharded_loss.backward()
     assert sharded_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     for name, parameter in held.items():
-        gradient, expected = parameter.grad, weights[name].grad
+        gradient = parameter.grad
+        expected = weights[name].grad
         assert gradient is not None
         assert expected is not None
         difference = gradient.full_tensor() - expected  # type: ignore[attr-defined]
         assert float(difference.norm() / expected.norm()) < 1e-5, name
 
 
-def test_checkpoint_brings_back_every_bit(device: torch.device, shape: ModelShape, tmp_path: Path) -> None:
+def test_checkpoint_brings_back_every_bit(
+    device: torch.device, shape: ModelShape, tmp_path: Path
+) -> None:
     model = build_model(shape, device, kind="bf16")
     optimizer = build_adamw(model)
     run_steps(model, shape, optimizer, 2)
-    saved = save_checkpoint(tmp_path, 2, state_of(model, optimizer), optimizer_values(optimizer))
+    saved = save_checkpoint(
+        tmp_path, 2, state_of(model, optimizer), collect_optimizer_values(optimizer)
+    )
     going_on = run_steps(model, shape, optimizer, 2)
 
     fresh = build_model(shape, device, kind="bf16")
     fresh_optimizer = build_adamw(fresh)
-    load_optimizer_values(fresh_optimizer, load_checkpoint(saved.path, state_of(fresh, fresh_optimizer)))
+    load_optimizer_values(
+        fresh_optimizer, load_checkpoint(saved.path, state_of(fresh, fresh_optimizer))
+    )
     resumed = run_steps(fresh, shape, fresh_optimizer, 2)
     if device.type == "cuda":  # embedding gradients are summed by atomics there, in no fixed order
         assert resumed == pytest.approx(going_on, rel=1e-5)
@@ -193,7 +244,7 @@ def test_checkpoint_brings_back_every_bit(device: torch.device, shape: ModelShap
 
 def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return weights | optimizer_tensors(optimizer, model.named_parameters())
+    return weights | collect_optimizer_tensors(optimizer, model.named_parameters())
 
 
 def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> None:
@@ -218,7 +269,13 @@ def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> No
             "validation_split": "tail",
             "cache_dir": cache_dir,
         },
-        "training": {"sequence_length": 64, "micro_batch_size": 4, "max_steps": 12, "learning_rate": 1e-2, "schedule": "constant"},
+        "training": {
+            "sequence_length": 64,
+            "micro_batch_size": 4,
+            "max_steps": 12,
+            "learning_rate": 1e-2,
+            "schedule": "constant",
+        },
         "precision": "bf16" if device.type == "cuda" else "fp32",
         "checkpoint": {"every_steps": 6},
         "run": {"dir": str(tmp_path / "run"), "device": device.type},

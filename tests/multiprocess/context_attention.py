@@ -1,4 +1,5 @@
-"""Attention over ranks, run on ranks: what `test_context_attention` sends to the workers and what it holds the results against.
+"""Attention over ranks, run on ranks: what `test_context_attention` sends to the workers and what
+it holds the results against.
 
 Legend: B sequences, T tokens, H query heads, K key/value heads, E head_dim.
 """
@@ -15,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout.context import chunks_of, num_chunks
+from shardwright.layout.context_method import assign_chunks, count_chunks
 from shardwright.model.dropout import Dropout, DropoutKey
-from shardwright.parallel import ring
-from shardwright.parallel.blocks import CpuFlash, Scores
-from shardwright.parallel.ring import RowAttention, attend_row
-from shardwright.parallel.sight import Row
-from shardwright.parallel.ulysses import to_heads, to_tokens
-from shardwright.rehearse.collectives import Recorder
+from shardwright.parallel import ring_attention
+from shardwright.parallel.attention_kernels import CpuFlashKernel, ScoreSettings
+from shardwright.parallel.block_mask import RowChunks
+from shardwright.parallel.ring_attention import RowAttentionSettings, attend_row
+from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
+from shardwright.rehearse.collective_recorder import CollectiveRecorder
 
 RATE = 0.25
 
@@ -45,7 +46,11 @@ class Sample:
     dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
-        shown = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Sample(), name)]
+        shown = [
+            f"{name}={value}"
+            for name, value in vars(self).items()
+            if value != getattr(Sample(), name)
+        ]
         return ",".join(shown) or "plain"
 
     def inputs(self) -> tuple[Tensor, ...]:
@@ -55,12 +60,16 @@ class Sample:
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=random, dtype=torch.float64).to(self.dtype)
 
-        q, k = draw(2, self.heads, self.tokens, 8), draw(2, self.kv_heads, self.tokens, 8)
-        v, sinks = draw(2, self.kv_heads, self.tokens, self.value_width), draw(self.heads)
+        q = draw(2, self.heads, self.tokens, 8)
+        k = draw(2, self.kv_heads, self.tokens, 8)
+        v = draw(2, self.kv_heads, self.tokens, self.value_width)
+        sinks = draw(self.heads)
         return q, k, v, sinks, draw(2, self.heads, self.tokens, self.value_width)
 
     def document_ids(self) -> Tensor | None:
-        """Of many lengths: within a chunk, over several, ending with one; another row has one, or one to each chunk (`broken`)."""
+        """Of many lengths: within a chunk, over several, ending with one; another row has one, or
+        one to each chunk (`broken`).
+        """
         if not self.documents:
             return None
         ends = torch.tensor([1, 4, self.tokens // 2, self.tokens // 2 + 7])
@@ -68,9 +77,13 @@ class Sample:
         second = torch.arange(self.tokens) // 3 if self.broken else torch.zeros_like(first)
         return torch.stack((first, second))
 
-    def scores(self, places: Tensor, first_head: int = 0) -> Scores:
-        dropout = Dropout.of(DropoutKey(1, 2, torch.tensor([5, 9])), places, torch.device("cpu")) if self.dropout else None
-        return Scores(0.3, self.soft_cap, dropout, RATE if self.dropout else 0.0, first_head)
+    def scores(self, places: Tensor, first_head: int = 0) -> ScoreSettings:
+        dropout = (
+            Dropout.from_key(DropoutKey(1, 2, torch.tensor([5, 9])), places, torch.device("cpu"))
+            if self.dropout
+            else None
+        )
+        return ScoreSettings(0.3, self.soft_cap, dropout, RATE if self.dropout else 0.0, first_head)
 
 
 def dense(sample: Sample) -> list[Tensor]:
@@ -108,9 +121,11 @@ def on_ranks(sample: Sample, method: str) -> list[Tensor]:
     group = dist.group.WORLD
     assert group is not None
     degree = group.size()
-    chunks = chunks_of(method, degree)  # type: ignore[arg-type]
-    row = Row.of(sample.tokens, num_chunks(method, degree), sample.document_ids())  # type: ignore[arg-type]
-    places = row.places(chunks[dist.get_rank()], torch.device("cpu"))
+    chunks = assign_chunks(method, degree)  # type: ignore[arg-type]
+    row = RowChunks.from_documents(
+        sample.tokens, count_chunks(method, degree), sample.document_ids()
+    )  # type: ignore[arg-type]
+    places = row.token_indices(chunks[dist.get_rank()], torch.device("cpu"))
     q, k, v, sinks, d_out = sample.inputs()
     leaves = [part[:, :, places].requires_grad_() for part in (q, k, v)] + [sinks.requires_grad_()]
     out = _attend(sample, method, leaves, group, row, chunks, places)
@@ -127,29 +142,52 @@ def on_ranks(sample: Sample, method: str) -> list[Tensor]:
     return results
 
 
-def _attend(sample: Sample, method: str, leaves: list[Tensor], group: Any, row: Row, chunks: Any, places: Tensor) -> Tensor:
+def _attend(
+    sample: Sample,
+    method: str,
+    leaves: list[Tensor],
+    group: Any,
+    row: RowChunks,
+    chunks: Any,
+    places: Tensor,
+) -> Tensor:
     q, k, v, sinks = leaves
-    how = RowAttention(
-        group, chunks, row, sample.scores(places), sample.window, gather=method == "all_gather", explicit=sample.explicit
+    how = RowAttentionSettings(
+        group,
+        chunks,
+        row,
+        sample.scores(places),
+        sample.window,
+        is_all_gather=method == "all_gather",
+        is_explicit=sample.explicit,
     )
     if method != "ulysses":
         return attend_row(q, k, v, sinks if sample.sinks else None, how)
     heads = sample.heads // group.size()
     first = heads * dist.get_rank()
-    whole = Row.of(sample.tokens, 1, sample.document_ids())
-    how = replace(how, group=None, chunks=((0,),), row=whole, scores=sample.scores(torch.arange(sample.tokens), first))
+    whole = RowChunks.from_documents(sample.tokens, 1, sample.document_ids())
+    how = replace(
+        how,
+        group=None,
+        chunks=((0,),),
+        row=whole,
+        scores=sample.scores(torch.arange(sample.tokens), first),
+    )
     mine = sinks[first : first + heads] if sample.sinks else None
-    return to_tokens(attend_row(*to_heads((q, k, v), group), mine, how), group)
+    return exchange_to_tokens(attend_row(*exchange_to_heads((q, k, v), group), mine, how), group)
 
 
 def order_on_ranks(method: str) -> list[str]:
-    """What forward and backward issue, compute and wait for, in order; repetitions are told once."""
+    """What forward and backward issue, compute and wait for, in order; repetitions are told
+    once.
+    """
     told: list[str] = []
     passes = 0
 
     class Logged:
         def __init__(self, works: list[Any], number: int) -> None:
-            self.works, self.number = works, number
+            self.works = works
+            self.number = number
 
         def wait(self) -> None:
             told.append(f"wait {self.number}")
@@ -162,31 +200,35 @@ def order_on_ranks(method: str) -> list[str]:
         passes += 1
         return [Logged(original(operations), passes - 1)]
 
-    def gather(*arguments: Any, original: Any = ring.all_gather_single, **options: Any) -> Logged:
+    def gather(
+        *arguments: Any, original: Any = ring_attention.all_gather_single, **options: Any
+    ) -> Logged:
         nonlocal passes
         first = not told or not told[-1].startswith("send")  # keys and values are one pass
         passes += first
         told.append(f"send {passes - 1}")
         return Logged([original(*arguments, **options)], passes - 1)
 
-    def scatter(*arguments: Any, original: Any = ring.reduce_scatter_single, **options: Any) -> None:
+    def scatter(
+        *arguments: Any, original: Any = ring_attention.reduce_scatter_single, **options: Any
+    ) -> None:
         told.append("reduce-scatter")
         original(*arguments, **options)
 
     def compute(name: str) -> Any:
-        original = getattr(CpuFlash, name)
+        original = getattr(CpuFlashKernel, name)
 
-        def logged(self: CpuFlash, *arguments: Any) -> Any:
+        def logged(self: CpuFlashKernel, *arguments: Any) -> Any:
             told.append("compute")
             return original(self, *arguments)
 
-        return patch.object(CpuFlash, name, logged)
+        return patch.object(CpuFlashKernel, name, logged)
 
     parts = []
     with (
         patch.object(dist, "batch_isend_irecv", send),
-        patch.object(ring, "all_gather_single", gather),
-        patch.object(ring, "reduce_scatter_single", scatter),
+        patch.object(ring_attention, "all_gather_single", gather),
+        patch.object(ring_attention, "reduce_scatter_single", scatter),
         compute("forward"),
         compute("backward"),
     ):
@@ -201,9 +243,9 @@ def order_on_ranks(method: str) -> list[str]:
 def traffic_on_ranks(sample: Sample, method: str) -> list[dict[str, float]]:
     """Bytes that a rank sends, by collective, forward and backward."""
     parts = []
-    with Recorder() as forward:
+    with CollectiveRecorder() as forward:
         out = _own_attention(sample, method)
-    with Recorder() as backward:
+    with CollectiveRecorder() as backward:
         out.sum().backward()
     for recorder in (forward, backward):
         sent: dict[str, float] = defaultdict(float)
@@ -216,7 +258,9 @@ def traffic_on_ranks(sample: Sample, method: str) -> list[dict[str, float]]:
 
 def blocks_on_ranks(sample: Sample) -> int:
     """How many blocks a rank computes in a forward pass."""
-    with patch.object(CpuFlash, "forward", autospec=True, side_effect=CpuFlash.forward) as forward:
+    with patch.object(
+        CpuFlashKernel, "forward", autospec=True, side_effect=CpuFlashKernel.forward
+    ) as forward:
         _own_attention(sample, "ring")
     return forward.call_count
 
@@ -224,8 +268,10 @@ def blocks_on_ranks(sample: Sample) -> int:
 def _own_attention(sample: Sample, method: str) -> Tensor:
     group = dist.group.WORLD
     assert group is not None
-    chunks = chunks_of(method, group.size())  # type: ignore[arg-type]
-    row = Row.of(sample.tokens, num_chunks(method, group.size()), None)  # type: ignore[arg-type]
-    places = row.places(chunks[dist.get_rank()], torch.device("cpu"))
-    leaves = [part[:, :, places].requires_grad_() for part in sample.inputs()[:3]] + [torch.zeros(sample.heads)]
+    chunks = assign_chunks(method, group.size())  # type: ignore[arg-type]
+    row = RowChunks.from_documents(sample.tokens, count_chunks(method, group.size()), None)  # type: ignore[arg-type]
+    places = row.token_indices(chunks[dist.get_rank()], torch.device("cpu"))
+    leaves = [part[:, :, places].requires_grad_() for part in sample.inputs()[:3]] + [
+        torch.zeros(sample.heads)
+    ]
     return _attend(sample, method, leaves, group, row, chunks, places)

@@ -1,11 +1,13 @@
-"""The small models that multi-process tests verify: widths that ranks do not divide, so every shard is uneven somewhere."""
+"""The small models that multi-process tests verify: widths that ranks do not divide, so every shard
+is uneven somewhere.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from shardwright.config import Recipe
-from shardwright.config.load import validate_recipe
+from shardwright.config.recipe_loading import validate_recipe
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -46,7 +48,12 @@ def recipe_of(config: dict[str, Any], **changes: Any) -> Recipe:
             "model": {"config": config} | changes.pop("model", {}),
             "data": {"sources": "unread"},
             "precision": "fp32",
-            "training": {"sequence_length": 12, "micro_batch_size": 2, "max_steps": 1, "learning_rate": 1.0},
+            "training": {
+                "sequence_length": 12,
+                "micro_batch_size": 2,
+                "max_steps": 1,
+                "learning_rate": 1.0,
+            },
             **changes,
         }
     )

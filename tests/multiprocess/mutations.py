@@ -1,7 +1,8 @@
-"""Known wrong gradients, put back into a worker process while its context is entered. Numbers are docs/silent-bugs.md's.
+"""Known wrong gradients, put back into a worker process while its context is entered. Numbers are
+docs/silent-bugs.md's.
 
-Each is a patch of the engine or of what feeds it; the reference never sees it. Functions stand at the top of the module because
-they travel to the workers by name.
+Each is a patch of the engine or of what feeds it; the reference never sees it. Functions stand at
+the top of the module because they travel to the workers by name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loader import MicroBatch
 from shardwright.model import Decoder
-from shardwright.parallel import ParallelModel, replicate
+from shardwright.parallel import ParallelModel, ddp
 from shardwright.train import step
 from shardwright.verify import cell
 
@@ -47,7 +48,9 @@ def tokens_counted_per_rank() -> Iterator[None]:
     """2: every rank divides by its own tokens, and gradients are averaged over ranks."""
 
     def count(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        return torch.tensor(sum(batch.num_supervised for batch in micro_batches) * model.layout.data_ranks)
+        return torch.tensor(
+            sum(batch.num_supervised for batch in micro_batches) * model.layout.data_ranks
+        )
 
     with patch.object(step, "count_supervised", count):
         yield
@@ -80,12 +83,15 @@ def loss_of_the_own_rank() -> Iterator[None]:
 @contextmanager
 def a_batch_reports_no_tokens() -> Iterator[None]:
     """6: one path forgets to count its tokens."""
-    original = cell.step_micro_batches
+    original = cell.read_step_micro_batches
 
     def forgetful(*arguments: Any) -> list[MicroBatch]:
-        return [replace(batch, num_supervised=0) if i == 0 else batch for i, batch in enumerate(original(*arguments))]
+        return [
+            replace(batch, num_supervised=0) if i == 0 else batch
+            for i, batch in enumerate(original(*arguments))
+        ]
 
-    with patch.object(cell, "step_micro_batches", forgetful):
+    with patch.object(cell, "read_step_micro_batches", forgetful):
         yield
 
 
@@ -93,7 +99,9 @@ def a_batch_reports_no_tokens() -> Iterator[None]:
 def rescaled_by_accumulation() -> Iterator[None]:
     """10: the sum is divided by the number of micro-batches once more."""
     original = step.count_supervised
-    with patch.object(step, "count_supervised", lambda model, batches: original(model, batches) * len(batches)):
+    with patch.object(
+        step, "count_supervised", lambda model, batches: original(model, batches) * len(batches)
+    ):
         yield
 
 
@@ -128,16 +136,22 @@ def gradients_averaged_by_fsdp() -> Iterator[None]:
 def replicas_not_summed() -> Iterator[None]:
     """17: the sum over replicas of a shard is lost."""
     original = FSDPModule.set_requires_all_reduce
-    with patch.object(FSDPModule, "set_requires_all_reduce", lambda self, _on, **named: original(self, False, **named)):
+    with patch.object(
+        FSDPModule,
+        "set_requires_all_reduce",
+        lambda self, _on, **named: original(self, False, **named),
+    ):
         yield
 
 
 @contextmanager
 def a_bucket_of_one_is_not_reduced() -> Iterator[None]:
     """22: a parameter that fills a bucket by itself is never reduced."""
-    original = replicate._sum_bucket
+    original = ddp._all_reduce_bucket
 
-    def sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def sum_bucket(
+        group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
         if len(bucket.parameters()) > 1:
             return original(group, bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -145,15 +159,17 @@ def a_bucket_of_one_is_not_reduced() -> Iterator[None]:
         return future
 
     sum_bucket.__annotations__ = original.__annotations__  # DDP compares the types themselves
-    with patch.object(replicate, "_sum_bucket", sum_bucket):
+    with patch.object(ddp, "_all_reduce_bucket", sum_bucket):
         yield
 
 
 @contextmanager
 def last_micro_batch_after_the_reduction() -> Iterator[None]:
     """23: the sum over ranks is taken before the last micro-batch is added."""
-    original = ParallelModel.synchronising
-    with patch.object(ParallelModel, "synchronising", lambda self, last: original(self, not last)):
+    original = ParallelModel.synchronise_gradients
+    with patch.object(
+        ParallelModel, "synchronise_gradients", lambda self, last: original(self, not last)
+    ):
         yield
 
 

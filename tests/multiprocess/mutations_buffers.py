@@ -1,4 +1,6 @@
-"""Known wrong buffers and accumulations, put back into a worker process while its context is entered; see `mutations`."""
+"""Known wrong buffers and accumulations, put back into a worker process while its context is
+entered; see `mutations`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import ParameterLayout
-from shardwright.numerics import clip
-from shardwright.parallel import ParallelModel, replicate
+from shardwright.numerics import gradient_clip
+from shardwright.parallel import ParallelModel, ddp
 from shardwright.train import step
 from shardwright.verify import cell
 
@@ -23,15 +25,19 @@ def buckets_share_a_buffer() -> Iterator[None]:
     """37: a bucket's sum is overwritten by the next one's before it is read."""
     shared = torch.zeros(1 << 20, dtype=torch.float64)
 
-    def sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def sum_bucket(
+        group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
         place = shared[: bucket.buffer().numel()].copy_(bucket.buffer())
         dist.all_reduce(place, group=group)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(place)
         return future
 
-    sum_bucket.__annotations__ = replicate._sum_bucket.__annotations__  # DDP compares the types themselves
-    with patch.object(replicate, "_sum_bucket", sum_bucket):
+    sum_bucket.__annotations__ = (
+        ddp._all_reduce_bucket.__annotations__
+    )  # DDP compares the types themselves
+    with patch.object(ddp, "_all_reduce_bucket", sum_bucket):
         yield
 
 
@@ -53,14 +59,23 @@ def gradients_alias_parameters() -> Iterator[None]:
 def padding_is_summed() -> Iterator[None]:
     """39: the padding of uneven shards is not zero, and counts in the norm."""
 
-    def padded(gradients: Sequence[tuple[Tensor | None, ParameterLayout]], sum_over: clip.SumOver, **options: Any) -> Tensor:
+    def padded(
+        gradients: Sequence[tuple[Tensor | None, ParameterLayout]],
+        sum_over: gradient_clip.SumOver,
+        **options: Any,
+    ) -> Tensor:
         grown = [
-            (None if g is None else torch.cat([g.flatten(), g.new_ones(-layout.shape[0] % dist.get_world_size())]), layout)
+            (
+                None
+                if g is None
+                else torch.cat([g.flatten(), g.new_ones(-layout.shape[0] % dist.get_world_size())]),
+                layout,
+            )
             for g, layout in gradients
         ]
-        return clip.global_norm(grown, sum_over, **options)
+        return gradient_clip.compute_global_norm(grown, sum_over, **options)
 
-    with patch.object(step, "global_norm", padded):
+    with patch.object(step, "compute_global_norm", padded):
         yield
 
 
@@ -75,29 +90,37 @@ def stale_parameters_are_kept() -> Iterator[None]:
 def some_gradients_keep_the_loss_scale() -> Iterator[None]:
     """41: only what lies in the big buffer is scaled; vectors are forgotten."""
     original = step.scale_
-    with patch.object(step, "scale_", lambda gradients, factor: original([g for g in gradients if g.ndim > 1], factor)):
+    with patch.object(
+        step,
+        "scale_",
+        lambda gradients, factor: original([g for g in gradients if g.ndim > 1], factor),
+    ):
         yield
 
 
 @contextmanager
 def loss_scale_is_not_divided() -> Iterator[None]:
     """43: the update does not know of the loss scale."""
-    original = cell.update
-    with patch.object(cell, "update", lambda *arguments, **named: original(*arguments, **(named | {"scaler": None}))):
+    original = cell.update_parameters
+    with patch.object(
+        cell,
+        "update_parameters",
+        lambda *arguments, **named: original(*arguments, **(named | {"scaler": None})),
+    ):
         yield
 
 
 @contextmanager
 def accumulated_gradients_are_wiped() -> Iterator[None]:
     """42: a micro-batch starts by clearing what the ones before it left."""
-    original = ParallelModel.synchronising
+    original = ParallelModel.synchronise_gradients
 
     def wipe(self: ParallelModel, last: bool) -> Any:
         for _, parameter in self.named_parameters():
             parameter.grad = None
         return original(self, last)
 
-    with patch.object(ParallelModel, "synchronising", wipe):
+    with patch.object(ParallelModel, "synchronise_gradients", wipe):
         yield
 
 

@@ -1,4 +1,6 @@
-"""Known wrong gradients of context parallelism, put back into a worker process while its context is entered; see `mutations`."""
+"""Known wrong gradients of context parallelism, put back into a worker process while its context is
+entered; see `mutations`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.data.loader import MicroBatch
-from shardwright.model import Decoder, decoder
-from shardwright.model import context as model_context
+from shardwright.model import Decoder, decoder, forward_context
 from shardwright.model.dropout import Dropout, DropoutKey
-from shardwright.parallel import ParallelModel, blocks, context, ring
-from shardwright.parallel.blocks import Partial
-from shardwright.parallel.sight import Row
+from shardwright.parallel import ParallelModel, attention_kernels, context_parallel, ring_attention
+from shardwright.parallel.attention_kernels import PartialAttention
+from shardwright.parallel.block_mask import RowChunks
 from shardwright.train import step
 
 # One normaliser
@@ -25,14 +26,20 @@ from shardwright.train import step
 
 def _own_tokens(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """Supervised tokens among the places that this context rank has."""
-    assert model.decoder.cuts.context is not None
-    places = model.decoder.cuts.context.places(micro_batches[0].labels_BT.shape[1])
-    return torch.stack([(batch.labels_BT[:, places] != -100).sum() for batch in micro_batches]).sum()
+    assert model.decoder.parallel_hooks.context is not None
+    places = model.decoder.parallel_hooks.context.local_token_indices(
+        micro_batches[0].labels_BT.shape[1]
+    )
+    return torch.stack(
+        [(batch.labels_BT[:, places] != -100).sum() for batch in micro_batches]
+    ).sum()
 
 
 @contextmanager
 def context_ranks_average_their_means() -> Iterator[None]:
-    """3: every context rank divides by its own supervised tokens, and the ranks' gradients are averaged."""
+    """3: every context rank divides by its own supervised tokens, and the ranks' gradients are
+    averaged.
+    """
 
     def count(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
         return model.sum_over_batch(_own_tokens(model, micro_batches)) * model.layout.cp
@@ -43,7 +50,9 @@ def context_ranks_average_their_means() -> Iterator[None]:
 
 @contextmanager
 def normaliser_forgets_context() -> Iterator[None]:
-    """4: every context rank counts its own tokens, and they are summed over the ranks that read other rows only."""
+    """4: every context rank counts its own tokens, and they are summed over the ranks that read
+    other rows only.
+    """
 
     def count(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
         return model.sum_over_batch(_own_tokens(model, micro_batches))
@@ -56,7 +65,9 @@ def normaliser_forgets_context() -> Iterator[None]:
 def normaliser_counts_context_twice() -> Iterator[None]:
     """4, the other way: whole rows are counted by each of the ranks that share them."""
     original = step.count_supervised
-    with patch.object(step, "count_supervised", lambda model, batches: original(model, batches) * model.layout.cp):
+    with patch.object(
+        step, "count_supervised", lambda model, batches: original(model, batches) * model.layout.cp
+    ):
         yield
 
 
@@ -78,7 +89,7 @@ def the_loss_is_multiplied_by_context() -> Iterator[None]:
     forward = Decoder.forward
 
     def scaled(self: Decoder, *arguments: Any, **named: Any) -> Tensor:
-        assert self.cuts.context is not None
+        assert self.parallel_hooks.context is not None
         return forward(self, *arguments, **named) * dist.get_world_size()
 
     with patch.object(Decoder, "forward", scaled):
@@ -91,52 +102,69 @@ def the_loss_is_multiplied_by_context() -> Iterator[None]:
 @contextmanager
 def keys_get_no_gradient_from_other_ranks() -> Iterator[None]:
     """19: what other ranks' queries give to keys and values is lost."""
-    with patch.object(ring, "_add", lambda first, *_others: first):
+    with patch.object(ring_attention, "_add_pairs", lambda first, *_others: first):
         yield
 
 
 @contextmanager
 def gradients_stop_one_rank_short_of_home() -> Iterator[None]:
-    """19: the ring passes gradients of keys and values on once too few, so each rank takes a neighbour's."""
+    """19: the ring passes gradients of keys and values on once too few, so each rank takes a
+    neighbour's.
+    """
 
-    def stop(back: ring._Backward, k_BKLE: Tensor, v_BKLV: Tensor) -> ring.KeysValues:
-        gradients, passing = None, None
-        for arrived in ring._arrivals(k_BKLE, v_BKLV, back.how):
+    def stop(
+        back: ring_attention._RowBackward, k_BKLE: Tensor, v_BKLV: Tensor
+    ) -> ring_attention.KeyValuePair:
+        gradients = None
+        passing = None
+        for arrived in ring_attention._iterate_key_values(k_BKLE, v_BKLV, back.settings):
             if gradients is not None:
-                assert back.how.group is not None
-                passing = ring._Pass(gradients, back.how.group)
-            gradients = back.take(arrived)
+                assert back.settings.group is not None
+                passing = ring_attention._RingPass(gradients, back.settings.group)
+            gradients = back.accumulate(arrived)
             if passing is not None:
-                gradients = ring._add(gradients, passing.wait())
+                gradients = ring_attention._add_pairs(gradients, passing.wait())
         assert gradients is not None
         return gradients
 
-    with patch.object(ring, "_ring_backward", stop):
+    with patch.object(ring_attention, "_ring_backward", stop):
         yield
 
 
 @contextmanager
 def queries_get_their_gradient_from_some_keys() -> Iterator[None]:
     """19: the queries' gradient is that of the last keys that came."""
-    original = ring._Backward.take
+    original = ring_attention._RowBackward.accumulate
 
-    def overwrite(self: ring._Backward, arrived: ring.Arrived) -> ring.KeysValues:
+    def overwrite(
+        self: ring_attention._RowBackward, arrived: ring_attention.KeyValueShard
+    ) -> ring_attention.KeyValuePair:
         self.d_q_BHLE.zero_()
         return original(self, arrived)
 
-    with patch.object(ring._Backward, "take", overwrite):
+    with patch.object(ring_attention._RowBackward, "accumulate", overwrite):
         yield
 
 
 @contextmanager
 def blocks_go_back_by_their_own_log_sum_exp() -> Iterator[None]:
-    """19: the backward of a block takes the output and log-sum-exp of that block in place of the whole row's."""
-    backward = blocks.CpuFlash.backward
+    """19: the backward of a block takes the output and log-sum-exp of that block in place of the
+    whole row's.
+    """
+    backward = attention_kernels.CpuFlashKernel.backward
 
-    def own(self: blocks.CpuFlash, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, _whole: Partial, *rest: Any) -> Any:
+    def own(
+        self: attention_kernels.CpuFlashKernel,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        _whole: PartialAttention,
+        *rest: Any,
+    ) -> Any:
         return backward(self, d_out, q, k, v, self.forward(q, k, v, *rest), *rest)
 
-    with patch.object(blocks.CpuFlash, "backward", own):
+    with patch.object(attention_kernels.CpuFlashKernel, "backward", own):
         yield
 
 
@@ -148,14 +176,16 @@ def ulysses_mixes_heads() -> Iterator[None]:
         whole = to_tokens(x_BHTE, group)
         return whole.unflatten(1, (group.size(), -1)).transpose(1, 2).flatten(1, 2)
 
-    to_tokens = context.to_tokens
-    with patch.object(context, "to_tokens", mix):
+    to_tokens = context_parallel.exchange_to_tokens
+    with patch.object(context_parallel, "exchange_to_tokens", mix):
         yield
 
 
 @contextmanager
 def gradients_divided_by_context() -> Iterator[None]:
-    """21: gradients are divided by the ranks that share a sequence, though nothing is sharded over them."""
+    """21: gradients are divided by the ranks that share a sequence, though nothing is sharded over
+    them.
+    """
     finish = ParallelModel.finish_gradients
 
     def divide(self: ParallelModel) -> None:
@@ -174,39 +204,47 @@ def gradients_divided_by_context() -> Iterator[None]:
 @contextmanager
 def dropout_by_the_place_in_the_share() -> Iterator[None]:
     """45: a context rank's tokens are numbered from 0."""
-    original = Dropout.of
+    original = Dropout.from_key
 
     def local(key: DropoutKey, places_T: Tensor, device: torch.device) -> Dropout:
         return original(key, torch.arange(len(places_T)), device)
 
-    with patch.object(Dropout, "of", local):
+    with patch.object(Dropout, "from_key", local):
         yield
 
 
 @contextmanager
 def documents_see_each_other() -> Iterator[None]:
     """47: the cut attention does not hear of documents."""
-    original = Row.of
-    with patch.object(Row, "of", lambda num_tokens, num_chunks, _ids: original(num_tokens, num_chunks, None)):
+    original = RowChunks.from_documents
+    with patch.object(
+        RowChunks,
+        "from_documents",
+        lambda num_tokens, num_chunks, _ids: original(num_tokens, num_chunks, None),
+    ):
         yield
 
 
 @contextmanager
 def positions_of_the_own_share() -> Iterator[None]:
     """47: a context rank's tokens turn as if they were the row's first."""
-    original = model_context.build_context
+    original = forward_context.build_forward_context
 
-    def build(shape: Any, x_BTD: Tensor, positions_BT: Tensor, ids_BT: Any, places_T: Tensor, **rest: Any) -> Any:
+    def build(
+        shape: Any, x_BTD: Tensor, positions_BT: Tensor, ids_BT: Any, places_T: Tensor, **rest: Any
+    ) -> Any:
         local = positions_BT.clone()
         local[:, places_T] = torch.arange(len(places_T))
         return original(shape, x_BTD, local, ids_BT, places_T, **rest)
 
-    with patch.object(decoder, "build_context", build):
+    with patch.object(decoder, "build_forward_context", build):
         yield
 
 
 @contextmanager
 def blind_queries_count() -> Iterator[None]:
-    """The fused kernel's silent answer to a query that sees nothing of a block, a log-sum-exp of 0, is merged as if it saw."""
-    with patch.object(blocks, "_hide_blind", lambda part, _visible: part):
+    """The fused kernel's silent answer to a query that sees nothing of a block, a log-sum-exp of 0,
+    is merged as if it saw.
+    """
+    with patch.object(attention_kernels, "_mask_queries_without_keys", lambda part, _visible: part):
         yield

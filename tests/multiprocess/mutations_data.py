@@ -1,4 +1,6 @@
-"""Known wrong random numbers, learning rates and data, put back into a worker process while its context is entered."""
+"""Known wrong random numbers, learning rates and data, put back into a worker process while its
+context is entered.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def dropout_differs_when_recomputed() -> Iterator[None]:
 
     def drop(self: Dropout, x_BTD: Tensor, *arguments: Any) -> Tensor:
         backward = torch._C._current_graph_task_id() != -1
-        return original(replace(self, keys_BT=self.keys_BT ^ 1) if backward else self, x_BTD, *arguments)
+        return original(
+            replace(self, keys_BT=self.keys_BT ^ 1) if backward else self, x_BTD, *arguments
+        )
 
     with patch.object(Dropout, "drop", drop):
         yield
@@ -62,7 +66,7 @@ def layers_number_themselves_locally() -> Iterator[None]:
 
     def renumbered(self: Block, shape: Any, index: int) -> None:
         original(self, shape, index)
-        self.index = 0
+        self.layer_index = 0
 
     with patch.object(Block, "__init__", renumbered):
         yield
@@ -107,12 +111,14 @@ def groups_collide() -> Iterator[None]:
 
 
 def _patch_cursor(change: Callable[[int, int], tuple[int, int]]) -> Any:
-    original = cell.step_micro_batches
+    original = cell.read_step_micro_batches
 
-    def moved(dataset: Any, order: Any, batch: Any, number: int, data_rank: int) -> list[MicroBatch]:
+    def moved(
+        dataset: Any, order: Any, batch: Any, number: int, data_rank: int
+    ) -> list[MicroBatch]:
         return original(dataset, order, batch, *change(number, data_rank))
 
-    return patch.object(cell, "step_micro_batches", moved)
+    return patch.object(cell, "read_step_micro_batches", moved)
 
 
 @contextmanager
@@ -133,5 +139,9 @@ def the_cursor_stands_still() -> Iterator[None]:
 def schedule_steps_once_per_rank() -> Iterator[None]:
     """50: every process moves the schedule on."""
     original = step.set_learning_rate
-    with patch.object(step, "set_learning_rate", lambda optimizer, rate: original(optimizer, rate / dist.get_world_size())):
+    with patch.object(
+        step,
+        "set_learning_rate",
+        lambda optimizer, rate: original(optimizer, rate / dist.get_world_size()),
+    ):
         yield

@@ -1,4 +1,6 @@
-"""Known wrong gradients of sparse models, put back into a worker process while its context is entered; see `mutations`."""
+"""Known wrong gradients of sparse models, put back into a worker process while its context is
+entered; see `mutations`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,20 @@ from torch import Tensor
 
 from shardwright.model import moe
 from shardwright.model.moe import MixtureOfExperts
-from shardwright.model.routing import RouterTally, RoutingContext
-from shardwright.parallel import ParallelModel, apply, expert
-from shardwright.parallel.expert import ExpertExchange
-from shardwright.parallel.model import local_part
+from shardwright.model.routing import RouterTotals, RoutingContext
+from shardwright.parallel import ParallelModel, apply, expert_parallel
+from shardwright.parallel.expert_parallel import TokenDispatcher
+from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.train import step
 
 
 def _of_experts(model: ParallelModel) -> list[Tensor]:
     """Gradients of the stacked experts that this rank holds."""
-    return [local_part(p.grad) for name, p in model.named_parameters() if ".experts." in name and p.grad is not None]
+    return [
+        get_local_tensor(p.grad)
+        for name, p in model.named_parameters()
+        if ".experts." in name and p.grad is not None
+    ]
 
 
 @contextmanager
@@ -71,8 +77,12 @@ def experts_summed_over_ep() -> Iterator[None]:
 @contextmanager
 def experts_in_the_replicas_group() -> Iterator[None]:
     """25: DDP sums experts with everything else, over ranks that hold other experts."""
-    replicate = apply.replicate
-    with patch.object(apply, "replicate", lambda *arguments, **named: replicate(*arguments, **(named | {"apart": ()}))):
+    replicate = apply.apply_ddp
+    with patch.object(
+        apply,
+        "apply_ddp",
+        lambda *arguments, **named: replicate(*arguments, **(named | {"apart": ()})),
+    ):
         yield
 
 
@@ -98,7 +108,9 @@ def _row_weight_times(factor: Any) -> Iterator[None]:
         forward = model.decoder.forward
 
         def weigh(*arguments: Any, row_weight: Tensor, **more: Any) -> Tensor:
-            result: Tensor = forward(*arguments, row_weight=row_weight * factor(model, micro_batches), **more)
+            result: Tensor = forward(
+                *arguments, row_weight=row_weight * factor(model, micro_batches), **more
+            )
             return result
 
         with patch.object(model.decoder, "forward", weigh):
@@ -111,63 +123,71 @@ def _row_weight_times(factor: Any) -> Iterator[None]:
 @contextmanager
 def balance_of_the_own_tokens() -> Iterator[None]:
     """26: under context parallelism each rank balances its part of a row by itself."""
-    with patch.object(ExpertExchange, "sum_over_row", lambda self, x: x * self.row_ranks):
+    with patch.object(TokenDispatcher, "sum_over_row", lambda self, x: x * self.num_row_ranks):
         yield
 
 
 @contextmanager
 def router_losses_counted_by_every_tensor_rank() -> Iterator[None]:
     """26: ranks that all see the same tokens all add the loss, and their gradients are summed."""
-    prepare = ExpertExchange.__init__
+    prepare = TokenDispatcher.__init__
 
-    def forget(self: ExpertExchange, *arguments: Any) -> None:
+    def forget(self: TokenDispatcher, *arguments: Any) -> None:
         prepare(self, *arguments)
         self.loss_share = 1.0
 
-    with patch.object(ExpertExchange, "__init__", forget):
+    with patch.object(TokenDispatcher, "__init__", forget):
         yield
 
 
 @contextmanager
 def recompute_counts_twice() -> Iterator[None]:
     """27: what a block adds up in its forward pass it adds again when it is computed again."""
-    add, route = RouterTally.add, MixtureOfExperts.route
+    add = RouterTotals.add
+    route = MixtureOfExperts.route
 
     def route_and_count(self: MixtureOfExperts, x_BTD: Tensor, context: Any) -> Any:
-        before = context.routing.statistics.get(self.index)
+        before = context.routing.statistics.get(self.layer_index)
         routing = route(self, x_BTD, context)
         if before is not None:
             tally.add(context.routing)
         return routing
 
-    tally = RouterTally()
+    tally = RouterTotals()
 
-    def add_both(self: RouterTally, routing: RoutingContext) -> None:
+    def add_both(self: RouterTotals, routing: RoutingContext) -> None:
         nonlocal tally
         tally = self
         add(self, routing)
 
-    with patch.object(RouterTally, "add", add_both), patch.object(MixtureOfExperts, "route", route_and_count):
+    with (
+        patch.object(RouterTotals, "add", add_both),
+        patch.object(MixtureOfExperts, "route", route_and_count),
+    ):
         yield
 
 
 @contextmanager
 def capacity_by_logits() -> Iterator[None]:
     """28: who fits is decided by something else than the order of the row."""
-    fits = moe.within_capacity
-    with patch.object(moe, "within_capacity", lambda chosen, *rest: fits(chosen.flip(1), *rest).flip(1)):
+    fits = moe.mask_within_capacity
+    with patch.object(
+        moe, "mask_within_capacity", lambda chosen, *rest: fits(chosen.flip(1), *rest).flip(1)
+    ):
         yield
 
 
 @contextmanager
 def capacity_of_the_own_tokens() -> Iterator[None]:
     """28: under context parallelism each rank fills an expert by itself."""
-    fits = MixtureOfExperts._within_capacity
+    fits = MixtureOfExperts._mask_within_capacity
 
-    def alone(self: MixtureOfExperts, experts_BTK: Tensor, factor: float, _places: Tensor | None) -> Tensor:
+    def alone(
+        self: MixtureOfExperts, experts_BTK: Tensor, factor: float, _places: Tensor | None
+    ) -> Tensor:
         return fits(self, experts_BTK, factor, None)
 
-    with patch.object(MixtureOfExperts, "_within_capacity", alone):
+    with patch.object(MixtureOfExperts, "_mask_within_capacity", alone):
         yield
 
 
@@ -187,26 +207,28 @@ def the_router_is_detached() -> Iterator[None]:
 @contextmanager
 def gradients_do_not_travel_home() -> Iterator[None]:
     """Rows come back from the experts; their gradients do not."""
-    wait = expert.wait
+    wait = expert_parallel.wait_all_to_all
 
     class Lost:
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-            wait(ctx.journey.back)
-            return torch.zeros_like(ctx.journey.gradient), None
+            wait(ctx.exchange.backward_work)
+            return torch.zeros_like(ctx.exchange.gradient), None
 
-    with patch.object(expert._Issue, "backward", Lost.backward):
+    with patch.object(expert_parallel._StartAllToAll, "backward", Lost.backward):
         yield
 
 
 @contextmanager
 def balance_biases_move_by_the_own_tokens() -> Iterator[None]:
     """Each rank moves its copy of a balance bias by the tokens that it saw itself."""
-    with patch.object(step, "_sum_routers", lambda model: _own_routers(model)):
+    with patch.object(step, "_sum_router_tables", lambda model: _own_routers(model)):
         yield
 
 
 def _own_routers(model: ParallelModel) -> Tensor | None:
     shape = model.decoder.shape
     assert shape.experts is not None
-    return model.decoder.router_tally.take(shape.num_layers, shape.experts.num_experts, model.device)
+    return model.decoder.router_totals.pop_table(
+        shape.num_layers, shape.experts.num_experts, model.device
+    )

@@ -1,4 +1,6 @@
-"""Known wrong gradients of pipelines, put back into a worker process while its context is entered; see `mutations`."""
+"""Known wrong gradients of pipelines, put back into a worker process while its context is entered;
+see `mutations`.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,26 @@ from torch import Tensor
 
 from shardwright.layout import ParameterLayout
 from shardwright.model import Block
-from shardwright.model.deferral import Product
-from shardwright.parallel import ParallelModel, pipeline
-from shardwright.parallel.channels import Channels
-from shardwright.parallel.pipeline import Pipeline, StageRoot
+from shardwright.model.weight_gradient_store import DeferredProduct
+from shardwright.parallel import ParallelModel, pipeline_parallel
+from shardwright.parallel.p2p_channels import P2PChannels
+from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.schedule import Action, Transfer
 
-_Walk = pipeline._Walk
+_Walk = pipeline_parallel._StepExecution
 
 
 @contextmanager
 def every_stage_rescales() -> Iterator[None]:
-    """10: each stage divides what it gives back by the number of micro-batches, not the last one alone."""
+    """10: each stage divides what it gives back by the number of micro-batches, not the last one
+    alone.
+    """
     backward = _Walk._backward
 
     def divide(self: Any, action: Action, gradient: Tensor | None) -> Tensor | None:
-        return backward(self, action, None if gradient is None else gradient / len(self.micro_batches))
+        return backward(
+            self, action, None if gradient is None else gradient / len(self.micro_batches)
+        )
 
     with patch.object(_Walk, "_backward", divide):
         yield
@@ -37,12 +43,12 @@ def every_stage_rescales() -> Iterator[None]:
 @contextmanager
 def pipeline_forgets_the_normaliser() -> Iterator[None]:
     """11: under a pipeline the loss is not divided by the supervised tokens."""
-    differentiate = Pipeline.differentiate
+    differentiate = Pipeline.forward_backward
 
     def unscaled(self: Pipeline, batches: Any, arguments: Any, scale: Tensor, mark: Any) -> Tensor:
         return differentiate(self, batches, arguments, torch.ones_like(scale), mark)
 
-    with patch.object(Pipeline, "differentiate", unscaled):
+    with patch.object(Pipeline, "forward_backward", unscaled):
         yield
 
 
@@ -55,7 +61,9 @@ def norm_of_the_own_stage() -> Iterator[None]:
 
 @contextmanager
 def restart_wipes_gradients() -> Iterator[None]:
-    """42: something in the middle of a step sets the pipeline up anew, accumulated gradients with it."""
+    """42: something in the middle of a step sets the pipeline up anew, accumulated gradients with
+    it.
+    """
     forward = _Walk._forward
 
     def wipe(self: Any, action: Action, hidden_BSD: Tensor | None) -> Tensor | None:
@@ -72,41 +80,46 @@ def tied_copies_go_apart() -> Iterator[None]:
     """44: each stage that has the tied embedding keeps the gradient that it made."""
     from shardwright.parallel import apply
 
-    pending = apply.pending_sums
+    pending = apply.list_pending_reductions
 
     def without_stages(layouts: dict[str, ParameterLayout], *arguments: Any, **named: Any) -> Any:
-        alone = {name: replace(layout, stages=layout.stages[:1]) for name, layout in layouts.items()}
+        alone = {
+            name: replace(layout, stages=layout.pp_ranks[:1]) for name, layout in layouts.items()
+        }
         return pending(alone, *arguments, **named)
 
-    with patch.object(apply, "pending_sums", without_stages):
+    with patch.object(apply, "list_pending_reductions", without_stages):
         yield
 
 
 @contextmanager
 def tied_copies_count_twice() -> Iterator[None]:
     """44, 29: a tied embedding on two stages is in the norm twice."""
-    counted = ParallelModel.counted_gradients
+    counted = ParallelModel.list_norm_gradients
 
     def twice(self: ParallelModel) -> Any:
-        here = self._here["pp"]
-        own = {n: replace(d, stages=(here, *d.stages)) if here in d.stages else d for n, d in self.layouts.items()}
+        here = self._coordinates["pp"]
+        own = {
+            n: replace(d, pp_ranks=(here, *d.pp_ranks)) if here in d.pp_ranks else d
+            for n, d in self.layouts.items()
+        }
         with patch.object(self, "layouts", own):
             return counted(self)
 
-    with patch.object(ParallelModel, "counted_gradients", twice):
+    with patch.object(ParallelModel, "list_norm_gradients", twice):
         yield
 
 
 @contextmanager
 def weight_gradients_are_dropped() -> Iterator[None]:
     """A product that waits is never multiplied where another one is there already."""
-    add = Product.add
+    add = DeferredProduct.accumulate
 
-    def once(self: Product) -> None:
+    def once(self: DeferredProduct) -> None:
         if self.weight.grad is None:
             add(self)
 
-    with patch.object(Product, "add", once):
+    with patch.object(DeferredProduct, "accumulate", once):
         yield
 
 
@@ -115,7 +128,9 @@ def weight_gradients_are_not_reduced() -> Iterator[None]:
     """FSDP2 reduces where I ends; what W makes afterwards stays where it is."""
     forward = StageRoot.forward
 
-    def away_from_the_root(self: StageRoot, *, nothing: Tensor | None = None, **arguments: Any) -> Tensor:
+    def away_from_the_root(
+        self: StageRoot, *, nothing: Tensor | None = None, **arguments: Any
+    ) -> Tensor:
         if nothing is None:
             return forward(self, **arguments)
         for parameter in self.decoder.parameters():
@@ -132,21 +147,23 @@ def stages_do_not_reduce_last() -> Iterator[None]:
     compute = _Walk._compute
 
     def early(self: Any, action: Action, received: Tensor | None, *, ends: bool) -> Tensor | None:
-        return compute(self, action, received, ends=ends or (action.kind != "F" and action.micro_batch == 1))
+        return compute(
+            self, action, received, ends=ends or (action.kind != "F" and action.micro_batch == 1)
+        )
 
     set_reduces = Pipeline.__init__
 
     def once(self: Pipeline, *arguments: Any, **named: Any) -> None:
         set_reduces(self, *arguments, **named)
         told: list[bool] = []
-        tell = self.set_reduces
+        tell = self.set_gradient_sync
         assert tell is not None
 
         def only_the_first(reduces: bool) -> None:
             tell(reduces and not any(told))
             told.append(reduces)
 
-        self.set_reduces = only_the_first
+        self.set_gradient_sync = only_the_first
 
     with patch.object(_Walk, "_compute", early), patch.object(Pipeline, "__init__", once):
         yield
@@ -154,22 +171,31 @@ def stages_do_not_reduce_last() -> Iterator[None]:
 
 @contextmanager
 def messages_change_places() -> Iterator[None]:
-    """Two micro-batches' gradients, both waiting in a rank's buffers, are taken one for the other."""
-    take = Channels.take
+    """Two micro-batches' gradients, both waiting in a rank's buffers, are taken one for the
+    other.
+    """
+    take = P2PChannels.wait_receive
 
-    def other(self: Channels, transfer: Transfer) -> Tensor:
-        twin = next((t for t in self._coming if t.sender == transfer.sender and t != transfer and t.carries_gradient), None)
-        if twin is not None and transfer.carries_gradient:
-            for _, work in (self._coming[transfer], self._coming[twin]):
+    def other(self: P2PChannels, transfer: Transfer) -> Tensor:
+        twin = next(
+            (
+                t
+                for t in self._pending_receives
+                if t.sender == transfer.sender and t != transfer and t.is_gradient
+            ),
+            None,
+        )
+        if twin is not None and transfer.is_gradient:
+            for _, work in (self._pending_receives[transfer], self._pending_receives[twin]):
                 if work is not None:
                     work.wait()
-            self._coming[transfer], self._coming[twin] = (
-                (self._coming[twin][0], None),
-                (self._coming[transfer][0], None),
+            self._pending_receives[transfer], self._pending_receives[twin] = (
+                (self._pending_receives[twin][0], None),
+                (self._pending_receives[transfer][0], None),
             )
         return take(self, transfer)
 
-    with patch.object(Channels, "take", other):
+    with patch.object(P2PChannels, "wait_receive", other):
         yield
 
 
@@ -179,7 +205,8 @@ def documents_of_another_micro_batch() -> Iterator[None]:
     forward = _Walk._forward
 
     def first_documents(self: Any, action: Action, hidden_BSD: Tensor | None) -> Tensor | None:
-        arguments, first = self.arguments, self.micro_batches[0]
+        arguments = self.arguments
+        first = self.micro_batches[0]
         borrowed = {"document_ids_BT": first.document_ids_BT, "positions_BT": first.positions_BT}
         if action.stage > 0:
             self.arguments = lambda batch: arguments(batch) | borrowed
@@ -194,15 +221,17 @@ def documents_of_another_micro_batch() -> Iterator[None]:
 
 @contextmanager
 def layers_are_numbered_by_stage() -> Iterator[None]:
-    """Each stage counts its layers from 0, so that layers of different stages drop the same features."""
+    """Each stage counts its layers from 0, so that layers of different stages drop the same
+    features.
+    """
     forward = Block.forward
 
     def renumbered(self: Block, *arguments: Any) -> Tensor:
-        index, self.index = self.index, self.index % 2
+        index, self.layer_index = self.layer_index, self.layer_index % 2
         try:
             return forward(self, *arguments)
         finally:
-            self.index = index
+            self.layer_index = index
 
     with patch.object(Block, "forward", renumbered):
         yield

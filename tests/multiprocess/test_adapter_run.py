@@ -1,4 +1,6 @@
-"""A run that trains adapters: saved by themselves, resumed under other layouts, exported to peft's files and merged."""
+"""A run that trains adapters: saved by themselves, resumed under other layouts, exported to peft's
+files and merged.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,19 @@ import torch.distributed as dist
 import yaml
 
 from shardwright.architecture import read_config
-from shardwright.checkpoint.commit import LATEST
+from shardwright.checkpoint.commit import LATEST_NAME
 from shardwright.cli.main import run as shardwright
 from shardwright.config import load_recipe
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.errors import CheckFailed, CheckpointError, ExitCode
-from shardwright.model.export import write_folder
-from shardwright.model.init import initialise
-from shardwright.telemetry.events import read_events, surviving_steps
-from shardwright.train.adapters import check_merge, merged_source
-from shardwright.train.ranks import RankEnvironment
-from shardwright.train.signals import StopRequest
-from shardwright.train.source import find_checkpoint, load_decoder, open_source
-from shardwright.train.start import train, train_rank
+from shardwright.inference.adapter_export import check_merged_logits, merge_adapters
+from shardwright.inference.model_source import find_checkpoint, load_decoder, open_model_source
+from shardwright.launch.rank_environment import RankEnvironment
+from shardwright.launch.stop_signals import StopRequest
+from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.telemetry.event_log import read_events, select_surviving_steps
+from shardwright.train.run import train, train_rank
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
 
@@ -52,13 +54,15 @@ STEPS = 2 * len(CHAIN)
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    (folder / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20)))
+    (folder / "corpus.txt").write_text(
+        "".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20))
+    )
     shape = read_config(CONFIG)
-    specs = {spec.name: spec for spec in shape.parameters()}
-    write_folder(
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    write_hf_folder(
         folder / "base",
         shape,
-        lambda name: initialise(specs[name], 0, dtype=torch.float32),
+        lambda name: initialise_parameter(specs[name], 0, dtype=torch.float32),
         dtype=torch.float32,
         tokenizer=CharacterTokenizer("\n +0123456789="),
     )
@@ -68,7 +72,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
         "adapters": {"rank": 3},
         "precision": "fp32",
-        "training": {"sequence_length": 16, "global_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": STEPS}
+        "training": {
+            "sequence_length": 16,
+            "global_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "max_steps": STEPS,
+        }
         | {"learning_rate": 1e-2},
         "run": {"device": "cpu", "replica_check_every_steps": 1},
     }
@@ -86,9 +95,14 @@ def run(ranks: RankPool, recipe: Path, tmp_path_factory: pytest.TempPathFactory)
     return path
 
 
-def test_every_layout_goes_on_with_the_adapters_of_another(ranks: RankPool, recipe: Path, run: Path, tmp_path: Path) -> None:
-    ranks.run(1, train_some, str(recipe), str(tmp_path / "whole"), "dp_replicate=1", STEPS + 1, False)
-    ours, whole = surviving_steps(read_events(run)), surviving_steps(read_events(tmp_path / "whole"))
+def test_every_layout_goes_on_with_the_adapters_of_another(
+    ranks: RankPool, recipe: Path, run: Path, tmp_path: Path
+) -> None:
+    ranks.run(
+        1, train_some, str(recipe), str(tmp_path / "whole"), "dp_replicate=1", STEPS + 1, False
+    )
+    ours = select_surviving_steps(read_events(run))
+    whole = select_surviving_steps(read_events(tmp_path / "whole"))
     assert len(ours) == STEPS
     assert ours[-1].loss < ours[0].loss - 0.05
     for step, other in zip(ours, whole, strict=True):
@@ -97,11 +111,15 @@ def test_every_layout_goes_on_with_the_adapters_of_another(ranks: RankPool, reci
 
 
 def test_checkpoints_hold_adapters_and_what_trains_them(run: Path) -> None:
-    source = open_source(run)
-    parts = {spec.name for spec in source.shape.parameters() if spec.part is not None}
-    stored = find_checkpoint(run / "checkpoints", LATEST).manifest.tensors  # type: ignore[arg-type]
+    source = open_model_source(run)
+    parts = {spec.name for spec in source.shape.list_parameters() if spec.adapter_part is not None}
+    stored = find_checkpoint(run / "checkpoints", LATEST_NAME).manifest.tensors  # type: ignore[arg-type]
     assert {name.removeprefix("model.") for name in stored if name.startswith("model.")} == parts
-    moments = {name.removeprefix("optimizer.").rpartition(".")[0] for name in stored if name.startswith("optimizer.")}
+    moments = {
+        name.removeprefix("optimizer.").rpartition(".")[0]
+        for name in stored
+        if name.startswith("optimizer.")
+    }
     assert moments == parts
 
 
@@ -109,34 +127,57 @@ def test_peft_and_transformers_load_what_is_exported(
     run: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft")
-    assert shardwright(["export", str(run), "--out", str(tmp_path / "adapters"), "--json"]) == ExitCode.DONE
+    assert (
+        shardwright(["export", str(run), "--out", str(tmp_path / "adapters"), "--json"])
+        == ExitCode.DONE
+    )
     told = json.loads(capsys.readouterr().out)
     assert (told["dtype"], told["held_against"], told["checked"]) == ("fp32", "peft", True)
-    assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     words = ["export", str(run), "--merge", "--dtype", "fp32", "--out", str(tmp_path / "merged")]
     assert shardwright(words) == ExitCode.DONE
     texts = []
     for source in (run, tmp_path / "merged"):
-        assert shardwright(["generate", str(source), "--prompt", "1 + 2 =", "--max-new-tokens", "6", "--json"]) == ExitCode.DONE
+        assert (
+            shardwright(
+                ["generate", str(source), "--prompt", "1 + 2 =", "--max-new-tokens", "6", "--json"]
+            )
+            == ExitCode.DONE
+        )
         texts.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["text"])
     assert texts[0] == texts[1]
     # What was exported begins a run where this one ended.
-    words = ["adapters={path: " + str(tmp_path / "adapters") + "}", "training.max_steps=1", f"run.dir={tmp_path / 'next'}"]
+    words = [
+        "adapters={path: " + str(tmp_path / "adapters") + "}",
+        "training.max_steps=1",
+        f"run.dir={tmp_path / 'next'}",
+    ]
     train(load_recipe(recipe, words))
-    (first,), of_base = surviving_steps(read_events(tmp_path / "next")), surviving_steps(read_events(run))[0]
+    (first,), of_base = (
+        select_surviving_steps(read_events(tmp_path / "next")),
+        select_surviving_steps(read_events(run))[0],
+    )
     assert first.loss < of_base.loss - 0.02  # the same batch
 
 
 def test_a_wrong_merge_is_refused(run: Path) -> None:
-    source = open_source(run)
-    assert check_merge(source, merged_source(source)) < 1e-5
-    left_out = patch("shardwright.train.adapters.merged_weight", lambda weight, *_arguments, **_named: weight)
+    source = open_model_source(run)
+    assert check_merged_logits(source, merge_adapters(source)) < 1e-5
+    left_out = patch(
+        "shardwright.inference.adapter_export.merge_adapter",
+        lambda weight, *_arguments, **_named: weight,
+    )
     with left_out, pytest.raises(CheckFailed, match="unmerged"):
-        check_merge(source, merged_source(source))
+        check_merged_logits(source, merge_adapters(source))
     assert source.shape.adapters is not None
-    halved = replace(source, shape=replace(source.shape, adapters=replace(source.shape.adapters, alpha=3.0)))
+    halved = replace(
+        source, shape=replace(source.shape, adapters=replace(source.shape.adapters, alpha=3.0))
+    )
     with pytest.raises(CheckFailed, match="unmerged"):
-        check_merge(source, merged_source(halved))
+        check_merged_logits(source, merge_adapters(halved))
 
 
 def losses_in_bf16(recipe: str, folder: str, layout: str) -> None:
@@ -149,17 +190,23 @@ def losses_in_bf16(recipe: str, folder: str, layout: str) -> None:
         "adapters={kind: dora, rank: 3, exclude: [experts.*]}",
     ]
     with patch.object(dist, "destroy_process_group"):
-        train_rank(load_recipe(Path(recipe), changes, layout), RankEnvironment(rank, world_size, rank), StopRequest())
+        train_rank(
+            load_recipe(Path(recipe), changes, layout),
+            RankEnvironment(rank, world_size, rank),
+            StopRequest(),
+        )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["dp_shard=2,zero_stage=3", "dp_shard=2,zero_stage=1", "tp=2", "dp_replicate=2"])
+@pytest.mark.parametrize(
+    "layout", ["dp_shard=2,zero_stage=3", "dp_shard=2,zero_stage=1", "tp=2", "dp_replicate=2"]
+)
 def test_in_bf16_frozen_and_trained_weights_of_two_precisions_train_together(
     ranks: RankPool, recipe: Path, tmp_path: Path, layout: str
 ) -> None:
     ranks.run(1, losses_in_bf16, str(recipe), str(tmp_path / "one"), "dp_replicate=1")
     ranks.run(2, losses_in_bf16, str(recipe), str(tmp_path / "two"), layout)
-    one, two = (surviving_steps(read_events(tmp_path / name)) for name in ("one", "two"))
+    one, two = (select_surviving_steps(read_events(tmp_path / name)) for name in ("one", "two"))
     assert len(two) == 2
     for step, other in zip(two, one, strict=True):
         assert step.loss == pytest.approx(other.loss, rel=5e-3), step.step
@@ -171,7 +218,10 @@ def test_another_base_is_refused(run: Path, recipe: Path) -> None:
     try:
         (base / "model.safetensors").write_bytes(kept[:-4] + b"\x00\x00\x00\x3f")
         with pytest.raises(CheckpointError, match="not the base weights"):
-            open_source(run)
+            open_model_source(run)
     finally:
         (base / "model.safetensors").write_bytes(kept)
-    assert load_decoder(open_source(run), device=torch.device("cpu"), dtype=torch.float32) is not None
+    assert (
+        load_decoder(open_model_source(run), device=torch.device("cpu"), dtype=torch.float32)
+        is not None
+    )

@@ -1,4 +1,6 @@
-"""A real trained model (outside data) trains on under each cut with the losses of one process, step by step."""
+"""A real trained model (outside data) trains on under each cut with the losses of one process, step
+by step.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.config.load import parse_layout, validate_recipe
-from shardwright.data.loader import step_micro_batches
-from shardwright.data.order import SampleOrder
+from shardwright.config.recipe_loading import parse_layout, validate_recipe
+from shardwright.data.loader import read_step_micro_batches
+from shardwright.data.sample_order import SampleOrder
 from shardwright.layout import RankGrid
-from shardwright.optim import learning_rate_at
-from shardwright.train.preflight import check
+from shardwright.optim import compute_learning_rate
+from shardwright.train.run_checks import validate_run
 from shardwright.train.setup import build_state
-from shardwright.train.step import accumulate_gradients, update
+from shardwright.train.step import accumulate_gradients, update_parameters
 from tests.multiprocess.pool import RankPool
 
 pytestmark = pytest.mark.data
@@ -49,18 +51,28 @@ def recipe_of(folder: Path, layout: str, cache: Path) -> dict[str, Any]:
 def losses(document: dict[str, Any]) -> list[float]:
     """Training losses of the first steps, as the trainer computes them."""
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    checked = check(validate_recipe(document), world_size)
+    checked = validate_run(validate_recipe(document), world_size)
     device = torch.device("cpu")
     state = build_state(checked, device)
-    recipe, batch = checked.recipe, checked.plan.batch
+    recipe = checked.recipe
+    batch = checked.plan.batch
     order = SampleOrder(recipe.seed, len(checked.data.train))
     data_rank = RankGrid(checked.plan.layout).data_rank(rank)
     found = []
     for step in range(STEPS):
-        micro_batches = step_micro_batches(checked.data.train, order, batch, step, data_rank)
-        found.append(accumulate_gradients(state.model, micro_batches, seed=recipe.seed, step=step).mean())
-        rate = learning_rate_at(step, recipe.training, checked.total_steps, batch.global_batch_size)
-        update(state.model, state.optimizer, learning_rate=rate, max_grad_norm=recipe.training.max_grad_norm)
+        micro_batches = read_step_micro_batches(checked.data.train, order, batch, step, data_rank)
+        found.append(
+            accumulate_gradients(state.model, micro_batches, seed=recipe.seed, step=step).mean()
+        )
+        rate = compute_learning_rate(
+            step, recipe.training, checked.total_steps, batch.global_batch_size
+        )
+        update_parameters(
+            state.model,
+            state.optimizer,
+            learning_rate=rate,
+            max_grad_norm=recipe.training.max_grad_norm,
+        )
     return found
 
 
@@ -87,7 +99,9 @@ def alone(ranks: RankPool, outside_data: Path, cache: Path) -> list[float]:
         "tp=2,pp=2",
     ],
 )
-def test_losses_are_those_of_one_process(ranks: RankPool, outside_data: Path, cache: Path, alone: list[float], layout: str) -> None:
+def test_losses_are_those_of_one_process(
+    ranks: RankPool, outside_data: Path, cache: Path, alone: list[float], layout: str
+) -> None:
     num_ranks = 4 if layout in ("tp=4", "tp=2,pp=2") else 2
     assert alone[-1] < alone[0] - 0.3  # it learns, so agreeing is not standing still
     for found in ranks.run(num_ranks, losses, recipe_of(outside_data, layout, cache)):

@@ -1,4 +1,6 @@
-"""Saving on a thread: what is saved is what was there when `save` was called; failures are told, on every rank."""
+"""Saving on a thread: what is saved is what was there when `save` was called; failures are told, on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.background import BackgroundSaver, HostCopy
+from shardwright.checkpoint.background_save import BackgroundSaver, HostBuffer
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
-from shardwright.checkpoint.load import load_checkpoint
+from shardwright.checkpoint.tensor_loading import load_checkpoint
 from shardwright.errors import SaveFailed
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_failures import FullDisk
@@ -30,11 +32,13 @@ class WaitingDisk(Disk):
 
 
 def train_while_saving(root: str) -> None:
-    rank, disk = dist.get_rank(), WaitingDisk()
+    rank = dist.get_rank()
+    disk = WaitingDisk()
     saver = BackgroundSaver(disk=disk)
-    weight, shared = torch.full((8,), float(rank)), torch.arange(5.0)
+    weight = torch.full((8,), float(rank))
+    shared = torch.arange(5.0)
     assert saver.save(root, 1, {f"w{rank}": weight, "shared": shared}, {"step": 1}) is None
-    saver.await_copy()
+    saver.wait_for_copy()
     for _ in range(3):  # the training's own collectives go on meanwhile, and its tensors change
         dist.all_reduce(weight)
         shared.zero_()
@@ -65,7 +69,9 @@ def test_training_goes_on_while_a_save_is_written(ranks: RankPool, tmp_path: Pat
     ranks.run(2, train_while_saving, str(tmp_path))
 
 
-def test_a_failure_is_raised_by_the_next_call_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failure_is_raised_by_the_next_call_on_every_rank(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     first, second = ranks.run(2, fail_in_the_background, str(tmp_path))
     assert first == second
     assert "rank 1: No space left" in first
@@ -76,7 +82,7 @@ def test_one_process_saves_in_the_background(tmp_path: Path) -> None:
     saver = BackgroundSaver()
     tensor = torch.ones(3)
     saver.save(tmp_path, 1, {"x": tensor}, {})
-    saver.await_copy()
+    saver.wait_for_copy()
     tensor.zero_()
     saved = saver.close()
     assert saved is not None
@@ -87,20 +93,24 @@ def test_one_process_saves_in_the_background(tmp_path: Path) -> None:
 @pytest.fixture
 def held_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is copied before this event."""
-    go, take = threading.Event(), HostCopy.take
+    go = threading.Event()
+    take = HostBuffer.copy_tensors
 
-    def wait(copy: HostCopy, *arguments: Any, **options: Any) -> list[torch.Tensor]:
+    def wait(copy: HostBuffer, *arguments: Any, **options: Any) -> list[torch.Tensor]:
         assert go.wait(250)
         return take(copy, *arguments, **options)
 
-    monkeypatch.setattr(HostCopy, "take", wait)
+    monkeypatch.setattr(HostBuffer, "copy_tensors", wait)
     return go
 
 
-def test_the_copy_is_made_while_the_training_goes_on(tmp_path: Path, held_copy: threading.Event) -> None:
-    saver, tensor = BackgroundSaver(), torch.ones(3)
+def test_the_copy_is_made_while_the_training_goes_on(
+    tmp_path: Path, held_copy: threading.Event
+) -> None:
+    saver = BackgroundSaver()
+    tensor = torch.ones(3)
     saver.save(tmp_path, 1, {"x": tensor}, {})  # returns, though nothing is copied yet
-    waiting = threading.Thread(target=saver.await_copy)
+    waiting = threading.Thread(target=saver.wait_for_copy)
     waiting.start()
     assert waiting.is_alive()
     held_copy.set()
@@ -112,8 +122,11 @@ def test_the_copy_is_made_while_the_training_goes_on(tmp_path: Path, held_copy: 
     assert tensor.sum() == 3
 
 
-def test_a_tensor_that_changes_before_it_is_copied_fails_the_save(tmp_path: Path, held_copy: threading.Event) -> None:
-    saver, tensor = BackgroundSaver(), torch.ones(3)
+def test_a_tensor_that_changes_before_it_is_copied_fails_the_save(
+    tmp_path: Path, held_copy: threading.Event
+) -> None:
+    saver = BackgroundSaver()
+    tensor = torch.ones(3)
     saver.save(tmp_path, 1, {"x": tensor}, {})
     tensor.add_(1)
     held_copy.set()
@@ -123,25 +136,29 @@ def test_a_tensor_that_changes_before_it_is_copied_fails_the_save(tmp_path: Path
 
 
 def save_as_it_changes(root: str) -> list[str]:
-    """Three saves: the second holds what the first held, the third does not, on one rank alone. Then values that disagree."""
+    """Three saves: the second holds what the first held, the third does not, on one rank alone.
+    Then values that disagree.
+    """
     rank = dist.get_rank()
     saver = BackgroundSaver()
     for step, size in ((1, 4), (2, 4), (3, 4 + 2 * rank)):
         merged = {"counts": {f"w{rank}": step, "shared": 9}}
         tensors = {f"w{rank}": torch.full((size,), float(step)), "shared": torch.full((3,), step)}
-        saver.save(root, step, tensors, {"step": step}, merged=merged)
+        saver.save(root, step, tensors, {"step": step}, merged_values=merged)
         saver.wait()
         read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         values = load_checkpoint(f"{root}/step-{step:08d}", read)
         assert values == {"step": step, "counts": {"w0": step, "w1": step, "shared": 9}}
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     with pytest.raises(SaveFailed) as caught:
-        saver.save_now(root, 4, {}, {}, merged={"counts": {"shared": rank}})
+        saver.save_and_wait(root, 4, {}, {}, merged_values={"counts": {"shared": rank}})
     saver.close()
     return [str(caught.value), *sorted(path.name for path in Path(root).iterdir())]
 
 
-def test_who_writes_what_is_agreed_again_when_it_changes_and_values_are_merged(ranks: RankPool, tmp_path: Path) -> None:
+def test_who_writes_what_is_agreed_again_when_it_changes_and_values_are_merged(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     first, second = ranks.run(2, save_as_it_changes, str(tmp_path))
     assert first == second
     assert first[0] == "ranks disagree about values.counts.shared: 0, on rank 1 1"

@@ -1,4 +1,6 @@
-"""A save that fails on one rank fails on all and harms nothing; a load that does not fit is refused before it touches a tensor."""
+"""A save that fails on one rank fails on all and harms nothing; a load that does not fit is refused
+before it touches a tensor.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
-from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint
-from shardwright.checkpoint.save import save_checkpoint
-from shardwright.checkpoint.verify import newest_whole
+from shardwright.checkpoint.integrity import find_newest_whole
+from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.errors import CheckpointError, RankFailed, SaveFailed
 from tests.multiprocess.pool import RankPool
 
@@ -41,19 +43,44 @@ class DeadlyDisk(Disk):
 
 
 def tensors_of(step: int, rank: int) -> dict[str, torch.Tensor]:
-    return {f"stage{rank}.w": torch.full((64, 8), float(step)), "shared": torch.full((9,), float(step))}
+    return {
+        f"stage{rank}.w": torch.full((64, 8), float(step)),
+        "shared": torch.full((9,), float(step)),
+    }
 
 
 def save_with_faults(root: str) -> list[str]:
-    """A good save, then ones that fail in different ways on one rank; then a good one. The messages."""
+    """A good save, then ones that fail in different ways on one rank; then a good one. The
+    messages.
+    """
     rank = dist.get_rank()
     save_checkpoint(root, 1, tensors_of(1, rank), {})
     attempts = {
-        "full in the shard, rank 1": (tensors_of(2, rank), {}, 2, FullDisk(100) if rank == 1 else LOCAL_DISK),
-        "full in the shard, rank 0": (tensors_of(2, rank), {}, 2, FullDisk(100) if rank == 0 else LOCAL_DISK),
-        "full in the manifest": (tensors_of(2, rank), {}, 2, FullDisk(2700) if rank == 0 else LOCAL_DISK),
+        "full in the shard, rank 1": (
+            tensors_of(2, rank),
+            {},
+            2,
+            FullDisk(100) if rank == 1 else LOCAL_DISK,
+        ),
+        "full in the shard, rank 0": (
+            tensors_of(2, rank),
+            {},
+            2,
+            FullDisk(100) if rank == 0 else LOCAL_DISK,
+        ),
+        "full in the manifest": (
+            tensors_of(2, rank),
+            {},
+            2,
+            FullDisk(2700) if rank == 0 else LOCAL_DISK,
+        ),
         "no tensor": ({"x": 3} if rank == 1 else {}, {}, 2, LOCAL_DISK),
-        "dtype": ({"x": torch.zeros(2, dtype=torch.complex128)} if rank == 1 else {}, {}, 2, LOCAL_DISK),
+        "dtype": (
+            {"x": torch.zeros(2, dtype=torch.complex128)} if rank == 1 else {},
+            {},
+            2,
+            LOCAL_DISK,
+        ),
         "value": ({}, {"loss": float("nan") if rank == 1 else 0.0}, 2, LOCAL_DISK),
         "shape": ({"x": torch.zeros(2 + rank)}, {}, 2, LOCAL_DISK),
         "step": (tensors_of(2, rank), {}, 2 + rank, LOCAL_DISK),
@@ -71,7 +98,9 @@ def save_with_faults(root: str) -> list[str]:
     return messages
 
 
-def test_a_failed_save_fails_on_all_ranks_and_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failed_save_fails_on_all_ranks_and_leaves_nothing(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     first, second = ranks.run(2, save_with_faults, str(tmp_path))
     assert first == second
     reasons = [
@@ -87,7 +116,7 @@ def test_a_failed_save_fails_on_all_ranks_and_leaves_nothing(ranks: RankPool, tm
     assert len(first) == len(reasons)
     for message, reason in zip(first, reasons, strict=True):
         assert reason in message
-    found, refused = newest_whole(tmp_path)
+    found, refused = find_newest_whole(tmp_path)
     assert found is not None
     assert (found.step, refused) == (2, [])
 
@@ -119,7 +148,12 @@ def test_a_load_that_does_not_fit_is_refused_on_all_ranks(ranks: RankPool, tmp_p
     ranks.run(2, save_once, str(tmp_path), 1)
     first, second = ranks.run(2, load_with_faults, str(tmp_path))
     assert first == second
-    reasons = ["surplus stage1.w", "missing more", "shape (9,) in the checkpoint, (10,) here", "is F32 in the checkpoint, F64 here"]
+    reasons = [
+        "surplus stage1.w",
+        "missing more",
+        "shape (9,) in the checkpoint, (10,) here",
+        "is F32 in the checkpoint, F64 here",
+    ]
     assert len(first) == len(reasons)
     for message, reason in zip(first, reasons, strict=True):
         assert reason in message
@@ -127,7 +161,7 @@ def test_a_load_that_does_not_fit_is_refused_on_all_ranks(ranks: RankPool, tmp_p
 
 def fall_back(root: str) -> tuple[int, list[str], dict[str, int]]:
     rank = dist.get_rank()
-    found = newest_checkpoint(root)
+    found = find_newest_checkpoint(root)
     assert found is not None
     tensors = tensors_of(0, rank)
     values = load_checkpoint(found, tensors)
@@ -149,13 +183,20 @@ def test_all_ranks_fall_back_to_the_same_checkpoint(ranks: RankPool, tmp_path: P
 
 def die_in_a_save(root: str, dying: int) -> None:
     rank = dist.get_rank()
-    save_checkpoint(root, 2, tensors_of(2, rank), {}, disk=DeadlyDisk() if rank == dying else LOCAL_DISK)
+    save_checkpoint(
+        root, 2, tensors_of(2, rank), {}, disk=DeadlyDisk() if rank == dying else LOCAL_DISK
+    )
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint(ranks: RankPool, tmp_path: Path, dying: int) -> None:
+def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint(
+    ranks: RankPool, tmp_path: Path, dying: int
+) -> None:
     ranks.run(2, save_once, str(tmp_path), 1)
-    with RankPool() as mortal, pytest.raises(RankFailed, match=f"rank {dying} of 2 was killed by SIGKILL"):
+    with (
+        RankPool() as mortal,
+        pytest.raises(RankFailed, match=f"rank {dying} of 2 was killed by SIGKILL"),
+    ):
         mortal.run(2, die_in_a_save, str(tmp_path), dying)
     assert ranks.run(2, fall_back, str(tmp_path))[0][0] == 1
     ranks.run(2, save_once, str(tmp_path), 2)

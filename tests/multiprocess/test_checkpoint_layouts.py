@@ -1,4 +1,6 @@
-"""A checkpoint written under one layout opens under any other, bit-equal: all ordered pairs of layouts of one to four ranks."""
+"""A checkpoint written under one layout opens under any other, bit-equal: all ordered pairs of
+layouts of one to four ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardwright.checkpoint.load import load_checkpoint
 from shardwright.checkpoint.manifest import read_manifest
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.checkpoint.tensor_loading import load_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from tests.multiprocess.pool import RankPool
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -28,7 +30,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "empty": ((0, 4), torch.float32),
 }
 
-# ranks, mesh shape, placements per mesh axis; None is plain tensors. A placement on a dim that a tensor lacks is Replicate there.
+# ranks, mesh shape, placements per mesh axis; None is plain tensors. A placement on a dim that a
+# tensor lacks is Replicate there.
 LAYOUTS: dict[str, tuple[int, tuple[int, ...], tuple[Placement, ...] | None]] = {
     "one": (1, (), None),
     "plain2": (2, (), None),
@@ -52,21 +55,30 @@ def value_of(name: str) -> torch.Tensor:
 
 @cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """One mesh per shape and worker: the groups of a mesh hold threads and sockets until the process ends."""
+    """One mesh per shape and worker: the groups of a mesh hold threads and sockets until the
+    process ends.
+    """
     return init_device_mesh("cpu", shape)
 
 
 def laid_out(layout: str, *, blank: bool) -> dict[str, torch.Tensor]:
     """Every tensor under a layout, with its values or with zeros."""
     _, mesh_shape, placements = LAYOUTS[layout]
-    tensors = {name: torch.zeros_like(value_of(name)) if blank else value_of(name) for name in SHAPES}
+    tensors = {
+        name: torch.zeros_like(value_of(name)) if blank else value_of(name) for name in SHAPES
+    }
     if placements is None:
         return tensors
     mesh = mesh_of(mesh_shape)
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        fitted = [p if isinstance(p, Replicate) or p.dim < tensor.dim() else Replicate() for p in placements]
-        result[name] = distribute_tensor(tensor, mesh, fitted, src_data_rank=None)  # cut locally: uneven strided cuts work so
+        fitted = [
+            p if isinstance(p, Replicate) or p.dim < tensor.dim() else Replicate()
+            for p in placements
+        ]
+        result[name] = distribute_tensor(
+            tensor, mesh, fitted, src_data_rank=None
+        )  # cut locally: uneven strided cuts work so
     return result
 
 
@@ -77,7 +89,9 @@ def local_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_under(root: str, layout: str) -> None:
-    saved = save_checkpoint(root, 7, laid_out(layout, blank=False), {"layout": layout, "cursor": 2**60})
+    saved = save_checkpoint(
+        root, 7, laid_out(layout, blank=False), {"layout": layout, "cursor": 2**60}
+    )
     assert saved.path.is_dir()
 
 
@@ -101,20 +115,30 @@ def written(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.mark.parametrize("reading", LAYOUTS)
 @pytest.mark.parametrize("writing", LAYOUTS)
-def test_any_layout_opens_under_any_other(ranks: RankPool, written: dict[str, Path], writing: str, reading: str) -> None:
+def test_any_layout_opens_under_any_other(
+    ranks: RankPool, written: dict[str, Path], writing: str, reading: str
+) -> None:
     ranks.run(LAYOUTS[reading][0], load_under, str(written[writing]), reading, writing)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_copy_is_written_twice_and_every_rank_takes_its_share(written: dict[str, Path], layout: str) -> None:
+def test_no_copy_is_written_twice_and_every_rank_takes_its_share(
+    written: dict[str, Path], layout: str
+) -> None:
     folder = written[layout] / "step-00000007"
     manifest = read_manifest(folder)
     data_bytes = sum(value_of(name).numel() * value_of(name).element_size() for name in SHAPES)
-    header_bytes = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors"))
-    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) == data_bytes + header_bytes
+    header_bytes = sum(
+        8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors")
+    )
+    assert (
+        sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        == data_bytes + header_bytes
+    )
     num_ranks = LAYOUTS[layout][0]
     assert len(list(folder.glob("*.safetensors"))) == num_ranks
-    # 3,018 bytes in all; the largest tensor that a rank may have to write alone is a part of the embedding.
+    # 3,018 bytes in all; the largest tensor that a rank may have to write alone is a part of the
+    # embedding.
     sizes = {
         path.name: path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little")
         for path in folder.glob("*.safetensors")
@@ -126,7 +150,9 @@ def test_no_copy_is_written_twice_and_every_rank_takes_its_share(written: dict[s
 def save_a_pipeline(root: str) -> None:
     """Ranks that name different tensors, and one that both name."""
     rank = dist.get_rank()
-    save_checkpoint(root, 1, {f"stage{rank}": torch.full((4,), float(rank)), "shared": torch.arange(6)}, {})
+    save_checkpoint(
+        root, 1, {f"stage{rank}": torch.full((4,), float(rank)), "shared": torch.arange(6)}, {}
+    )
 
 
 def load_a_pipeline_swapped(root: str) -> None:
@@ -144,7 +170,7 @@ def test_ranks_may_name_different_tensors(ranks: RankPool, tmp_path: Path) -> No
 
 def check_boxes_against_torch() -> None:
     """Our arithmetic of cuts against what torch itself puts on a rank, element by element."""
-    from shardwright.checkpoint.pieces import held_tensor
+    from shardwright.checkpoint.local_tensors import describe_local_tensor
 
     mesh = mesh_of((2, 2))
     cases = [
@@ -160,11 +186,18 @@ def check_boxes_against_torch() -> None:
         for shape in ((8, 8), (7, 5), (3, 9), (1, 4), (13, 2)):
             whole = torch.arange(shape[0] * shape[1]).view(shape)
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            pieces = held_tensor("x", tensor).pieces
+            pieces = describe_local_tensor("x", tensor).slices
             assert sum(piece.box.num_elements for piece in pieces) == tensor.to_local().numel()
             for piece in pieces:
-                rows, columns = (slice(a, a + n) for a, n in zip(piece.box.offsets, piece.box.lengths, strict=True))
-                assert torch.equal(whole[rows, columns], piece.values), (placements, shape, piece.box)
+                rows, columns = (
+                    slice(a, a + n)
+                    for a, n in zip(piece.box.offsets, piece.box.lengths, strict=True)
+                )
+                assert torch.equal(whole[rows, columns], piece.values), (
+                    placements,
+                    shape,
+                    piece.box,
+                )
 
 
 def test_boxes_are_what_torch_holds(ranks: RankPool) -> None:

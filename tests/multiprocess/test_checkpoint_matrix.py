@@ -1,6 +1,8 @@
-"""A checkpoint of any layout opens under any other, bit by bit: what the descriptors say a rank holds, saved and loaded.
+"""A checkpoint of any layout opens under any other, bit by bit: what the descriptors say a rank
+holds, saved and loaded.
 
-The tensors are made up, so the layouts need not be able to train; who holds what of them is `placement.place`'s answer.
+The tensors are made up, so the layouts need not be able to train; who holds what of them is
+`placement.place`'s answer.
 """
 
 from __future__ import annotations
@@ -17,17 +19,18 @@ import torch
 import torch.distributed as dist
 
 from shardwright.architecture import ModelShape, read_config
-from shardwright.checkpoint.load import load_checkpoint
+from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.manifest import read_manifest
-from shardwright.checkpoint.pieces import Part
-from shardwright.checkpoint.save import save_checkpoint
-from shardwright.layout import Layout, RankGrid, held, local_shape
-from shardwright.placement import check, place, stages_of
+from shardwright.checkpoint.tensor_loading import load_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
+from shardwright.layout import Layout, RankGrid, compute_local_boxes, compute_local_shape
+from shardwright.placement import build_parameter_layouts, check_layout, partition_stages
 from tests.multiprocess.pool import RankPool
 
 SEQUENCE_LENGTH = 24
 DENSE: dict[str, Any] = {
-    # One projection for queries, keys and values, one for gate and up; tied, so that two stages hold the embedding.
+    # One projection for queries, keys and values, one for gate and up; tied, so that two stages
+    # hold the embedding.
     "model_type": "phi3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True,
     "pad_token_id": 0,
@@ -71,27 +74,35 @@ def shape_of(model: str) -> ModelShape:
 
 @cache
 def value_of(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The whole tensor of a name, the same on every rank: random bits where the dtype has no forbidden ones."""
+    """The whole tensor of a name, the same on every rank: random bits where the dtype has no
+    forbidden ones.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def parts_of(layout: Layout, *, blank: bool) -> dict[str, Part]:
-    """Weights and a moment of both models as this rank holds them, with their values or with zeros."""
+def parts_of(layout: Layout, *, blank: bool) -> dict[str, ParameterShard]:
+    """Weights and a moment of both models as this rank holds them, with their values or with
+    zeros.
+    """
     here = RankGrid(layout).coordinates(dist.get_rank() if layout.world_size > 1 else 0)
-    parts: dict[str, Part] = {}
+    parts: dict[str, ParameterShard] = {}
     for model in MODELS:
         shape = shape_of(model)
-        for name, described in place(shape, layout, stages_of(shape, layout, SEQUENCE_LENGTH)).items():
-            boxes = held(described, layout, here)
-            if here["pp"] not in described.stages:
+        for name, described in build_parameter_layouts(
+            shape, layout, partition_stages(shape, layout, SEQUENCE_LENGTH)
+        ).items():
+            boxes = compute_local_boxes(described, layout, here)
+            if here["pp"] not in described.pp_ranks:
                 continue
             for kind, dtype in (("weight", torch.bfloat16), ("exp_avg", torch.float32)):
                 key = f"{model}.{name}.{kind}"
-                local = torch.zeros(local_shape(described, layout, here), dtype=dtype)
+                local = torch.zeros(compute_local_shape(described, layout, here), dtype=dtype)
                 for box in boxes if not blank else ():
-                    narrow(local, box.local).copy_(narrow(value_of(key, described.shape, dtype), box.whole))
-                parts[key] = Part(local, described.shape, boxes)
+                    narrow(local, box.local_bounds).copy_(
+                        narrow(value_of(key, described.shape, dtype), box.global_bounds)
+                    )
+                parts[key] = ParameterShard(local, described.shape, boxes)
     return parts
 
 
@@ -112,20 +123,41 @@ def load_each(roots: dict[str, str], reading: str) -> None:
         parts = parts_of(LAYOUTS[reading], blank=True)
         assert load_checkpoint(Path(root) / "step-00000003", parts) == {"layout": writing}
         for key, part in parts.items():
-            assert part.local.view(torch.uint8).equal(wanted[key].local.view(torch.uint8)), f"{key}: {writing} under {reading}"
+            assert part.local.view(torch.uint8).equal(wanted[key].local.view(torch.uint8)), (
+                f"{key}: {writing} under {reading}"
+            )
 
 
-SHORT = ("one", "zero1-3", "hybrid-6", "cp-3", "tp-4", "tp-zero3-4", "pp-zbv-2", "pp-zero2-6", "ep-4", "pp-tp-ep-8")
+SHORT = (
+    "one",
+    "zero1-3",
+    "hybrid-6",
+    "cp-3",
+    "tp-4",
+    "tp-zero3-4",
+    "pp-zbv-2",
+    "pp-zero2-6",
+    "ep-4",
+    "pp-tp-ep-8",
+)
 """Ten of them, a hundred ordered pairs; all of them are part of the long suite."""
 
 
-def write_each(ranks: RankPool, names: Iterable[str], factory: pytest.TempPathFactory) -> dict[str, str]:
+def write_each(
+    ranks: RankPool, names: Iterable[str], factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """A root by layout."""
     roots = {}
     for name in names:
         layout = LAYOUTS[name]
-        for model in MODELS:  # a dense model's tensors lie well under ep, too, though nobody would train it so
-            check(shape_of(model), layout if model == "sparse" else replace(layout, ep=1), SEQUENCE_LENGTH)
+        for model in (
+            MODELS
+        ):  # a dense model's tensors lie well under ep, too, though nobody would train it so
+            check_layout(
+                shape_of(model),
+                layout if model == "sparse" else replace(layout, ep=1),
+                SEQUENCE_LENGTH,
+            )
         roots[name] = str(factory.mktemp(name))
         ranks.run(layout.world_size, save_under, roots[name], name)
     return roots
@@ -142,7 +174,9 @@ def written_by_all(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("reading", SHORT)
-def test_every_layouts_checkpoint_opens_under(ranks: RankPool, written: dict[str, str], reading: str) -> None:
+def test_every_layouts_checkpoint_opens_under(
+    ranks: RankPool, written: dict[str, str], reading: str
+) -> None:
     ranks.run(LAYOUTS[reading].world_size, load_each, written, reading)
 
 
@@ -156,7 +190,10 @@ def test_each_element_is_written_once(written: dict[str, str]) -> None:
     sizes = set()
     for root in written.values():
         folder = Path(root) / "step-00000003"
-        headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors"))
+        headers = sum(
+            8 + int.from_bytes(path.read_bytes()[:8], "little")
+            for path in folder.glob("*.safetensors")
+        )
         sizes.add(sum(path.stat().st_size for path in folder.glob("*.safetensors")) - headers)
         assert sum(entry.num_bytes for entry in read_manifest(folder).tensors.values()) in sizes
     assert len(sizes) == 1

@@ -1,4 +1,6 @@
-"""A run that changes its layout at every checkpoint goes on as if it had not: the same losses, each sample once, in order."""
+"""A run that changes its layout at every checkpoint goes on as if it had not: the same losses, each
+sample once, in order.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from shardwright.checkpoint.load import newest_checkpoint, read_tensor, read_values
+from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, read_tensor, read_values
 from shardwright.config import load_recipe
 from shardwright.errors import Preempted
-from shardwright.telemetry.events import Resumed, read_events, surviving_steps
-from shardwright.train.ranks import RankEnvironment
-from shardwright.train.signals import StopRequest
-from shardwright.train.start import train_rank
+from shardwright.launch.rank_environment import RankEnvironment
+from shardwright.launch.stop_signals import StopRequest
+from shardwright.telemetry.event_log import ResumeEvent, read_events, select_surviving_steps
+from shardwright.train.run import train_rank
 from tests.multiprocess.pool import RankPool
 
 CHAIN = [
@@ -35,7 +37,8 @@ CHAIN = [
     (2, "dp_replicate=2"),
 ]
 """Ranks and layout, two steps each: every one resumes what another one saved."""
-STEPS, BATCH = 2 * len(CHAIN), 8
+STEPS = 2 * len(CHAIN)
+BATCH = 8
 
 
 class StopAfter(StopRequest):
@@ -48,15 +51,22 @@ class StopAfter(StopRequest):
     def __bool__(self) -> bool:
         self.left -= 1
         if self.left <= 0:
-            self.note(signal.SIGTERM)
+            self.record(signal.SIGTERM)
         return super().__bool__()
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    (folder / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20)))
-    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    (folder / "corpus.txt").write_text(
+        "".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20))
+    )
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 32,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     told: dict[str, Any] = {
@@ -79,8 +89,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train_some(recipe: str, folder: str, layout: str, steps: int, resume: bool, *changes: str) -> None:
-    """Some steps of the run on these ranks, whose process group stays; `changes` as `--set` has them."""
+def train_some(
+    recipe: str, folder: str, layout: str, steps: int, resume: bool, *changes: str
+) -> None:
+    """Some steps of the run on these ranks, whose process group stays; `changes` as `--set` has
+    them.
+    """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with mock.patch.object(dist, "destroy_process_group"), suppress(Preempted):
         train_rank(
@@ -91,13 +105,18 @@ def train_some(recipe: str, folder: str, layout: str, steps: int, resume: bool, 
         )
 
 
-def test_every_step_under_another_layout_is_the_step_of_the_whole_run(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
-    ranks.run(1, train_some, str(recipe), str(tmp_path / "whole"), "dp_replicate=1", STEPS + 1, False)
+def test_every_step_under_another_layout_is_the_step_of_the_whole_run(
+    ranks: RankPool, recipe: Path, tmp_path: Path
+) -> None:
+    ranks.run(
+        1, train_some, str(recipe), str(tmp_path / "whole"), "dp_replicate=1", STEPS + 1, False
+    )
     for number, (num_ranks, layout) in enumerate(CHAIN):
         ranks.run(num_ranks, train_some, str(recipe), str(tmp_path / "run"), layout, 2, number > 0)
     events = read_events(tmp_path / "run")
-    assert [event.step for event in events.of(Resumed)] == list(range(2, STEPS, 2))
-    ours, whole = surviving_steps(events), surviving_steps(read_events(tmp_path / "whole"))
+    assert [event.step for event in events.filter_by_type(ResumeEvent)] == list(range(2, STEPS, 2))
+    ours = select_surviving_steps(events)
+    whole = select_surviving_steps(read_events(tmp_path / "whole"))
     assert [step.samples_seen for step in ours] == [BATCH * step for step in range(1, STEPS + 1)]
     for step, other in zip(ours, whole, strict=True):
         assert step.loss == pytest.approx(other.loss, rel=2e-5), step.step
@@ -120,13 +139,35 @@ BALANCED = "model.config=" + json.dumps(
 def test_what_moves_beside_the_weights_goes_on_under_another_layout(
     ranks: RankPool, recipe: Path, tmp_path: Path, change: str
 ) -> None:
-    """fp16's loss scale and what it has counted, and the biases that balance routers: those of the run that stayed."""
+    """fp16's loss scale and what it has counted, and the biases that balance routers: those of the
+    run that stayed.
+    """
     chain = [(2, "dp_shard=2,ep=2,zero_stage=1"), (2, "tp=2"), (1, "dp_replicate=1")]
     changes = [change, f"training.max_steps={2 * len(chain)}"]
-    ranks.run(1, train_some, str(recipe), str(tmp_path / "whole"), "dp_replicate=1", STEPS, False, *changes)
+    ranks.run(
+        1,
+        train_some,
+        str(recipe),
+        str(tmp_path / "whole"),
+        "dp_replicate=1",
+        STEPS,
+        False,
+        *changes,
+    )
     for number, (num_ranks, layout) in enumerate(chain):
-        ranks.run(num_ranks, train_some, str(recipe), str(tmp_path / "run"), layout, 2, number > 0, *changes)
-    ours, whole = (newest_checkpoint(tmp_path / run / "checkpoints") for run in ("run", "whole"))
+        ranks.run(
+            num_ranks,
+            train_some,
+            str(recipe),
+            str(tmp_path / "run"),
+            layout,
+            2,
+            number > 0,
+            *changes,
+        )
+    ours, whole = (
+        find_newest_checkpoint(tmp_path / run / "checkpoints") for run in ("run", "whole")
+    )
     assert ours is not None
     assert whole is not None
     assert ours.step == whole.step == 2 * len(chain)

@@ -1,4 +1,6 @@
-"""Context parallelism through the whole engine: methods, ZeRO stages and kinds of attention against one process."""
+"""Context parallelism through the whole engine: methods, ZeRO stages and kinds of attention against
+one process.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.config.training import PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.errors import LayoutError, RankFailed
 from shardwright.layout import Layout
 from shardwright.model import KeyValueCache
 from shardwright.train.step import accumulate_gradients
-from shardwright.verify.cases import Case
-from shardwright.verify.matrix import verify
+from shardwright.verify.cases import VerificationCase
+from shardwright.verify.verification import verify
 from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import SEED, TOKENS, build, distance, micro_batches
 
 METHODS = ("ring", "all_gather", "ulysses")
-PLAIN = Case(accumulation=1, documents=False)
-DOCUMENTS = Case(accumulation=2)
-DROPPING = Case(accumulation=1, recompute="full", dropout=True)
-SELECTIVE = Case(accumulation=2, recompute="selective", tied=True)
+PLAIN = VerificationCase(accumulation=1, documents=False)
+DOCUMENTS = VerificationCase(accumulation=2)
+DROPPING = VerificationCase(accumulation=1, recompute="full", dropout=True)
+SELECTIVE = VerificationCase(accumulation=2, recompute="selective", tied=True)
 
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 7}
 GEMMA2 = {
@@ -41,12 +43,24 @@ GEMMA2 = {
 LONGROPE = {
     **LLAMA,
     "model_type": "phi3",
-    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 2.0, 3.0]},
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [1.5, 2.0, 3.0],
+    },
     "original_max_position_embeddings": 8,
     "pad_token_id": 0,
 }
 EVEN = {**LLAMA, "intermediate_size": 28}
-MODELS = {"llama": LLAMA, "even": EVEN, "gpt2": GPT2, "qwen3": QWEN3, "mistral": MISTRAL, "gemma2": GEMMA2, "longrope": LONGROPE}
+MODELS = {
+    "llama": LLAMA,
+    "even": EVEN,
+    "gpt2": GPT2,
+    "qwen3": QWEN3,
+    "mistral": MISTRAL,
+    "gemma2": GEMMA2,
+    "longrope": LONGROPE,
+}
 
 
 class Cell(NamedTuple):
@@ -54,13 +68,13 @@ class Cell(NamedTuple):
 
     model: str
     layout: Layout
-    case: Case
+    case: VerificationCase
 
     def __str__(self) -> str:
         return f"{self.model}-{self.layout}-{self.case}"
 
 
-def cell(model: str, method: Any, case: Case, **degrees: Any) -> Cell:
+def cell(model: str, method: Any, case: VerificationCase, **degrees: Any) -> Cell:
     return Cell(model, Layout(**{"cp": 2, "cp_method": method, **degrees}), case)
 
 
@@ -85,21 +99,61 @@ SOME = [
     cell("even", "all_gather", DOCUMENTS, pp=2),
 ]
 LONG = [
-    *(cell(model, method, case, zero_stage=2) for model in MODELS for method in METHODS for case in (PLAIN, SELECTIVE, DROPPING)),
-    *(cell("llama", method, case, zero_stage=stage) for method in METHODS for case in (DOCUMENTS, DROPPING) for stage in range(4)),
-    *(cell("llama", method, DOCUMENTS, dp_replicate=2, zero_stage=stage) for method in METHODS for stage in (0, 1, 3)),
-    *(cell("llama", method, DOCUMENTS, dp_shard=2, zero_stage=stage) for method in METHODS for stage in (1, 2, 3)),
-    *(cell("llama", method, DOCUMENTS, cp=4, zero_stage=stage) for method in METHODS for stage in (0, 3)),
-    *(cell("even", method, case, tp=2, zero_stage=3) for method in METHODS for case in (DOCUMENTS, DROPPING)),
+    *(
+        cell(model, method, case, zero_stage=2)
+        for model in MODELS
+        for method in METHODS
+        for case in (PLAIN, SELECTIVE, DROPPING)
+    ),
+    *(
+        cell("llama", method, case, zero_stage=stage)
+        for method in METHODS
+        for case in (DOCUMENTS, DROPPING)
+        for stage in range(4)
+    ),
+    *(
+        cell("llama", method, DOCUMENTS, dp_replicate=2, zero_stage=stage)
+        for method in METHODS
+        for stage in (0, 1, 3)
+    ),
+    *(
+        cell("llama", method, DOCUMENTS, dp_shard=2, zero_stage=stage)
+        for method in METHODS
+        for stage in (1, 2, 3)
+    ),
+    *(
+        cell("llama", method, DOCUMENTS, cp=4, zero_stage=stage)
+        for method in METHODS
+        for stage in (0, 3)
+    ),
+    *(
+        cell("even", method, case, tp=2, zero_stage=3)
+        for method in METHODS
+        for case in (DOCUMENTS, DROPPING)
+    ),
     *(cell("even", method, DOCUMENTS, pp=2) for method in METHODS),
 ]
 
 
-@pytest.mark.parametrize("cell", [*SOME, *(pytest.param(cell, marks=pytest.mark.long) for cell in LONG)], ids=str)
+@pytest.mark.parametrize(
+    "cell", [*SOME, *(pytest.param(cell, marks=pytest.mark.long) for cell in LONG)], ids=str
+)
 def test_gradients_are_those_of_one_process(ranks: RankPool, cell: Cell) -> None:
     recipe = recipe_of(MODELS[cell.model])
-    report = verify(recipe, shape_of(recipe), [cell.layout], [cell.case], ["float64"], sequence_length=24, pool=ranks)
-    failed = [(result.failure, [f for f in result.findings if not f.passed]) for result in report.cells if not result.passed]
+    report = verify(
+        recipe,
+        read_recipe_shape(recipe),
+        [cell.layout],
+        [cell.case],
+        ["float64"],
+        sequence_length=24,
+        pool=ranks,
+    )
+    failed = [
+        (result.failure, [f for f in result.findings if not f.passed])
+        for result in report.cells
+        if not result.passed
+    ]
     assert not failed
 
 
@@ -108,7 +162,15 @@ def test_float32_and_attention_spelled_out(ranks: RankPool, method: Any) -> None
     for kind in ("auto", "explicit"):
         recipe = recipe_of(LLAMA, model={"attention": kind})
         layout = Layout(cp=2, cp_method=method)
-        report = verify(recipe, shape_of(recipe), [layout], [DOCUMENTS], ["float32"], sequence_length=24, pool=ranks)
+        report = verify(
+            recipe,
+            read_recipe_shape(recipe),
+            [layout],
+            [DOCUMENTS],
+            ["float32"],
+            sequence_length=24,
+            pool=ranks,
+        )
         assert report.passed
 
 
@@ -119,16 +181,25 @@ def loss_of_supervised_places(layout: Layout, places: slice) -> tuple[float, flo
     labels_BT[:, places] = 7
     ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS) % LLAMA["vocab_size"]
     batch = MicroBatch(
-        ids_BT, labels_BT, torch.arange(TOKENS).expand(2, TOKENS), None, torch.arange(2), int((labels_BT >= 0).sum())
+        ids_BT,
+        labels_BT,
+        torch.arange(TOKENS).expand(2, TOKENS),
+        None,
+        torch.arange(2),
+        int((labels_BT >= 0).sum()),
     )
     loss = accumulate_gradients(model, [batch], seed=SEED, step=0)
-    gradients = [model.full_gradient(name) for name, _ in model.named_parameters()]
-    return loss.mean(), float(torch.stack([g.double().norm() for g in gradients if g is not None]).norm())
+    gradients = [model.gather_gradient(name) for name, _ in model.named_parameters()]
+    return loss.mean(), float(
+        torch.stack([g.double().norm() for g in gradients if g is not None]).norm()
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rank_without_a_supervised_token(ranks: RankPool, method: Any) -> None:
-    """The first chunk is rank 0's under every method; of two ranks the other has nothing to learn from."""
+    """The first chunk is rank 0's under every method; of two ranks the other has nothing to learn
+    from.
+    """
     (expected,) = ranks.run(1, loss_of_supervised_places, Layout(), slice(0, 3))
     for got in ranks.run(2, loss_of_supervised_places, Layout(cp=2, cp_method=method), slice(0, 3)):
         assert got == pytest.approx(expected, rel=1e-12)
@@ -139,7 +210,7 @@ def evaluated(layout: Layout) -> float:
     model = build(layout, PrecisionSection(kind="fp64"))
     model.decoder.eval()
     ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS)
-    with model.evaluating() as module:
+    with model.evaluate_mode() as module:
         return float(model.sum_over_data(module(ids_BT, labels_BT=ids_BT).double()))
 
 
@@ -147,7 +218,7 @@ def gradients_in(layout: Layout, kind: Any) -> dict[str, Tensor]:
     """Every gradient of a step on two rows that all ranks share."""
     model = build(layout, PrecisionSection(kind=kind))
     accumulate_gradients(model, micro_batches(0), seed=SEED, step=0)
-    found = {name: model.full_gradient(name) for name, _ in model.named_parameters()}
+    found = {name: model.gather_gradient(name) for name, _ in model.named_parameters()}
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
@@ -162,7 +233,9 @@ def test_bf16_rounds_no_more_than_one_process_does(ranks: RankPool, method: Any)
 @pytest.mark.parametrize("method", METHODS)
 def test_evaluation(ranks: RankPool, method: Any) -> None:
     (expected,) = ranks.run(1, evaluated, Layout())
-    assert ranks.run(2, evaluated, Layout(cp=2, cp_method=method, zero_stage=3)) == pytest.approx([expected] * 2, rel=1e-12)
+    assert ranks.run(2, evaluated, Layout(cp=2, cp_method=method, zero_stage=3)) == pytest.approx(
+        [expected] * 2, rel=1e-12
+    )
 
 
 def generate_on_ranks() -> None:
@@ -172,17 +245,27 @@ def generate_on_ranks() -> None:
 
 
 def test_caches_are_refused() -> None:
-    with RankPool() as pool, pytest.raises(RankFailed, match="generation does not support context parallelism") as caught:
+    with (
+        RankPool() as pool,
+        pytest.raises(
+            RankFailed, match="generation does not support context parallelism"
+        ) as caught,
+    ):
         pool.run(2, generate_on_ranks)
     assert isinstance(caught.value.__cause__, LayoutError)
 
 
 def rows_of_odd_length(layout: Layout) -> None:
-    build(layout, PrecisionSection(kind="fp32")).module(torch.arange(7)[None], labels_BT=torch.arange(7)[None])
+    build(layout, PrecisionSection(kind="fp32")).module(
+        torch.arange(7)[None], labels_BT=torch.arange(7)[None]
+    )
 
 
 def test_a_row_that_does_not_come_apart_is_refused_whatever_the_recipe_said() -> None:
-    with RankPool() as pool, pytest.raises(RankFailed, match=r"7 tokens do not divide by 2 x cp = 4.* 4 or 8"):
+    with (
+        RankPool() as pool,
+        pytest.raises(RankFailed, match=r"7 tokens do not divide by 2 x cp = 4.* 4 or 8"),
+    ):
         pool.run(2, rows_of_odd_length, Layout(cp=2, cp_method="ring"))
 
 
@@ -194,7 +277,7 @@ def compiled_gradients(layout: Layout) -> float:
     loss = model.module(ids_BT, labels_BT=ids_BT)
     loss.backward()
     model.finish_gradients()
-    gradients = [model.full_gradient(name) for name, _ in model.named_parameters()]
+    gradients = [model.gather_gradient(name) for name, _ in model.named_parameters()]
     dist.barrier() if dist.is_initialized() else None
     return float(torch.stack([g.double().norm() for g in gradients if g is not None]).norm())
 

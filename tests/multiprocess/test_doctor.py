@@ -1,4 +1,6 @@
-"""The examination on real ranks, with faults planted in one of them: each is found and named, by its rank."""
+"""The examination on real ranks, with faults planted in one of them: each is found and named, by
+its rank.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.doctor.diagnosis import Diagnosis, examine_rank
+from shardwright.doctor.examination import ExaminationRequest
+from shardwright.doctor.link_bandwidth import time_links
+from shardwright.doctor.probe_budget import TimeBudget
+from shardwright.doctor.storage import OutputFolder
 from shardwright.errors import ExitCode
 from shardwright.hardware import load_profile
+from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
-from shardwright.probe.budget import Budget
-from shardwright.probe.doctor import Diagnosis, examine_rank
-from shardwright.probe.examination import Order
-from shardwright.probe.links import time_links
-from shardwright.probe.storage import Folder
-from shardwright.train.ranks import RankEnvironment
 from tests.multiprocess.pool import RankPool
 
-SLOW, NARROW, LATE = 1, 0, 2
+SLOW = 1
+NARROW = 0
+LATE = 2
 """Ranks with a fault: slow products, sums in a narrower dtype, late sends."""
 
 TIMES_SLOWER = (6, 36, 216)
-"""A machine that does much else slows down the others, too: what is planted grows until it stands out."""
+"""A machine that does much else slows down the others, too: what is planted grows until it stands
+out.
+"""
 
-_mm, _all_reduce, _send, _broadcast = torch.mm, dist.all_reduce, dist.send, dist.broadcast
+_mm = torch.mm
+_all_reduce = dist.all_reduce
+_send = dist.send
+_broadcast = dist.broadcast
 
 
 def slow_products(times_slower: int, *tensors: Any, **options: Any) -> Any:
@@ -84,18 +93,30 @@ def faults_of(kind: str, times_slower: int) -> dict[int, tuple[Any, str, Any]]:
     }
 
 
-def examine_with_faults(port: int, folder: str, kind: str, times_slower: int = 0) -> Diagnosis | None:
+def examine_with_faults(
+    port: int, folder: str, kind: str, times_slower: int = 0
+) -> Diagnosis | None:
     """One rank of an examination that meets at the port of the test's own store."""
     rank = dist.get_rank()
-    meeting_place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    order = Order(Layout(dp_shard=dist.get_world_size(), zero_stage=3), (Folder("runs", folder, True),), device="cpu")
+    meeting_place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    order = ExaminationRequest(
+        Layout(dp_shard=dist.get_world_size(), zero_stage=3),
+        (OutputFolder("runs", folder, True),),
+        device="cpu",
+    )
     owner, name, fault = faults_of(kind, times_slower).get(rank, (torch, "mm", _mm))
     with (
         patch.dict(os.environ, meeting_place),
         patch.object(owner, name, fault),
         patch.object(dist, "broadcast", slow_broadcast),
     ):
-        return examine_rank(order, RankEnvironment(rank, dist.get_world_size(), rank), lambda diagnosis: None)
+        return examine_rank(
+            order, RankEnvironment(rank, dist.get_world_size(), rank), lambda diagnosis: None
+        )
 
 
 def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> None:
@@ -108,14 +129,25 @@ def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> 
     failed: set[str] = set()
     for times_slower in TIMES_SLOWER:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        diagnosis, *others = ranks.run(3, examine_with_faults, store.port, str(tmp_path), "planted", times_slower)
+        diagnosis, *others = ranks.run(
+            3, examine_with_faults, store.port, str(tmp_path), "planted", times_slower
+        )
         assert others == [None, None]
-        failed = {f"{finding.section}: {finding.name}" for finding in diagnosis.findings if finding.verdict == "fail"}
+        failed = {
+            f"{finding.section}: {finding.name}"
+            for finding in diagnosis.findings
+            if finding.verdict == "fail"
+        }
         if planted <= failed:
             break
     assert planted <= failed
     of_ranks = [
-        [(rate["precision"], rate["m"]) for rate in diagnosis.rates["products"] if rate["rank"] == rank] for rank in range(3)
+        [
+            (rate["precision"], rate["m"])
+            for rate in diagnosis.rates["products"]
+            if rate["rank"] == rank
+        ]
+        for rank in range(3)
     ]
     assert of_ranks[0] == of_ranks[1] == of_ranks[2]  # the slow one decides how large products grow
     (slow,) = [one for one in diagnosis.findings if one.name == "messages"]
@@ -128,22 +160,32 @@ def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_breaks_off_is_named_and_nobody_waits_for_it(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_rank_that_breaks_off_is_named_and_nobody_waits_for_it(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     diagnosis, _ = ranks.run(2, examine_with_faults, store.port, str(tmp_path), "lost")
-    (finding,) = [one for one in diagnosis.findings if one.section == "peers" and one.verdict == "fail"]
+    (finding,) = [
+        one for one in diagnosis.findings if one.section == "peers" and one.verdict == "fail"
+    ]
     assert finding.name == "products"
     assert finding.value == "rank 1: CUDA error: unspecified launch failure"
-    assert any(one.name == "products, fp32" for one in diagnosis.findings)  # what rank 0 measured meanwhile
+    assert any(
+        one.name == "products, fp32" for one in diagnosis.findings
+    )  # what rank 0 measured meanwhile
 
 
 def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardwright", "doctor", *words]
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=variables, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=variables, check=False
+    )
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names x86-64 instruction sets")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="names x86-64 instruction sets"
+)
 def test_a_cpu_without_bf16_units_is_told_to_use_fp32() -> None:
     only_avx2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     done = run_doctor("--nproc", "1", "--device", "cpu", "--json", **only_avx2)
@@ -152,14 +194,16 @@ def test_a_cpu_without_bf16_units_is_told_to_use_fp32() -> None:
     assert finding["verdict"] == "warn"
     times = finding["numbers"]["times_slower_than_fp32"]["0"]
     assert times > 1.5
-    assert re.match(r"bf16 is emulated here, [\d.]+ times slower than fp32: use fp32", finding["value"])
+    assert re.match(
+        r"bf16 is emulated here, [\d.]+ times slower than fp32: use fp32", finding["value"]
+    )
     assert "precision: fp32" in finding["remedy"]
     assert "bf16 is emulated here" in " ".join(done.stderr.split())  # the table, for people
 
 
 def take_links(seconds: float) -> list[tuple[int, int] | None]:
     """Directions of links, as one rank of an examination measures them."""
-    links = time_links(torch.device("cpu"), 2**16, Budget(seconds))
+    links = time_links(torch.device("cpu"), 2**16, TimeBudget(seconds))
     return [None if one is None else (one.sender, one.receiver) for one in links]
 
 
@@ -172,26 +216,55 @@ def test_links_end_when_their_time_is_spent(ranks: RankPool) -> None:
 def test_two_ranks_are_examined_by_command_and_calibrated(tmp_path: Path) -> None:
     profile = tmp_path / "profiles" / "here.json"
     page = tmp_path / "doctor.html"
-    words = ["--nproc", "2", "--layout", "tp=2", "--device", "cpu", "--json", "--calibrate", str(profile), "--html", str(page)]
+    words = [
+        "--nproc",
+        "2",
+        "--layout",
+        "tp=2",
+        "--device",
+        "cpu",
+        "--json",
+        "--calibrate",
+        str(profile),
+        "--html",
+        str(page),
+    ]
     words += ["--budget", "60"]
     done = run_doctor(*words)
     told = json.loads(done.stdout)
     assert told["schema_version"] == 1
-    assert done.returncode == (ExitCode.CHECK_FAILED if told["verdict"] == "fail" else ExitCode.DONE), done.stderr
+    assert done.returncode == (
+        ExitCode.CHECK_FAILED if told["verdict"] == "fail" else ExitCode.DONE
+    ), done.stderr
     assert (told["world_size"], told["layout"]) == (2, "tp=2,zero_stage=0")
     sections = {finding["section"] for finding in told["findings"]}
     usual = {"software", "host", "rates", "storage", "peers", "correctness", "collectives", "links"}
     assert sections - {"calibration"} == usual
-    bounded = {finding["name"] for finding in told["findings"] if finding["section"] == "calibration"}
-    kinds = {finding["numbers"]["kind"] for finding in told["findings"] if "kind" in finding["numbers"]}
-    assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
+    bounded = {
+        finding["name"] for finding in told["findings"] if finding["section"] == "calibration"
+    }
+    kinds = {
+        finding["numbers"]["kind"] for finding in told["findings"] if "kind" in finding["numbers"]
+    }
+    assert kinds == {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "send",
+    }
     measured = load_profile(profile)
     assert {rate.num_ranks for rate in measured.collectives} == {2}
     assert {rate.precision for rate in measured.matmuls} == {"fp32", "bf16"}
     rows = {rate.row_tokens for rate in measured.attention}
     assert rows == {128, 512, 2048} or (rows < {128, 512, 2048} and "attention" in bounded)
     of_ranks = [
-        [(rate["precision"], rate["m"], rate["n"], rate["k"]) for rate in told["rates"]["products"] if rate["rank"] == rank]
+        [
+            (rate["precision"], rate["m"], rate["n"], rate["k"])
+            for rate in told["rates"]["products"]
+            if rate["rank"] == rank
+        ]
         for rank in range(2)
     ]
     assert of_ranks[0] == of_ranks[1]
@@ -203,21 +276,41 @@ def test_under_a_launcher_the_rank_that_is_missing_ends_the_examination() -> Non
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    launcher = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launcher = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     done = run_doctor("--device", "cpu", "--timeout", "3", **launcher)
     assert done.returncode == ExitCode.CHECK_FAILED
     assert f"rank 1 of 2 did not reach 127.0.0.1:{port}" in " ".join(done.stdout.split())
-    done = run_doctor("--device", "cpu", "--timeout", "3", **launcher | {"RANK": "1", "LOCAL_RANK": "1"})
+    done = run_doctor(
+        "--device", "cpu", "--timeout", "3", **launcher | {"RANK": "1", "LOCAL_RANK": "1"}
+    )
     assert done.returncode == ExitCode.CHECK_FAILED
     assert f"127.0.0.1:{port} was not reached" in done.stderr
 
 
 @pytest.mark.long
 def test_torchrun_examines_its_ranks_once() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command += ["-m", "shardwright", "doctor", "--device", "cpu", "--json"]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=variables, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=variables, check=False
+    )
     told = json.loads(done.stdout)  # one object: rank 0 speaks alone
     assert told["world_size"] == 2
-    assert any(finding["name"] == "rendezvous" and finding["verdict"] == "pass" for finding in told["findings"])
+    assert any(
+        finding["name"] == "rendezvous" and finding["verdict"] == "pass"
+        for finding in told["findings"]
+    )

@@ -1,4 +1,6 @@
-"""Sparse models: gradients of one process with experts on every rank, and with experts spread over ranks."""
+"""Sparse models: gradients of one process with experts on every rank, and with experts spread over
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardwright.architecture import read_config, shape_of
+from shardwright.architecture import read_config, read_recipe_shape
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
-from shardwright.parallel import apply_layout, build_mesh, expert, shard
+from shardwright.parallel import apply_layout, build_mesh, expert_parallel, fsdp
 from shardwright.plan import BatchPlan, Plan
-from shardwright.verify.cases import DTYPES, Case
-from shardwright.verify.cell import Mutation
-from shardwright.verify.matrix import Report, verify
+from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
+from shardwright.verify.cell import MutationContext
+from shardwright.verify.verification import VerificationReport, verify
 from tests.multiprocess.models import recipe_of
 from tests.multiprocess.pool import RankPool
 
@@ -34,7 +36,12 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-MIXTRAL: dict[str, Any] = {"model_type": "mixtral", **_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    **_SIZES,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss",
     **_SIZES,
@@ -62,23 +69,47 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 6,
     "num_nextn_predict_layers": 0,
 }
-PLAIN = Case(1, "none", documents=False)
-LOSSES = Case(2, "full", router_losses=True)
-CAPACITY = Case(2, "selective", router_losses=True, capacity_factor=0.8)
-IDLE = Case(1, "full", router_losses=True, idle_experts=True)
+PLAIN = VerificationCase(1, "none", documents=False)
+LOSSES = VerificationCase(2, "full", router_losses=True)
+CAPACITY = VerificationCase(2, "selective", router_losses=True, capacity_factor=0.8)
+IDLE = VerificationCase(1, "full", router_losses=True, idle_experts=True)
 
 
-def run(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, changed: Mutation | None = None) -> Report:
-    """float32 runs grouped products, float64 the loop over experts: both for mixtral, one of them for the others."""
+def run(
+    ranks: RankPool,
+    config: dict[str, Any],
+    layout: Layout,
+    case: VerificationCase,
+    changed: MutationContext | None = None,
+) -> VerificationReport:
+    """float32 runs grouped products, float64 the loop over experts: both for mixtral, one of them
+    for the others.
+    """
     recipe = recipe_of(config)
-    dtypes = {"mixtral": DTYPES, "gpt_oss": DTYPES[:1], "deepseek_v3": DTYPES[1:]}[config["model_type"]]
-    return verify(recipe, shape_of(recipe), [layout], [case], dtypes, sequence_length=12, pool=ranks, mutation=changed)
+    dtypes = {
+        "mixtral": VERIFICATION_DTYPES,
+        "gpt_oss": VERIFICATION_DTYPES[:1],
+        "deepseek_v3": VERIFICATION_DTYPES[1:],
+    }[config["model_type"]]
+    return verify(
+        recipe,
+        read_recipe_shape(recipe),
+        [layout],
+        [case],
+        dtypes,
+        sequence_length=12,
+        pool=ranks,
+        mutation=changed,
+    )
 
 
-def failures(report: Report) -> list[Any]:
-    return [(cell.failure, finding) for cell in report.cells for finding in cell.findings if not finding.passed] + [
-        cell.failure for cell in report.cells if cell.failure
-    ]
+def failures(report: VerificationReport) -> list[Any]:
+    return [
+        (cell.failure, finding)
+        for cell in report.cells
+        for finding in cell.findings
+        if not finding.passed
+    ] + [cell.failure for cell in report.cells if cell.failure]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +124,9 @@ def failures(report: Report) -> list[Any]:
     ],
     ids=str,
 )
-def test_experts_on_every_rank(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+def test_experts_on_every_rank(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
+) -> None:
     report = run(ranks, config, layout, case)
     assert report.passed, failures(report)
 
@@ -112,7 +145,9 @@ def test_experts_on_every_rank(ranks: RankPool, config: dict[str, Any], layout: 
     ],
     ids=str,
 )
-def test_experts_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+def test_experts_over_ranks(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
+) -> None:
     report = run(ranks, config, layout, case)
     assert report.passed, failures(report)
 
@@ -120,16 +155,21 @@ def test_experts_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Lay
 @contextmanager
 def one_mesh_per_module() -> Iterator[None]:
     """FSDP2 as it was before torch 2.13: experts are wrapped by themselves."""
-    with patch.object(shard, "_place_experts", lambda *_: None):
+    with patch.object(fsdp, "_build_expert_placement", lambda *_: None):
         yield
 
 
 @pytest.mark.parametrize(
     ("layout", "case"),
-    [(Layout(dp_shard=2, ep=2, zero_stage=1), PLAIN), (Layout(dp_shard=4, ep=2, zero_stage=3), LOSSES)],
+    [
+        (Layout(dp_shard=2, ep=2, zero_stage=1), PLAIN),
+        (Layout(dp_shard=4, ep=2, zero_stage=3), LOSSES),
+    ],
     ids=str,
 )
-def test_experts_wrapped_by_themselves(ranks: RankPool, layout: Layout, case: Case) -> None:
+def test_experts_wrapped_by_themselves(
+    ranks: RankPool, layout: Layout, case: VerificationCase
+) -> None:
     report = run(ranks, GPT_OSS, layout, case, one_mesh_per_module)
     assert report.passed, failures(report)
 
@@ -144,28 +184,35 @@ def test_experts_wrapped_by_themselves(ranks: RankPool, layout: Layout, case: Ca
     ],
     ids=str,
 )
-def test_experts_with_rows_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+def test_experts_with_rows_over_ranks(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
+) -> None:
     report = run(ranks, config, layout, case)
     assert report.passed, failures(report)
 
 
 def note_the_order(zero_stage: Any) -> list[str]:
-    """Exchanges issued and waited for, and shared experts, forward and backward, in one sparse layer."""
+    """Exchanges issued and waited for, and shared experts, forward and backward, in one sparse
+    layer.
+    """
     noted: list[str] = []
     shape = read_config(DEEPSEEK)
     layout = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
     with torch.device("meta"):
         decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     plan = Plan(layout, BatchPlan(12, 2, 1, 2), PrecisionSection(kind="fp32"))
     model = apply_layout(
         decoder,
         plan,
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initialise(specs[name], 0, dtype=torch.float32, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 0, dtype=torch.float32, narrow=narrow
+        ),
     )
-    issue, wait = expert.issue, expert.wait
+    issue = expert_parallel.start_all_to_all
+    wait = expert_parallel.wait_all_to_all
 
     def noted_issue(*arguments: Any) -> Any:
         noted.append("issue")
@@ -179,7 +226,10 @@ def note_the_order(zero_stage: Any) -> list[str]:
     shared.register_forward_hook(lambda *_arguments: noted.append("shared"))
     shared.register_full_backward_hook(lambda *_arguments: noted.append("shared"))
     ids_BT = torch.arange(24).view(2, 12)
-    with patch.object(expert, "issue", noted_issue), patch.object(expert, "wait", noted_wait):
+    with (
+        patch.object(expert_parallel, "start_all_to_all", noted_issue),
+        patch.object(expert_parallel, "wait_all_to_all", noted_wait),
+    ):
         loss = model.module(ids_BT, labels_BT=ids_BT)
         noted.append("backward")
         loss.backward()
@@ -197,12 +247,18 @@ def test_shared_experts_run_while_rows_travel(ranks: RankPool, zero_stage: int) 
 @pytest.mark.parametrize(
     ("config", "layout", "case"),
     [
-        (DEEPSEEK, Layout(pp=2), Case(4, "none", router_losses=True)),
-        (MIXTRAL, Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"), Case(4, "full", router_losses=True)),
+        (DEEPSEEK, Layout(pp=2), VerificationCase(4, "none", router_losses=True)),
+        (
+            MIXTRAL,
+            Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"),
+            VerificationCase(4, "full", router_losses=True),
+        ),
     ],
     ids=str,
 )
-def test_experts_in_a_pipeline(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+def test_experts_in_a_pipeline(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
+) -> None:
     report = run(ranks, config, layout, case)
     assert report.passed, failures(report)
 
@@ -217,6 +273,8 @@ def test_experts_in_a_pipeline(ranks: RankPool, config: dict[str, Any], layout: 
     ],
     ids=str,
 )
-def test_experts_with_features_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+def test_experts_with_features_over_ranks(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
+) -> None:
     report = run(ranks, config, layout, case)
     assert report.passed, failures(report)

@@ -1,4 +1,6 @@
-"""Models that our decoder does not know: the gradients of one process under every layout they can have; resumed, exported."""
+"""Models that our decoder does not know: the gradients of one process under every layout they can
+have; resumed, exported.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwright.architecture.targets import with_adapters
+from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
 from shardwright.layout import Layout
-from shardwright.model.theirs import read_shape
-from shardwright.telemetry.events import read_events, surviving_steps
-from shardwright.verify.cases import Case, choose_foreign_cases
-from shardwright.verify.matrix import verify
+from shardwright.model.hf_model import read_model_shape
+from shardwright.telemetry.event_log import read_events, select_surviving_steps
+from shardwright.verify.cases import VerificationCase, choose_hf_cases
+from shardwright.verify.verification import verify
 from tests.multiprocess.models import recipe_of
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
@@ -36,43 +38,63 @@ def prove(
     ranks: RankPool,
     family: str,
     layouts: list[Layout],
-    cases: list[Case],
+    cases: list[VerificationCase],
     dtypes: list[Any],
     adapters: dict[str, Any] | None = None,
 ) -> None:
     recipe = recipe_of(FOREIGN[family], model={"dropout": "off"}, adapters=adapters)
     assert recipe.model.config is not None
-    shape = with_adapters(read_shape(recipe.model.config, recipe.model), recipe.adapters)
+    shape = add_adapters(read_model_shape(recipe.model.config, recipe.model), recipe.adapters)
     report = verify(recipe, shape, layouts, cases, dtypes, sequence_length=12, pool=ranks)
     failed = [
-        (str(c.layout), str(c.case), c.failure or [f for f in c.findings if not f.passed]) for c in report.cells if not c.passed
+        (str(c.layout), str(c.case), c.failure or [f for f in c.findings if not f.passed])
+        for c in report.cells
+        if not c.passed
     ]
     assert report.passed, failed
 
 
-# Learned positions, tied; rotary positions and a head with a bias; no attention at all; logits scaled behind the head.
+# Learned positions, tied; rotary positions and a head with a bias; no attention at all; logits
+# scaled behind the head.
 @pytest.mark.parametrize(
     ("family", "layout", "case"),
     [
-        ("opt", Layout(dp_shard=2, zero_stage=3), Case(2, "full", tied=True)),
-        ("opt", Layout(dp_replicate=2), Case(1, "none", tied=True)),
-        ("phi", Layout(dp_shard=2, zero_stage=2), Case(2, "selective", tied=False)),
-        ("phi", Layout(dp_replicate=2, dp_shard=2, zero_stage=3), Case(1, "none", tied=False, documents=False)),
-        ("mamba", Layout(dp_shard=2, zero_stage=1), Case(2, "none", tied=True)),
-        ("mamba", Layout(dp_shard=2, zero_stage=3), Case(1, "full", tied=True)),
-        ("cohere", Layout(dp_shard=2, zero_stage=3), Case(1, "selective", tied=True)),
+        ("opt", Layout(dp_shard=2, zero_stage=3), VerificationCase(2, "full", tied=True)),
+        ("opt", Layout(dp_replicate=2), VerificationCase(1, "none", tied=True)),
+        ("phi", Layout(dp_shard=2, zero_stage=2), VerificationCase(2, "selective", tied=False)),
+        (
+            "phi",
+            Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
+            VerificationCase(1, "none", tied=False, documents=False),
+        ),
+        ("mamba", Layout(dp_shard=2, zero_stage=1), VerificationCase(2, "none", tied=True)),
+        ("mamba", Layout(dp_shard=2, zero_stage=3), VerificationCase(1, "full", tied=True)),
+        ("cohere", Layout(dp_shard=2, zero_stage=3), VerificationCase(1, "selective", tied=True)),
     ],
     ids=str,
 )
-def test_layouts_give_the_gradients_of_one_process(ranks: RankPool, family: str, layout: Layout, case: Case) -> None:
+def test_layouts_give_the_gradients_of_one_process(
+    ranks: RankPool, family: str, layout: Layout, case: VerificationCase
+) -> None:
     prove(ranks, family, [layout], [case], ["float64"])
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("opt", Layout(dp_shard=2, zero_stage=3)), ("mamba", Layout(dp_replicate=2))], ids=str
+    ("family", "layout"),
+    [("opt", Layout(dp_shard=2, zero_stage=3)), ("mamba", Layout(dp_replicate=2))],
+    ids=str,
 )
-def test_adapters_have_the_gradients_of_one_process(ranks: RankPool, family: str, layout: Layout) -> None:
-    prove(ranks, family, [layout], [Case(2, "full", tied=True)], ["float64"], adapters={"rank": 2})
+def test_adapters_have_the_gradients_of_one_process(
+    ranks: RankPool, family: str, layout: Layout
+) -> None:
+    prove(
+        ranks,
+        family,
+        [layout],
+        [VerificationCase(2, "full", tied=True)],
+        ["float64"],
+        adapters={"rank": 2},
+    )
 
 
 @pytest.mark.long
@@ -81,18 +103,32 @@ def test_adapters_have_the_gradients_of_one_process(ranks: RankPool, family: str
 def test_adapters_under_every_layout(ranks: RankPool, family: str) -> None:
     recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})
     assert recipe.model.config is not None
-    tied = read_shape(recipe.model.config, recipe.model).tied_embeddings
-    prove(ranks, family, LAYOUTS, [Case(2, "full", tied=tied)], ["float64"], adapters={"rank": 2})
+    tied = read_model_shape(recipe.model.config, recipe.model).tied_embeddings
+    prove(
+        ranks,
+        family,
+        LAYOUTS,
+        [VerificationCase(2, "full", tied=tied)],
+        ["float64"],
+        adapters={"rank": 2},
+    )
 
 
-def cases_of(family: str, layout: Layout, tied: bool) -> list[Case]:
-    """Three of the 18 cases, so that every family meets every layout and every case, and every case every layout."""
+def cases_of(family: str, layout: Layout, tied: bool) -> list[VerificationCase]:
+    """Three of the 18 cases, so that every family meets every layout and every case, and every case
+    every layout.
+    """
     turn = (sorted(FOREIGN).index(family) + LAYOUTS.index(layout)) % len(LAYOUTS)
-    return choose_foreign_cases(tied, full=True)[turn :: len(LAYOUTS)]
+    return choose_hf_cases(tied, is_full=True)[turn :: len(LAYOUTS)]
 
 
 def test_the_cases_of_all_layouts_and_families_meet() -> None:
-    met = [(family, layout, case) for family in FOREIGN for layout in LAYOUTS for case in cases_of(family, layout, True)]
+    met = [
+        (family, layout, case)
+        for family in FOREIGN
+        for layout in LAYOUTS
+        for case in cases_of(family, layout, True)
+    ]
     assert len(FOREIGN) == len(LAYOUTS) == 6
     for one, other, number in ((0, 1, 6 * 6), (0, 2, 6 * 18), (1, 2, 6 * 18)):
         assert len({(cell[one], cell[other]) for cell in met}) == number
@@ -105,7 +141,7 @@ def test_the_cases_of_all_layouts_and_families_meet() -> None:
 def test_every_layout_of_every_family(ranks: RankPool, family: str, layout: Layout) -> None:
     recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})
     assert recipe.model.config is not None
-    tied = read_shape(recipe.model.config, recipe.model).tied_embeddings
+    tied = read_model_shape(recipe.model.config, recipe.model).tied_embeddings
     prove(ranks, family, [layout], cases_of(family, layout, tied), ["float64"])
 
 
@@ -119,21 +155,47 @@ def test_a_run_changes_its_layout_and_is_exported(ranks: RankPool, tmp_path: Pat
     told = {
         "model": {"config": config},
         "tokenizer": {"kind": "bpe", "vocab_size": 270},
-        "data": {"sources": str(corpus), "packing": "documents", "cache_dir": str(tmp_path / "cache")},
+        "data": {
+            "sources": str(corpus),
+            "packing": "documents",
+            "cache_dir": str(tmp_path / "cache"),
+        },
         "precision": "fp32",
-        "training": {"sequence_length": 16, "global_batch_size": 4, "max_steps": 2 * len(CHAIN), "learning_rate": 1e-2},
+        "training": {
+            "sequence_length": 16,
+            "global_batch_size": 4,
+            "max_steps": 2 * len(CHAIN),
+            "learning_rate": 1e-2,
+        },
         "run": {"device": "cpu"},
     }
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(told))
-    ranks.run(1, train_some, str(recipe), str(tmp_path / "whole"), "dp_replicate=1", 2 * len(CHAIN) + 1, False)
+    ranks.run(
+        1,
+        train_some,
+        str(recipe),
+        str(tmp_path / "whole"),
+        "dp_replicate=1",
+        2 * len(CHAIN) + 1,
+        False,
+    )
     for number, (num_ranks, layout) in enumerate(CHAIN):
         ranks.run(num_ranks, train_some, str(recipe), str(tmp_path / "run"), layout, 2, number > 0)
-    ours, whole = (surviving_steps(read_events(tmp_path / name)) for name in ("run", "whole"))
+    ours, whole = (
+        select_surviving_steps(read_events(tmp_path / name)) for name in ("run", "whole")
+    )
     assert len(ours) == 2 * len(CHAIN)
     for step, other in zip(ours, whole, strict=True):
         assert step.loss == pytest.approx(other.loss, rel=2e-5), step.step
     assert ours[-1].loss < ours[0].loss - 0.1
     # transformers loads it with our logits, or the export fails.
-    assert shardwright(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "fp32"]) == ExitCode.DONE
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["PhiForCausalLM"]
+    assert (
+        shardwright(
+            ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "fp32"]
+        )
+        == ExitCode.DONE
+    )
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [
+        "PhiForCausalLM"
+    ]

@@ -1,4 +1,6 @@
-"""A Hugging Face folder comes into a cut model slice by slice: no rank ever holds more than its own share and one slice."""
+"""A Hugging Face folder comes into a cut model slice by slice: no rank ever holds more than its own
+share and one slice.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from shardwright.architecture import read_config
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.export import write_folder
-from shardwright.model.init import initialise
-from shardwright.model.load import WeightsFolder
+from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import apply_layout, build_mesh
-from shardwright.parallel.model import local_part
+from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plan import BatchPlan, Plan
 from tests.multiprocess.pool import RankPool
 
@@ -34,37 +36,50 @@ CONFIG = {
     "max_position_embeddings": 32,
 }
 SHAPE = read_config(CONFIG)
-LARGEST_BYTES = 4 * max(spec.num_elements for spec in SHAPE.parameters())
+LARGEST_BYTES = 4 * max(spec.num_elements for spec in SHAPE.list_parameters())
 
 
 def import_folder(layout: Layout, folder: Path) -> tuple[int, int]:
-    """Bytes that the rank holds in the end, and the most it held on the way, by the allocator's events."""
+    """Bytes that the rank holds in the end, and the most it held on the way, by the allocator's
+    events.
+    """
     with torch.device("meta"):
         decoder = Decoder(SHAPE, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
     weights = WeightsFolder(folder)
     weights.check(SHAPE)
     plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection(kind="fp32"))
-    mesh, device = build_mesh(layout, "cpu"), torch.device("cpu")
+    mesh = build_mesh(layout, "cpu")
+    device = torch.device("cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = apply_layout(
-            decoder, plan, mesh, device, fill=lambda name, narrow: weights.read(name, narrow=narrow, dtype=torch.float32)
+            decoder,
+            plan,
+            mesh,
+            device,
+            read_slice=lambda name, narrow: weights.read(name, narrow=narrow, dtype=torch.float32),
         )
-    return sum(4 * local_part(parameter).numel() for _, parameter in model.named_parameters()), peak_bytes(profiler)
+    return sum(
+        4 * get_local_tensor(parameter).numel() for _, parameter in model.named_parameters()
+    ), peak_bytes(profiler)
 
 
 def peak_bytes(profiler: profile) -> int:
     """The most bytes held at once of what was allocated while the profiler looked.
 
-    By address: what was there before, of tests that this process ran earlier, may be let go of at any time.
+    By address: what was there before, of tests that this process ran earlier, may be let go of at
+    any time.
     """
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    waiting, changes = list(profiler.profiler.kineto_results.experimental_event_tree()), []
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    changes = []
     while waiting:
         event = waiting.pop()
         waiting.extend(event.children)
         if event.tag == _EventType.Allocation:
-            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            changes.append(
+                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            )
     held: dict[int, int] = {}
     peak = 0
     for _, address, num_bytes in sorted(changes):
@@ -81,14 +96,24 @@ def peak_bytes(profiler: profile) -> int:
     [
         (Layout(dp_shard=4, zero_stage=3), 0.25),
         (Layout(dp_shard=2, zero_stage=3, tp=2), 0.25),
-        (Layout(pp=2, dp_shard=2, zero_stage=1), 0.35),  # the stages' embedding and head are of a size, their norms are not
+        (
+            Layout(pp=2, dp_shard=2, zero_stage=1),
+            0.35,
+        ),  # the stages' embedding and head are of a size, their norms are not
     ],
     ids=str,
 )
-def test_no_rank_holds_more_than_its_share_and_one_slice(ranks: RankPool, tmp_path: Path, layout: Layout, share: float) -> None:
-    specs = {spec.name: spec for spec in SHAPE.parameters()}
+def test_no_rank_holds_more_than_its_share_and_one_slice(
+    ranks: RankPool, tmp_path: Path, layout: Layout, share: float
+) -> None:
+    specs = {spec.name: spec for spec in SHAPE.list_parameters()}
     folder = tmp_path / "model"
-    written = write_folder(folder, SHAPE, lambda name: initialise(specs[name], 0, dtype=torch.float32), max_shard_bytes=200_000)
+    written = write_hf_folder(
+        folder,
+        SHAPE,
+        lambda name: initialise_parameter(specs[name], 0, dtype=torch.float32),
+        max_shard_bytes=200_000,
+    )
     assert len(written.weight_files) > 3
     for held, peak in ranks.run(4, import_folder, layout, folder):
         assert held <= share * 4 * SHAPE.num_parameters + 4096

@@ -1,4 +1,6 @@
-"""`launch` on two nodes: network namespaces of this machine with an address each. One is lost, comes back, and the run goes on."""
+"""`launch` on two nodes: network namespaces of this machine with an address each. One is lost,
+comes back, and the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ import pytest
 import yaml
 
 from shardwright.cli.main import run
-from shardwright.telemetry.events import Checkpoint, Resumed, read_events, surviving_steps
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    ResumeEvent,
+    read_events,
+    select_surviving_steps,
+)
 
 pytestmark = pytest.mark.long
 
@@ -41,7 +48,20 @@ def nodes() -> Iterator[tuple[str, str]]:
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
     try:
-        _ip("-n", names[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
+        _ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "wire",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "wire",
+            "netns",
+            names[1],
+        )
         for name, host in zip(names, HOSTS, strict=True):
             _ip("-n", name, "address", "add", f"{host}/24", "dev", "wire")
             _ip("-n", name, "link", "set", "wire", "up")
@@ -54,15 +74,31 @@ def nodes() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20)))
-    sizes = {"hidden_size": 20, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 6, "max_position_embeddings": 32}
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20))
+    )
+    sizes = {
+        "hidden_size": 20,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "head_dim": 6,
+        "max_position_embeddings": 32,
+    }
     told = {
         "name": "two-nodes",
-        "model": {"config": {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1} | sizes},
+        "model": {
+            "config": {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1}
+            | sizes
+        },
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(tmp_path / "corpus.txt"), "cache_dir": str(tmp_path / "cache")},
         "precision": "fp32",
-        "training": {"sequence_length": 16, "global_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2},
+        "training": {
+            "sequence_length": 16,
+            "global_batch_size": 4,
+            "max_steps": STEPS,
+            "learning_rate": 1e-2,
+        },
         "layout": {"zero_stage": 3},
         "checkpoint": {"every_steps": 10},
         "elastic": {"max_restarts": 2},
@@ -78,7 +114,17 @@ def test_a_node_is_lost_and_the_run_goes_on(
     nodes: tuple[str, str], recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    words = ["launch", str(recipe), "--torchrun", "--hosts", ",".join(HOSTS), "--gpus-per-node", "1", "--interface", "wire"]
+    words = [
+        "launch",
+        str(recipe),
+        "--torchrun",
+        "--hosts",
+        ",".join(HOSTS),
+        "--gpus-per-node",
+        "1",
+        "--interface",
+        "wire",
+    ]
     assert run([*words, "--run-dir", str(folder), "--json"]) == 0
     commands = json.loads(capsys.readouterr().out)["text"].splitlines()[1::2]
 
@@ -89,8 +135,12 @@ def test_a_node_is_lost_and_the_run_goes_on(
             return subprocess.Popen(words, stdout=log, stderr=log, env=environment)
 
     def saved() -> int:
-        events = read_events(folder, as_far_as_it_goes=True) if folder.exists() else None
-        return max((event.step for event in events.of(Checkpoint)), default=0) if events else 0
+        events = read_events(folder, is_lenient=True) if folder.exists() else None
+        return (
+            max((event.step for event in events.filter_by_type(CheckpointEvent)), default=0)
+            if events
+            else 0
+        )
 
     running = [start(0), start(1)]
     try:
@@ -108,8 +158,8 @@ def test_a_node_is_lost_and_the_run_goes_on(
             _lose(name)
             process.wait()
     events = read_events(folder)
-    assert [step.step for step in surviving_steps(events)] == list(range(1, STEPS + 1))
-    (resumed,) = events.of(Resumed)
+    assert [step.step for step in select_surviving_steps(events)] == list(range(1, STEPS + 1))
+    (resumed,) = events.filter_by_type(ResumeEvent)
     assert resumed.step is not None
     # The save that was being made when the node went may have come about after it was looked for.
     assert resumed.step in (before, before + 10), "it went on where it was saved, once"
@@ -117,13 +167,17 @@ def test_a_node_is_lost_and_the_run_goes_on(
 
 def _lose(node: str) -> None:
     """The node, with all that runs on it: torchrun gives its ranks a session of their own."""
-    found = subprocess.run(["ip", "netns", "pids", node], check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        ["ip", "netns", "pids", node], check=True, capture_output=True, text=True
+    )
     for word in found.stdout.split():
         with suppress(ProcessLookupError):
             os.kill(int(word), signal.SIGKILL)
 
 
-def _wait_for(condition: Callable[[], bool], running: list[subprocess.Popen[bytes]], seconds: float = 600.0) -> None:
+def _wait_for(
+    condition: Callable[[], bool], running: list[subprocess.Popen[bytes]], seconds: float = 600.0
+) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "not in time"

@@ -1,4 +1,6 @@
-"""What a ParallelModel promises beyond gradients in float64: low precisions, evaluation, agreement, time marks, initial weights."""
+"""What a ParallelModel promises beyond gradients in float64: low precisions, evaluation, agreement,
+time marks, initial weights.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from shardwright.data.loader import MicroBatch
 from shardwright.errors import LayoutError, RankFailed
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
-from shardwright.numerics import chunked_cross_entropy, dtypes
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plan import BatchPlan, Plan
-from shardwright.train.step import StepTimes, accumulate_gradients, update
-from shardwright.verify.grid import MODELS
+from shardwright.train.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.verify.grid import GRID_MODELS
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 
@@ -38,18 +40,23 @@ LAYOUTS = [
 ]
 
 
-def build(layout: Layout, precision: PrecisionSection, config: dict[str, Any] = LLAMA) -> ParallelModel:
-    shape, kinds = read_config(config), dtypes(precision)
+def build(
+    layout: Layout, precision: PrecisionSection, config: dict[str, Any] = LLAMA
+) -> ParallelModel:
+    shape = read_config(config)
+    kinds = resolve_dtypes(precision)
     with torch.device("meta"):
         loss = partial(chunked_cross_entropy, chunk_tokens=8)
         decoder = Decoder(shape, loss_function=loss, compute_dtype=kinds.compute)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
         Plan(layout, BatchPlan(TOKENS, 2, 2, layout.data_ranks), precision),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initialise(specs[name], SEED, dtype=kinds.param, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], SEED, dtype=kinds.param, narrow=narrow
+        ),
     )
 
 
@@ -59,7 +66,9 @@ def micro_batches(rank: int) -> list[MicroBatch]:
         random = torch.Generator().manual_seed(10 * rank + number)
         ids_BT = torch.randint(0, LLAMA["vocab_size"], (2, TOKENS), generator=random)
         positions_BT = torch.arange(TOKENS).expand(2, TOKENS)
-        batches.append(MicroBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, None, torch.arange(2), 2 * TOKENS))
+        batches.append(
+            MicroBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, None, torch.arange(2), 2 * TOKENS)
+        )
     return batches
 
 
@@ -67,7 +76,7 @@ def gradients(layout: Layout, precision: PrecisionSection) -> dict[str, Tensor]:
     model = build(layout, precision)
     scale = 1024.0 if precision.kind == "fp16" else 1.0
     accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0, loss_scale=scale)
-    found = {name: model.full_gradient(name) for name, _ in model.named_parameters()}
+    found = {name: model.gather_gradient(name) for name, _ in model.named_parameters()}
     assert all(gradient is not None for gradient in found.values())
     return {name: gradient / scale for name, gradient in found.items() if gradient is not None}
 
@@ -75,7 +84,9 @@ def gradients(layout: Layout, precision: PrecisionSection) -> dict[str, Tensor]:
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Of all gradients as one vector, relative."""
     difference = torch.stack([(a[name].double() - b[name].double()).norm() for name in b]).norm()
-    return float(difference / torch.stack([gradient.double().norm() for gradient in b.values()]).norm())
+    return float(
+        difference / torch.stack([gradient.double().norm() for gradient in b.values()]).norm()
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -87,7 +98,9 @@ def test_reductions_are_fp32_unless_bf16_is_asked_for(ranks: RankPool, layout: L
     assert 1e-4 < distance(rounded, exact) < 1e-2
 
 
-@pytest.mark.parametrize(("kind", "nearest", "furthest"), [("bf16", 1e-3, 3e-2), ("fp16", 1e-4, 3e-3)])
+@pytest.mark.parametrize(
+    ("kind", "nearest", "furthest"), [("bf16", 1e-3, 3e-2), ("fp16", 1e-4, 3e-3)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_half_precisions_keep_fp32_masters_gradients_and_moments(
     ranks: RankPool, layout: Layout, kind: Literal["bf16", "fp16"], nearest: float, furthest: float
@@ -100,31 +113,49 @@ def test_half_precisions_keep_fp32_masters_gradients_and_moments(
 
 def held_dtypes(layout: Layout, precision: PrecisionSection) -> set[torch.dtype]:
     model = build(layout, precision)
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0
+    )
     accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0)
-    held = {gradient.dtype for gradient, _ in model.gradients() if gradient is not None}
-    update(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
+    held = {gradient.dtype for gradient, _ in model.list_gradients() if gradient is not None}
+    update_parameters(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
     for _, parameter in model.named_parameters():
-        held |= {parameter.dtype} | {optimizer.state[parameter][moment].dtype for moment in ("exp_avg", "exp_avg_sq")}
+        held |= {parameter.dtype} | {
+            optimizer.state[parameter][moment].dtype for moment in ("exp_avg", "exp_avg_sq")
+        }
     return held
 
 
 def update_after_a_copy_went_bad(layout: Layout) -> tuple[bool, float, bool]:
-    """Skipped, norm, moved: of a step in which the last rank's own copy of a summed gradient loses a number."""
-    model = build(layout, PrecisionSection(kind="fp32"), MODELS["dense"])
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0)
+    """Skipped, norm, moved: of a step in which the last rank's own copy of a summed gradient loses
+    a number.
+    """
+    model = build(layout, PrecisionSection(kind="fp32"), GRID_MODELS["dense"])
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0
+    )
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    accumulate_gradients(model, micro_batches(dist.get_rank() if layout.tp == 1 else 0), seed=0, step=0)
+    accumulate_gradients(
+        model, micro_batches(dist.get_rank() if layout.tp == 1 else 0), seed=0, step=0
+    )
     if dist.get_rank() == layout.world_size - 1:
-        norm = next(parameter for name, parameter in model.named_parameters() if name == "model.norm.weight")
+        norm = next(
+            parameter for name, parameter in model.named_parameters() if name == "model.norm.weight"
+        )
         assert norm.grad is not None
         norm.grad[0] = torch.nan
-    done = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
-    return done.skipped, done.gradient_norm, any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    done = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    return (
+        done.is_skipped,
+        done.gradient_norm,
+        any(not torch.equal(p, before[name]) for name, p in model.named_parameters()),
+    )
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], Layout(tp=2)], ids=str)
-def test_a_copy_that_goes_bad_after_the_sums_makes_every_rank_skip(ranks: RankPool, layout: Layout) -> None:
+def test_a_copy_that_goes_bad_after_the_sums_makes_every_rank_skip(
+    ranks: RankPool, layout: Layout
+) -> None:
     for skipped, norm, moved in ranks.run(2, update_after_a_copy_went_bad, layout):
         assert skipped
         assert math.isnan(norm)
@@ -133,34 +164,50 @@ def test_a_copy_that_goes_bad_after_the_sums_makes_every_rank_skip(ranks: RankPo
 
 def initial_weights(layout: Layout) -> dict[str, Tensor]:
     model = build(layout, PrecisionSection(kind="fp32"))
-    return {name: model.full_parameter(name).clone() for name, _ in model.named_parameters()}
+    return {name: model.gather_parameter(name).clone() for name, _ in model.named_parameters()}
 
 
 def test_every_layout_starts_bit_equal(ranks: RankPool) -> None:
-    specs = read_config(LLAMA).parameters()
-    for layout in (*LAYOUTS[:1], LAYOUTS[3], Layout(dp_shard=3, zero_stage=2), Layout(dp_replicate=2, dp_shard=2, zero_stage=3)):
+    specs = read_config(LLAMA).list_parameters()
+    for layout in (
+        *LAYOUTS[:1],
+        LAYOUTS[3],
+        Layout(dp_shard=3, zero_stage=2),
+        Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
+    ):
         for weights in ranks.run(layout.world_size, initial_weights, layout):
             for spec in specs:
-                assert torch.equal(weights[spec.name], initialise(spec, SEED, dtype=torch.float32)), (str(layout), spec.name)
+                assert torch.equal(
+                    weights[spec.name], initialise_parameter(spec, SEED, dtype=torch.float32)
+                ), (str(layout), spec.name)
 
 
 def evaluate_between_steps(layout: Layout) -> tuple[list[float], bool]:
-    """Losses of two steps with an evaluation before each, and whether every parameter is a shard after each evaluation."""
+    """Losses of two steps with an evaluation before each, and whether every parameter is a shard
+    after each evaluation.
+    """
     model = build(layout, PrecisionSection(kind="fp32"))
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
-    losses, sharded = [], True
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0
+    )
+    losses = []
+    sharded = True
     for number in range(2):
-        with model.evaluating() as module:
-            losses.append(float(module(torch.arange(TOKENS)[None], labels_BT=torch.arange(TOKENS)[None])))
+        with model.evaluate_mode() as module:
+            losses.append(
+                float(module(torch.arange(TOKENS)[None], labels_BT=torch.arange(TOKENS)[None]))
+            )
         held = dict(model.decoder.named_parameters())
         sharded &= all(held[name] is parameter for name, parameter in model.named_parameters())
         accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=number)
-        update(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
+        update_parameters(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
     return losses, sharded
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
-def test_evaluation_sees_the_updated_weights_and_leaves_shards(ranks: RankPool, layout: Layout) -> None:
+def test_evaluation_sees_the_updated_weights_and_leaves_shards(
+    ranks: RankPool, layout: Layout
+) -> None:
     (expected, _), _ = ranks.run(2, evaluate_between_steps, LAYOUTS[0])
     for losses, sharded in ranks.run(2, evaluate_between_steps, layout):
         assert losses == pytest.approx(expected, rel=1e-4)
@@ -180,10 +227,12 @@ def test_any_rank_asks_all(ranks: RankPool) -> None:
 
 def time_a_step(layout: Layout) -> dict[str, float]:
     model = build(layout, PrecisionSection(kind="fp32"))
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0
+    )
     times = StepTimes(torch.device("cpu"))
     accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0, times=times)
-    update(model, optimizer, learning_rate=0.1, max_grad_norm=1.0, times=times)
+    update_parameters(model, optimizer, learning_rate=0.1, max_grad_norm=1.0, times=times)
     return times.seconds()
 
 
@@ -211,7 +260,10 @@ def test_a_layout_for_other_ranks_is_refused() -> None:
 
 
 def shards_are_dtensors(layout: Layout) -> bool:
-    return all(isinstance(parameter, DTensor) for _, parameter in build(layout, PrecisionSection(kind="fp32")).named_parameters())
+    return all(
+        isinstance(parameter, DTensor)
+        for _, parameter in build(layout, PrecisionSection(kind="fp32")).named_parameters()
+    )
 
 
 def test_what_is_cut_is_a_dtensor(ranks: RankPool) -> None:

@@ -1,4 +1,6 @@
-"""Loss weights of tokens: one normaliser, the sum of weights over all ranks and micro-batches, under every cut; and its bugs."""
+"""Loss weights of tokens: one normaliser, the sum of weights over all ranks and micro-batches,
+under every cut; and its bugs.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from unittest.mock import patch
 
 import pytest
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
 from shardwright.train.step import TokenObjective
-from shardwright.verify.cases import Case, Dtype
-from shardwright.verify.cell import Mutation
-from shardwright.verify.matrix import Report, verify
+from shardwright.verify.cases import VerificationCase, VerificationDtype
+from shardwright.verify.cell import MutationContext
+from shardwright.verify.verification import VerificationReport, verify
 from tests.multiprocess.bugs import assert_caught, assert_clean
 from tests.multiprocess.models import recipe_of
 from tests.multiprocess.pool import RankPool
@@ -29,12 +31,19 @@ LAYOUTS = [
 ]
 
 
-def run(ranks: RankPool, layouts: list[Layout], dtype: Dtype = "float32", mutation: Mutation | None = None) -> Report:
+def run(
+    ranks: RankPool,
+    layouts: list[Layout],
+    dtype: VerificationDtype = "float32",
+    mutation: MutationContext | None = None,
+) -> VerificationReport:
     """Hold weighted losses under layouts to one process."""
     recipe = recipe_of(HEADS)
-    shape = shape_of(recipe)
-    case = Case(2, tied=shape.tied_embeddings, weights=True)
-    return verify(recipe, shape, layouts, [case], [dtype], sequence_length=12, pool=ranks, mutation=mutation)
+    shape = read_recipe_shape(recipe)
+    case = VerificationCase(2, tied=shape.tied_embeddings, weights=True)
+    return verify(
+        recipe, shape, layouts, [case], [dtype], sequence_length=12, pool=ranks, mutation=mutation
+    )
 
 
 def test_weights_under_a_cut(ranks: RankPool) -> None:
@@ -56,11 +65,15 @@ def tokens_are_counted() -> Iterator[None]:
 @contextmanager
 def labels_lose_their_weights() -> Iterator[None]:
     """The loss is that of plain tokens, divided by the sum of weights."""
-    original = MicroBatch.arguments
-    with patch.object(MicroBatch, "arguments", lambda self: {k: v for k, v in original(self).items() if k != "weights_BT"}):
+    original = MicroBatch.build_model_arguments
+    with patch.object(
+        MicroBatch,
+        "build_model_arguments",
+        lambda self: {k: v for k, v in original(self).items() if k != "weights_BT"},
+    ):
         yield
 
 
 @pytest.mark.parametrize("mutation", [tokens_are_counted, labels_lose_their_weights])
-def test_wrong_weights_are_found_out(ranks: RankPool, mutation: Mutation) -> None:
+def test_wrong_weights_are_found_out(ranks: RankPool, mutation: MutationContext) -> None:
     assert_caught(run(ranks, [Layout(dp_replicate=2)], mutation=mutation), "gradient")

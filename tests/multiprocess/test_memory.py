@@ -1,4 +1,6 @@
-"""Each ZeRO stage holds what parallel/shard.py says, read off the storages of live tensors; prefetching stops where it must."""
+"""Each ZeRO stage holds what parallel/shard.py says, read off the storages of live tensors;
+prefetching stops where it must.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,18 @@ from shardwright.architecture import read_config
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh, waiting
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh, comm_timing
 from shardwright.plan import BatchPlan, Plan
-from shardwright.train.step import update
+from shardwright.train.step import update_parameters
 from tests.multiprocess.pool import RankPool
 
 RANKS = 4
 CONFIG = {
-    # Every first dimension is a multiple of four, so shares are exact; blocks, embedding and head are of a size.
+    # Every first dimension is a multiple of four, so shares are exact; blocks, embedding and head
+    # are of a size.
     "model_type": "llama",
     "vocab_size": 128,
     "hidden_size": 64,
@@ -43,14 +46,16 @@ def build(layout: Layout) -> ParallelModel:
     shape = read_config(CONFIG)
     with torch.device("meta"):
         decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection(kind="fp32"))
     return apply_layout(
         decoder,
         plan,
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initialise(specs[name], 0, dtype=torch.float32, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 0, dtype=torch.float32, narrow=narrow
+        ),
     )
 
 
@@ -66,10 +71,12 @@ LETTING_GO_SECONDS = 30.0
 def live_bytes(model: ParallelModel, at_most: float = float("inf")) -> int:
     """Bytes of all storages that any tensor of this process holds, gradients included.
 
-    Gloo's threads let go of a collective's operands a moment after they have called it done. How long that is depends on what
-    else the machine does, so what is `at_most` to be held is waited for.
+    Gloo's threads let go of a collective's operands a moment after they have called it done. How
+    long that is depends on what else the machine does, so what is `at_most` to be held is waited
+    for.
     """
-    least, until = bytes_in_sight(model), time.monotonic() + LETTING_GO_SECONDS
+    least = bytes_in_sight(model)
+    until = time.monotonic() + LETTING_GO_SECONDS
     while least > at_most and time.monotonic() < until:
         time.sleep(0.05)
         least = min(least, bytes_in_sight(model))
@@ -77,7 +84,9 @@ def live_bytes(model: ParallelModel, at_most: float = float("inf")) -> int:
 
 
 def settled_bytes(model: ParallelModel) -> int:
-    """The same of a moment at which nothing certain is known to be held: three looks in a row agree."""
+    """The same of a moment at which nothing certain is known to be held: three looks in a row
+    agree.
+    """
     looks = [bytes_in_sight(model)]
     while len(looks) < 3 or len(set(looks[-3:])) > 1:
         time.sleep(0.05)
@@ -88,7 +97,9 @@ def settled_bytes(model: ParallelModel) -> int:
 def bytes_in_sight(model: ParallelModel) -> int:
     gc.collect()
     found: list[Tensor] = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    found += [parameter.grad for _, parameter in model.named_parameters() if parameter.grad is not None]
+    found += [
+        parameter.grad for _, parameter in model.named_parameters() if parameter.grad is not None
+    ]
     storages: dict[int, int] = {}
     for tensor in found:
         if tensor.device.type == "cpu":
@@ -99,7 +110,9 @@ def bytes_in_sight(model: ParallelModel) -> int:
 
 
 def measure(layout: Layout, expected: dict[str, float]) -> dict[str, float]:
-    """Live bytes as shares of the model's parameters at the moments of a step of which something is expected."""
+    """Live bytes as shares of the model's parameters at the moments of a step of which something is
+    expected.
+    """
     gc.collect()
     gc.freeze()  # what was there before is not of this model, and takes long to look through
     try:
@@ -118,19 +131,21 @@ def shares_of_a_step(layout: Layout, expected: dict[str, float]) -> dict[str, fl
     def share(moment: str) -> float:
         return (live_bytes(model, base + (expected[moment] + TOLERANCE) * whole) - base) / whole
 
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.0)
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.0
+    )
     shares = {"built": (before - base) / whole}
     with torch.no_grad():
         loss_of(model)
     shares["after forward"] = share("after forward")
     for last in (False, True):
-        with model.synchronising(last=last):
+        with model.synchronise_gradients(is_last=last):
             loss_of(model).backward()
         if not last:
             shares["between micro-batches"] = share("between micro-batches")
     model.finish_gradients()
     shares["gradients finished"] = share("gradients finished")
-    update(model, optimizer, learning_rate=1e-3, max_grad_norm=1.0)
+    update_parameters(model, optimizer, learning_rate=1e-3, max_grad_norm=1.0)
     shares["after step"] = share("after step")
     return shares
 
@@ -138,13 +153,37 @@ def shares_of_a_step(layout: Layout, expected: dict[str, float]) -> dict[str, fl
 TOLERANCE = 0.02
 """Of the whole model."""
 
-# Parameters (gathered + own shard) + gradients, + two moments after the step, in units of the whole model. DDP's buckets, in which
-# the gradients lie, are never given back.
+# Parameters (gathered + own shard) + gradients, + two moments after the step, in units of the whole
+# model. DDP's buckets, in which the gradients lie, are never given back.
 EXPECTED = {
-    0: {"built": 1, "after forward": 1, "between micro-batches": 2, "gradients finished": 2, "after step": 4},
-    1: {"built": 0.25, "after forward": 1.25, "between micro-batches": 2.25, "gradients finished": 0.5, "after step": 0.75},
-    2: {"built": 0.25, "after forward": 1.25, "between micro-batches": 1.5, "gradients finished": 0.5, "after step": 0.75},
-    3: {"built": 0.25, "after forward": 0.25, "between micro-batches": 0.5, "gradients finished": 0.5, "after step": 0.75},
+    0: {
+        "built": 1,
+        "after forward": 1,
+        "between micro-batches": 2,
+        "gradients finished": 2,
+        "after step": 4,
+    },
+    1: {
+        "built": 0.25,
+        "after forward": 1.25,
+        "between micro-batches": 2.25,
+        "gradients finished": 0.5,
+        "after step": 0.75,
+    },
+    2: {
+        "built": 0.25,
+        "after forward": 1.25,
+        "between micro-batches": 1.5,
+        "gradients finished": 0.5,
+        "after step": 0.75,
+    },
+    3: {
+        "built": 0.25,
+        "after forward": 0.25,
+        "between micro-batches": 0.5,
+        "gradients finished": 0.5,
+        "after step": 0.75,
+    },
 }
 
 
@@ -157,13 +196,17 @@ def test_each_stage_holds_what_it_says(ranks: RankPool, stage: int) -> None:
 
 
 def count_gathered(layout: Layout) -> tuple[int, int]:
-    """The most block groups whose full parameters exist at once, forward and backward, looked at inside every block."""
+    """The most block groups whose full parameters exist at once, forward and backward, looked at
+    inside every block.
+    """
     model = build(layout)
-    states = [group._get_fsdp_state()._fsdp_param_group for group in model.groups[:-1]]  # type: ignore[attr-defined]
+    states = [group._get_fsdp_state()._fsdp_param_group for group in model.fsdp_modules[:-1]]  # type: ignore[attr-defined]
     seen: dict[bool, list[int]] = {False: [], True: []}
 
     def look(backward: bool) -> None:
-        seen[backward].append(sum(state.is_unsharded or state._all_gather_result is not None for state in states))
+        seen[backward].append(
+            sum(state.is_unsharded or state._all_gather_result is not None for state in states)
+        )
 
     def hook(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
         look(False)
@@ -172,7 +215,7 @@ def count_gathered(layout: Layout) -> tuple[int, int]:
     for block in model.decoder.blocks:
         block.mlp.register_forward_pre_hook(hook)
     for _ in range(2):
-        with model.synchronising(last=True):
+        with model.synchronise_gradients(is_last=True):
             loss_of(model).backward()
         model.finish_gradients()
     return max(seen[False]), max(seen[True])
@@ -185,7 +228,12 @@ def count_gathered(layout: Layout) -> tuple[int, int]:
 def test_prefetching_goes_as_deep_as_it_is_told(
     ranks: RankPool, prefetch_depth: int, max_gathers_in_flight: int, gathered: int
 ) -> None:
-    layout = Layout(dp_shard=2, zero_stage=3, prefetch_depth=prefetch_depth, max_gathers_in_flight=max_gathers_in_flight)
+    layout = Layout(
+        dp_shard=2,
+        zero_stage=3,
+        prefetch_depth=prefetch_depth,
+        max_gathers_in_flight=max_gathers_in_flight,
+    )
     assert ranks.run(2, count_gathered, layout) == [(gathered, gathered)] * 2
 
 
@@ -196,12 +244,13 @@ def test_wrapping_two_blocks_gathers_two_at_a_time(ranks: RankPool) -> None:
 
 
 def count_groups(layout: Layout) -> int:
-    return len(build(layout).groups)
+    return len(build(layout).fsdp_modules)
 
 
 def count_reductions(layout: Layout) -> list[int]:
     """Reduce-scatters and all-reduces of gradients, per micro-batch of a step of three."""
-    model, counts = build(layout), []
+    model = build(layout)
+    counts = []
     calls = 0
 
     def counting(original: Any) -> Any:
@@ -214,10 +263,12 @@ def count_reductions(layout: Layout) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counting(dist.all_reduce))
-        patch.setattr(waiting, "reduce_scatter_single", counting(waiting.reduce_scatter_single))
+        patch.setattr(
+            comm_timing, "reduce_scatter_single", counting(comm_timing.reduce_scatter_single)
+        )
         for number in range(3):
             calls = 0
-            with model.synchronising(last=number == 2):
+            with model.synchronise_gradients(is_last=number == 2):
                 loss_of(model).backward()
             counts.append(calls)
     return counts
@@ -235,5 +286,7 @@ def count_reductions(layout: Layout) -> list[int]:
     ],
     ids=str,
 )
-def test_sums_are_deferred_where_memory_allows(ranks: RankPool, layout: Layout, counts: list[int]) -> None:
+def test_sums_are_deferred_where_memory_allows(
+    ranks: RankPool, layout: Layout, counts: list[int]
+) -> None:
     assert ranks.run(4, count_reductions, layout) == [counts] * 4

@@ -1,14 +1,16 @@
-"""Known wrong gradients are put back one at a time; the verifier must fail on each, where docs/silent-bugs.md says it does."""
+"""Known wrong gradients are put back one at a time; the verifier must fail on each, where
+docs/silent-bugs.md says it does.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.layout import Layout
-from shardwright.verify.cases import Case
-from shardwright.verify.cell import Mutation
-from shardwright.verify.matrix import Report, verify
+from shardwright.verify.cases import VerificationCase
+from shardwright.verify.cell import MutationContext
+from shardwright.verify.verification import VerificationReport, verify
 from tests.multiprocess import mutations as m
 from tests.multiprocess import mutations_buffers as buffers
 from tests.multiprocess import mutations_clip as clip
@@ -23,10 +25,10 @@ ZERO_2 = Layout(dp_shard=2, zero_stage=2)
 ZERO_3 = Layout(dp_shard=2, zero_stage=3)
 HYBRID = Layout(dp_replicate=2, dp_shard=2, zero_stage=2)
 
-PLAIN = Case(accumulation=1, documents=False)
-ACCUMULATED = Case(accumulation=2)
-TIED = Case(accumulation=2, tied=True)
-DROPPING = Case(accumulation=2, recompute="full", dropout=True)
+PLAIN = VerificationCase(accumulation=1, documents=False)
+ACCUMULATED = VerificationCase(accumulation=2)
+TIED = VerificationCase(accumulation=2, tied=True)
+DROPPING = VerificationCase(accumulation=2, recompute="full", dropout=True)
 
 
 BUGS = [
@@ -78,9 +80,20 @@ BUGS = [
 ]
 
 
-def _verify(ranks: RankPool, layout: Layout, case: Case, mutation: Mutation) -> Report:
+def _verify(
+    ranks: RankPool, layout: Layout, case: VerificationCase, mutation: MutationContext
+) -> VerificationReport:
     recipe = recipe_of(LLAMA)
-    return verify(recipe, shape_of(recipe), [layout], [case], ["float64"], sequence_length=12, pool=ranks, mutation=mutation)
+    return verify(
+        recipe,
+        read_recipe_shape(recipe),
+        [layout],
+        [case],
+        ["float64"],
+        sequence_length=12,
+        pool=ranks,
+        mutation=mutation,
+    )
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
@@ -88,6 +101,10 @@ def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
     assert_caught(_verify(ranks, bug.layout, bug.case, bug.mutation), bug.caught_by)
 
 
-@pytest.mark.parametrize(("layout", "case"), sorted({(bug.layout, bug.case) for bug in BUGS}, key=str), ids=str)
-def test_without_a_bug_the_same_cells_pass(ranks: RankPool, layout: Layout, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("layout", "case"), sorted({(bug.layout, bug.case) for bug in BUGS}, key=str), ids=str
+)
+def test_without_a_bug_the_same_cells_pass(
+    ranks: RankPool, layout: Layout, case: VerificationCase
+) -> None:
     assert_clean(_verify(ranks, layout, case, m.nothing))

@@ -1,14 +1,16 @@
-"""Known wrong gradients of context parallelism are put back one at a time; the verifier must fail on each."""
+"""Known wrong gradients of context parallelism are put back one at a time; the verifier must fail
+on each.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.layout import Layout
-from shardwright.verify.cases import Case
-from shardwright.verify.cell import Mutation
-from shardwright.verify.matrix import Report, verify
+from shardwright.verify.cases import VerificationCase
+from shardwright.verify.cell import MutationContext
+from shardwright.verify.verification import VerificationReport, verify
 from tests.multiprocess import mutations_context as m
 from tests.multiprocess.bugs import Bug, assert_caught, assert_clean
 from tests.multiprocess.models import LLAMA, recipe_of
@@ -20,9 +22,9 @@ RING_OF_3 = Layout(cp=3, cp_method="ring", zero_stage=2)
 GATHER = Layout(cp=2, cp_method="all_gather", zero_stage=3)
 ULYSSES = Layout(cp=2, cp_method="ulysses")
 
-PLAIN = Case(1, documents=False)
-DOCUMENTS = Case(1)
-DROPPING = Case(1, dropout=True)
+PLAIN = VerificationCase(1, documents=False)
+DOCUMENTS = VerificationCase(1)
+DROPPING = VerificationCase(1, dropout=True)
 
 
 BUGS = [
@@ -46,9 +48,20 @@ BUGS = [
 ]
 
 
-def _verify(ranks: RankPool, layout: Layout, case: Case, mutation: Mutation) -> Report:
+def _verify(
+    ranks: RankPool, layout: Layout, case: VerificationCase, mutation: MutationContext
+) -> VerificationReport:
     recipe = recipe_of(LLAMA)
-    return verify(recipe, shape_of(recipe), [layout], [case], ["float64"], sequence_length=24, pool=ranks, mutation=mutation)
+    return verify(
+        recipe,
+        read_recipe_shape(recipe),
+        [layout],
+        [case],
+        ["float64"],
+        sequence_length=24,
+        pool=ranks,
+        mutation=mutation,
+    )
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
@@ -56,6 +69,10 @@ def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
     assert_caught(_verify(ranks, bug.layout, bug.case, bug.mutation), bug.caught_by)
 
 
-@pytest.mark.parametrize(("layout", "case"), sorted({(bug.layout, bug.case) for bug in BUGS}, key=str), ids=str)
-def test_without_a_bug_the_same_cells_pass(ranks: RankPool, layout: Layout, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("layout", "case"), sorted({(bug.layout, bug.case) for bug in BUGS}, key=str), ids=str
+)
+def test_without_a_bug_the_same_cells_pass(
+    ranks: RankPool, layout: Layout, case: VerificationCase
+) -> None:
     assert_clean(_verify(ranks, layout, case, nothing))

@@ -1,14 +1,16 @@
-"""Known wrong gradients of sparse models are put back one at a time; the verifier must fail on each."""
+"""Known wrong gradients of sparse models are put back one at a time; the verifier must fail on
+each.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.layout import Layout
-from shardwright.verify.cases import Case
-from shardwright.verify.cell import Mutation
-from shardwright.verify.matrix import Report, verify
+from shardwright.verify.cases import VerificationCase
+from shardwright.verify.cell import MutationContext
+from shardwright.verify.verification import VerificationReport, verify
 from tests.multiprocess import mutations_experts as m
 from tests.multiprocess.bugs import ModelBug as Bug
 from tests.multiprocess.bugs import assert_caught, assert_clean
@@ -21,9 +23,9 @@ EP = Layout(dp_shard=2, ep=2, zero_stage=1)
 EP_AND_REPLICAS = Layout(dp_shard=4, ep=2, zero_stage=2)
 EP_OF_CONTEXT = Layout(cp=2, ep=2, cp_method="all_gather")
 
-PLAIN = Case(1, documents=False)
-LOSSES = Case(2, "full", router_losses=True)
-CAPACITY = Case(1, capacity_factor=0.6)
+PLAIN = VerificationCase(1, documents=False)
+LOSSES = VerificationCase(2, "full", router_losses=True)
+CAPACITY = VerificationCase(1, capacity_factor=0.6)
 
 
 BUGS = [
@@ -44,10 +46,19 @@ BUGS = [
 ]
 
 
-def _verify(ranks: RankPool, bug: Bug, mutation: Mutation) -> Report:
+def _verify(ranks: RankPool, bug: Bug, mutation: MutationContext) -> VerificationReport:
     recipe = recipe_of(bug.config)
-    shape = shape_of(recipe)
-    return verify(recipe, shape, [bug.layout], [bug.case], ["float64"], sequence_length=12, pool=ranks, mutation=mutation)
+    shape = read_recipe_shape(recipe)
+    return verify(
+        recipe,
+        shape,
+        [bug.layout],
+        [bug.case],
+        ["float64"],
+        sequence_length=12,
+        pool=ranks,
+        mutation=mutation,
+    )
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
@@ -55,6 +66,10 @@ def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
     assert_caught(_verify(ranks, bug, bug.mutation), bug.caught_by)
 
 
-@pytest.mark.parametrize("bug", {(str(b.layout), str(b.case)): b for b in BUGS}.values(), ids=lambda b: f"{b.layout}-{b.case}")
+@pytest.mark.parametrize(
+    "bug",
+    {(str(b.layout), str(b.case)): b for b in BUGS}.values(),
+    ids=lambda b: f"{b.layout}-{b.case}",
+)
 def test_without_a_bug_the_same_cells_pass(ranks: RankPool, bug: Bug) -> None:
     assert_clean(_verify(ranks, bug, nothing))

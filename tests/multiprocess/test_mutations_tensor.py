@@ -1,4 +1,6 @@
-"""Known wrong gradients of tensor parallelism are put back one at a time; the verifier must fail on each."""
+"""Known wrong gradients of tensor parallelism are put back one at a time; the verifier must fail on
+each.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.layout import Layout
-from shardwright.verify.cases import Case
-from shardwright.verify.cell import Mutation
-from shardwright.verify.matrix import Report, verify
+from shardwright.verify.cases import VerificationCase
+from shardwright.verify.cell import MutationContext
+from shardwright.verify.verification import VerificationReport, verify
 from tests.multiprocess import mutations_tensor as m
 from tests.multiprocess.bugs import ModelBug as Bug
 from tests.multiprocess.bugs import assert_caught, assert_clean
@@ -28,9 +30,9 @@ WHOLE_STREAM = Layout(tp=2, sequence_parallel=False)
 SHARED_HEADS = Layout(tp=4)
 ZERO = Layout(tp=2, dp_shard=2, zero_stage=2)
 
-PLAIN = Case(1, documents=False)
-ACCUMULATED = Case(2)
-DROPPING = Case(1, "full", dropout=True)
+PLAIN = VerificationCase(1, documents=False)
+ACCUMULATED = VerificationCase(2)
+DROPPING = VerificationCase(1, "full", dropout=True)
 QWEN = QWEN3 | {"intermediate_size": 28}
 OLMO = CASES["olmo2"]
 
@@ -56,9 +58,24 @@ BUGS = [
 ]
 
 
-def _verify(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, mutation: Mutation) -> Report:
+def _verify(
+    ranks: RankPool,
+    config: dict[str, Any],
+    layout: Layout,
+    case: VerificationCase,
+    mutation: MutationContext,
+) -> VerificationReport:
     recipe = recipe_of(config)
-    return verify(recipe, shape_of(recipe), [layout], [case], ["float64"], sequence_length=12, pool=ranks, mutation=mutation)
+    return verify(
+        recipe,
+        read_recipe_shape(recipe),
+        [layout],
+        [case],
+        ["float64"],
+        sequence_length=12,
+        pool=ranks,
+        mutation=mutation,
+    )
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
@@ -69,7 +86,9 @@ def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
 CELLS = {(bug.config["model_type"], str(bug.layout), str(bug.case)): bug for bug in BUGS}
 
 
-@pytest.mark.parametrize("cell", CELLS.values(), ids=lambda bug: f"{bug.config['model_type']}-{bug.layout}-{bug.case}")
+@pytest.mark.parametrize(
+    "cell", CELLS.values(), ids=lambda bug: f"{bug.config['model_type']}-{bug.layout}-{bug.case}"
+)
 def test_without_a_bug_the_same_cells_pass(ranks: RankPool, cell: Bug) -> None:
     assert_clean(_verify(ranks, cell.config, cell.layout, cell.case, nothing))
 

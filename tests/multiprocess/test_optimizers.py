@@ -1,6 +1,8 @@
-"""Optimizers that need whole matrices, rows or blocks: a step under any layout is the step of one process.
+"""Optimizers that need whole matrices, rows or blocks: a step under any layout is the step of one
+process.
 
-Every rank is given its part of the same gradients, so what differs is the optimizer alone, and may be held to the bit.
+Every rank is given its part of the same gradients, so what differs is the optimizer alone, and may
+be held to the bit.
 """
 
 from __future__ import annotations
@@ -15,31 +17,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.architecture import ModelShape, read_config, shape_of
-from shardwright.checkpoint.load import load_checkpoint
-from shardwright.checkpoint.pieces import Part
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.architecture import ModelShape, read_config, read_recipe_shape
+from shardwright.checkpoint.local_tensors import ParameterShard
+from shardwright.checkpoint.tensor_loading import load_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.optim import (
     adamw_8bit,
     build_optimizer,
+    collect_optimizer_moments,
+    collect_optimizer_values,
     load_optimizer_values,
-    optimizer_moments,
-    optimizer_values,
     set_learning_rate,
 )
 from shardwright.optim.adafactor import Adafactor
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel import matrices as matrices_module
-from shardwright.parallel.model import local_part
-from shardwright.parallel.reduce import narrow
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh, matrix_exchange
+from shardwright.parallel.gradient_reduction import narrow_to_box
+from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plan import BatchPlan, Plan
-from shardwright.verify.cases import Case
-from shardwright.verify.cell import Mutation
-from shardwright.verify.matrix import verify
+from shardwright.verify.cases import VerificationCase
+from shardwright.verify.cell import MutationContext
+from shardwright.verify.verification import verify
 from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
 from tests.multiprocess.pool import RankPool
 
@@ -50,7 +51,10 @@ MOE: dict[str, Any] = {
 }  # fmt: skip
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 70}
 EVEN = LLAMA | {"intermediate_size": 28, "num_key_value_heads": 1}
-VERIFIED = {"adamw_8bit": WIDE | {"hidden_size": 72, "head_dim": 18, "intermediate_size": 130, "vocab_size": 71}}
+VERIFIED = {
+    "adamw_8bit": WIDE
+    | {"hidden_size": 72, "head_dim": 18, "intermediate_size": 130, "vocab_size": 71}
+}
 """Matrices large enough for 8 bits, whose rows are no multiples of a block."""
 
 RULES: dict[str, dict[str, Any]] = {
@@ -59,8 +63,9 @@ RULES: dict[str, dict[str, Any]] = {
     "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
 }
 ROUNDING = {"muon": 2e-7, "adafactor": 3e-7, "adamw_8bit": 0.0}
-"""Muon's matrices are equal to the bit; torch's fused AdamW, which moves the rest, rounds the last elements of a tensor otherwise.
-Adafactor adds its sums up in another order; they are rounded from fp64, and the update from fp32."""
+"""Muon's matrices are equal to the bit; torch's fused AdamW, which moves the rest, rounds the last
+elements of a tensor otherwise. Adafactor adds its sums up in another order; they are rounded from
+fp64, and the update from fp32."""
 
 LAYOUTS: list[tuple[str, dict[str, Any], Layout, tuple[str, ...]]] = [
     ("zero3", LLAMA, Layout(dp_shard=2, zero_stage=3), ("muon", "adafactor")),
@@ -72,58 +77,84 @@ LAYOUTS: list[tuple[str, dict[str, Any], Layout, tuple[str, ...]]] = [
     ("ep2", MOE, Layout(dp_shard=2, ep=2, zero_stage=1), ("muon", "adafactor", "adamw_8bit")),
     ("tp2 x zero3, experts", MOE, Layout(dp_shard=2, tp=2, zero_stage=3), ("muon", "adafactor", "adamw_8bit")),
 ]  # fmt: skip
-CASES = [pytest.param(config, layout, rule, id=f"{rule}, {label}") for label, config, layout, rules in LAYOUTS for rule in rules]
+CASES = [
+    pytest.param(config, layout, rule, id=f"{rule}, {label}")
+    for label, config, layout, rules in LAYOUTS
+    for rule in rules
+]
 
 
-def build(shape: ModelShape, layout: Layout, rule: str) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def build(
+    shape: ModelShape, layout: Layout, rule: str
+) -> tuple[ParallelModel, torch.optim.Optimizer]:
     with torch.device("meta"):
         decoder = Decoder(shape)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     model = apply_layout(
         decoder,
         Plan(layout, BatchPlan(8, 2, 2, layout.data_ranks), PrecisionSection(kind="fp32")),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, bounds: initialise(specs[name], 3, dtype=torch.float32, narrow=bounds),
+        read_slice=lambda name, bounds: initialise_parameter(
+            specs[name], 3, dtype=torch.float32, narrow=bounds
+        ),
     )
     section = OptimizerSection(**RULES[rule])
-    return model, build_optimizer(model.named_parameters(), section, learning_rate=1.0, weight_decay=0.1, cut=model)
+    return model, build_optimizer(
+        model.named_parameters(), section, learning_rate=1.0, weight_decay=0.1, model=model
+    )
 
 
 def move(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Steps with gradients that are a function of name and step, of sizes that differ by row and column."""
+    """Steps with gradients that are a function of name and step, of sizes that differ by row and
+    column.
+    """
     for step in steps:
         for number, (name, described) in enumerate(model.layouts.items()):
             generator = torch.Generator().manual_seed(1000 * step + number)
-            whole = torch.randn(described.shape, generator=generator) * torch.rand(described.shape[-1:], generator=generator)
+            whole = torch.randn(described.shape, generator=generator) * torch.rand(
+                described.shape[-1:], generator=generator
+            )
             parameter = dict(model.named_parameters()).get(name)
             if parameter is not None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-                for box in model.held(name):
-                    narrow(local_part(parameter.grad), box.local).copy_(narrow(whole, box.whole))
+                for box in model.local_boxes(name):
+                    narrow_to_box(get_local_tensor(parameter.grad), box.local_bounds).copy_(
+                        narrow_to_box(whole, box.global_bounds)
+                    )
         set_learning_rate(optimizer, (0.02, 0.05, 0.01, 0.03)[step])
         optimizer.step()
 
 
-def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
+def state_of(
+    model: ParallelModel, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor | ParameterShard]:
     """What a checkpoint holds, as the trainer has it."""
-    told: dict[str, Tensor | Part] = {
-        f"model.{name}": Part(parameter.detach(), model.layouts[name].shape, model.held(name))
+    told: dict[str, Tensor | ParameterShard] = {
+        f"model.{name}": ParameterShard(
+            parameter.detach(), model.layouts[name].shape, model.local_boxes(name)
+        )
         for name, parameter in model.named_parameters()
     }
-    for key, moment in optimizer_moments(optimizer, model.named_parameters()).items():
+    for key, moment in collect_optimizer_moments(optimizer, model.named_parameters()).items():
         shape = model.layouts[moment.parameter].shape if moment.shape is None else moment.shape
-        told[key] = Part(moment.tensor, shape, model.held(moment.parameter) if moment.boxes is None else moment.boxes)
+        told[key] = ParameterShard(
+            moment.tensor,
+            shape,
+            model.local_boxes(moment.parameter) if moment.boxes is None else moment.boxes,
+        )
     return told
 
 
-def weights_after(config: dict[str, Any], layout: Layout, rule: str, bug: Callable[[], Any] = nullcontext) -> dict[str, Tensor]:
+def weights_after(
+    config: dict[str, Any], layout: Layout, rule: str, bug: Callable[[], Any] = nullcontext
+) -> dict[str, Tensor]:
     """Whole weights after three steps; runs on every rank of the layout."""
     shape = read_config(config)
     with bug():
         model, optimizer = build(shape, layout, rule)
         move(model, optimizer, range(3))
-    return {name: model.full_parameter(name).detach().clone() for name in model.layouts}
+    return {name: model.gather_parameter(name).detach().clone() for name in model.layouts}
 
 
 def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -131,7 +162,9 @@ def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize(("config", "layout", "rule"), CASES)
-def test_a_step_is_that_of_one_process(ranks: RankPool, config: dict[str, Any], layout: Layout, rule: str) -> None:
+def test_a_step_is_that_of_one_process(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, rule: str
+) -> None:
     expected = weights_after(config, Layout(), rule)
     for got in ranks.run(layout.world_size, weights_after, config, layout, rule):
         assert worst(expected, got) <= ROUNDING[rule]
@@ -141,14 +174,16 @@ def test_a_step_is_that_of_one_process(ranks: RankPool, config: dict[str, Any], 
 def own_pieces_only() -> Iterator[None]:
     """Each rank makes its own piece orthogonal, as an update element by element would."""
 
-    def apply(_self: Any, function: Callable[[Tensor], Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def apply(
+        _self: Any, function: Callable[[Tensor], Tensor], tensors: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         made = {}
         for name, tensor in tensors.items():
             flat = tensor if tensor.ndim == 2 else tensor.flatten(0, 1)
             made[name] = function(flat).view_as(tensor) if tensor.numel() else tensor
         return made
 
-    with mock.patch.object(matrices_module.MatrixExchange, "apply", apply):
+    with mock.patch.object(matrix_exchange.DistributedMatrixExchange, "apply", apply):
         yield
 
 
@@ -157,7 +192,9 @@ def own_sums_only() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize(("rule", "bug"), [("muon", own_pieces_only), ("adafactor", own_sums_only)])
-def test_a_rank_that_looks_at_its_own_part_only_is_found_out(ranks: RankPool, rule: str, bug: Callable[[], Any]) -> None:
+def test_a_rank_that_looks_at_its_own_part_only_is_found_out(
+    ranks: RankPool, rule: str, bug: Callable[[], Any]
+) -> None:
     layout = Layout(dp_shard=2, zero_stage=3)
     got = ranks.run(2, weights_after, LLAMA, layout, rule, bug)[0]
     assert worst(weights_after(LLAMA, Layout(), rule), got) > 1e-3
@@ -166,45 +203,70 @@ def test_a_rank_that_looks_at_its_own_part_only_is_found_out(ranks: RankPool, ru
 @contextmanager
 def blocks_of_own_shard() -> Iterator[None]:
     """Blocks run on from row to row of what a rank holds, as torchao's do."""
-    encode, decode = adamw_8bit._Codec.encode, adamw_8bit._Codec.decode
+    encode = adamw_8bit._Codec.encode
+    decode = adamw_8bit._Codec.decode
 
     def flat(self: Any, *tensors: Tensor) -> tuple[int, list[Tensor]]:
-        """Whole rows of one long one, as many as there are blocks; what is left over rests under the scales that it had."""
-        return tensors[0].numel() // self.block_size * self.block_size, [tensor.view(1, -1) for tensor in tensors]
+        """Whole rows of one long one, as many as there are blocks; what is left over rests under
+        the scales that it had.
+        """
+        return tensors[0].numel() // self.block_size * self.block_size, [
+            tensor.view(1, -1) for tensor in tensors
+        ]
 
-    def encode_flat(self: Any, values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) -> None:
+    def encode_flat(
+        self: Any, values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool
+    ) -> None:
         end, (values_1N, codes_1N, scales_1K) = flat(self, values, codes, scales)
-        encode(self, values_1N[:, :end], codes_1N[:, :end], scales_1K[:, : end // self.block_size], signed=signed)
+        encode(
+            self,
+            values_1N[:, :end],
+            codes_1N[:, :end],
+            scales_1K[:, : end // self.block_size],
+            signed=signed,
+        )
 
     def decode_flat(self: Any, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         end, (codes_1N, scales_1K) = flat(self, codes, scales)
-        known = decode(self, codes_1N[:, :end], scales_1K[:, : end // self.block_size], signed=signed)
+        known = decode(
+            self, codes_1N[:, :end], scales_1K[:, : end // self.block_size], signed=signed
+        )
         return torch.cat([known, known.new_zeros(1, codes.numel() - end)], dim=1).view(codes.shape)
 
     with mock.patch.multiple(adamw_8bit._Codec, encode=encode_flat, decode=decode_flat):
         yield
 
 
-def failing(ranks: RankPool, rule: str, mutation: Mutation | None) -> set[str]:
+def failing(ranks: RankPool, rule: str, mutation: MutationContext | None) -> set[str]:
     """What `verify` finds wrong of a recipe with this rule."""
-    recipe, layouts = recipe_of(VERIFIED.get(rule, LLAMA), optimizer=RULES[rule]), [Layout(dp_shard=2, zero_stage=3)]
+    recipe = recipe_of(VERIFIED.get(rule, LLAMA), optimizer=RULES[rule])
+    layouts = [Layout(dp_shard=2, zero_stage=3)]
     options: dict[str, Any] = {"sequence_length": 12, "pool": ranks, "mutation": mutation}
-    (cell,) = verify(recipe, shape_of(recipe), layouts, [Case(2)], ["float64"], **options).cells
+    (cell,) = verify(
+        recipe, read_recipe_shape(recipe), layouts, [VerificationCase(2)], ["float64"], **options
+    ).cells
     assert cell.failure is None
     assert f"weights after {rule}" in {finding.quantity for finding in cell.findings}
     return {finding.quantity for finding in cell.findings if not finding.passed}
 
 
-@pytest.mark.parametrize(("rule", "bug"), [("muon", own_pieces_only), ("adamw_8bit", blocks_of_own_shard)])
-def test_verify_sees_a_wrong_update_of_the_recipes_rule(ranks: RankPool, rule: str, bug: Mutation) -> None:
+@pytest.mark.parametrize(
+    ("rule", "bug"), [("muon", own_pieces_only), ("adamw_8bit", blocks_of_own_shard)]
+)
+def test_verify_sees_a_wrong_update_of_the_recipes_rule(
+    ranks: RankPool, rule: str, bug: MutationContext
+) -> None:
     assert failing(ranks, rule, bug) == {f"weights after {rule}"}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("rule", "bug"), [("muon", own_pieces_only), ("adafactor", own_sums_only), ("adamw_8bit", blocks_of_own_shard)]
+    ("rule", "bug"),
+    [("muon", own_pieces_only), ("adafactor", own_sums_only), ("adamw_8bit", blocks_of_own_shard)],
 )
-def test_verify_holds_the_recipes_rule_to_one_process(ranks: RankPool, rule: str, bug: Mutation) -> None:
+def test_verify_holds_the_recipes_rule_to_one_process(
+    ranks: RankPool, rule: str, bug: MutationContext
+) -> None:
     assert not failing(ranks, rule, None)
     assert failing(ranks, rule, bug) == {f"weights after {rule}"}
 
@@ -212,22 +274,32 @@ def test_verify_holds_the_recipes_rule_to_one_process(ranks: RankPool, rule: str
 def save_after_two(config: dict[str, Any], layout: Layout, rule: str, root: str) -> str:
     model, optimizer = build(read_config(config), layout, rule)
     move(model, optimizer, range(2))
-    saved = save_checkpoint(root, 2, state_of(model, optimizer), {}, merged={"optimizer": optimizer_values(optimizer)})
+    saved = save_checkpoint(
+        root,
+        2,
+        state_of(model, optimizer),
+        {},
+        merged_values={"optimizer": collect_optimizer_values(optimizer)},
+    )
     return str(saved.path)
 
 
-def resume_for_one(config: dict[str, Any], layout: Layout, rule: str, path: str) -> dict[str, Tensor]:
+def resume_for_one(
+    config: dict[str, Any], layout: Layout, rule: str, path: str
+) -> dict[str, Tensor]:
     model, optimizer = build(read_config(config), layout, rule)
     values = load_checkpoint(path, state_of(model, optimizer))
     load_optimizer_values(optimizer, values["optimizer"], trainable=model.trainable)
     move(model, optimizer, range(2, 3))
-    return {name: model.full_parameter(name).detach().clone() for name in model.layouts}
+    return {name: model.gather_parameter(name).detach().clone() for name in model.layouts}
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_state_opens_under_another_layout(ranks: RankPool, tmp_path: Path, rule: str) -> None:
     # Experts over ranks on one side, features over ranks on the other, and one process after both.
-    path = ranks.run(2, save_after_two, MOE, Layout(dp_shard=2, ep=2, zero_stage=1), rule, str(tmp_path))[0]
+    path = ranks.run(
+        2, save_after_two, MOE, Layout(dp_shard=2, ep=2, zero_stage=1), rule, str(tmp_path)
+    )[0]
     expected = weights_after(MOE, Layout(), rule)
     assert worst(expected, resume_for_one(MOE, Layout(), rule, path)) <= ROUNDING[rule]
     for got in ranks.run(2, resume_for_one, MOE, Layout(tp=2), rule, path):

@@ -1,4 +1,6 @@
-"""The demo, whole and short, on the other kind of machine: a CPU that has AVX2 only and emulates bf16."""
+"""The demo, whole and short, on the other kind of machine: a CPU that has AVX2 only and emulates
+bf16.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from pathlib import Path
 import pytest
 from recipes.demo import MIN_STEPS
 
-from shardwright.telemetry.events import Evaluation, RunStarted, Step, read_events, surviving
+from shardwright.telemetry.event_log import (
+    EvaluationEvent,
+    RunStartedEvent,
+    StepEvent,
+    read_events,
+    select_surviving,
+)
 from tests.unit.numerics.test_bf16 import OTHER_MACHINE
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +29,8 @@ SMALL = ("model.config.hidden_size=48", "model.config.intermediate_size=64", "mo
 
 @pytest.mark.timeout(900)  # seven launches, of ten seconds each on a quiet machine
 def test_the_demo_shortens_itself_in_sight_and_ends_well(tmp_path: Path) -> None:
-    source, run = tmp_path / "source", tmp_path / "run"
+    source = tmp_path / "source"
+    run = tmp_path / "run"
     source.mkdir()
     for path in sorted((ROOT / "src" / "shardwright" / "config").glob("*.py")):
         (source / path.name).write_text(path.read_text())
@@ -32,12 +41,21 @@ def test_the_demo_shortens_itself_in_sight_and_ends_well(tmp_path: Path) -> None
         env=os.environ | OTHER_MACHINE, cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"=== shortened from 800 to {MIN_STEPS} steps, because a step takes [\d.]+ s here", done.stdout)
-    events = surviving(read_events(run))
-    assert [event.step for event in events if isinstance(event, Step)] == list(range(1, MIN_STEPS + 1))
-    assert all(event.mfu is not None and 0.0 < event.mfu <= 1.0 for event in events if isinstance(event, Step))
-    assert len([event for event in events if isinstance(event, Evaluation)]) == 8
-    began, resumed = (event.plan for event in events if isinstance(event, RunStarted))
+    assert re.search(
+        rf"=== shortened from 800 to {MIN_STEPS} steps, because a step takes [\d.]+ s here",
+        done.stdout,
+    )
+    events = select_surviving(read_events(run))
+    assert [event.step for event in events if isinstance(event, StepEvent)] == list(
+        range(1, MIN_STEPS + 1)
+    )
+    assert all(
+        event.mfu is not None and 0.0 < event.mfu <= 1.0
+        for event in events
+        if isinstance(event, StepEvent)
+    )
+    assert len([event for event in events if isinstance(event, EvaluationEvent)]) == 8
+    began, resumed = (event.plan for event in events if isinstance(event, RunStartedEvent))
     assert began["precision"]["kind"] == resumed["precision"]["kind"] == "fp32"
     assert began["precision_reason"].startswith("bf16 is emulated on this CPU")
     assert resumed["precision_reason"] == "the run was started in it"

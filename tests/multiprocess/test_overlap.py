@@ -1,4 +1,6 @@
-"""Traffic is issued before the products that hide it: the order on CPU ranks, where nothing depends on a device's timing."""
+"""Traffic is issued before the products that hide it: the order on CPU ranks, where nothing depends
+on a device's timing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
-from shardwright.rehearse.collectives import NAMESPACES, describe
+from shardwright.rehearse.collective_recorder import COLLECTIVE_NAMESPACES, parse_operator
 from shardwright.train.step import accumulate_gradients
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
@@ -30,8 +32,8 @@ class Order(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition("::")[2].partition(".")[0]
-        if func.namespace in NAMESPACES:
-            call = describe(name, args)
+        if func.namespace in COLLECTIVE_NAMESPACES:
+            call = parse_operator(name, args)
             if call is not None and call.num_bytes > 8:
                 self.issued.append(call.kind)
         elif name in ("mm", "addmm", "bmm"):
@@ -49,13 +51,17 @@ def order_of_a_step(layout: Layout) -> list[str]:
 
 
 def issued_before(issued: list[str], kind: str, product: int) -> int:
-    """How many of a kind are issued before the given product (counted from 0, from the end where negative)."""
+    """How many of a kind are issued before the given product (counted from 0, from the end where
+    negative).
+    """
     places = [place for place, what in enumerate(issued) if what == "product"]
     return issued[: places[product]].count(kind)
 
 
 @pytest.mark.parametrize(("prefetch_depth", "ahead"), [(0, 0), (1, 1)])
-def test_parameters_are_gathered_before_the_block_in_front_computes(ranks: RankPool, prefetch_depth: int, ahead: int) -> None:
+def test_parameters_are_gathered_before_the_block_in_front_computes(
+    ranks: RankPool, prefetch_depth: int, ahead: int
+) -> None:
     layout = Layout(dp_shard=2, zero_stage=3, prefetch_depth=prefetch_depth)
     for issued in ranks.run(2, order_of_a_step, layout):
         for block in range(LAYERS):
@@ -66,7 +72,8 @@ def test_parameters_are_gathered_before_the_block_in_front_computes(ranks: RankP
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_are_scattered_while_earlier_blocks_go_back(ranks: RankPool, stage: int) -> None:
     for issued in ranks.run(2, order_of_a_step, Layout(dp_shard=2, zero_stage=stage)):  # type: ignore[arg-type]
-        # All blocks but the first have sent theirs when the backward pass comes to its last product.
+        # All blocks but the first have sent theirs when the backward pass comes to its last
+        # product.
         assert issued_before(issued, "reduce_scatter", -1) == LAYERS - 1
         assert issued_before(issued, "reduce_scatter", -2 * PRODUCTS) >= LAYERS - 2
 

@@ -6,40 +6,60 @@ from typing import Any
 
 import pytest
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.layout import Layout
-from shardwright.schedule import FAMILIES
-from shardwright.verify.cases import DTYPES, Case
-from shardwright.verify.matrix import Report, verify
+from shardwright.schedule import PIPELINE_SCHEDULES
+from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
+from shardwright.verify.verification import VerificationReport, verify
 from tests.multiprocess.models import GPT2, LLAMA, recipe_of
 from tests.multiprocess.pool import RankPool
 
 DEEP_LLAMA = LLAMA | {"num_hidden_layers": 5}
 LONG = pytest.mark.long
-"""Kin of those that always run; each schedule meets each stage of ZeRO in `test_grid`, every day."""
+"""Kin of those that always run; each schedule meets each stage of ZeRO in `test_grid`, every
+day.
+"""
 DEEP_GPT2 = GPT2 | {"n_layer": 4}
 
 
-def _verify(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, **options: Any) -> None:
+def _verify(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase, **options: Any
+) -> None:
     dtypes = options.pop("dtypes", ["float64"])
     recipe = recipe_of(config, **options)
-    report = verify(recipe, shape_of(recipe), [layout], [case], dtypes, sequence_length=12, pool=ranks)
+    report = verify(
+        recipe, read_recipe_shape(recipe), [layout], [case], dtypes, sequence_length=12, pool=ranks
+    )
     assert report.passed, _failures(report)
 
 
-def _failures(report: Report) -> list[Any]:
-    return [cell.failure or [finding for finding in cell.findings if not finding.passed] for cell in report.cells]
+def _failures(report: VerificationReport) -> list[Any]:
+    return [
+        cell.failure or [finding for finding in cell.findings if not finding.passed]
+        for cell in report.cells
+    ]
 
 
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_every_schedule(ranks: RankPool, schedule: str) -> None:
-    _verify(ranks, DEEP_LLAMA, Layout(pp=2, schedule=schedule), Case(4, tied=False), dtypes=DTYPES)
+    _verify(
+        ranks,
+        DEEP_LLAMA,
+        Layout(pp=2, schedule=schedule),
+        VerificationCase(4, tied=False),
+        dtypes=VERIFICATION_DTYPES,
+    )
 
 
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_every_schedule_tied_with_dropout_and_recompute(ranks: RankPool, schedule: str) -> None:
-    recompute = "full" if FAMILIES[schedule].splits_backward else "selective"
-    _verify(ranks, DEEP_GPT2, Layout(pp=2, schedule=schedule), Case(4, recompute, tied=True, dropout=True))
+    recompute = "full" if PIPELINE_SCHEDULES[schedule].has_split_backward else "selective"
+    _verify(
+        ranks,
+        DEEP_GPT2,
+        Layout(pp=2, schedule=schedule),
+        VerificationCase(4, recompute, tied=True, dropout=True),
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,23 +70,48 @@ def test_every_schedule_tied_with_dropout_and_recompute(ranks: RankPool, schedul
         *[
             pytest.param(Layout(pp=2, dp_shard=2, zero_stage=stage, schedule=schedule), marks=marks)
             for stage in (1, 2, 3)
-            for schedule, marks in (("1f1b", LONG), ("zb_h1", LONG if stage < 3 else ()), ("zbv", LONG))
+            for schedule, marks in (
+                ("1f1b", LONG),
+                ("zb_h1", LONG if stage < 3 else ()),
+                ("zbv", LONG),
+            )
         ],
-        pytest.param(Layout(pp=2, dp_replicate=2, dp_shard=2, zero_stage=2, schedule="zbv"), marks=LONG),
         pytest.param(
-            Layout(pp=2, dp_replicate=2, dp_shard=2, zero_stage=3, schedule="interleaved_1f1b", wrap_blocks=2), marks=LONG
+            Layout(pp=2, dp_replicate=2, dp_shard=2, zero_stage=2, schedule="zbv"), marks=LONG
+        ),
+        pytest.param(
+            Layout(
+                pp=2,
+                dp_replicate=2,
+                dp_shard=2,
+                zero_stage=3,
+                schedule="interleaved_1f1b",
+                wrap_blocks=2,
+            ),
+            marks=LONG,
         ),
     ],
     ids=str,
 )
 def test_over_data_ranks(ranks: RankPool, layout: Layout) -> None:
-    _verify(ranks, DEEP_LLAMA, layout, Case(4, "selective", tied=layout.schedule != "zb_h1", dropout=True))
+    _verify(
+        ranks,
+        DEEP_LLAMA,
+        layout,
+        VerificationCase(4, "selective", tied=layout.schedule != "zb_h1", dropout=True),
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gpipe"])
 def test_four_ranks(ranks: RankPool, schedule: str) -> None:
-    _verify(ranks, DEEP_LLAMA, Layout(pp=4, schedule=schedule), Case(4, tied=True, dropout=True), dtypes=DTYPES)
+    _verify(
+        ranks,
+        DEEP_LLAMA,
+        Layout(pp=4, schedule=schedule),
+        VerificationCase(4, tied=True, dropout=True),
+        dtypes=VERIFICATION_DTYPES,
+    )
 
 
 def test_fewer_micro_batches_than_ranks(ranks: RankPool) -> None:
-    _verify(ranks, DEEP_LLAMA, Layout(pp=4, schedule="zb_h1"), Case(1, tied=False))
+    _verify(ranks, DEEP_LLAMA, Layout(pp=4, schedule="zb_h1"), VerificationCase(1, tied=False))

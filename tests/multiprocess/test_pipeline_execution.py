@@ -1,4 +1,6 @@
-"""What a pipeline's executor promises beyond gradients in float64: shapes that change, memory, order, low precision, evaluation."""
+"""What a pipeline's executor promises beyond gradients in float64: shapes that change, memory,
+order, low precision, evaluation.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,20 @@ from shardwright.config.training import PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
-from shardwright.numerics import chunked_cross_entropy, dtypes
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh, pipeline
-from shardwright.parallel.channels import Channels
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh, pipeline_parallel
+from shardwright.parallel.p2p_channels import P2PChannels
 from shardwright.plan import BatchPlan, Plan
-from shardwright.schedule import FAMILIES, Action, build_schedule, check, write_schedule
+from shardwright.schedule import (
+    PIPELINE_SCHEDULES,
+    Action,
+    build_schedule,
+    check_schedule,
+    write_schedule,
+)
 from shardwright.train.step import StepTimes, accumulate_gradients
-from shardwright.verify.cases import Case
+from shardwright.verify.cases import VerificationCase
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_pipeline import _verify
@@ -33,18 +41,23 @@ CONFIG = LLAMA | {"num_hidden_layers": 4}
 FP64 = PrecisionSection(kind="fp64")
 
 
-def build(layout: Layout, precision: PrecisionSection = FP64, num_micro_batches: int = 4) -> ParallelModel:
-    shape, kinds = read_config(CONFIG), dtypes(precision)
+def build(
+    layout: Layout, precision: PrecisionSection = FP64, num_micro_batches: int = 4
+) -> ParallelModel:
+    shape = read_config(CONFIG)
+    kinds = resolve_dtypes(precision)
     with torch.device("meta"):
         loss = partial(chunked_cross_entropy, chunk_tokens=8)
         decoder = Decoder(shape, loss_function=loss, compute_dtype=kinds.compute)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
         Plan(layout, BatchPlan(12, 2, num_micro_batches, layout.data_ranks), precision),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initialise(specs[name], 3, dtype=kinds.param, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 3, dtype=kinds.param, narrow=narrow
+        ),
     )
 
 
@@ -52,19 +65,31 @@ def micro_batch(num_rows: int, num_tokens: int, seed: int) -> MicroBatch:
     random = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(0, CONFIG["vocab_size"], (num_rows, num_tokens), generator=random)
     positions_BT = torch.arange(num_tokens).expand(num_rows, num_tokens)
-    return MicroBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, None, torch.arange(num_rows), num_rows * num_tokens)
+    return MicroBatch(
+        ids_BT,
+        ids_BT.roll(-1, 1),
+        positions_BT,
+        None,
+        torch.arange(num_rows),
+        num_rows * num_tokens,
+    )
 
 
 def gradients_of(model: ParallelModel, steps: list[list[MicroBatch]]) -> dict[str, Tensor]:
     """Gradients of steps one after another, added up."""
     for number, batches in enumerate(steps):
         accumulate_gradients(model, batches, seed=0, step=number)
-    return {name: model.full_gradient(name) for name in model.layouts}
+    return {name: model.gather_gradient(name) for name in model.layouts}
 
 
-def compare_with_one_process(layout: Layout, shapes: list[list[tuple[int, int]]], precision: PrecisionSection) -> float:
+def compare_with_one_process(
+    layout: Layout, shapes: list[list[tuple[int, int]]], precision: PrecisionSection
+) -> float:
     """The worst relative error of any gradient, after steps of micro-batches of these shapes."""
-    steps = [[micro_batch(*size, 10 * i + j) for j, size in enumerate(sizes)] for i, sizes in enumerate(shapes)]
+    steps = [
+        [micro_batch(*size, 10 * i + j) for j, size in enumerate(sizes)]
+        for i, sizes in enumerate(shapes)
+    ]
     got = gradients_of(build(layout, precision, len(steps[0])), steps)
     with patch("torch.distributed.all_reduce"):  # alone, beside the others
         want = gradients_of(build(Layout(), precision, len(steps[0])), steps)
@@ -74,7 +99,9 @@ def compare_with_one_process(layout: Layout, shapes: list[list[tuple[int, int]]]
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_shapes_change_within_a_step_and_from_step_to_step(ranks: RankPool, schedule: str) -> None:
     shapes = [[(2, 12), (1, 7), (3, 12), (2, 5)], [(2, 9)] * 4, [(1, 1), (2, 12), (4, 3), (1, 12)]]
-    for error in ranks.run(2, compare_with_one_process, Layout(pp=2, schedule=schedule), shapes, FP64):
+    for error in ranks.run(
+        2, compare_with_one_process, Layout(pp=2, schedule=schedule), shapes, FP64
+    ):
         assert error < 1e-12
 
 
@@ -89,7 +116,9 @@ def compare_schedules(one: Layout, other: Layout) -> float:
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_what_waits_is_added_up_in_the_precision_of_sums(ranks: RankPool, zero_stage: int) -> None:
-    """Under bf16 every product is rounded, but their sum over 16 micro-batches is not: 2e-3 if it were."""
+    """Under bf16 every product is rounded, but their sum over 16 micro-batches is not: 2e-3 if it
+    were.
+    """
     plain = Layout(pp=2, dp_shard=2, zero_stage=zero_stage)
     for schedule in ("zb_h1", "dualpipev"):
         for error in ranks.run(4, compare_schedules, plain, replace(plain, schedule=schedule)):
@@ -100,7 +129,7 @@ def most_kept(layout: Layout) -> tuple[int, int]:
     """This rank's place in the pipeline, and the most activations that lie between actions."""
     most = 0
     model = build(layout, num_micro_batches=8)
-    compute = pipeline._Walk._compute
+    compute = pipeline_parallel._StepExecution._compute
 
     def count(self: Any, action: Action, received: Tensor | None, *, ends: bool) -> Tensor | None:
         nonlocal most
@@ -108,22 +137,27 @@ def most_kept(layout: Layout) -> tuple[int, int]:
         most = max(most, len(self.kept) + len(self.products))
         return made
 
-    with patch.object(pipeline._Walk, "_compute", count):
-        accumulate_gradients(model, [micro_batch(1, 6, number) for number in range(8)], seed=0, step=0)
+    with patch.object(pipeline_parallel._StepExecution, "_compute", count):
+        accumulate_gradients(
+            model, [micro_batch(1, 6, number) for number in range(8)], seed=0, step=0
+        )
     assert model.pipeline is not None
     return model.pipeline.rank, most
 
 
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_as_many_activations_are_kept_as_the_checker_says(ranks: RankPool, schedule: str) -> None:
-    peaks = check(build_schedule(schedule, 2, 8)).peak_activations
+    peaks = check_schedule(build_schedule(schedule, 2, 8)).peak_activations
     assert dict(ranks.run(2, most_kept, Layout(pp=2, schedule=schedule))) == dict(enumerate(peaks))
 
 
 def note_order(layout: Layout) -> tuple[int, list[str]]:
     """What rank r posts, takes, computes and sends, in order."""
     noted: list[str] = []
-    post, take, send, compute = Channels.post, Channels.take, Channels.send, pipeline._Walk._compute
+    post = P2PChannels.post_receive
+    take = P2PChannels.wait_receive
+    send = P2PChannels.send
+    compute = pipeline_parallel._StepExecution._compute
 
     def noting(what: str, call: Any) -> Any:
         def noted_call(self: Any, transfer: Any, *rest: Any, **named: Any) -> Any:
@@ -134,12 +168,14 @@ def note_order(layout: Layout) -> tuple[int, list[str]]:
 
     model = build(layout, num_micro_batches=3)
     with (
-        patch.object(Channels, "post", noting("post", post)),
-        patch.object(Channels, "take", noting("take", take)),
-        patch.object(Channels, "send", noting("send", send)),
-        patch.object(pipeline._Walk, "_compute", noting("do", compute)),
+        patch.object(P2PChannels, "post_receive", noting("post", post)),
+        patch.object(P2PChannels, "wait_receive", noting("take", take)),
+        patch.object(P2PChannels, "send", noting("send", send)),
+        patch.object(pipeline_parallel._StepExecution, "_compute", noting("do", compute)),
     ):
-        accumulate_gradients(model, [micro_batch(1, 6, number) for number in range(3)], seed=0, step=0)
+        accumulate_gradients(
+            model, [micro_batch(1, 6, number) for number in range(3)], seed=0, step=0
+        )
     assert model.pipeline is not None
     return model.pipeline.rank, noted
 
@@ -149,39 +185,50 @@ def test_receives_are_posted_ahead_of_the_computing_that_hides_them(ranks: RankP
     assert noted[1][:6] == ["post 0F0", "post 0F1", "take 0F0", "do 1F0", "do 1B0", "send 1B0"]
     assert noted[0][:4] == ["post 1B0", "do 0F0", "send 0F0", "do 0F1"]
     for rank, row in enumerate(build_schedule("1f1b", 2, 3).rows):
-        assert [told[3:] for told in noted[rank] if told.startswith("do")] == [str(action) for action in row]
+        assert [told[3:] for told in noted[rank] if told.startswith("do")] == [
+            str(action) for action in row
+        ]
     late = noted[1].index("post 0F2")
     assert late < noted[1].index("do 1F1") < noted[1].index("take 0F2")
 
 
 def most_sent(layout: Layout) -> tuple[int, int]:
-    """This rank's place, and the most messages that it keeps at a time because they may not have gone."""
+    """This rank's place, and the most messages that it keeps at a time because they may not have
+    gone.
+    """
     most = 0
-    send = Channels.send
+    send = P2PChannels.send
 
-    def count(self: Channels, *arguments: Any) -> None:
+    def count(self: P2PChannels, *arguments: Any) -> None:
         nonlocal most
         send(self, *arguments)
-        most = max(most, len(self._going))
+        most = max(most, len(self._pending_sends))
 
     model = build(layout, num_micro_batches=12)
-    with patch.object(Channels, "send", count):
-        accumulate_gradients(model, [micro_batch(1, 6, number) for number in range(12)], seed=0, step=0)
+    with patch.object(P2PChannels, "send", count):
+        accumulate_gradients(
+            model, [micro_batch(1, 6, number) for number in range(12)], seed=0, step=0
+        )
     assert model.pipeline is not None
     return model.pipeline.rank, most
 
 
 def test_hidden_states_that_were_answered_are_let_go(ranks: RankPool) -> None:
-    assert dict(ranks.run(2, most_sent, Layout(pp=2)))[0] == 2  # as many as rank 0 has activations in flight
+    assert (
+        dict(ranks.run(2, most_sent, Layout(pp=2)))[0] == 2
+    )  # as many as rank 0 has activations in flight
 
 
 def losses_and_marks(layout: Layout) -> tuple[float, float, dict[str, float]]:
     """The loss by evaluation and by training, and the step's parts in seconds."""
-    model, times = build(layout), StepTimes(torch.device("cpu"))
+    model = build(layout)
+    times = StepTimes(torch.device("cpu"))
     batches = [micro_batch(2, 8, number) for number in range(4)]
     model.decoder.eval()
-    with model.evaluating():
-        evaluated = model.losses(batches, MicroBatch.arguments) + model.losses(batches[:1], MicroBatch.arguments)
+    with model.evaluate_mode():
+        evaluated = model.compute_losses(
+            batches, MicroBatch.build_model_arguments
+        ) + model.compute_losses(batches[:1], MicroBatch.build_model_arguments)
     model.decoder.train()
     trained = accumulate_gradients(model, batches, seed=0, step=0, times=times).loss_sum
     first = accumulate_gradients(model, batches[:1] * 4, seed=0, step=1).loss_sum / 4
@@ -189,9 +236,13 @@ def losses_and_marks(layout: Layout) -> tuple[float, float, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(pp=2, schedule="zbv"), Layout(pp=2, dp_shard=2, zero_stage=3, schedule="zb_h1")], ids=str
+    "layout",
+    [Layout(pp=2, schedule="zbv"), Layout(pp=2, dp_shard=2, zero_stage=3, schedule="zb_h1")],
+    ids=str,
 )
-def test_evaluation_runs_forwards_alone_and_time_is_told_by_part(ranks: RankPool, layout: Layout) -> None:
+def test_evaluation_runs_forwards_alone_and_time_is_told_by_part(
+    ranks: RankPool, layout: Layout
+) -> None:
     for evaluated, trained, parts in ranks.run(layout.world_size, losses_and_marks, layout):
         assert evaluated == pytest.approx(trained, rel=1e-12)
         assert {"forward", "backward", "waiting", "reduction"} <= set(parts)
@@ -200,11 +251,19 @@ def test_evaluation_runs_forwards_alone_and_time_is_told_by_part(ranks: RankPool
 
 def test_a_schedule_from_a_file(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
-    path.write_text(write_schedule(build_schedule("zb_h1", 2, 4)).replace("0W0,", "").replace("0W1", "0W1,0W0"))
-    _verify(ranks, CONFIG, Layout(pp=2, schedule=str(path)), Case(4, tied=True))
+    path.write_text(
+        write_schedule(build_schedule("zb_h1", 2, 4)).replace("0W0,", "").replace("0W1", "0W1,0W0")
+    )
+    _verify(ranks, CONFIG, Layout(pp=2, schedule=str(path)), VerificationCase(4, tied=True))
 
 
 def test_a_stage_that_is_frozen_altogether(ranks: RankPool) -> None:
     for schedule in ("interleaved_1f1b", "zbv"):
         layout = Layout(pp=2, dp_shard=2, zero_stage=2, schedule=schedule)
-        _verify(ranks, CONFIG, layout, Case(4, tied=False), model={"freeze": ["model.embed_tokens.weight", "model.layers.0.*"]})
+        _verify(
+            ranks,
+            CONFIG,
+            layout,
+            VerificationCase(4, tied=False),
+            model={"freeze": ["model.embed_tokens.weight", "model.layers.0.*"]},
+        )

@@ -1,4 +1,6 @@
-"""The pool itself: results by rank, errors with rank and traceback, a dead or silent rank, life afterwards."""
+"""The pool itself: results by rank, errors with rank and traceback, a dead or silent rank, life
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import LayoutError, RankFailed
-from shardwright.verify import pool as pool_module
+from shardwright.verify import rank_pool
 from tests.multiprocess.pool import RankPool
 
 
@@ -72,8 +74,10 @@ def fail_late_on(rank: int, after_seconds: float) -> None:
     raise RuntimeError("Connection closed by peer")
 
 
-def test_a_cause_that_is_slower_than_what_came_of_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_GRACE_SECONDS", 0.05)
+def test_a_cause_that_is_slower_than_what_came_of_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_pool, "_GRACE_SECONDS", 0.05)
     with RankPool() as pool, pytest.raises(RankFailed, match=r"rank 1 of 2: layout\.tp"):
         pool.run(2, fail_late_on, 1, 0.5)
 

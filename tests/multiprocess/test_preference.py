@@ -1,4 +1,6 @@
-"""Preferences under layouts: losses, norms, rewards and weights of one process, the reference beside or within the model."""
+"""Preferences under layouts: losses, norms, rewards and weights of one process, the reference
+beside or within the model.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ import yaml
 from torch import Tensor
 
 from shardwright.cli.main import run as shardwright
-from shardwright.config.load import validate_recipe
-from shardwright.data.loader import step_micro_batches
-from shardwright.data.order import SampleOrder
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.data.loader import read_step_micro_batches
+from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import ExitCode
 from shardwright.layout import RankGrid
-from shardwright.telemetry.events import Evaluation, read_events, surviving_steps
-from shardwright.train.evaluation import evaluate
-from shardwright.train.preference import PreferenceObjective
-from shardwright.train.preflight import check
+from shardwright.telemetry.event_log import EvaluationEvent, read_events, select_surviving_steps
+from shardwright.train.evaluation import evaluate_loss
+from shardwright.train.preference_objective import PreferenceObjective
+from shardwright.train.run_checks import validate_run
 from shardwright.train.setup import build_state
-from shardwright.train.step import accumulate_gradients, update
+from shardwright.train.step import accumulate_gradients, update_parameters
 from tests.multiprocess.pool import RankPool
 from tests.unit.train.preference_data import preference_recipe
 
@@ -31,25 +33,30 @@ STEPS = 3
 
 
 def learn(document: dict[str, Any]) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Of every step loss, norm and rewards, then the validation loss; and the weights at the end."""
+    """Of every step loss, norm and rewards, then the validation loss; and the weights at the
+    end.
+    """
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    checked = check(validate_recipe(document), world_size)
+    checked = validate_run(validate_recipe(document), world_size)
     state = build_state(checked, torch.device("cpu"))
-    objective, model = state.objective, state.model
+    objective = state.objective
+    model = state.model
     assert isinstance(objective, PreferenceObjective)
     order = SampleOrder(checked.recipe.seed, len(checked.data.train))
     data_rank = RankGrid(checked.plan.layout).data_rank(rank)
     told = []
     for step in range(STEPS):
-        batches = step_micro_batches(checked.data.train, order, checked.plan.batch, step, data_rank)
+        batches = read_step_micro_batches(
+            checked.data.train, order, checked.plan.batch, step, data_rank
+        )
         loss = accumulate_gradients(model, batches, seed=0, step=step, objective=objective)
-        done = update(model, state.optimizer, learning_rate=1e-2, max_grad_norm=1.0)
-        told.append([loss.mean(), done.gradient_norm, *asdict(objective.take()).values()])
-    found = evaluate(checked, model, data_rank, lambda: False, objective)
+        done = update_parameters(model, state.optimizer, learning_rate=1e-2, max_grad_norm=1.0)
+        told.append([loss.mean(), done.gradient_norm, *asdict(objective.pop_metrics()).values()])
+    found = evaluate_loss(checked, model, data_rank, lambda: False, objective)
     assert found is not None
-    told.append([found.loss, float(found.tokens), *asdict(objective.take()).values()])
+    told.append([found.loss, float(found.tokens), *asdict(objective.pop_metrics()).values()])
     names = [name for name in model.layouts if name in model.trainable]
-    return told, {name: model.full_parameter(name).clone() for name in names}
+    return told, {name: model.gather_parameter(name).clone() for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +70,10 @@ PRECISE = {"precision": {"kind": "fp64"}, "data": {"validation_fraction": 0.2}}
 
 @pytest.fixture(scope="module")
 def alone(ranks: RankPool, folder: Path) -> dict[str, Any]:
-    return {name: ranks.run(1, learn, preference_recipe(folder, **change, **PRECISE))[0] for name, change in CHANGES.items()}
+    return {
+        name: ranks.run(1, learn, preference_recipe(folder, **change, **PRECISE))[0]
+        for name, change in CHANGES.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -87,14 +97,23 @@ def alone(ranks: RankPool, folder: Path) -> dict[str, Any]:
 def test_layouts_learn_what_one_process_learns(
     ranks: RankPool, folder: Path, alone: dict[str, Any], layout: str, reference: str
 ) -> None:
-    num_ranks = 4 if layout in ("dp_shard=2,tp=2,zero_stage=3", "pp=2,dp_shard=2,zero_stage=2") else 2
+    num_ranks = (
+        4 if layout in ("dp_shard=2,tp=2,zero_stage=3", "pp=2,dp_shard=2,zero_stage=2") else 2
+    )
     expected, weights = alone[reference]
     assert abs(expected[STEPS - 1][4]) > 1e-3  # a margin: model and reference have parted
-    for told, held in ranks.run(num_ranks, learn, preference_recipe(folder, layout, **CHANGES[reference], **PRECISE)):
+    for told, held in ranks.run(
+        num_ranks, learn, preference_recipe(folder, layout, **CHANGES[reference], **PRECISE)
+    ):
         assert_same(told, expected, held, weights)
 
 
-def assert_same(told: list[list[float]], expected: list[list[float]], held: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+def assert_same(
+    told: list[list[float]],
+    expected: list[list[float]],
+    held: dict[str, Tensor],
+    weights: dict[str, Tensor],
+) -> None:
     for got, want in zip(told, expected, strict=True):
         assert got == pytest.approx(want, rel=1e-9, abs=1e-12)
     for name, want_weights in weights.items():
@@ -107,21 +126,27 @@ def test_a_folded_schedule_learns_what_one_process_learns(ranks: RankPool, folde
     config = preference_recipe(folder)["model"]["config"] | {"num_hidden_layers": 4}
     deep = {"model": {"config": config}, "training": {"gradient_accumulation_steps": 4}} | PRECISE
     expected, weights = ranks.run(1, learn, preference_recipe(folder, **deep))[0]
-    for told, held in ranks.run(2, learn, preference_recipe(folder, "pp=2,schedule=zbv,virtual_stages=2", **deep)):
+    for told, held in ranks.run(
+        2, learn, preference_recipe(folder, "pp=2,schedule=zbv,virtual_stages=2", **deep)
+    ):
         assert_same(told, expected, held, weights)
 
 
 def test_a_run_tells_of_rewards_and_goes_on_from_its_checkpoint(folder: Path) -> None:
-    document = preference_recipe(folder, data={"validation_fraction": 0.2}, checkpoint={"every_steps": 2})
+    document = preference_recipe(
+        folder, data={"validation_fraction": 0.2}, checkpoint={"every_steps": 2}
+    )
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(document))
     assert shardwright(["train", str(recipe), "--set", "training.max_steps=2"]) == ExitCode.DONE
     assert shardwright(["train", str(recipe), "--resume"]) == ExitCode.DONE
     log = read_events(folder / "run")
-    steps = surviving_steps(log)
+    steps = select_surviving_steps(log)
     assert [step.step for step in steps] == [1, 2, 3]
     assert steps[0].loss == pytest.approx(0.693147, abs=1e-5)
     assert steps[0].reward_margin == pytest.approx(0.0, abs=1e-6)
     assert steps[2].reward_margin is not None
-    assert steps[2].reward_margin > 0.0  # the reference of the resumed run is the model that the first one began with
-    assert log.of(Evaluation)[-1].reward_accuracy is not None
+    assert (
+        steps[2].reward_margin > 0.0
+    )  # the reference of the resumed run is the model that the first one began with
+    assert log.filter_by_type(EvaluationEvent)[-1].reward_accuracy is not None

@@ -1,4 +1,6 @@
-"""Adapters beside a base in 4 bits: their gradients under cuts against one process, what ranks hold, and possible bugs."""
+"""Adapters beside a base in 4 bits: their gradients under cuts against one process, what ranks
+hold, and possible bugs.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ import torch
 from torch import Tensor
 
 from shardwright import placement
-from shardwright.architecture import ParameterSpec, shape_of
+from shardwright.architecture import ParameterSpec, read_recipe_shape
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, Shard
 from shardwright.model import Decoder, nf4
-from shardwright.model.init import initialise
-from shardwright.model.nf4 import packed_slice
+from shardwright.model.nf4 import read_packed_slice
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout, build_mesh
-from shardwright.parallel.model import local_part
+from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plan import BatchPlan, Plan
-from shardwright.verify import oracle
-from shardwright.verify.cases import DTYPES, Case
-from shardwright.verify.cell import Mutation
+from shardwright.verify import reference
+from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
+from shardwright.verify.cell import MutationContext
 from tests.multiprocess.adapter_cells import AdapterCell, hold
 from tests.multiprocess.bugs import assert_caught, assert_clean
 from tests.multiprocess.pool import RankPool
@@ -45,17 +47,33 @@ ZBV = Layout(pp=2, schedule="zbv", virtual_stages=2)
 NF4 = {"rank": 3, "quantize": "nf4"}
 
 CELLS = [
-    AdapterCell(LLAMA, NF4, Layout(dp_shard=2, zero_stage=3), Case(2, "full")),
-    AdapterCell(LLAMA, NF4 | {"kind": "dora"}, Layout(tp=2), Case(2)),
-    AdapterCell(MOE, NF4, Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), Case(1, documents=False)),
+    AdapterCell(LLAMA, NF4, Layout(dp_shard=2, zero_stage=3), VerificationCase(2, "full")),
+    AdapterCell(LLAMA, NF4 | {"kind": "dora"}, Layout(tp=2), VerificationCase(2)),
+    AdapterCell(
+        MOE, NF4, Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), VerificationCase(1, documents=False)
+    ),
 ]
 MORE = [
-    AdapterCell(LLAMA, NF4, Layout(dp_replicate=2), Case(1, "selective")),
-    AdapterCell(LLAMA, NF4 | {"dropout": 0.1}, Layout(cp=2, zero_stage=2), Case(2)),
-    AdapterCell(LLAMA | {"num_hidden_layers": 4}, NF4 | {"targets": ("q_proj",)}, ZBV, Case(4)),
-    AdapterCell(LLAMA, NF4, Layout(dp_shard=2, tp=2, zero_stage=1, sequence_parallel=False), Case(2)),
-    AdapterCell(LLAMA, NF4 | {"kind": "dora"}, Layout(dp_replicate=2, dp_shard=2, zero_stage=3), Case(2)),
-    AdapterCell(MOE, NF4 | {"kind": "rslora"}, Layout(dp_shard=2, ep=2), Case(2, "full")),
+    AdapterCell(LLAMA, NF4, Layout(dp_replicate=2), VerificationCase(1, "selective")),
+    AdapterCell(LLAMA, NF4 | {"dropout": 0.1}, Layout(cp=2, zero_stage=2), VerificationCase(2)),
+    AdapterCell(
+        LLAMA | {"num_hidden_layers": 4}, NF4 | {"targets": ("q_proj",)}, ZBV, VerificationCase(4)
+    ),
+    AdapterCell(
+        LLAMA,
+        NF4,
+        Layout(dp_shard=2, tp=2, zero_stage=1, sequence_parallel=False),
+        VerificationCase(2),
+    ),
+    AdapterCell(
+        LLAMA,
+        NF4 | {"kind": "dora"},
+        Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
+        VerificationCase(2),
+    ),
+    AdapterCell(
+        MOE, NF4 | {"kind": "rslora"}, Layout(dp_shard=2, ep=2), VerificationCase(2, "full")
+    ),
 ]
 
 
@@ -66,20 +84,22 @@ def test_adapters_beside_a_quantised_base(ranks: RankPool, cell: AdapterCell) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("cell", CELLS + MORE, ids=str)
-def test_adapters_beside_a_quantised_base_under_every_cut(ranks: RankPool, cell: AdapterCell) -> None:
-    assert_clean(hold(ranks, cell, DTYPES))
+def test_adapters_beside_a_quantised_base_under_every_cut(
+    ranks: RankPool, cell: AdapterCell
+) -> None:
+    assert_clean(hold(ranks, cell, VERIFICATION_DTYPES))
 
 
 @contextmanager
 def each_rank_quantises_its_own_part() -> Iterator[None]:
     """The matrix is cut first and quantised then: blocks begin where ranks do."""
-    original = oracle.packed_slice
+    original = reference.read_packed_slice
 
     def packed(matrix: ParameterSpec, narrow: Any, read: Any) -> Tensor:
         whole = original(matrix, narrow, read)
         return whole.roll(1, -1) if narrow[-1][0] else whole
 
-    with mock.patch.object(oracle, "packed_slice", packed):
+    with mock.patch.object(reference, "read_packed_slice", packed):
         yield
 
 
@@ -88,48 +108,87 @@ def scales_stay_whole() -> Iterator[None]:
     """Bytes are cut in one run, so that a rank has codes of its columns and scales of others'."""
 
     def shard(matrix: ParameterSpec, cut: Any, shape: Any, degree: int) -> Shard | None:
-        around = placement._tensor_shard(matrix, cut, shape, degree)
-        return None if around is None else replace(around, sections=() if around.dim == len(matrix.shape) - 1 else around.sections)
+        around = placement._build_tensor_shard(matrix, cut, shape, degree)
+        return (
+            None
+            if around is None
+            else replace(
+                around, sections=() if around.dim == len(matrix.shape) - 1 else around.sections
+            )
+        )
 
-    with mock.patch.object(placement, "_packed_shard", shard):
+    with mock.patch.object(placement, "_build_packed_shard", shard):
         yield
 
 
 @pytest.mark.parametrize("mutation", [each_rank_quantises_its_own_part, scales_stay_whole])
-def test_another_base_is_found_out(ranks: RankPool, mutation: Mutation) -> None:
-    assert_caught(hold(ranks, AdapterCell(LLAMA, NF4, Layout(tp=2), Case(1, documents=False)), ("float32",), mutation), "gradient")
+def test_another_base_is_found_out(ranks: RankPool, mutation: MutationContext) -> None:
+    assert_caught(
+        hold(
+            ranks,
+            AdapterCell(LLAMA, NF4, Layout(tp=2), VerificationCase(1, documents=False)),
+            ("float32",),
+            mutation,
+        ),
+        "gradient",
+    )
 
 
 def held_bytes(cell: AdapterCell) -> tuple[int, int, dict[str, Tensor]]:
-    """Bytes of frozen projections on this rank, their elements in the whole model, and what the ranks' bytes together mean."""
-    shape = shape_of(cell.recipe)
+    """Bytes of frozen projections on this rank, their elements in the whole model, and what the
+    ranks' bytes together mean.
+    """
+    shape = read_recipe_shape(cell.recipe)
     with torch.device("meta"):
         decoder = Decoder(shape, compute_dtype=torch.bfloat16)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
 
     def fill(name: str, bounds: Any) -> Tensor:
-        matrix = specs[name].packed
+        matrix = specs[name].packed_matrix
         if matrix is None:
-            return initialise(replace(specs[name]), 3, dtype=torch.float32, narrow=bounds)
-        return packed_slice(matrix, bounds, lambda _name, rows: initialise(matrix, 3, dtype=torch.float32, narrow=rows))
+            return initialise_parameter(replace(specs[name]), 3, dtype=torch.float32, narrow=bounds)
+        return read_packed_slice(
+            matrix,
+            bounds,
+            lambda _name, rows: initialise_parameter(matrix, 3, dtype=torch.float32, narrow=rows),
+        )
 
-    plan = Plan(cell.layout, BatchPlan(8, 1, 1, cell.layout.data_ranks), PrecisionSection(kind="bf16"))
-    model = apply_layout(decoder, plan, build_mesh(cell.layout, "cpu"), torch.device("cpu"), fill=fill)
-    packed = {name: parameter for name, parameter in model.named_parameters() if specs[name].packed is not None}
-    assert all(parameter.dtype == torch.uint8 and not parameter.requires_grad for parameter in packed.values())
-    num_bytes = sum(local_part(parameter).numel() for parameter in packed.values())
-    num_elements = sum(spec.packed.num_elements for spec in specs.values() if spec.packed is not None)
+    plan = Plan(
+        cell.layout, BatchPlan(8, 1, 1, cell.layout.data_ranks), PrecisionSection(kind="bf16")
+    )
+    model = apply_layout(
+        decoder, plan, build_mesh(cell.layout, "cpu"), torch.device("cpu"), read_slice=fill
+    )
+    packed = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if specs[name].packed_matrix is not None
+    }
+    assert all(
+        parameter.dtype == torch.uint8 and not parameter.requires_grad
+        for parameter in packed.values()
+    )
+    num_bytes = sum(get_local_tensor(parameter).numel() for parameter in packed.values())
+    num_elements = sum(
+        spec.packed_matrix.num_elements for spec in specs.values() if spec.packed_matrix is not None
+    )
     whole = {
-        name: nf4.unpack(model.full_parameter(name).to(torch.uint8), spec.packed.shape[-1], torch.float32)
+        name: nf4.unpack(
+            model.gather_parameter(name).to(torch.uint8),
+            spec.packed_matrix.shape[-1],
+            torch.float32,
+        )
         for name, spec in specs.items()
-        if spec.packed is not None
+        if spec.packed_matrix is not None
     }
     return num_bytes, num_elements, whole
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero_stage=3), Layout(tp=2)], ids=str)
-def test_ranks_hold_their_share_of_four_bits_of_the_same_base(ranks: RankPool, layout: Layout) -> None:
-    cell = AdapterCell(LLAMA | {"hidden_size": 64}, NF4, layout, Case(1))
+def test_ranks_hold_their_share_of_four_bits_of_the_same_base(
+    ranks: RankPool, layout: Layout
+) -> None:
+    cell = AdapterCell(LLAMA | {"hidden_size": 64}, NF4, layout, VerificationCase(1))
     _, num_elements, expected = held_bytes(cell._replace(layout=Layout()))
     for num_bytes, _, whole in ranks.run(2, held_bytes, cell):
         assert num_bytes * 8 / num_elements == 4.5 / 2

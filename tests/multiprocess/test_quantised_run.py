@@ -1,4 +1,6 @@
-"""A run with a base in 4 bits, Muon, smoothed targets and noisy embeddings: resumed under other layouts, and merged."""
+"""A run with a base in 4 bits, Muon, smoothed targets and noisy embeddings: resumed under other
+layouts, and merged.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ import yaml
 
 from shardwright.architecture import read_config
 from shardwright.data.tokenizer import CharacterTokenizer
-from shardwright.model.export import write_folder
-from shardwright.model.init import initialise
-from shardwright.telemetry.events import read_events, surviving_steps
-from shardwright.train.adapters import check_merge, merged_source
-from shardwright.train.source import open_source
+from shardwright.inference.adapter_export import check_merged_logits, merge_adapters
+from shardwright.inference.model_source import open_model_source
+from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.telemetry.event_log import read_events, select_surviving_steps
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
 
@@ -31,17 +33,24 @@ CHAIN = [(2, "dp_shard=2,zero_stage=3"), (2, "tp=2"), (1, "dp_replicate=1")]
 def test_a_quantised_base_is_the_same_for_every_layout_and_for_the_merge(
     ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20)))
-    specs = {spec.name: spec for spec in read_config(CONFIG).parameters()}
-    write_folder(
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20))
+    )
+    specs = {spec.name: spec for spec in read_config(CONFIG).list_parameters()}
+    write_hf_folder(
         tmp_path / "base",
         read_config(CONFIG),
-        lambda name: initialise(specs[name], 0, dtype=torch.float32),
+        lambda name: initialise_parameter(specs[name], 0, dtype=torch.float32),
         dtype=torch.bfloat16,
         tokenizer=CharacterTokenizer("\n +0123456789="),
     )
     recipe = tmp_path / "recipe.yaml"
-    training = {"sequence_length": 16, "global_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 6}
+    training = {
+        "sequence_length": 16,
+        "global_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+    }
     told: dict[str, Any] = {
         "model": {"path": str(tmp_path / "base")},
         "tokenizer": {"kind": "character"},
@@ -49,20 +58,22 @@ def test_a_quantised_base_is_the_same_for_every_layout_and_for_the_merge(
         "adapters": {"rank": 3, "quantize": "nf4"},
         "optimizer": {"name": "muon"},
         "precision": "fp64",
-        "training": training | {"learning_rate": 1e-2, "label_smoothing": 0.1, "neftune_noise_alpha": 5},
+        "training": training
+        | {"learning_rate": 1e-2, "label_smoothing": 0.1, "neftune_noise_alpha": 5},
         "run": {"device": "cpu"},
     }
     recipe.write_text(yaml.safe_dump(told))
     for number, (num_ranks, layout) in enumerate(CHAIN):
         ranks.run(num_ranks, train_some, str(recipe), str(tmp_path / "run"), layout, 2, number > 0)
     train_some(str(recipe), str(tmp_path / "whole"), "dp_replicate=1", 7, False)
-    ours, whole = surviving_steps(read_events(tmp_path / "run")), surviving_steps(read_events(tmp_path / "whole"))
+    ours = select_surviving_steps(read_events(tmp_path / "run"))
+    whole = select_surviving_steps(read_events(tmp_path / "whole"))
     assert len(ours) == 6
     assert ours[-1].loss < ours[0].loss - 0.01
     for step, other in zip(ours, whole, strict=True):
         assert step.loss == pytest.approx(other.loss, rel=1e-9), step.step
         assert step.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-8), step.step
-    source = open_source(tmp_path / "run")
+    source = open_model_source(tmp_path / "run")
     with caplog.at_level(logging.INFO, logger="shardwright"):
-        assert check_merge(source, merged_source(source)) < 1e-5
+        assert check_merged_logits(source, merge_adapters(source)) < 1e-5
     assert "trained in 4 bits: its dequantised values are merged" in caplog.text

@@ -1,4 +1,6 @@
-"""A rehearsal says what a real run of the same layout does: its collectives one by one, its peak within 0.2 percent (bf16: 2)."""
+"""A rehearsal says what a real run of the same layout does: its collectives one by one, its peak
+within 0.2 percent (bf16: 2).
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,19 @@ from benchmarks.allocated import allocated_by, held_bytes
 
 from shardwright.architecture import ExpertShape, read_config
 from shardwright.config import Recipe
-from shardwright.config.load import validate_recipe
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.config.training import PrecisionKind
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import moe
-from shardwright.model.init import initialise
-from shardwright.numerics.precision import dtypes
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import create_state
 from shardwright.plan import BatchPlan, Plan
-from shardwright.rehearse import rank as rehearsed
-from shardwright.rehearse.collectives import Collective, Recorder
-from shardwright.rehearse.rank import RankReport, rehearse_rank
-from shardwright.train.step import accumulate_gradients, update
+from shardwright.rehearse import rank_rehearsal
+from shardwright.rehearse.collective_recorder import Collective, CollectiveRecorder
+from shardwright.rehearse.rank_rehearsal import RankRehearsal, rehearse_rank
+from shardwright.train.step import accumulate_gradients, update_parameters
 from tests.multiprocess.pool import RankPool
 
 _SIZES: dict[str, Any] = {
@@ -57,7 +59,12 @@ def recipe(model: str = "llama") -> Recipe:
             "model": {"config": MODELS[model], "loss_chunk_tokens": 128},
             "data": {"sources": ["nowhere"]},
             "precision": "fp32",
-            "training": {"sequence_length": 256, "micro_batch_size": 2, "learning_rate": 1e-3, "max_steps": 1},
+            "training": {
+                "sequence_length": 256,
+                "micro_batch_size": 2,
+                "learning_rate": 1e-3,
+                "max_steps": 1,
+            },
         }
     )
 
@@ -69,15 +76,18 @@ def plan_of(layout: Layout, recompute: str = "none", kind: PrecisionKind = "fp32
 
 
 NEAR: dict[PrecisionKind, float] = {"fp32": 0.002, "bf16": 0.02}
-"""What a rehearsal's peak may be off by, as a share. In bf16 a CPU's products and sums take room of their own,
-which tensors without memory do not know of."""
+"""What a rehearsal's peak may be off by, as a share. In bf16 a CPU's products and sums take room of
+their own, which tensors without memory do not know of."""
 ATTEMPTS = 12
 
 
-def a_real_step(plan: Plan, rehearsed_bytes: int, model_name: str = "llama") -> tuple[int, list[Collective]]:
+def a_real_step(
+    plan: Plan, rehearsed_bytes: int, model_name: str = "llama"
+) -> tuple[int, list[Collective]]:
     """Peak bytes of this rank by the profiler's allocator events, and its collectives.
 
-    The least of some steps, until rank 0 comes down to what was rehearsed: see `benchmarks.allocated`.
+    The least of some steps, until rank 0 comes down to what was rehearsed: see
+    `benchmarks.allocated`.
     """
     with _evenly_routed():
         return _measure(plan, rehearsed_bytes, model_name)
@@ -88,8 +98,12 @@ def _evenly_routed() -> Iterator[None]:
     """Token after token the next experts, as a rehearsal has it, whatever the router says."""
     choose = moe.choose_experts
 
-    def choose_in_turn(experts: ExpertShape, logits_NE: torch.Tensor, bias_E: torch.Tensor | None) -> Any:
-        taken = torch.arange(logits_NE.shape[0] * experts.experts_per_token).view(-1, experts.experts_per_token)
+    def choose_in_turn(
+        experts: ExpertShape, logits_NE: torch.Tensor, bias_E: torch.Tensor | None
+    ) -> Any:
+        taken = torch.arange(logits_NE.shape[0] * experts.experts_per_token).view(
+            -1, experts.experts_per_token
+        )
         logits_NE.data.zero_().scatter_(1, taken % experts.num_experts, 1.0)
         return choose(experts, logits_NE, bias_E)
 
@@ -98,24 +112,29 @@ def _evenly_routed() -> Iterator[None]:
 
 
 def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, list[Collective]]:
-    checked, shape = recipe(model_name), read_config(MODELS[model_name])
-    specs, param = {spec.name: spec for spec in shape.parameters()}, dtypes(plan.precision).param
+    checked = recipe(model_name)
+    shape = read_config(MODELS[model_name])
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    param = resolve_dtypes(plan.precision).param
     with _real_fill(specs, param):
-        model = rehearsed._build(checked, shape, plan, None)
-    optimizer = build_optimizer(model.named_parameters(), checked.optimizer, learning_rate=1e-4, weight_decay=0.1)
+        model = rank_rehearsal._build_model(checked, shape, plan, None)
+    optimizer = build_optimizer(
+        model.named_parameters(), checked.optimizer, learning_rate=1e-4, weight_decay=0.1
+    )
     create_state(optimizer)
     before = held_bytes(model, optimizer)
-    batches = rehearsed._micro_batches(plan)
+    batches = rank_rehearsal._build_micro_batches(plan)
 
     def step() -> None:
         accumulate_gradients(model, batches, seed=0, step=0)
-        update(model, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
+        update_parameters(model, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
 
     step()  # libraries take their workspaces, DDP arranges its buckets
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         step()
     gc.collect()  # what earlier tests of this process left would count as freed by the step
-    least, moment_seconds = before + allocated_by(step, 0.002), 0.002
+    least = before + allocated_by(step, 0.002)
+    moment_seconds = 0.002
     for _ in range(ATTEMPTS - 1):
         enough = torch.tensor(least <= rehearsed_bytes * (1 + NEAR[plan.precision.kind]))
         if dist.is_initialized():
@@ -128,14 +147,16 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
 
 
 def _real_fill(specs: Any, param: torch.dtype) -> Any:
-    original = rehearsed.apply_layout
+    original = rank_rehearsal.apply_layout
 
     def filled(*args: Any, **options: Any) -> Any:
-        options["fill"] = lambda name, bounds: initialise(specs[name], 0, dtype=param, narrow=bounds)
+        options["fill"] = lambda name, bounds: initialise_parameter(
+            specs[name], 0, dtype=param, narrow=bounds
+        )
         options["storage"] = None
         return original(*args, **options)
 
-    return patch.object(rehearsed, "apply_layout", filled)
+    return patch.object(rank_rehearsal, "apply_layout", filled)
 
 
 LAYOUTS = [
@@ -167,9 +188,11 @@ CASES = [
 ]
 
 
-def rehearse_in_its_own_process(plan: Plan, rank: int, model: str = "llama") -> RankReport:
+def rehearse_in_its_own_process(plan: Plan, rank: int, model: str = "llama") -> RankRehearsal:
     with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
-        return pool.submit(rehearse_rank, recipe(model), read_config(MODELS[model]), plan, rank).result()
+        return pool.submit(
+            rehearse_rank, recipe(model), read_config(MODELS[model]), plan, rank
+        ).result()
 
 
 @pytest.mark.parametrize(("model", "layout", "recompute", "kind"), CASES, ids=str)
@@ -179,11 +202,12 @@ def test_a_rehearsal_is_a_real_run_without_its_memory(
     plan = plan_of(layout, recompute, kind)
     report = rehearse_in_its_own_process(plan, 0, model)
     peak, calls = ranks.run(layout.world_size, a_real_step, plan, report.peak_bytes, model)[0]
-    # DDP arranges its buckets anew in its second step, with a broadcast; the first step has one bucket.
+    # DDP arranges its buckets anew in its second step, with a broadcast; the first step has one
+    # bucket.
     if layout.zero_stage:
-        assert [(call.kind, call.ranks, call.num_bytes, call.dtype) for call in report.collectives] == [
-            (call.kind, call.ranks, call.num_bytes, call.dtype) for call in calls
-        ]
+        assert [
+            (call.kind, call.ranks, call.num_bytes, call.dtype) for call in report.collectives
+        ] == [(call.kind, call.ranks, call.num_bytes, call.dtype) for call in calls]
     assert report.peak_bytes == pytest.approx(peak, rel=NEAR[kind])
     assert RankGrid(layout).coordinates(0) == dict(report.coordinates)
     assert not dist.is_initialized()

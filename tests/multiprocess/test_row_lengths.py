@@ -1,4 +1,6 @@
-"""Rows that end with the longest of their micro-batch, under every cut: gradients of one process with full, masked rows."""
+"""Rows that end with the longest of their micro-batch, under every cut: gradients of one process
+with full, masked rows.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,29 @@ from torch import Tensor
 
 from shardwright.architecture import read_config
 from shardwright.config.training import PrecisionSection
-from shardwright.data.loader import step_micro_batches
-from shardwright.data.order import SampleOrder
-from shardwright.data.pack import PackedDataset, pack_documents
+from shardwright.data.loader import read_step_micro_batches
+from shardwright.data.packed_dataset import PackedDataset, pack_documents
+from shardwright.data.sample_order import SampleOrder
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout, build_mesh
-from shardwright.plan import BatchPlan, Plan, row_multiple
-from shardwright.train.step import accumulate_gradients, count_work
+from shardwright.plan import BatchPlan, Plan, compute_row_multiple
+from shardwright.train.step import accumulate_gradients, count_tokens_and_flops
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 
-LENGTH, GLOBAL = 48, 8
+LENGTH = 48
+GLOBAL = 8
 LENGTHS = np.random.default_rng(0).integers(2, 50, size=30)
 STARTS = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.uint64)
 TOKENS = np.random.default_rng(1).integers(1, 60, size=int(STARTS[-1])).astype(np.uint16)
-CONFIG = LLAMA | {"num_hidden_layers": 2, "intermediate_size": 28, "hidden_size": 24, "max_position_embeddings": LENGTH}
+CONFIG = LLAMA | {
+    "num_hidden_layers": 2,
+    "intermediate_size": 28,
+    "hidden_size": 24,
+    "max_position_embeddings": LENGTH,
+}
 EXPERTS = CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
                     "norm_topk_prob": True}  # fmt: skip
 LAYOUTS = [
@@ -40,28 +48,41 @@ LAYOUTS = [
 
 
 Step = tuple[float, dict[str, Any], tuple[int, float]]
-"""Loss, gradients, and the tokens computed with the length of the row in which one stands on average."""
+"""Loss, gradients, and the tokens computed with the length of the row in which one stands on
+average.
+"""
 
 
 def step_of(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> Step:
     """One step of two or more micro-batches."""
-    micro, shape = 2, read_config(config)
-    multiple = None if full else row_multiple(layout)
-    batch = BatchPlan(LENGTH, micro, GLOBAL // micro // layout.data_ranks, layout.data_ranks, multiple)
-    rows = PackedDataset(TOKENS, pack_documents(STARTS, LENGTH, alone=True), LENGTH, alone=not full)
+    micro = 2
+    shape = read_config(config)
+    multiple = None if full else compute_row_multiple(layout)
+    batch = BatchPlan(
+        LENGTH, micro, GLOBAL // micro // layout.data_ranks, layout.data_ranks, multiple
+    )
+    rows = PackedDataset(
+        TOKENS, pack_documents(STARTS, LENGTH, is_unpacked=True), LENGTH, is_unpacked=not full
+    )
     with torch.device("meta"):
         decoder = Decoder(shape, compute_dtype=torch.float64)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
 
     def fill(name: str, bounds: Any) -> Tensor:
-        return initialise(specs[name], 3, dtype=torch.float64, narrow=bounds)
+        return initialise_parameter(specs[name], 3, dtype=torch.float64, narrow=bounds)
 
     plan = Plan(layout, batch, PrecisionSection(kind="fp64"))
-    model = apply_layout(decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), fill=fill)
+    model = apply_layout(
+        decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), read_slice=fill
+    )
     data_rank = RankGrid(layout).data_rank(0 if model.mesh is None else model.mesh.rank)
-    micro_batches = step_micro_batches(rows, SampleOrder(3, len(rows)), batch, 1, data_rank)
+    micro_batches = read_step_micro_batches(rows, SampleOrder(3, len(rows)), batch, 1, data_rank)
     loss = accumulate_gradients(model, micro_batches, seed=0, step=1).mean()
-    return loss, {name: model.full_gradient(name) for name in model.layouts}, count_work(model, micro_batches, float)
+    return (
+        loss,
+        {name: model.gather_gradient(name) for name in model.layouts},
+        count_tokens_and_flops(model, micro_batches, float),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +96,16 @@ def test_a_step_is_that_of_full_rows(ranks: RankPool, layout: Layout, reference:
 
 
 def test_ranks_whose_rows_differ_in_length_exchange_experts_tokens(ranks: RankPool) -> None:
-    hold(ranks.run(2, _short_rows, Layout(dp_shard=2, ep=2, zero_stage=2), EXPERTS), step_of(Layout(), EXPERTS, full=True))
+    hold(
+        ranks.run(2, _short_rows, Layout(dp_shard=2, ep=2, zero_stage=2), EXPERTS),
+        step_of(Layout(), EXPERTS, full=True),
+    )
 
 
 def hold(found: list[Step], reference: Step) -> None:
-    """Every rank's loss and gradients to those of full rows, and fewer tokens computed, in shorter rows."""
+    """Every rank's loss and gradients to those of full rows, and fewer tokens computed, in shorter
+    rows.
+    """
     loss, gradients, (tokens, longest) = reference
     assert (tokens, longest) == (GLOBAL * LENGTH, LENGTH)
     assert len({work for *_, work in found}) == 1, "all ranks count the work of all"

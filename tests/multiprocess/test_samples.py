@@ -1,4 +1,6 @@
-"""Texts written while training: under every layout those that one process writes, with its cache of keys and values."""
+"""Texts written while training: under every layout those that one process writes, with its cache of
+keys and values.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ import torch.distributed as dist
 import yaml
 
 from shardwright.cli.main import run as shardwright
-from shardwright.config.load import parse_layout, validate_recipe
+from shardwright.config.recipe_loading import parse_layout, validate_recipe
 from shardwright.data.dataset import Sample
 from shardwright.errors import ExitCode, RecipeError
-from shardwright.train.generate import Sampling, complete
-from shardwright.train.preflight import check
-from shardwright.train.samples import WrittenText, choose_prompts, write_texts
+from shardwright.inference.generation import SamplingSettings, complete_prompt
+from shardwright.train.run_checks import validate_run
+from shardwright.train.sample_texts import SampleText, choose_prompts, generate_texts
 from shardwright.train.setup import build_state
 from tests.multiprocess.pool import RankPool
 
@@ -27,38 +29,68 @@ TOKENS = 12
 
 
 def recipe(folder: Path, layout: str = "") -> dict[str, Any]:
-    """A tiny model with random weights large enough that its likeliest tokens differ, on lines of text."""
+    """A tiny model with random weights large enough that its likeliest tokens differ, on lines of
+    text.
+    """
     text = folder / "text.txt"
     if not text.exists():
-        text.write_text("".join(f"line {n} of a text that says {n * n}\n" for n in range(60)), encoding="utf-8")
+        text.write_text(
+            "".join(f"line {n} of a text that says {n * n}\n" for n in range(60)), encoding="utf-8"
+        )
     config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.5}  # fmt: skip
     return {
         "model": {"config": config},
         "tokenizer": {"kind": "character"},
-        "data": {"sources": str(text), "validation_fraction": 0.2, "validation_split": "tail", "cache_dir": str(folder / "cache")},
+        "data": {
+            "sources": str(text),
+            "validation_fraction": 0.2,
+            "validation_split": "tail",
+            "cache_dir": str(folder / "cache"),
+        },
         "precision": "fp32",
-        "training": {"sequence_length": 32, "global_batch_size": 4, "max_steps": 2, "learning_rate": 0.01},
+        "training": {
+            "sequence_length": 32,
+            "global_batch_size": 4,
+            "max_steps": 2,
+            "learning_rate": 0.01,
+        },
         "evaluation": {"num_samples": 3, "sample_tokens": TOKENS},
         "layout": parse_layout(layout) if layout else {},
         "run": {"dir": str(folder / "run"), "device": "cpu"},
     }
 
 
-def write(document: dict[str, Any], limit: int) -> tuple[list[WrittenText] | None, list[str]]:
+def write(document: dict[str, Any], limit: int) -> tuple[list[SampleText] | None, list[str]]:
     """The texts; and, of one process, what generation with a cache makes of the same prompts."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    checked = check(validate_recipe(document), world_size)
-    model, tokenizer = build_state(checked, torch.device("cpu")).model, checked.data.tokenizer
+    checked = validate_run(validate_recipe(document), world_size)
+    model = build_state(checked, torch.device("cpu")).model
+    tokenizer = checked.data.tokenizer
     assert checked.data.validation is not None
     prompts = choose_prompts(checked.data.validation, 3, TOKENS)
     asked = iter([False] * limit + [True] * 100)
-    texts = write_texts(model, tokenizer, prompts, sequence_length=32, max_new_tokens=TOKENS, abandon=lambda: next(asked))
+    texts = generate_texts(
+        model,
+        tokenizer,
+        prompts,
+        sequence_length=32,
+        max_new_tokens=TOKENS,
+        should_abort=lambda: next(asked),
+    )
     if world_size > 1:
         return texts, []
-    likeliest = Sampling(temperature=0.0)
+    likeliest = SamplingSettings(temperature=0.0)
     found = [
-        complete(model.decoder, tokenizer, p.ids, likeliest, max_new_tokens=TOKENS, stop_ids={tokenizer.eos_id}) for p in prompts
+        complete_prompt(
+            model.decoder,
+            tokenizer,
+            p.ids,
+            likeliest,
+            max_new_tokens=TOKENS,
+            stop_ids={tokenizer.eos_id},
+        )
+        for p in prompts
     ]
     return texts, [completion.text for completion in found]
 
@@ -84,14 +116,20 @@ def test_a_run_keeps_them_by_step(folder: Path) -> None:
     path.write_text(yaml.safe_dump(recipe(folder)))
     assert shardwright(["train", str(path), "--set", "evaluation.every_steps=1"]) == ExitCode.DONE
     for step in (1, 2):
-        rows = [json.loads(line) for line in (folder / f"run/samples/step-{step:08d}.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (folder / f"run/samples/step-{step:08d}.jsonl").read_text().splitlines()
+        ]
         assert [set(row) for row in rows] == 3 * [{"prompt", "expected", "text", "stopped"}]
 
 
 def test_prompts_come_from_every_row_before_a_second_of_any() -> None:
     nothing = -100
-    ids, labels = np.arange(8), np.array([nothing, 2, 3, nothing, nothing, 6, nothing, nothing])
-    row = Sample(ids, labels, ids, np.array([0, 0, 0, 1, 1, 1, 2, 2]))  # what fills the row learns nothing
+    ids = np.arange(8)
+    labels = np.array([nothing, 2, 3, nothing, nothing, 6, nothing, nothing])
+    row = Sample(
+        ids, labels, ids, np.array([0, 0, 0, 1, 1, 1, 2, 2])
+    )  # what fills the row learns nothing
     dataset = mock.MagicMock()
     dataset.__len__.return_value = 2
     dataset.sample.side_effect = lambda index: row._replace(input_ids=ids + 10 * index)
@@ -103,5 +141,7 @@ def test_prompts_come_from_every_row_before_a_second_of_any() -> None:
 def test_without_validation_there_is_nothing_to_go_on_from(folder: Path) -> None:
     document = recipe(folder)
     document["data"] |= {"validation_fraction": 0.0}
-    with pytest.raises(RecipeError, match=r"evaluation.num_samples: samples continue validation data"):
-        check(validate_recipe(document), 1)
+    with pytest.raises(
+        RecipeError, match=r"evaluation.num_samples: samples continue validation data"
+    ):
+        validate_run(validate_recipe(document), 1)

@@ -1,4 +1,6 @@
-"""Tensor and sequence parallelism against one process: every family, every data layout beside it, few key-value heads, text."""
+"""Tensor and sequence parallelism against one process: every family, every data layout beside it,
+few key-value heads, text.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.architecture import read_config, shape_of
+from shardwright.architecture import read_config, read_recipe_shape
 from shardwright.config.training import PrecisionSection
 from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.inference.generation import SamplingSettings, complete_prompt
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plan import BatchPlan, Plan
-from shardwright.train.generate import Sampling, complete
-from shardwright.verify.cases import DTYPES, Case
-from shardwright.verify.matrix import verify
+from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
+from shardwright.verify.verification import verify
 from tests.multiprocess.models import GPT2, LLAMA, recipe_of
 from tests.multiprocess.pool import RankPool
 from tests.reference.cases import CASES
 
 TOKENS = 12
 HEADS = LLAMA | {"intermediate_size": 28}
-"""Four heads over two key-value heads, so that four ranks share these; a vocabulary that no number of ranks divides."""
+"""Four heads over two key-value heads, so that four ranks share these; a vocabulary that no number
+of ranks divides.
+"""
 LONG = pytest.mark.long
 """Pairs of cuts, which meet in `test_grid` every day."""
 WHOLE_STREAM = Layout(tp=2, sequence_parallel=False)
@@ -51,13 +55,29 @@ FAMILIES = (
     "gpt_oss",
     "deepseek_v3",
 )
-"""One tiny model each, with what is odd about it: biases, padding rows, soft caps, fused and transposed projections."""
+"""One tiny model each, with what is odd about it: biases, padding rows, soft caps, fused and
+transposed projections.
+"""
 
 
-def hold(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, dtypes: tuple[str, ...] = ("float64",)) -> None:
+def hold(
+    ranks: RankPool,
+    config: dict[str, Any],
+    layout: Layout,
+    case: VerificationCase,
+    dtypes: tuple[str, ...] = ("float64",),
+) -> None:
     """Fail unless every comparison passes."""
     recipe = recipe_of(config)
-    report = verify(recipe, shape_of(recipe), [layout], [case], list(dtypes), sequence_length=TOKENS, pool=ranks)
+    report = verify(
+        recipe,
+        read_recipe_shape(recipe),
+        [layout],
+        [case],
+        list(dtypes),
+        sequence_length=TOKENS,
+        pool=ranks,
+    )
     failed = [finding for cell in report.cells for finding in cell.findings if not finding.passed]
     assert report.passed, failed or [cell.failure for cell in report.cells]
 
@@ -66,49 +86,92 @@ def hold(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, dt
 def test_every_family(ranks: RankPool, name: str) -> None:
     tied = read_config(CASES[name]).tied_embeddings
     layout = Layout(tp=2, sequence_parallel=len(name) % 2 == 0)
-    hold(ranks, CASES[name], layout, Case(2, dropout=True, tied=tied), DTYPES)
+    hold(
+        ranks,
+        CASES[name],
+        layout,
+        VerificationCase(2, dropout=True, tied=tied),
+        VERIFICATION_DTYPES,
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "layout", "case"),
     [
-        (HEADS, Layout(tp=2), Case(1, documents=False)),
-        (HEADS, WHOLE_STREAM, Case(2, "selective", tied=True)),
-        (HEADS, Layout(tp=4), Case(2, "full", dropout=True)),
-        (HEADS, Layout(tp=4, sequence_parallel=False), Case(1, "selective", dropout=True, tied=True)),
-        (GPT2, Layout(tp=4), Case(2, dropout=True, tied=True)),
-        pytest.param(HEADS, Layout(tp=2, dp_replicate=2), Case(3, "full", dropout=True), marks=LONG),
-        pytest.param(HEADS, Layout(tp=2, dp_shard=2, zero_stage=1, sequence_parallel=False), Case(2, tied=True), marks=LONG),
-        pytest.param(GPT2, Layout(tp=2, dp_shard=2, zero_stage=2), Case(3, dropout=True, tied=True), marks=LONG),
-        (HEADS, Layout(tp=2, dp_shard=2, zero_stage=3), Case(2, "selective", dropout=True)),
-        pytest.param(HEADS, Layout(tp=2, cp=2), Case(2, dropout=True), marks=LONG),
-        pytest.param(HEADS, Layout(tp=2, pp=2), Case(2, dropout=True, tied=True), marks=LONG),
+        (HEADS, Layout(tp=2), VerificationCase(1, documents=False)),
+        (HEADS, WHOLE_STREAM, VerificationCase(2, "selective", tied=True)),
+        (HEADS, Layout(tp=4), VerificationCase(2, "full", dropout=True)),
+        (
+            HEADS,
+            Layout(tp=4, sequence_parallel=False),
+            VerificationCase(1, "selective", dropout=True, tied=True),
+        ),
+        (GPT2, Layout(tp=4), VerificationCase(2, dropout=True, tied=True)),
+        pytest.param(
+            HEADS,
+            Layout(tp=2, dp_replicate=2),
+            VerificationCase(3, "full", dropout=True),
+            marks=LONG,
+        ),
+        pytest.param(
+            HEADS,
+            Layout(tp=2, dp_shard=2, zero_stage=1, sequence_parallel=False),
+            VerificationCase(2, tied=True),
+            marks=LONG,
+        ),
+        pytest.param(
+            GPT2,
+            Layout(tp=2, dp_shard=2, zero_stage=2),
+            VerificationCase(3, dropout=True, tied=True),
+            marks=LONG,
+        ),
+        (
+            HEADS,
+            Layout(tp=2, dp_shard=2, zero_stage=3),
+            VerificationCase(2, "selective", dropout=True),
+        ),
+        pytest.param(HEADS, Layout(tp=2, cp=2), VerificationCase(2, dropout=True), marks=LONG),
+        pytest.param(
+            HEADS, Layout(tp=2, pp=2), VerificationCase(2, dropout=True, tied=True), marks=LONG
+        ),
     ],
     ids=str,
 )
-def test_beside_other_cuts(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+def test_beside_other_cuts(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
+) -> None:
     hold(ranks, config, layout, case)
 
 
 @pytest.mark.parametrize("name", ["phi3", "olmo2", "qwen3"])
 def test_ranks_that_share_a_key_value_head(ranks: RankPool, name: str) -> None:
-    """Fused projections, a norm over all heads and norms on heads, each with half as many key-value heads as ranks."""
-    hold(ranks, CASES[name], Layout(tp=4), Case(1))
+    """Fused projections, a norm over all heads and norms on heads, each with half as many key-value
+    heads as ranks.
+    """
+    hold(ranks, CASES[name], Layout(tp=4), VerificationCase(1))
 
 
-def build(shape_config: dict[str, Any], layout: Layout, *, chunked: bool = True, compile_blocks: bool = False) -> ParallelModel:
+def build(
+    shape_config: dict[str, Any],
+    layout: Layout,
+    *,
+    chunked: bool = True,
+    compile_blocks: bool = False,
+) -> ParallelModel:
     """A model of a layout in float64, weights by name and seed."""
     shape = replace(read_config(shape_config), initializer_range=0.5)
     loss = partial(chunked_cross_entropy, chunk_tokens=8) if chunked else None
     with torch.device("meta"):
         decoder = Decoder(shape, loss_function=loss, compute_dtype=torch.float64)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
         Plan(layout, BatchPlan(TOKENS, 2, 1, layout.data_ranks), PrecisionSection(kind="fp64")),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initialise(specs[name], 3, dtype=torch.float64, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 3, dtype=torch.float64, narrow=narrow
+        ),
         compile_blocks=compile_blocks,
     )
 
@@ -126,9 +189,9 @@ def logits_and_loss(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     loss = model.module(ids_BT, labels_BT=labels_BT)
     loss.backward()
     model.finish_gradients()
-    gradient = model.full_gradient("model.layers.0.self_attn.q_proj.weight")
+    gradient = model.gather_gradient("model.layers.0.self_attn.q_proj.weight")
     assert gradient is not None
-    with model.evaluating() as module:
+    with model.evaluate_mode() as module:
         return module(ids_BT), loss.detach(), gradient
 
 
@@ -141,11 +204,19 @@ def test_logits_come_whole_to_every_rank(ranks: RankPool, layout: Layout) -> Non
 
 
 def continue_text(layout: Layout) -> str:
-    """What the model writes after a prompt, drawn token by token from a cache of this rank's heads."""
+    """What the model writes after a prompt, drawn token by token from a cache of this rank's
+    heads.
+    """
     characters = [chr(code) for code in range(60, 120)]
-    with build(HEADS, layout).evaluating():
+    with build(HEADS, layout).evaluate_mode():
         decoder = build(HEADS, layout).decoder
-        return complete(decoder, CharacterTokenizer(characters), "ABC", Sampling(1.0, seed=4), max_new_tokens=15).text
+        return complete_prompt(
+            decoder,
+            CharacterTokenizer(characters),
+            "ABC",
+            SamplingSettings(1.0, seed=4),
+            max_new_tokens=15,
+        ).text
 
 
 def test_generation_is_that_of_one_process(ranks: RankPool) -> None:
@@ -159,7 +230,9 @@ def saved_elements(layout: Layout) -> int:
     """Elements that one block keeps for its backward pass, parameters left out."""
     model = build(HEADS, layout)
     ids_BT, labels_BT = rows()
-    parameters = {parameter.untyped_storage().data_ptr() for _, parameter in model.named_parameters()}
+    parameters = {
+        parameter.untyped_storage().data_ptr() for _, parameter in model.named_parameters()
+    }
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -176,7 +249,9 @@ def saved_elements(layout: Layout) -> int:
 
 
 def test_sequence_parallelism_keeps_fewer_activations(ranks: RankPool) -> None:
-    whole, cut = (ranks.run(2, saved_elements, layout)[0] for layout in (WHOLE_STREAM, Layout(tp=2)))
+    whole, cut = (
+        ranks.run(2, saved_elements, layout)[0] for layout in (WHOLE_STREAM, Layout(tp=2))
+    )
     assert cut < whole
 
 
@@ -187,7 +262,7 @@ def compiled_gradient(layout: Layout, compile_blocks: bool) -> tuple[Tensor, Ten
     loss = model.module(ids_BT, labels_BT=labels_BT)
     loss.backward()
     model.finish_gradients()
-    gradient = model.full_gradient("model.layers.0.mlp.up_proj.weight")
+    gradient = model.gather_gradient("model.layers.0.mlp.up_proj.weight")
     assert gradient is not None
     return loss.detach(), gradient
 

@@ -1,7 +1,9 @@
-"""A llama block on our tensor-parallel ranks against the same block under torch's own `parallelize_module`.
+"""A llama block on our tensor-parallel ranks against the same block under torch's own
+`parallelize_module`.
 
-An independent reference: it shares no module, no collective and no placement with ours. `step_seconds` is what the decision record
-docs/decisions/0035-tensor-parallel-without-dtensor.md measured.
+An independent reference: it shares no module, no collective and no placement with ours.
+`step_seconds` is what the decision record docs/decisions/0035-tensor-parallel-without-dtensor.md
+measured.
 
 Legend: B sequences, T tokens, S tokens of a rank's residual stream, D hidden, H heads, E head_dim.
 """
@@ -29,13 +31,17 @@ from shardwright.architecture import read_config
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.context import build_context
-from shardwright.model.init import initialise
+from shardwright.model.forward_context import build_forward_context
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plan import BatchPlan, Plan
 from tests.multiprocess.pool import RankPool
 
-HEADS, KV_HEADS, TOKENS, BATCH, PREFIX = 4, 2, 32, 2, "model.layers.0."
+HEADS = 4
+KV_HEADS = 2
+TOKENS = 32
+BATCH = 2
+PREFIX = "model.layers.0."
 
 
 def config(width: int) -> dict[str, Any]:
@@ -62,7 +68,8 @@ class PlainAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = (
-            part(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
+            part(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
         )
         half = self.head_dim // 2
         speeds = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -74,7 +81,9 @@ class PlainAttention(nn.Module):
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+    return torch.cat(
+        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1
+    )
 
 
 class PlainMLP(nn.Module):
@@ -92,8 +101,11 @@ class PlainBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(width, eps=1e-5) for _ in range(2))
-        self.self_attn, self.mlp = PlainAttention(width), PlainMLP(width)
+        self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(width, eps=1e-5) for _ in range(2)
+        )
+        self.self_attn = PlainAttention(width)
+        self.mlp = PlainMLP(width)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD))
@@ -103,16 +115,21 @@ class PlainBlock(nn.Module):
 def build_theirs(width: int, dtype: torch.dtype) -> PlainBlock:
     """Weights by name and seed, then cut by torch, with sequence parallelism."""
     block = PlainBlock(width).to(dtype)
-    specs = {spec.name: spec for spec in read_config(config(width)).parameters()}
+    specs = {spec.name: spec for spec in read_config(config(width)).list_parameters()}
     with torch.no_grad():
         for name, parameter in block.named_parameters():
-            parameter.copy_(initialise(specs[PREFIX + name], 3, dtype=dtype))
-    plan: dict[str, Any] = {"input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel()}
+            parameter.copy_(initialise_parameter(specs[PREFIX + name], 3, dtype=dtype))
+    plan: dict[str, Any] = {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+    }
     for module, wide, narrow in (
         ("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj"),
         ("mlp", ("gate_proj", "up_proj"), "down_proj"),
     ):
-        plan[module] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan[module] = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
         plan |= {f"{module}.{name}": ColwiseParallel() for name in wide}
         plan[f"{module}.{narrow}"] = RowwiseParallel(output_layouts=Shard(1))
     parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
@@ -120,24 +137,31 @@ def build_theirs(width: int, dtype: torch.dtype) -> PlainBlock:
 
 
 def build_ours(width: int, dtype: torch.dtype) -> ParallelModel:
-    shape, layout = read_config(config(width)), Layout(tp=dist.get_world_size())
+    shape = read_config(config(width))
+    layout = Layout(tp=dist.get_world_size())
     with torch.device("meta"):
         decoder = Decoder(shape, compute_dtype=dtype)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
-        Plan(layout, BatchPlan(TOKENS, BATCH, 1, 1), PrecisionSection(kind="fp64" if dtype == torch.float64 else "fp32")),
+        Plan(
+            layout,
+            BatchPlan(TOKENS, BATCH, 1, 1),
+            PrecisionSection(kind="fp64" if dtype == torch.float64 else "fp32"),
+        ),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initialise(specs[name], 3, dtype=dtype, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 3, dtype=dtype, narrow=narrow
+        ),
     )
 
 
 def run_ours(model: ParallelModel, x_BSD: Tensor, num_tokens: int) -> Tensor:
     positions_BT = torch.arange(num_tokens)[None]
-    context = build_context(
-        model.decoder.shape, x_BSD, positions_BT, None, None, num_tokens=num_tokens, dropout=None, explicit=False, cache=None,
-        tensor=model.decoder.cuts.tensor,
+    context = build_forward_context(
+        model.decoder.shape, x_BSD, positions_BT, None, None, num_tokens=num_tokens, dropout=None, has_explicit_attention=False, cache=None,
+        tensor_parallel=model.decoder.parallel_hooks.tensor,
     )  # fmt: skip
     out_BSD: Tensor = model.decoder.blocks[0](x_BSD, context)
     return out_BSD
@@ -147,14 +171,20 @@ def inputs(width: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     """This rank's tokens of the residual stream and of the gradient of what becomes of it."""
     random = torch.Generator().manual_seed(1)
     both = (torch.randn(BATCH, num_tokens, width, generator=random, dtype=dtype) for _ in range(2))
-    x_BSD, gradient_BSD = (whole.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for whole in both)
+    x_BSD, gradient_BSD = (
+        whole.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for whole in both
+    )
     return x_BSD.requires_grad_(), gradient_BSD
 
 
 def compare() -> dict[str, float]:
-    """Distances between ours and theirs: output, gradient of the input, gradient of every parameter."""
-    width, dtype = 32, torch.float64
-    theirs, ours = build_theirs(width, dtype), build_ours(width, dtype)
+    """Distances between ours and theirs: output, gradient of the input, gradient of every
+    parameter.
+    """
+    width = 32
+    dtype = torch.float64
+    theirs = build_theirs(width, dtype)
+    ours = build_ours(width, dtype)
     results = []
     for run in (theirs, lambda x_BSD: run_ours(ours, x_BSD, TOKENS)):
         x_BSD, gradient_BSD = inputs(width, TOKENS, dtype)
@@ -166,16 +196,26 @@ def compare() -> dict[str, float]:
     for name, parameter in theirs.named_parameters():
         gradient = parameter.grad
         assert isinstance(gradient, DTensor)
-        pairs[name] = (gradient.full_tensor(), ours.full_gradient(PREFIX + name))
-    return {name: float((a - b).norm() / a.norm()) for name, (a, b) in pairs.items() if a is not None and b is not None}
+        pairs[name] = (gradient.full_tensor(), ours.gather_gradient(PREFIX + name))
+    return {
+        name: float((a - b).norm() / a.norm())
+        for name, (a, b) in pairs.items()
+        if a is not None and b is not None
+    }
 
 
 def step_seconds(width: int, num_tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of forward and backward of one block in float32, theirs and ours in turn, after one step each for warmth."""
-    theirs, ours = build_theirs(width, torch.float32), build_ours(width, torch.float32)
+    """Seconds of forward and backward of one block in float32, theirs and ours in turn, after one
+    step each for warmth.
+    """
+    theirs = build_theirs(width, torch.float32)
+    ours = build_ours(width, torch.float32)
     seconds: dict[str, list[float]] = {"theirs": [], "ours": []}
     for _ in range(repeats + 1):
-        for name, run in (("theirs", theirs), ("ours", lambda x_BSD: run_ours(ours, x_BSD, num_tokens))):
+        for name, run in (
+            ("theirs", theirs),
+            ("ours", lambda x_BSD: run_ours(ours, x_BSD, num_tokens)),
+        ):
             x_BSD, gradient_BSD = inputs(width, num_tokens, torch.float32)
             dist.barrier()
             began = time.perf_counter()

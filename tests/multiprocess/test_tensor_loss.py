@@ -1,4 +1,6 @@
-"""The loss over a vocabulary whose rows lie on several ranks, against one process that holds all of it."""
+"""The loss over a vocabulary whose rows lie on several ranks, against one process that holds all of
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from torch import Tensor
 from shardwright.errors import RankFailed
 from shardwright.numerics import VocabularyShard, chunked_cross_entropy
 from shardwright.parallel.collectives import copy_to_all
-from shardwright.parallel.tensor import vocabulary_shard
+from shardwright.parallel.tensor_parallel import build_vocabulary_shard
 from tests.multiprocess.pool import RankPool
 
-N, D = 61, 16
+N = 61
+D = 16
 CASES: list[dict[str, Any]] = [
     {},
     {"logit_scale": 0.3},
@@ -27,7 +30,9 @@ CASES: list[dict[str, Any]] = [
 
 
 def inputs(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight, bias, labels; logits are spread widely, so that each rank's largest differs."""
+    """Hidden states, weight, bias, labels; logits are spread widely, so that each rank's largest
+    differs.
+    """
     random = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> Tensor:
@@ -38,22 +43,32 @@ def inputs(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
     return draw(N, D), draw(vocab_size, D), draw(vocab_size), labels_N
 
 
-def on_one_process(vocab_size: int, dtype: torch.dtype, with_bias: bool, options: dict[str, Any]) -> list[Tensor]:
+def on_one_process(
+    vocab_size: int, dtype: torch.dtype, with_bias: bool, options: dict[str, Any]
+) -> list[Tensor]:
     hidden_ND, weight_VD, bias_V, labels_N = inputs(vocab_size, dtype)
     leaves = [hidden_ND, weight_VD, bias_V][: 2 + with_bias]
     for leaf in leaves:
         leaf.requires_grad_()
-    loss = chunked_cross_entropy(hidden_ND, weight_VD, bias_V if with_bias else None, labels_N, chunk_tokens=9, **options)
+    loss = chunked_cross_entropy(
+        hidden_ND, weight_VD, bias_V if with_bias else None, labels_N, chunk_tokens=9, **options
+    )
     return [loss.detach(), *torch.autograd.grad(loss / 17, leaves)]
 
 
-def on_ranks(vocab_size: int, dtype: torch.dtype, with_bias: bool, options: dict[str, Any]) -> list[Tensor]:
-    """The same, each rank holding the rows that `torch.chunk` would give it; gradients of rows are put together."""
+def on_ranks(
+    vocab_size: int, dtype: torch.dtype, with_bias: bool, options: dict[str, Any]
+) -> list[Tensor]:
+    """The same, each rank holding the rows that `torch.chunk` would give it; gradients of rows are
+    put together.
+    """
     group = dist.group.WORLD
     assert group is not None
     hidden_ND, weight_VD, bias_V, labels_N = inputs(vocab_size, dtype)
-    shard = vocabulary_shard(vocab_size, group)
-    rows = slice(shard.first, shard.first + len(weight_VD.chunk(group.size())[dist.get_rank()]))
+    shard = build_vocabulary_shard(vocab_size, group)
+    rows = slice(
+        shard.first_row, shard.first_row + len(weight_VD.chunk(group.size())[dist.get_rank()])
+    )
     leaves = [hidden_ND, weight_VD[rows].clone(), bias_V[rows].clone()][: 2 + with_bias]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -85,7 +100,9 @@ def test_loss_and_every_gradient_equal_those_of_one_process(
             for ours, theirs in zip(got, wanted, strict=True):
                 assert ours.shape == theirs.shape
                 assert float((ours - theirs).norm() / theirs.norm()) < tolerance
-        assert all(torch.equal(got[0], by_rank[0][0]) for got in by_rank), "the loss decides what every rank does next"
+        assert all(torch.equal(got[0], by_rank[0][0]) for got in by_rank), (
+            "the loss decides what every rank does next"
+        )
 
 
 def test_bf16_products_keep_the_loss_in_fp32(ranks: RankPool) -> None:
@@ -103,17 +120,25 @@ def count_collectives(num_chunks: int) -> int:
     """Collectives of one loss over `num_chunks` chunks."""
     group = dist.group.WORLD
     assert group is not None
-    shard, calls = vocabulary_shard(8, group), 0
+    shard = build_vocabulary_shard(8, group)
+    calls = 0
 
     def gather_over(tensor: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return shard.gather_over(tensor)
+        return shard.gather_ranks(tensor)
 
-    counted = VocabularyShard(shard.first, shard.size_of_whole, gather_over, shard.whole)
+    counted = VocabularyShard(shard.first_row, shard.vocab_size, gather_over, shard.gather_logits)
     weight_VD = torch.randn(4, 3, requires_grad=True)
     labels_N = torch.arange(num_chunks * 2) % 8
-    chunked_cross_entropy(torch.randn(num_chunks * 2, 3), weight_VD, None, labels_N, chunk_tokens=2, vocabulary=counted).backward()
+    chunked_cross_entropy(
+        torch.randn(num_chunks * 2, 3),
+        weight_VD,
+        None,
+        labels_N,
+        chunk_tokens=2,
+        vocabulary=counted,
+    ).backward()
     return calls
 
 
@@ -122,12 +147,14 @@ def test_a_chunk_takes_one_collective(ranks: RankPool) -> None:
 
 
 def gathered_logits(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """All logits from a rank's own, and the gradient that its own get from a loss that every rank computes alike."""
+    """All logits from a rank's own, and the gradient that its own get from a loss that every rank
+    computes alike.
+    """
     group = dist.group.WORLD
     assert group is not None
     _, _, bias_V, _ = inputs(vocab_size, torch.float64)
     own_V = bias_V.chunk(group.size())[dist.get_rank()].clone().requires_grad_()
-    whole_V = vocabulary_shard(vocab_size, group).whole(own_V)
+    whole_V = build_vocabulary_shard(vocab_size, group).gather_logits(own_V)
     F.cross_entropy(whole_V[None], torch.tensor([2])).backward()
     assert own_V.grad is not None
     return whole_V.detach(), own_V.grad
@@ -140,14 +167,19 @@ def test_whole_logits_and_their_gradient(ranks: RankPool, num_ranks: int, vocab_
     assert whole_V.grad is not None
     got = ranks.run(num_ranks, gathered_logits, vocab_size)
     assert all(torch.equal(logits_V, whole_V) for logits_V, _ in got)
-    torch.testing.assert_close(torch.cat([gradient for _, gradient in got]), whole_V.grad, rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        torch.cat([gradient for _, gradient in got]), whole_V.grad, rtol=1e-14, atol=0
+    )
 
 
 def label_outside() -> None:
     """A label that no rank holds."""
-    shard = vocabulary_shard(8, dist.group.WORLD)
-    hidden_ND, weight_VD = torch.ones(1, 3), torch.ones(4, 3)
-    chunked_cross_entropy(hidden_ND, weight_VD, None, torch.tensor([8]), chunk_tokens=2, vocabulary=shard)
+    shard = build_vocabulary_shard(8, dist.group.WORLD)
+    hidden_ND = torch.ones(1, 3)
+    weight_VD = torch.ones(4, 3)
+    chunked_cross_entropy(
+        hidden_ND, weight_VD, None, torch.tensor([8]), chunk_tokens=2, vocabulary=shard
+    )
 
 
 def test_a_label_outside_the_vocabulary_is_an_error(ranks: RankPool) -> None:

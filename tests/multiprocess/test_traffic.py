@@ -10,9 +10,13 @@ import torch.distributed as dist
 
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, RankGrid
-from shardwright.rehearse.collectives import Collective, Recorder, bytes_by_axis
+from shardwright.rehearse.collective_recorder import (
+    Collective,
+    CollectiveRecorder,
+    sum_bytes_by_axis,
+)
 from shardwright.train.step import accumulate_gradients
-from shardwright.verify.grid import MODELS
+from shardwright.verify.grid import GRID_MODELS
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import TOKENS, build, micro_batches
@@ -25,9 +29,11 @@ def a_step(layout: Layout, config: dict[str, Any] = LLAMA) -> tuple[list[Collect
     """The collectives of a third step on this rank, and the number of the model's parameters."""
     model = build(layout, PrecisionSection(kind="fp32"), config)
     for step in range(3):  # DDP arranges its buckets anew in the second
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=step)
-    return recorder.collectives, sum(spec.num_elements for spec in model.decoder.shape.parameters())
+    return recorder.collectives, sum(
+        spec.num_elements for spec in model.decoder.shape.list_parameters()
+    )
 
 
 def sent_by_kind(calls: list[Collective], dtype: str = "float32") -> dict[str, float]:
@@ -39,12 +45,21 @@ def sent_by_kind(calls: list[Collective], dtype: str = "float32") -> dict[str, f
     return totals
 
 
-def sent_for_weights(calls: list[Collective], layout: Layout, rank: int) -> dict[tuple[str, str], float]:
+def sent_for_weights(
+    calls: list[Collective], layout: Layout, rank: int
+) -> dict[tuple[str, str], float]:
     """Bytes by axis and kind, scalars (losses and counts) left out."""
     names = {
-        group: axis for axis in ("dp_replicate", "fsdp") for group in [RankGrid(layout).group_of(rank, [axis])] if len(group) > 1
+        group: axis
+        for axis in ("dp_replicate", "fsdp")
+        for group in [RankGrid(layout).group_of(rank, [axis])]
+        if len(group) > 1
     }
-    return dict(bytes_by_axis([call for call in calls if call.num_bytes > 8], lambda ranks: names[ranks]))
+    return dict(
+        sum_bytes_by_axis(
+            [call for call in calls if call.num_bytes > 8], lambda ranks: names[ranks]
+        )
+    )
 
 
 def ring(n: int) -> float:
@@ -56,22 +71,33 @@ def test_replicated_gradients_are_summed_once_a_step(ranks: RankPool, ranks_in_a
     layout = Layout(dp_replicate=ranks_in_all, bucket_size_bytes=2048)
     for rank, (calls, parameters) in enumerate(ranks.run(ranks_in_all, a_step, layout)):
         sent = sent_for_weights(calls, layout, rank)
-        assert sent == {("dp_replicate", "all_reduce"): pytest.approx(2 * ring(ranks_in_all) * FLOAT * parameters)}
+        assert sent == {
+            ("dp_replicate", "all_reduce"): pytest.approx(
+                2 * ring(ranks_in_all) * FLOAT * parameters
+            )
+        }
 
 
 @pytest.mark.parametrize(
     ("stage", "gathers", "scatters"),
-    # Stage 3 gathers in both passes, but for the root (embedding, head), whose weights the backward pass does not read.
+    # Stage 3 gathers in both passes, but for the root (embedding, head), whose weights the backward
+    # pass does not read.
     [(1, 1, 1), (2, 1, ACCUMULATION), (3, 2 * ACCUMULATION, ACCUMULATION)],
 )
-def test_sharded_weights_are_gathered_and_gradients_scattered(ranks: RankPool, stage: int, gathers: int, scatters: int) -> None:
+def test_sharded_weights_are_gathered_and_gradients_scattered(
+    ranks: RankPool, stage: int, gathers: int, scatters: int
+) -> None:
     layout = Layout(dp_shard=2, zero_stage=stage)  # type: ignore[arg-type]
     for rank, (calls, parameters) in enumerate(ranks.run(2, a_step, layout)):
         sent = sent_for_weights(calls, layout, rank)
         whole = ring(2) * FLOAT * parameters
-        root_bytes = ring(2) * FLOAT * 2 * 61 * 20 if stage == 3 else 0  # an embedding and a head of 61 x 20
+        root_bytes = (
+            ring(2) * FLOAT * 2 * 61 * 20 if stage == 3 else 0
+        )  # an embedding and a head of 61 x 20
         # FSDP2 pads uneven shards: a dimension of 27 is sent as 28.
-        assert sent["fsdp", "all_gather"] == pytest.approx(gathers * whole - ACCUMULATION * root_bytes, rel=0.03)
+        assert sent["fsdp", "all_gather"] == pytest.approx(
+            gathers * whole - ACCUMULATION * root_bytes, rel=0.03
+        )
         assert sent["fsdp", "reduce_scatter"] == pytest.approx(scatters * whole, rel=0.03)
         assert set(sent) == {("fsdp", "all_gather"), ("fsdp", "reduce_scatter")}
 
@@ -81,26 +107,41 @@ def test_hybrid_sums_shards_over_replicas(ranks: RankPool) -> None:
     for rank, (calls, parameters) in enumerate(ranks.run(4, a_step, layout)):
         sent = sent_for_weights(calls, layout, rank)
         # Deferred to the last micro-batch: once a step, and the operand is a shard.
-        assert sent["dp_replicate", "all_reduce"] == pytest.approx(2 * ring(2) * FLOAT * parameters / 2, rel=0.03)
+        assert sent["dp_replicate", "all_reduce"] == pytest.approx(
+            2 * ring(2) * FLOAT * parameters / 2, rel=0.03
+        )
 
 
-# One micro-batch of two rows of twelve tokens through four layers, 32 wide, four heads of 8 and two for keys and values.
-DENSE, MOE = MODELS["dense"], MODELS["moe"]
-ROWS, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 32, 4, 4, 2, 8
+# One micro-batch of two rows of twelve tokens through four layers, 32 wide, four heads of 8 and two
+# for keys and values.
+DENSE = GRID_MODELS["dense"]
+MOE = GRID_MODELS["moe"]
+ROWS = 2
+WIDTH = 32
+LAYERS = 4
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 8
 
 
 @pytest.mark.parametrize("degree", [2, 3])
-def test_a_ring_passes_keys_and_values_twice_and_their_gradients_once_round(ranks: RankPool, degree: int) -> None:
+def test_a_ring_passes_keys_and_values_twice_and_their_gradients_once_round(
+    ranks: RankPool, degree: int
+) -> None:
     layout = Layout(cp=degree, cp_method="ring")
     keys_values = 2 * ROWS * KV_HEADS * (TOKENS // degree) * HEAD_DIM * FLOAT
-    passes = 2 * (degree - 1) + degree  # forward and backward stop before they come home; gradients do come home
+    passes = (
+        2 * (degree - 1) + degree
+    )  # forward and backward stop before they come home; gradients do come home
     for calls, parameters in ranks.run(degree, a_step, layout, DENSE):
         sent = sent_by_kind(calls)
         assert sent["send"] == ACCUMULATION * LAYERS * passes * keys_values
         assert sent["all_reduce"] == pytest.approx(2 * ring(degree) * FLOAT * parameters)
 
 
-def test_gathered_keys_and_values_cost_a_gather_in_both_passes_and_a_scatter(ranks: RankPool) -> None:
+def test_gathered_keys_and_values_cost_a_gather_in_both_passes_and_a_scatter(
+    ranks: RankPool,
+) -> None:
     whole = 2 * ROWS * KV_HEADS * TOKENS * HEAD_DIM * FLOAT
     for calls, _ in ranks.run(2, a_step, Layout(cp=2, cp_method="all_gather"), DENSE):
         sent = sent_by_kind(calls)
@@ -114,9 +155,14 @@ def test_ulysses_exchanges_queries_keys_values_and_outputs_in_both_passes(ranks:
         assert sent_by_kind(calls)["all_to_all"] == ACCUMULATION * LAYERS * 2 * ring(2) * exchanged
 
 
-@pytest.mark.parametrize(("schedule", "boundaries"), [("1f1b", 1), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zbv", 2)])
-def test_a_pipeline_sends_hidden_states_forward_and_gradients_back(ranks: RankPool, schedule: str, boundaries: int) -> None:
-    # Two ranks. Looped stages cross ranks at every boundary; a V crosses twice, its turn stays on one rank.
+@pytest.mark.parametrize(
+    ("schedule", "boundaries"), [("1f1b", 1), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zbv", 2)]
+)
+def test_a_pipeline_sends_hidden_states_forward_and_gradients_back(
+    ranks: RankPool, schedule: str, boundaries: int
+) -> None:
+    # Two ranks. Looped stages cross ranks at every boundary; a V crosses twice, its turn stays on
+    # one rank.
     hidden = ROWS * TOKENS * WIDTH * FLOAT
     by_rank = ranks.run(2, a_step, Layout(pp=2, schedule=schedule), DENSE)
     sent = sum(sent_by_kind(calls).get("send", 0.0) for calls, _ in by_rank)
@@ -124,41 +170,61 @@ def test_a_pipeline_sends_hidden_states_forward_and_gradients_back(ranks: RankPo
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_tensor_parallel_layers_gather_and_scatter_the_residual_stream(ranks: RankPool, degree: int) -> None:
+def test_tensor_parallel_layers_gather_and_scatter_the_residual_stream(
+    ranks: RankPool, degree: int
+) -> None:
     hidden = ROWS * TOKENS * WIDTH * FLOAT
-    # Attention and feed-forward each enter and leave, in both passes; the embedding leaves, the head enters.
+    # Attention and feed-forward each enter and leave, in both passes; the embedding leaves, the
+    # head enters.
     each = ACCUMULATION * (2 * LAYERS + 1) * 2 * ring(degree) * hidden
     for calls, _ in ranks.run(degree, a_step, Layout(tp=degree), DENSE):
         sent = sent_by_kind(calls)
         assert sent["all_gather"] - vocabulary_statistics(calls, degree) == pytest.approx(each)
         assert sent["reduce_scatter"] == pytest.approx(each)
     for calls, _ in ranks.run(degree, a_step, Layout(tp=degree, sequence_parallel=False), DENSE):
-        # The same bytes as all-reduces: where a pair is left, in the forward pass, and where it is entered, in the backward.
-        whole = [call.sent_bytes for call in calls if call.kind == "all_reduce" and call.num_bytes == hidden]
+        # The same bytes as all-reduces: where a pair is left, in the forward pass, and where it is
+        # entered, in the backward.
+        whole = [
+            call.sent_bytes
+            for call in calls
+            if call.kind == "all_reduce" and call.num_bytes == hidden
+        ]
         assert sum(whole) == pytest.approx(2 * each)
 
 
 def vocabulary_statistics(calls: list[Collective], degree: int) -> float:
-    """Bytes sent by the loss: a few numbers for each token, gathered over the ranks that share the vocabulary."""
-    per_token = [call for call in calls if call.kind == "all_gather" and call.num_bytes < ROWS * TOKENS * WIDTH * FLOAT]
+    """Bytes sent by the loss: a few numbers for each token, gathered over the ranks that share the
+    vocabulary.
+    """
+    per_token = [
+        call
+        for call in calls
+        if call.kind == "all_gather" and call.num_bytes < ROWS * TOKENS * WIDTH * FLOAT
+    ]
     assert all(call.num_bytes <= degree * 3 * ROWS * TOKENS * FLOAT for call in per_token)
     return sum(call.sent_bytes for call in per_token)
 
 
 def test_experts_exchange_rows_there_and_back_in_both_passes(ranks: RankPool) -> None:
     by_rank = ranks.run(2, a_step, Layout(dp_shard=2, ep=2, zero_stage=1), MOE)
-    exchanges = [[call for call in calls if call.kind == "all_to_all" and call.dtype == "float32"] for calls, _ in by_rank]
+    exchanges = [
+        [call for call in calls if call.kind == "all_to_all" and call.dtype == "float32"]
+        for calls, _ in by_rank
+    ]
     assert [len(calls) for calls in exchanges] == [ACCUMULATION * LAYERS * 4] * 2
-    # What one rank gives out the other takes in, and each goes both ways: both send the same in all, in whole rows.
+    # What one rank gives out the other takes in, and each goes both ways: both send the same in
+    # all, in whole rows.
     totals = [sum(call.sent_bytes for call in calls) for calls in exchanges]
     assert totals[0] == totals[1]
     assert totals[0] % (2 * WIDTH * FLOAT) == 0
-    most = ACCUMULATION * LAYERS * 2 * (2 * ROWS * TOKENS * MOE["num_experts_per_tok"]) * WIDTH * FLOAT
+    most = (
+        ACCUMULATION * LAYERS * 2 * (2 * ROWS * TOKENS * MOE["num_experts_per_tok"]) * WIDTH * FLOAT
+    )
     assert 0.2 * most < totals[0] < 0.8 * most
 
 
 def test_an_unknown_collective_is_not_left_out_of_the_account() -> None:
-    from shardwright.rehearse.collectives import describe
+    from shardwright.rehearse.collective_recorder import parse_operator
 
     with pytest.raises(AssertionError, match="unknown collective gossip"):
-        describe("gossip", [torch.ones(1)])
+        parse_operator("gossip", [torch.ones(1)])

@@ -1,4 +1,6 @@
-"""The `train` verb end to end, with real processes: runs, stops, resumes, and a folder that holds what it should."""
+"""The `train` verb end to end, with real processes: runs, stops, resumes, and a folder that holds
+what it should.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ import pytest
 import yaml
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import (
-    Evaluation,
+from shardwright.telemetry.event_log import (
+    EvaluationEvent,
     EventWriter,
-    Memory,
-    Profiled,
-    Ranks,
-    Resumed,
-    RunStarted,
-    Step,
+    MemoryEvent,
+    ProfileEvent,
+    RanksEvent,
+    ResumeEvent,
+    RunStartedEvent,
+    StepEvent,
     read_events,
-    surviving_steps,
+    select_surviving_steps,
 )
 from tests import forked
 from tests.faults.conftest import ROOT
@@ -41,7 +43,9 @@ PATIENCE_SECONDS = 550
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe and a corpus: sums, which a small model begins to learn at once."""
     folder = tmp_path_factory.mktemp("train")
-    (folder / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(60) for b in range(40)))
+    (folder / "corpus.txt").write_text(
+        "".join(f"{a} + {b} = {a + b}\n" for a in range(60) for b in range(40))
+    )
     recipe = {
         "name": "sums",
         "seed": 3,
@@ -85,9 +89,18 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def train(workplace: Path, run: Path, *words: str, by: Any = forked) -> subprocess.CompletedProcess[str]:
+def train(
+    workplace: Path, run: Path, *words: str, by: Any = forked
+) -> subprocess.CompletedProcess[str]:
     command = [*SHARDWRIGHT, "train", str(workplace / "recipe.yaml"), "--run-dir", str(run), *words]
-    done = by.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=environment(), check=False)
+    done = by.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        env=environment(),
+        check=False,
+    )
     assert isinstance(done, subprocess.CompletedProcess)
     return done
 
@@ -115,95 +128,145 @@ def final_weights(run: Path) -> dict[str, bytes]:
 
 def test_every_rank_tells_how_its_steps_went(uninterrupted: Path) -> None:
     log = read_events(uninterrupted)
-    told = log.of(Ranks)
+    told = log.filter_by_type(RanksEvent)
     assert [event.step for event in told] == list(range(1, STEPS + 1))
     for event in told:
         assert len(event.own_seconds) == len(event.checkpoint_seconds) == 2
         waits = [sum(row[rank] for row in event.wait_seconds.values()) for rank in range(2)]
         for rank in range(2):
             assert 0 < event.own_seconds[rank] < event.step_seconds[rank]
-            assert event.own_seconds[rank] + waits[rank] == pytest.approx(event.step_seconds[rank], abs=1e-4)
+            assert event.own_seconds[rank] + waits[rank] == pytest.approx(
+                event.step_seconds[rank], abs=1e-4
+            )
         assert min(event.wait_seconds["data"]) > 0
-    (memory,) = log.of(Memory)
+    (memory,) = log.filter_by_type(MemoryEvent)
     # ZeRO 3 cuts all three; 30 features do not divide evenly over every dimension.
-    assert sum(memory.weights_bytes) == 4 * log.of(RunStarted)[0].num_parameters
+    assert sum(memory.weights_bytes) == 4 * log.filter_by_type(RunStartedEvent)[0].num_parameters
     assert memory.gradients_bytes == memory.weights_bytes
     assert sum(memory.optimizer_bytes) >= 2 * sum(memory.weights_bytes)
-    (profile,) = log.of(Profiled)
+    (profile,) = log.filter_by_type(ProfileEvent)
     assert (profile.step, profile.ranks) == (3, 2)
     with gzip.open(uninterrupted / profile.path) as file:
         events = json.load(file)["traceEvents"]
-    work = [[event for event in events if event.get("ph") == "X" and event["pid"] // 1000 == rank] for rank in range(2)]
-    # On one clock, as far as it goes, the ranks' work of one step lies side by side: they wait for each other at its end.
-    begins, ends = [min(e["ts"] for e in row) for row in work], [max(e["ts"] + e.get("dur", 0) for e in row) for row in work]
+    work = [
+        [event for event in events if event.get("ph") == "X" and event["pid"] // 1000 == rank]
+        for rank in range(2)
+    ]
+    # On one clock, as far as it goes, the ranks' work of one step lies side by side: they wait for
+    # each other at its end.
+    begins = [min(e["ts"] for e in row) for row in work]
+    ends = [max(e["ts"] + e.get("dur", 0) for e in row) for row in work]
     assert max(begins) < min(ends) + 1e6 * profile.clock_error_seconds
     assert profile.clock_error_seconds < 5
 
 
 def test_a_run_folder_holds_what_it_should(uninterrupted: Path) -> None:
     present = {path.name for path in uninterrupted.iterdir()}
-    assert {"recipe.yaml", "plan.json", "config.json", "tokenizer", "events.jsonl", "log.txt", "checkpoints"} <= present
+    assert {
+        "recipe.yaml",
+        "plan.json",
+        "config.json",
+        "tokenizer",
+        "events.jsonl",
+        "log.txt",
+        "checkpoints",
+    } <= present
     plan = json.loads((uninterrupted / "plan.json").read_text())
     assert plan["layout"]["zero_stage"] == 3
     assert plan["batch"]["global_batch_size"] == 8
     events = read_events(uninterrupted)
-    steps = surviving_steps(events)
+    steps = select_surviving_steps(events)
     assert [step.step for step in steps] == list(range(1, STEPS + 1))
     assert all(len(step.memory_bytes) == 2 and min(step.memory_bytes) > 0 for step in steps)
-    assert all(step.step_seconds >= (step.forward_seconds or 0) + (step.backward_seconds or 0) for step in steps)
-    losses = [event.loss for event in events.of(Evaluation)]
+    assert all(
+        step.step_seconds >= (step.forward_seconds or 0) + (step.backward_seconds or 0)
+        for step in steps
+    )
+    losses = [event.loss for event in events.filter_by_type(EvaluationEvent)]
     assert len(losses) == 2
     assert losses[1] < losses[0] < 3.3
     assert f"evaluation at step {STEPS}" in (uninterrupted / "log.txt").read_text()
 
 
-def test_one_process_sees_the_same_losses(workplace: Path, uninterrupted: Path, tmp_path: Path) -> None:
+def test_one_process_sees_the_same_losses(
+    workplace: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     done = train(workplace, tmp_path)
     assert done.returncode == ExitCode.DONE, done.stderr
-    alone, sharded = (surviving_steps(read_events(run)) for run in (tmp_path, uninterrupted))
+    alone, sharded = (select_surviving_steps(read_events(run)) for run in (tmp_path, uninterrupted))
     for one, other in zip(alone, sharded, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=2e-5)
         assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=2e-4)
-    hashes = {read_events(run).of(RunStarted)[0].data_hash for run in (tmp_path, uninterrupted)}
+    hashes = {
+        read_events(run).filter_by_type(RunStartedEvent)[0].data_hash
+        for run in (tmp_path, uninterrupted)
+    }
     assert len(hashes) == 1
 
 
-def test_a_stopped_and_resumed_run_ends_with_the_same_bits(workplace: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    run, stopped_at = tmp_path / "run", 7
+def test_a_stopped_and_resumed_run_ends_with_the_same_bits(
+    workplace: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    stopped_at = 7
     words = ["--nproc", "2", "--layout", "zero_stage=3"]
-    command = [sys.executable, "-m", "tests.faults.run", str(workplace / "recipe.yaml"), "--run-dir", str(run), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.run",
+        str(workplace / "recipe.yaml"),
+        "--run-dir",
+        str(run),
+        *words,
+    ]
     interrupt = {"rank": 0, "step": stopped_at - 1, "place": "interrupt", "signals": []}
     told = environment() | {PLAN: json.dumps([interrupt]), MARKS: str(tmp_path)}
-    done = forked.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=told, cwd=ROOT)
+    done = forked.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=told, cwd=ROOT
+    )
     assert done.returncode == ExitCode.PREEMPTED, done.stderr
     assert f"SIGINT: saved at step {stopped_at}" in done.stderr
-    assert surviving_steps(read_events(run))[-1].step == stopped_at
+    assert select_surviving_steps(read_events(run))[-1].step == stopped_at
 
     done = train(workplace, run, *words, "--resume")
     assert done.returncode == ExitCode.DONE, done.stderr
     assert final_weights(run) == final_weights(uninterrupted)
     events = read_events(run)
-    assert [event.step for event in events.of(Resumed)] == [stopped_at]
-    ledger = [step.samples_seen for step in surviving_steps(events)]
+    assert [event.step for event in events.filter_by_type(ResumeEvent)] == [stopped_at]
+    ledger = [step.samples_seen for step in select_surviving_steps(events)]
     assert ledger == [8 * step for step in range(1, STEPS + 1)]
-    straight = [step.loss for step in surviving_steps(read_events(uninterrupted))]
-    assert [step.loss for step in surviving_steps(events)] == straight
+    straight = [step.loss for step in select_surviving_steps(read_events(uninterrupted))]
+    assert [step.loss for step in select_surviving_steps(events)] == straight
 
 
 @pytest.mark.long
 def test_a_checkpoint_opens_under_another_layout(workplace: Path, tmp_path: Path) -> None:
-    """What zero_stage 3 on two ranks has saved goes on in one process, with the losses of the run that was not stopped.
+    """What zero_stage 3 on two ranks has saved goes on in one process, with the losses of the run
+    that was not stopped.
 
-    Long, since `test_checkpoint_resume` takes one run through nine layouts in far less time; here the verb does it.
+    Long, since `test_checkpoint_resume` takes one run through nine layouts in far less time; here
+    the verb does it.
     """
-    elsewhere, constant = tmp_path / "elsewhere", ["--set", "training.schedule=constant", "--set"]
-    done = train(workplace, elsewhere, "--nproc", "2", "--layout", "zero_stage=3", *constant, "training.max_steps=4")
+    elsewhere = tmp_path / "elsewhere"
+    constant = ["--set", "training.schedule=constant", "--set"]
+    done = train(
+        workplace,
+        elsewhere,
+        "--nproc",
+        "2",
+        "--layout",
+        "zero_stage=3",
+        *constant,
+        "training.max_steps=4",
+    )
     assert done.returncode == ExitCode.DONE, done.stderr
     done = train(workplace, elsewhere, "--resume", *constant, "training.max_steps=6")
     assert done.returncode == ExitCode.DONE, done.stderr
     done = train(workplace, tmp_path / "straight", *constant, "training.max_steps=6")
     assert done.returncode == ExitCode.DONE, done.stderr
-    moved, straight = (surviving_steps(read_events(tmp_path / run)) for run in ("elsewhere", "straight"))
+    moved, straight = (
+        select_surviving_steps(read_events(tmp_path / run)) for run in ("elsewhere", "straight")
+    )
     assert [step.samples_seen for step in moved] == [step.samples_seen for step in straight]
     for one, other in zip(moved, straight, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=2e-5)
@@ -225,10 +288,14 @@ def test_a_changed_recipe_is_not_resumed(workplace: Path, uninterrupted: Path) -
     assert done.returncode == ExitCode.WRONG_INPUT
     assert "seed: saved 3, now 4" in done.stderr
     assert "hidden_size: saved 30, now 60" in done.stderr
-    assert {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()} == before
+    assert {
+        path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()
+    } == before
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(workplace: Path, uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
+    workplace: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "early"
     shutil.copytree(uninterrupted, run, ignore=shutil.ignore_patterns("checkpoints"))
     again = [run, "--resume", "--set", "training.max_steps=1", "--json"]
@@ -251,12 +318,39 @@ def test_a_folder_in_use_is_not_overwritten(workplace: Path, uninterrupted: Path
     assert "--resume" in told["remedy"]
 
 
-def test_torchrun_starts_the_ranks_as_well(workplace: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwright"]
-    words = ["train", str(workplace / "recipe.yaml"), "--run-dir", str(tmp_path), "--layout", "zero_stage=3"]
+def test_torchrun_starts_the_ranks_as_well(
+    workplace: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "shardwright",
+    ]
+    words = [
+        "train",
+        str(workplace / "recipe.yaml"),
+        "--run-dir",
+        str(tmp_path),
+        "--layout",
+        "zero_stage=3",
+    ]
     told = environment()
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=told, check=False)
+    done = subprocess.run(
+        [*command, *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        env=told,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert final_weights(tmp_path) == final_weights(uninterrupted)
     events = read_events(tmp_path)
-    assert [event.step for event in events if isinstance(event, Step)] == list(range(1, STEPS + 1))
+    assert [event.step for event in events if isinstance(event, StepEvent)] == list(
+        range(1, STEPS + 1)
+    )

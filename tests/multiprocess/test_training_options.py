@@ -1,4 +1,6 @@
-"""Label smoothing, noise on embeddings and kept zeros: gradients and weights under cuts against one process."""
+"""Label smoothing, noise on embeddings and kept zeros: gradients and weights under cuts against one
+process.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from torch import Tensor
 
 from shardwright.architecture import read_config
 from shardwright.config.training import OptimizerSection, PrecisionSection
-from shardwright.data.loader import step_micro_batches
+from shardwright.data.loader import read_step_micro_batches
 from shardwright.errors import RecipeError
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
 from shardwright.model.dropout import Dropout
-from shardwright.model.head import full_logits_loss
-from shardwright.model.init import initialise
+from shardwright.model.head import compute_full_logits_loss
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.zeros import KeptZeros, keep_zeros
+from shardwright.parallel.zero_mask import ZeroMask, keep_zeros
 from shardwright.plan import BatchPlan, Plan
-from shardwright.train.step import accumulate_gradients, update
-from shardwright.verify.data import UnevenDataset
+from shardwright.train.step import accumulate_gradients, update_parameters
+from shardwright.verify.uneven_data import UnevenDataset
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 
@@ -47,28 +49,38 @@ def batch_of(layout: Layout) -> BatchPlan:
 
 
 def build(layout: Layout, *, pruned: bool = False) -> ParallelModel:
-    """A model in float64; `pruned` zeroes every third element of the matrices, by their place in the whole."""
+    """A model in float64; `pruned` zeroes every third element of the matrices, by their place in
+    the whole.
+    """
     shape = read_config(CONFIG)
     with torch.device("meta"):
-        decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=5), compute_dtype=torch.float64)
-    specs = {spec.name: spec for spec in shape.parameters()}
+        decoder = Decoder(
+            shape,
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=5),
+            compute_dtype=torch.float64,
+        )
+    specs = {spec.name: spec for spec in shape.list_parameters()}
 
     def fill(name: str, bounds: Any) -> Tensor:
-        value = initialise(specs[name], 3, dtype=torch.float64, narrow=bounds)
+        value = initialise_parameter(specs[name], 3, dtype=torch.float64, narrow=bounds)
         if pruned and len(bounds) == 2:
             rows, columns = (torch.arange(start, start + length) for start, length in bounds)
             value[(rows[:, None] + columns) % 3 == 0] = 0.0
         return value
 
     plan = Plan(layout, batch_of(layout), PrecisionSection(kind="fp64"))
-    return apply_layout(decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), fill=fill)
+    return apply_layout(
+        decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), read_slice=fill
+    )
 
 
 def differentiate(model: ParallelModel) -> float:
     """Gradients of one step; its loss."""
     dataset = UnevenDataset(61, BATCH, 3, 5, True)
     rank = 0 if model.mesh is None else model.mesh.rank
-    batches = step_micro_batches(dataset, dataset.order, batch_of(model.layout), 1, RankGrid(model.layout).data_rank(rank))
+    batches = read_step_micro_batches(
+        dataset, dataset.order, batch_of(model.layout), 1, RankGrid(model.layout).data_rank(rank)
+    )
     return accumulate_gradients(model, batches, seed=11, step=4).mean()
 
 
@@ -77,11 +89,13 @@ def noise_size(alpha: float) -> float:
     return alpha / math.sqrt(BATCH.sequence_length * CONFIG["hidden_size"])
 
 
-def gradients(layout: Layout, smoothing: float, alpha: float) -> tuple[float, dict[str, Tensor | None]]:
+def gradients(
+    layout: Layout, smoothing: float, alpha: float
+) -> tuple[float, dict[str, Tensor | None]]:
     model = build(layout)
     model.decoder.label_smoothing, model.decoder.noise_size = smoothing, noise_size(alpha)
     loss = differentiate(model)
-    return loss, {name: model.full_gradient(name) for name in model.layouts}
+    return loss, {name: model.gather_gradient(name) for name in model.layouts}
 
 
 def worst(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -96,11 +110,13 @@ def reference() -> tuple[float, dict[str, Any]]:
 
 
 def _plain_loss(*arguments: Any, chunk_tokens: int, **options: Any) -> Tensor:
-    return full_logits_loss(*arguments, **options)
+    return compute_full_logits_loss(*arguments, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_smoothed_targets_and_noise_under_a_cut(ranks: RankPool, layout: Layout, reference: tuple[float, dict[str, Any]]) -> None:
+def test_smoothed_targets_and_noise_under_a_cut(
+    ranks: RankPool, layout: Layout, reference: tuple[float, dict[str, Any]]
+) -> None:
     for loss, got in ranks.run(2, gradients, layout, 0.2, 5.0):
         assert abs(loss - reference[0]) < 1e-12
         assert worst(reference[1], got) < 1e-11
@@ -122,7 +138,9 @@ def test_neither_acts_outside_of_training() -> None:
 
 
 def test_noise_is_even_and_of_its_size() -> None:
-    noise = Dropout(torch.arange(4096, dtype=torch.int32).view(4, 1024)).add_noise(torch.zeros(4, 1024, 32), 0.25)
+    noise = Dropout(torch.arange(4096, dtype=torch.int32).view(4, 1024)).add_noise(
+        torch.zeros(4, 1024, 32), 0.25
+    )
     assert 0.2499 < float(noise.abs().max()) <= 0.25
     assert abs(float(noise.mean())) < 1e-3
     assert abs(float(noise.std()) - 0.25 / 3**0.5) < 1e-3
@@ -131,12 +149,14 @@ def test_noise_is_even_and_of_its_size() -> None:
 def pruned_after_steps(layout: Layout, rule: str) -> dict[str, Tensor]:
     model = build(layout, pruned=True)
     section = OptimizerSection(name=rule)  # type: ignore[arg-type]
-    optimizer = build_optimizer(model.named_parameters(), section, learning_rate=0.1, weight_decay=0.1, cut=model)
+    optimizer = build_optimizer(
+        model.named_parameters(), section, learning_rate=0.1, weight_decay=0.1, model=model
+    )
     keep_zeros(model, optimizer)
     for _ in range(2):
         differentiate(model)
-        update(model, optimizer, learning_rate=0.02, max_grad_norm=1.0)
-    return {name: model.full_parameter(name).detach().clone() for name in model.layouts}
+        update_parameters(model, optimizer, learning_rate=0.02, max_grad_norm=1.0)
+    return {name: model.gather_parameter(name).detach().clone() for name in model.layouts}
 
 
 @pytest.mark.parametrize(("layout", "rule"), [(LAYOUTS[0], "muon"), (LAYOUTS[1], "adamw")], ids=str)
@@ -156,12 +176,14 @@ def test_without_any_zero_it_is_refused() -> None:
     model = build(Layout())
     for _, parameter in model.named_parameters():
         parameter.data.add_(1.0)
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0
+    )
     with pytest.raises(RecipeError, match="no zeros to keep"):
         keep_zeros(model, optimizer)
 
 
 def test_muon_alone_would_fill_the_zeros() -> None:
-    with mock.patch.object(KeptZeros, "restore"):
+    with mock.patch.object(ZeroMask, "restore_zeros"):
         weights = pruned_after_steps(Layout(), "muon")
     assert bool((weights["model.layers.0.mlp.up_proj.weight"][0, ::3] != 0.0).any())

@@ -1,4 +1,6 @@
-"""Layouts give the gradients of one process: a slice of the matrix here, all of it in the long suite."""
+"""Layouts give the gradients of one process: a slice of the matrix here, all of it in the long
+suite.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +11,45 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.cli.main import run
 from shardwright.config.layout import LayoutSection
 from shardwright.layout import Layout
-from shardwright.verify.cases import DTYPES, Case, choose_cases, choose_layouts
-from shardwright.verify.matrix import Report, verify
+from shardwright.verify.cases import (
+    VERIFICATION_DTYPES,
+    VerificationCase,
+    choose_cases,
+    choose_layouts,
+)
+from shardwright.verify.verification import VerificationReport, verify
 from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
 from tests.multiprocess.pool import RankPool
 
 
-def _failures(report: Report) -> list[Any]:
+def _failures(report: VerificationReport) -> list[Any]:
     return [
-        (str(cell.layout), str(cell.case), cell.failure or [f for f in cell.findings if not f.passed])
+        (
+            str(cell.layout),
+            str(cell.case),
+            cell.failure or [f for f in cell.findings if not f.passed],
+        )
         for cell in report.cells
         if not cell.passed
     ]
 
 
-def _verify(ranks: RankPool, config: dict[str, Any], layouts: list[Layout], cases: list[Case], **options: Any) -> Report:
+def _verify(
+    ranks: RankPool,
+    config: dict[str, Any],
+    layouts: list[Layout],
+    cases: list[VerificationCase],
+    **options: Any,
+) -> VerificationReport:
     dtypes = options.pop("dtypes", ["float64"])
     recipe = recipe_of(config, **options)
-    return verify(recipe, shape_of(recipe), layouts, cases, dtypes, sequence_length=12, pool=ranks)
+    return verify(
+        recipe, read_recipe_shape(recipe), layouts, cases, dtypes, sequence_length=12, pool=ranks
+    )
 
 
 LONG = pytest.mark.long
@@ -38,39 +57,63 @@ LONG = pytest.mark.long
 
 # One cell of each stage and of each number of ranks, all values of every option met at least once.
 SLICE = [
-    (Layout(dp_replicate=3), Case(3, "selective", tied=True, dropout=True)),
-    (Layout(dp_shard=3, zero_stage=1), Case(2, "full", tied=False, dropout=True)),
-    (Layout(dp_shard=3, zero_stage=2), Case(1, "selective", tied=True, documents=False)),
-    pytest.param(Layout(dp_shard=4, zero_stage=3), Case(3, "full", tied=True, dropout=True), marks=LONG),
-    pytest.param(Layout(dp_replicate=2, dp_shard=2, zero_stage=1), Case(3, "none", tied=True), marks=LONG),
-    (Layout(dp_replicate=2, dp_shard=2, zero_stage=3), Case(2, "selective", tied=False, dropout=True)),
-    (Layout(dp_shard=2, zero_stage=3, wrap_blocks=2, prefetch_depth=2, max_gathers_in_flight=3), Case(2, "none", tied=False)),
+    (Layout(dp_replicate=3), VerificationCase(3, "selective", tied=True, dropout=True)),
+    (Layout(dp_shard=3, zero_stage=1), VerificationCase(2, "full", tied=False, dropout=True)),
+    (
+        Layout(dp_shard=3, zero_stage=2),
+        VerificationCase(1, "selective", tied=True, documents=False),
+    ),
+    pytest.param(
+        Layout(dp_shard=4, zero_stage=3),
+        VerificationCase(3, "full", tied=True, dropout=True),
+        marks=LONG,
+    ),
+    pytest.param(
+        Layout(dp_replicate=2, dp_shard=2, zero_stage=1),
+        VerificationCase(3, "none", tied=True),
+        marks=LONG,
+    ),
+    (
+        Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
+        VerificationCase(2, "selective", tied=False, dropout=True),
+    ),
+    (
+        Layout(dp_shard=2, zero_stage=3, wrap_blocks=2, prefetch_depth=2, max_gathers_in_flight=3),
+        VerificationCase(2, "none", tied=False),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("layout", "case"), SLICE, ids=str)
-def test_a_slice_of_the_matrix(ranks: RankPool, layout: Layout, case: Case) -> None:
-    report = _verify(ranks, LLAMA, [layout], [case], dtypes=DTYPES)
+def test_a_slice_of_the_matrix(ranks: RankPool, layout: Layout, case: VerificationCase) -> None:
+    report = _verify(ranks, LLAMA, [layout], [case], dtypes=VERIFICATION_DTYPES)
     assert report.passed, _failures(report)
     assert len(report.cells) == 2
 
 
 @pytest.mark.parametrize("config", [GPT2, QWEN3], ids=["gpt2", "qwen3"])
 def test_other_makes_of_model(ranks: RankPool, config: dict[str, Any]) -> None:
-    report = _verify(ranks, config, [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3)], [Case(2, tied=True, dropout=True)])
+    report = _verify(
+        ranks,
+        config,
+        [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3)],
+        [VerificationCase(2, tied=True, dropout=True)],
+    )
     assert report.passed, _failures(report)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3)], ids=str
+)
 def test_frozen_parameters_stay_and_have_no_gradient(ranks: RankPool, layout: Layout) -> None:
     model = {"freeze": ["*.bias", "transformer.wte.weight"]}
-    report = _verify(ranks, GPT2, [layout], [Case(2, tied=False)], model=model)
+    report = _verify(ranks, GPT2, [layout], [VerificationCase(2, tied=False)], model=model)
     assert report.passed, _failures(report)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=1, zero_stage=3)], ids=str)
 def test_the_engine_on_one_rank(ranks: RankPool, layout: Layout) -> None:
-    report = _verify(ranks, LLAMA, [layout], choose_cases(False, full=False))
+    report = _verify(ranks, LLAMA, [layout], choose_cases(False, is_full=False))
     assert report.passed, _failures(report)
 
 
@@ -78,7 +121,9 @@ def test_the_engine_on_one_rank(ranks: RankPool, layout: Layout) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", choose_layouts([], 4, LayoutSection()), ids=str)
 def test_the_full_matrix(ranks: RankPool, layout: Layout) -> None:
-    report = _verify(ranks, LLAMA, [layout], choose_cases(False, full=True), dtypes=DTYPES)
+    report = _verify(
+        ranks, LLAMA, [layout], choose_cases(False, is_full=True), dtypes=VERIFICATION_DTYPES
+    )
     assert report.passed, _failures(report)
     assert len(report.cells) == 72
 
@@ -109,7 +154,11 @@ def test_the_verb_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert told["passed"]
     assert told["model"]["num_layers"] == 1
     assert [cell["layout"] for cell in told["cells"]] == ["dp_shard=2,zero_stage=2"] * 3
-    assert {finding["quantity"] for finding in told["cells"][0]["findings"]} >= {"gradient", "norm", "weights after AdamW"}
+    assert {finding["quantity"] for finding in told["cells"][0]["findings"]} >= {
+        "gradient",
+        "norm",
+        "weights after AdamW",
+    }
 
 
 def test_the_verb_fails_with_exit_code_1(
@@ -117,7 +166,16 @@ def test_the_verb_fails_with_exit_code_1(
 ) -> None:
     # Ranks compute the errors; the verdict over them is the parent's, and is bent here.
     monkeypatch.setattr("shardwright.verify.cell.Finding.passed", property(lambda _self: False))
-    words = ["verify", _write_recipe(tmp_path), "--layout", "zero_stage=0", "--nproc", "2", "--dtype", "float64"]
+    words = [
+        "verify",
+        _write_recipe(tmp_path),
+        "--layout",
+        "zero_stage=0",
+        "--nproc",
+        "2",
+        "--dtype",
+        "float64",
+    ]
     assert run([*words, "--num-layers", "1"]) == 1
     shown = capsys.readouterr()
     assert "3 of 3 fail" in shown.out

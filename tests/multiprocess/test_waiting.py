@@ -1,4 +1,6 @@
-"""What ranks wait for each other is told by cut, and a rank that is slow by itself stands out from those that wait for it."""
+"""What ranks wait for each other is told by cut, and a rank that is slow by itself stands out from
+those that wait for it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from torch import nn
 from shardwright.architecture import read_config
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
-from shardwright.numerics import chunked_cross_entropy, dtypes
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.waiting import CUTS, measuring, waiting
+from shardwright.parallel.comm_timing import PARALLELISMS, time_wait, use_timer
 from shardwright.plan import BatchPlan, Plan
-from shardwright.train.clocks import agree_on_clock
+from shardwright.train.clock_sync import synchronise_clock
 from shardwright.train.step import accumulate_gradients
 from tests.multiprocess.models import LLAMA, recipe_of
 from tests.multiprocess.pool import RankPool
@@ -27,25 +29,36 @@ from tests.multiprocess.test_pipeline_execution import micro_batch
 
 CONFIG = LLAMA | {"num_hidden_layers": 4, "intermediate_size": 28}
 SLOW_SECONDS = (0.3, 1.0, 4.0)
-"""How long the slow rank lingers: longer where, on a busy machine, the other rank was by chance as slow."""
+"""How long the slow rank lingers: longer where, on a busy machine, the other rank was by chance as
+slow.
+"""
 
 
 def build(layout: Layout) -> ParallelModel:
     recipe = recipe_of(CONFIG, precision={"kind": "fp64"})
-    shape, kinds = read_config(CONFIG), dtypes(recipe.precision)
+    shape = read_config(CONFIG)
+    kinds = resolve_dtypes(recipe.precision)
     with torch.device("meta"):
-        decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8), compute_dtype=kinds.compute)
-    specs = {spec.name: spec for spec in shape.parameters()}
+        decoder = Decoder(
+            shape,
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=8),
+            compute_dtype=kinds.compute,
+        )
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
         Plan(layout, BatchPlan(8, 2, 2, layout.data_ranks), recipe.precision),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initialise(specs[name], 3, dtype=kinds.param, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 3, dtype=kinds.param, narrow=narrow
+        ),
     )
 
 
-def own_and_waits(layout: Layout, slow_rank: int, slow_seconds: float) -> tuple[float, dict[str, float]]:
+def own_and_waits(
+    layout: Layout, slow_rank: int, slow_seconds: float
+) -> tuple[float, dict[str, float]]:
     """Own time and waits of a rank's second step, in which one rank lingers in its blocks."""
     model = build(layout)
     batches = [micro_batch(2, 8, number) for number in range(2)]
@@ -60,10 +73,10 @@ def own_and_waits(layout: Layout, slow_rank: int, slow_seconds: float) -> tuple[
 
         model.decoder.blocks[0].register_forward_pre_hook(linger)
     dist.barrier()
-    waits = model.waits()
-    waits.start()
+    waits = model.build_comm_timer()
+    waits.reset()
     began = time.perf_counter()
-    with measuring(waits):
+    with use_timer(waits):
         accumulate_gradients(model, batches, seed=0, step=1)
     seconds = time.perf_counter() - began
     return seconds - sum(waits.seconds().values()), waits.seconds()
@@ -81,10 +94,14 @@ def own_and_waits(layout: Layout, slow_rank: int, slow_seconds: float) -> tuple[
     ],
     ids=str,
 )
-def test_a_slow_rank_stands_out_and_the_other_waits_for_it(ranks: RankPool, layout: Layout, cut: str) -> None:
+def test_a_slow_rank_stands_out_and_the_other_waits_for_it(
+    ranks: RankPool, layout: Layout, cut: str
+) -> None:
     seen = []
     for slow_seconds in SLOW_SECONDS:
-        (own_slow, waits_slow), (own_other, waits_other) = ranks.run(2, own_and_waits, layout, 0, slow_seconds)
+        (own_slow, waits_slow), (own_other, waits_other) = ranks.run(
+            2, own_and_waits, layout, 0, slow_seconds
+        )
         assert own_slow > slow_seconds
         seen.append((own_slow, waits_slow, own_other, waits_other))
         if (
@@ -97,8 +114,10 @@ def test_a_slow_rank_stands_out_and_the_other_waits_for_it(ranks: RankPool, layo
 
 
 def clock_and_difference() -> tuple[float, float]:
-    """The error that the clock claims, and how far it is from rank 0's: all ranks of this test share a machine, and its clock."""
-    clock = agree_on_clock(dist.get_rank(), dist.get_world_size())
+    """The error that the clock claims, and how far it is from rank 0's: all ranks of this test
+    share a machine, and its clock.
+    """
+    clock = synchronise_clock(dist.get_rank(), dist.get_world_size())
     return clock.error_seconds, abs(clock.wall_offset_seconds)
 
 
@@ -109,6 +128,6 @@ def test_ranks_agree_on_a_clock(ranks: RankPool) -> None:
 
 
 def test_nothing_is_measured_outside() -> None:
-    with waiting("data"):
+    with time_wait("data"):
         pass
-    assert set(CUTS) == {"data", "tensor", "context", "expert", "pipeline", "world"}
+    assert set(PARALLELISMS) == {"data", "tensor", "context", "expert", "pipeline", "world"}

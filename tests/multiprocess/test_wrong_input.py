@@ -1,4 +1,6 @@
-"""Wrong input and broken machines, through the real command line: one clear message, the right exit code, nothing left behind."""
+"""Wrong input and broken machines, through the real command line: one clear message, the right exit
+code, nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,16 @@ import psutil
 import pytest
 import yaml
 
-from shardwright.checkpoint.load import newest_checkpoint
-from shardwright.checkpoint.verify import verify_checkpoint
+from shardwright.checkpoint.integrity import verify_checkpoint
+from shardwright.checkpoint.tensor_loading import find_newest_checkpoint
 from shardwright.cli.main import run as run_command
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import Checkpoint, Preempted, read_events, surviving_steps
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    PreemptionEvent,
+    read_events,
+    select_surviving_steps,
+)
 
 PATIENCE_SECONDS = 400
 """For what ends by itself within seconds on a quiet machine; what hangs does so for ever."""
@@ -34,7 +41,9 @@ PATIENCE_SECONDS = 400
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small corpus and a good recipe that would train for hours."""
     folder = tmp_path_factory.mktemp("wrong")
-    (folder / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20)))
+    (folder / "corpus.txt").write_text(
+        "".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20))
+    )
     recipe = {
         "name": "sums",
         "model": {
@@ -50,7 +59,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
         "precision": "fp32",
-        "training": {"sequence_length": 32, "global_batch_size": 4, "max_steps": 1_000_000, "learning_rate": 1e-3},
+        "training": {
+            "sequence_length": 32,
+            "global_batch_size": 4,
+            "max_steps": 1_000_000,
+            "learning_rate": 1e-3,
+        },
         "checkpoint": {"every_steps": 1},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -62,10 +76,22 @@ def words(workplace: Path, run: str, *more: str) -> list[str]:
 
 
 WRONG: dict[str, tuple[list[str], list[str]]] = {
-    "data that are not there": (["--set", "data.sources=/no/such/corpus.txt"], ["data.sources", "/no/such/corpus.txt"]),
-    "an unknown key": (["--set", "training.learning_rat=1"], ["training.learning_rat", "Did you mean `learning_rate`"]),
-    "a value of the wrong kind": (["--set", "training.warmup_steps=-3"], ["training.warmup_steps", "-3"]),
-    "degrees that do not fit the ranks": (["--nproc", "2", "--layout", "dp_shard=3,zero_stage=3"], ["dp_shard", "2 data ranks"]),
+    "data that are not there": (
+        ["--set", "data.sources=/no/such/corpus.txt"],
+        ["data.sources", "/no/such/corpus.txt"],
+    ),
+    "an unknown key": (
+        ["--set", "training.learning_rat=1"],
+        ["training.learning_rat", "Did you mean `learning_rate`"],
+    ),
+    "a value of the wrong kind": (
+        ["--set", "training.warmup_steps=-3"],
+        ["training.warmup_steps", "-3"],
+    ),
+    "degrees that do not fit the ranks": (
+        ["--nproc", "2", "--layout", "dp_shard=3,zero_stage=3"],
+        ["dp_shard", "2 data ranks"],
+    ),
     "a degree that does not exist": (["--layout", "dp_chard=2"], ["dp_chard", "dp_shard"]),
     "a batch that does not fit the ranks": (
         ["--nproc", "2", "--set", "training.global_batch_size=3"],
@@ -87,11 +113,23 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["--nproc", "2", "--set", "model.config.vocab_size=5"],
         ["model.vocab_size", "token id 13", "vocab_size of 5"],
     ),
-    "a model folder that is not there": (["--set", "model={path: /no/such/model}"], ["/no/such/model"]),
-    "a model that only its own class can begin": (["--set", "model.config.model_type=mamba"], ["model.init", "mamba"]),
+    "a model folder that is not there": (
+        ["--set", "model={path: /no/such/model}"],
+        ["/no/such/model"],
+    ),
+    "a model that only its own class can begin": (
+        ["--set", "model.config.model_type=mamba"],
+        ["model.init", "mamba"],
+    ),
     "a model field that we do not know": (["--set", "model.config.rope_twist=3"], ["rope_twist"]),
-    "a device that is not there": (["--nproc", "2", "--set", "run.device=cuda"], ["run.device", "cuda"]),
-    "a sink whose package is not there": (["--nproc", "2", "--set", "run.sinks=[wandb]"], ["run.sinks", "wandb"]),
+    "a device that is not there": (
+        ["--nproc", "2", "--set", "run.device=cuda"],
+        ["run.device", "cuda"],
+    ),
+    "a sink whose package is not there": (
+        ["--nproc", "2", "--set", "run.sinks=[wandb]"],
+        ["run.sinks", "wandb"],
+    ),
     "a run that is not there to resume": (["--resume"], ["--resume", "checkpoint"]),
 }
 
@@ -119,13 +157,17 @@ def test_a_recipe_that_is_not_there(workplace: Path, capsys: pytest.CaptureFixtu
     assert "no such file" in capsys.readouterr().err
 
 
-def test_a_bad_line_of_yaml_is_told_by_its_number(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_line_of_yaml_is_told_by_its_number(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (workplace / "bad.yaml").write_text("name: sums\ntraining: {sequence_length: 8\nmodel: 3\n")
     assert run_command(["train", str(workplace / "bad.yaml")]) == ExitCode.WRONG_INPUT
     assert "bad.yaml, line 3" in capsys.readouterr().err
 
 
-def test_a_run_folder_that_cannot_be_made(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_that_cannot_be_made(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(words(workplace, "corpus.txt/run")) == ExitCode.WRONG_INPUT
     assert "run.dir" in capsys.readouterr().err
 
@@ -135,9 +177,13 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 class Command(subprocess.Popen[bytes]):
-    """A command of ours, which says what it says into files: a pipe that nobody reads fills up, and holds up who writes."""
+    """A command of ours, which says what it says into files: a pipe that nobody reads fills up, and
+    holds up who writes.
+    """
 
-    def __init__(self, command: list[str], variables: dict[str, str], out: IO[bytes], err: IO[bytes]) -> None:
+    def __init__(
+        self, command: list[str], variables: dict[str, str], out: IO[bytes], err: IO[bytes]
+    ) -> None:
         self.files = (out, err)
         super().__init__(command, stdout=out, stderr=err, env=variables, start_new_session=True)
 
@@ -148,8 +194,12 @@ class Command(subprocess.Popen[bytes]):
 
 
 @contextmanager
-def started(arguments: list[str], prefix: list[str] | None = None, **changes: str) -> Iterator[Command]:
-    """The command as a process of its own; whatever of its processes is left at the end is killed, and fails the test."""
+def started(
+    arguments: list[str], prefix: list[str] | None = None, **changes: str
+) -> Iterator[Command]:
+    """The command as a process of its own; whatever of its processes is left at the end is killed,
+    and fails the test.
+    """
     mark = uuid.uuid4().hex
     command = [*(prefix or []), sys.executable, "-m", "shardwright", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -165,11 +215,16 @@ def started(arguments: list[str], prefix: list[str] | None = None, **changes: st
 
 
 def ours(mark: str) -> list[psutil.Process]:
-    """Processes that carry the test's mark in their environment, however they were started, dead ones left out."""
+    """Processes that carry the test's mark in their environment, however they were started, dead
+    ones left out.
+    """
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("SHARDWRIGHT_TEST_RUN") == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("SHARDWRIGHT_TEST_RUN") == mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
             continue
@@ -177,7 +232,9 @@ def ours(mark: str) -> list[psutil.Process]:
 
 
 def ended(process: Command) -> tuple[str, str]:
-    """Standard output and error of a command that ends by itself; of one that hangs, where each of its threads stands."""
+    """Standard output and error of a command that ends by itself; of one that hangs, where each of
+    its threads stands.
+    """
     try:
         process.wait(timeout=PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -198,7 +255,7 @@ def wait_until(happened: Callable[[], bool], process: Command) -> None:
 
 
 def num_steps(run: Path) -> int:
-    return len(surviving_steps(read_events(run))) if (run / "events.jsonl").exists() else 0
+    return len(select_surviving_steps(read_events(run))) if (run / "events.jsonl").exists() else 0
 
 
 def rank_processes(process: Command) -> dict[int, psutil.Process]:
@@ -227,7 +284,9 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path, tmp_path: P
     run = tmp_path / "killed"
     with started(words(workplace, str(run), "--nproc", "2", "--layout", "zero_stage=3")) as process:
         wait_until(lambda: num_steps(run) >= 3, process)
-        rank_processes(process)[1].kill()  # a checkpoint is written at every step: some will be under way
+        rank_processes(process)[
+            1
+        ].kill()  # a checkpoint is written at every step: some will be under way
         began = time.monotonic()
         _, err = ended(process)
         assert time.monotonic() - began < PATIENCE_SECONDS
@@ -236,15 +295,17 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path, tmp_path: P
     assert errors == ["error: rank 1 was killed by SIGKILL; the system may be out of memory. All ranks have stopped; "
                       "--resume continues from the last checkpoint"]  # fmt: skip
     assert "Traceback" not in err
-    newest = newest_checkpoint(run / "checkpoints")
+    newest = find_newest_checkpoint(run / "checkpoints")
     assert newest is not None
     assert verify_checkpoint(newest.path)[1] == []
     steps = num_steps(run)
     assert newest.step in (steps - 1, steps, steps + 1)
-    with started(words(workplace, str(run), "--resume", "--set", f"training.max_steps={newest.step + 1}")) as process:
+    with started(
+        words(workplace, str(run), "--resume", "--set", f"training.max_steps={newest.step + 1}")
+    ) as process:
         _, err = ended(process)
     assert process.returncode == ExitCode.DONE, err
-    assert surviving_steps(read_events(run))[-1].step == newest.step + 1
+    assert select_surviving_steps(read_events(run))[-1].step == newest.step + 1
 
 
 def test_no_rank_outlives_a_killed_launcher(workplace: Path, tmp_path: Path) -> None:
@@ -256,13 +317,17 @@ def test_no_rank_outlives_a_killed_launcher(workplace: Path, tmp_path: Path) -> 
         process.kill()
         _, alive = psutil.wait_procs(ranks.values(), timeout=PATIENCE_SECONDS)
         assert not alive
-    assert read_events(run).of(Preempted)[-1].reason == "the launcher's death"  # and it has saved
-    assert newest_checkpoint(run / "checkpoints") is not None
+    assert (
+        read_events(run).filter_by_type(PreemptionEvent)[-1].reason == "the launcher's death"
+    )  # and it has saved
+    assert find_newest_checkpoint(run / "checkpoints") is not None
 
 
 @contextmanager
 def full_disk(folder: Path) -> Iterator[list[str]]:
-    """A folder that soon has no room left: a small file system where we may mount one, else a limit on the size of files."""
+    """A folder that soon has no room left: a small file system where we may mount one, else a limit
+    on the size of files.
+    """
     folder.mkdir()
     mounted = sys.platform == "linux" and subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False
@@ -275,10 +340,21 @@ def full_disk(folder: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.long
-def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(workplace: Path, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(
+    workplace: Path, tmp_path: Path
+) -> None:
     disk = tmp_path / "disk"
     run = disk / "run"
-    given = words(workplace, str(run), "--nproc", "2", "--layout", "zero_stage=3", "--set", "checkpoint.keep_last=100")
+    given = words(
+        workplace,
+        str(run),
+        "--nproc",
+        "2",
+        "--layout",
+        "zero_stage=3",
+        "--set",
+        "checkpoint.keep_last=100",
+    )
     with full_disk(disk) as prefix:
         with started(given, prefix) as process:
             _, err = ended(process)
@@ -287,11 +363,13 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(workplace: Path, tmp
         assert len(errors) == 1, err
         assert "No space left on device" in errors[0] or "File too large" in errors[0]
         assert "Traceback" not in err
-        newest = newest_checkpoint(run / "checkpoints") if prefix == [] else None
+        newest = find_newest_checkpoint(run / "checkpoints") if prefix == [] else None
         if newest is not None:
             assert verify_checkpoint(newest.path)[1] == []
-            assert newest.step == read_events(run).of(Checkpoint)[-1].step
-        assert not [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
+            assert newest.step == read_events(run).filter_by_type(CheckpointEvent)[-1].step
+        assert not [
+            path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")
+        ]
 
 
 def test_a_port_in_use_is_told(workplace: Path) -> None:
@@ -299,7 +377,13 @@ def test_a_port_in_use_is_told(workplace: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         began = time.monotonic()
         with started(words(workplace, "port"), **ranks) as process:
             _, err = ended(process)
@@ -312,7 +396,9 @@ def test_a_port_in_use_is_told(workplace: Path) -> None:
     assert not (workplace / "port").exists()
 
 
-def test_stopping_signals_while_ranks_start_leave_no_process(workplace: Path, tmp_path: Path) -> None:
+def test_stopping_signals_while_ranks_start_leave_no_process(
+    workplace: Path, tmp_path: Path
+) -> None:
     with started(words(workplace, str(tmp_path / "run"), "--nproc", "2")) as process:
         wait_until(lambda: len(rank_processes(process)) == 2, process)
         process.send_signal(signal.SIGTERM)

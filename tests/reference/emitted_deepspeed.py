@@ -1,4 +1,6 @@
-"""One rank that trains a small layer through DeepSpeed with a configuration file: python -m torch.distributed.run ... FILE."""
+"""One rank that trains a small layer through DeepSpeed with a configuration file: python -m
+torch.distributed.run ... FILE.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def main(path: str) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     engine, _, _, scheduler = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=path)
-    rows = torch.randn(engine.train_micro_batch_size_per_gpu(), 8, dtype=next(engine.module.parameters()).dtype)
+    rows = torch.randn(
+        engine.train_micro_batch_size_per_gpu(), 8, dtype=next(engine.module.parameters()).dtype
+    )
     rates = []
     for _ in range(3):
         for _ in range(engine.gradient_accumulation_steps()):
@@ -28,7 +32,11 @@ def main(path: str) -> None:
         rates.append(engine.get_lr()[0])
     told = {
         "stage": engine.zero_optimization_stage(),
-        "batch": [engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), engine.train_batch_size()],
+        "batch": [
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+            engine.train_batch_size(),
+        ],
         "clipping": engine.gradient_clipping(),
         "dtype": str(rows.dtype),
         "optimizer": type(engine.optimizer).__name__,

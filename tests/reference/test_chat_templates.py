@@ -1,4 +1,6 @@
-"""Ours against transformers: the text of a chat template, its ids, and the assistant's tokens where the template marks them."""
+"""Ours against transformers: the text of a chat template, its ids, and the assistant's tokens where
+the template marks them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from shardwright.data.chat import load_chat_template
+from shardwright.data.chat_template import load_chat_template
 from shardwright.data.conversation import read_conversation
-from shardwright.data.supervision import Encoder
-from shardwright.data.tokenize import load_tokenizer
+from shardwright.data.supervision import RecordEncoder
+from shardwright.data.tokenizer_loading import load_tokenizer
 from tests.unit.data.chat_tokenizers import CHATML, MARKED, THROWS, chat_folder, turns
 
 CONVERSATIONS = [
@@ -19,30 +21,43 @@ CONVERSATIONS = [
     turns("one", "two\n\n", "  three", "four é \N{GRINNING FACE}", system="Be kind."),
     turns(*[f"turn {number} of the end" for number in range(12)]),
 ]
-MARKED_WHOLE = MARKED.replace("{% endgeneration %}", "{{ '<|im_end|>' }}{% endgeneration %}").replace(
-    "{{ '<|im_end|>\n' }}{% endfor %}", "{% if m.role != 'assistant' %}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+MARKED_WHOLE = MARKED.replace(
+    "{% endgeneration %}", "{{ '<|im_end|>' }}{% endgeneration %}"
+).replace(
+    "{{ '<|im_end|>\n' }}{% endfor %}",
+    "{% if m.role != 'assistant' %}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}",
 )
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["short", "several", "long"])
-@pytest.mark.parametrize("template", [CHATML, MARKED, THROWS], ids=["prefixes", "markers", "throws"])
-def test_ids_are_those_of_apply_chat_template(tmp_path: Path, template: str, messages: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    "template", [CHATML, MARKED, THROWS], ids=["prefixes", "markers", "throws"]
+)
+def test_ids_are_those_of_apply_chat_template(
+    tmp_path: Path, template: str, messages: list[dict[str, str]]
+) -> None:
     folder = chat_folder(tmp_path, template)
-    encoder = Encoder(load_tokenizer(folder), load_chat_template(folder, None, {}, None), "assistant")
+    encoder = RecordEncoder(
+        load_tokenizer(folder), load_chat_template(folder, None, {}, None), "assistant"
+    )
     ours = encoder.encode("chat", json.dumps(read_conversation(messages)))
     theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, return_dict=True)
     assert ours.ids.tolist() == theirs["input_ids"]
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["short", "several", "long"])
-def test_supervised_tokens_are_the_assistants_of_transformers(tmp_path: Path, messages: list[dict[str, str]]) -> None:
+def test_supervised_tokens_are_the_assistants_of_transformers(
+    tmp_path: Path, messages: list[dict[str, str]]
+) -> None:
     folder = chat_folder(tmp_path / "marked", MARKED_WHOLE)
     theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     for name, template in (("ours", CHATML), ("same", MARKED_WHOLE)):
         here = chat_folder(tmp_path / name, template)
-        encoder = Encoder(load_tokenizer(here), load_chat_template(here, None, {}, None), "assistant")
+        encoder = RecordEncoder(
+            load_tokenizer(here), load_chat_template(here, None, {}, None), "assistant"
+        )
         ours = encoder.encode("chat", json.dumps(read_conversation(messages)))
         assert ours.ids.tolist() == theirs["input_ids"]
-        assert ours.supervised.tolist() == theirs["assistant_masks"]
+        assert ours.supervised_mask.tolist() == theirs["assistant_masks"]

@@ -1,4 +1,6 @@
-"""Folders written by us are loaded by transformers, and the reverse: every family, tied and untied, bit for bit."""
+"""Folders written by us are loaded by transformers, and the reverse: every family, tied and untied,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.architecture import ModelShape, read_config
-from shardwright.architecture.families import FAMILIES
+from shardwright.architecture.families import MODEL_FAMILIES
 from shardwright.errors import ArchitectureError
 from shardwright.model.decoder import Decoder
-from shardwright.model.export import ARCHITECTURES, write_folder
-from shardwright.model.load import WeightsFolder
+from shardwright.model.hf_folder import HF_CLASS_NAMES, write_hf_folder
+from shardwright.model.hf_weights import WeightsFolder
 
 COMMON: dict[str, Any] = {
     "vocab_size": 43,
@@ -34,9 +36,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8},
     "qwen3": {"head_dim": 8},
     "mixtral": {"num_local_experts": 4},
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [1],
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "gpt_oss": {
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 8,
@@ -52,26 +65,44 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "v_head_dim": 6,
         "num_nextn_predict_layers": 0,
     },
-    "gpt2": {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 43, "bos_token_id": 1, "eos_token_id": 2},
-    "gpt_neox": {key: value for key, value in COMMON.items() if key != "num_key_value_heads"} | {"hidden_size": 32},
+    "gpt2": {
+        "n_embd": 24,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 64,
+        "vocab_size": 43,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "gpt_neox": {key: value for key, value in COMMON.items() if key != "num_key_value_heads"}
+    | {"hidden_size": 32},
 }
-CASES = [(family, tied) for family in sorted(FAMILIES) for tied in (False, True)]
+CASES = [(family, tied) for family in sorted(MODEL_FAMILIES) for tied in (False, True)]
 
 
 def make_theirs(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Their model with every parameter drawn anew: norms and biases too, or a swap of two would not show."""
-    fields = (SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})) | {
-        "tie_word_embeddings": tied
-    }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=dtype, attn_implementation="eager")
+    """Their model with every parameter drawn anew: norms and biases too, or a swap of two would not
+    show.
+    """
+    fields = (
+        SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})
+    ) | {"tie_word_embeddings": tied}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **fields), dtype=dtype, attn_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("bias"))):
+        for tensor in (
+            *model.parameters(),
+            *(buffer for name, buffer in model.named_buffers() if name.endswith("bias")),
+        ):
             tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.1)
     return model.eval()
 
 
-def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelShape, WeightsFolder, Decoder]:
+def load_ours(
+    folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[ModelShape, WeightsFolder, Decoder]:
     shape = read_config(folder)
     weights = WeightsFolder(folder)
     weights.check(shape)
@@ -93,17 +124,21 @@ def load_theirs(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def ids() -> torch.Tensor:
-    return torch.randint(0, COMMON["vocab_size"], (2, 19), generator=torch.Generator().manual_seed(5))
+    return torch.randint(
+        0, COMMON["vocab_size"], (2, 19), generator=torch.Generator().manual_seed(5)
+    )
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool) -> None:
-    """save_pretrained -> our reader -> our writer -> from_pretrained; bf16 in several files when tied, fp32 in one when not."""
+    """save_pretrained -> our reader -> our writer -> from_pretrained; bf16 in several files when
+    tied, fp32 in one when not.
+    """
     dtype = torch.bfloat16 if tied else torch.float32
     theirs = make_theirs(family, tied, dtype)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=10_000)
     shape, weights, _ = load_ours(tmp_path / "theirs", dtype)
-    write_folder(
+    write_hf_folder(
         tmp_path / "ours",
         shape,
         lambda name: weights.read(name, dtype=dtype),
@@ -111,26 +146,32 @@ def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool) -> Non
         max_shard_bytes=20_000 if tied else 10**9,
     )
     again = load_theirs(tmp_path / "ours", dtype)
-    assert type(again).__name__ == type(theirs).__name__ == ARCHITECTURES[family]
-    expected, got = theirs.state_dict(), again.state_dict()
+    assert type(again).__name__ == type(theirs).__name__ == HF_CLASS_NAMES[family]
+    expected = theirs.state_dict()
+    got = again.state_dict()
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
     with torch.no_grad():
         assert torch.equal(again(ids()).logits, theirs(ids()).logits)
-    assert {key: value for key, value in again.config.to_dict().items() if key != "_name_or_path"} == {
-        key: value for key, value in theirs.config.to_dict().items() if key != "_name_or_path"
-    }
+    assert {
+        key: value for key, value in again.config.to_dict().items() if key != "_name_or_path"
+    } == {key: value for key, value in theirs.config.to_dict().items() if key != "_name_or_path"}
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_our_own_config_is_enough(tmp_path: Path, family: str, tied: bool) -> None:
-    """A config as a recipe writes it, without the fields that have defaults: transformers must fill in the same ones."""
+    """A config as a recipe writes it, without the fields that have defaults: transformers must fill
+    in the same ones.
+    """
     fields = SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})
     shape = read_config({"model_type": family, **fields, "tie_word_embeddings": tied})
     generator = torch.Generator().manual_seed(1)
-    tensors = {spec.name: torch.randn(spec.shape, generator=generator) * 0.1 for spec in shape.parameters()}
-    write_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.float32)
+    tensors = {
+        spec.name: torch.randn(spec.shape, generator=generator) * 0.1
+        for spec in shape.list_parameters()
+    }
+    write_hf_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.float32)
     theirs = load_theirs(tmp_path / "out", torch.float32)
     decoder = Decoder(shape)
     with torch.no_grad():
@@ -141,7 +182,9 @@ def test_our_own_config_is_enough(tmp_path: Path, family: str, tied: bool) -> No
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox", "llama"])
 def test_a_base_model_without_its_head(tmp_path: Path, family: str) -> None:
-    """transformers' own base class saves names without their root; tied, that is a whole model, as the published gpt2 is."""
+    """transformers' own base class saves names without their root; tied, that is a whole model, as
+    the published gpt2 is.
+    """
     theirs = make_theirs(family, True)
     theirs.base_model.save_pretrained(tmp_path)
     _, _, decoder = load_ours(tmp_path)
@@ -150,9 +193,13 @@ def test_a_base_model_without_its_head(tmp_path: Path, family: str) -> None:
 
 
 # deepseek_v3's heads are made of parts; a head_dim beside them is not read but refused.
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gpt2", "gpt_neox", "deepseek_v3"}))
+@pytest.mark.parametrize(
+    "family", sorted(set(MODEL_FAMILIES) - {"gpt2", "gpt_neox", "deepseek_v3"})
+)
 def test_widths_that_transformers_would_not_load_are_refused_before_training(family: str) -> None:
-    """A width that is no multiple of the heads, though head_dim is given: some families' classes refuse it, some do not."""
+    """A width that is no multiple of the heads, though head_dim is given: some families' classes
+    refuse it, some do not.
+    """
     fields = {**COMMON, **SPECIAL.get(family, {}), "hidden_size": 26, "head_dim": 8}
     try:
         AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))

@@ -1,4 +1,6 @@
-"""Random configurations of every family: written by us from random weights, loaded by transformers, equal logits."""
+"""Random configurations of every family: written by us from random weights, loaded by transformers,
+equal logits.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,25 @@ from hypothesis import HealthCheck, given, settings
 from transformers import AutoModelForCausalLM
 
 from shardwright.architecture import read_config
-from shardwright.architecture.families import FAMILIES
+from shardwright.architecture.families import MODEL_FAMILIES
 from shardwright.model.decoder import Decoder
-from shardwright.model.export import write_folder
+from shardwright.model.hf_folder import write_hf_folder
 
 pytestmark = pytest.mark.long
 
 MAX_TOKENS = 24
 WINDOWED = {"mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "gpt_oss"}
-WIDE_HEADS = {"llama", "mistral", "qwen3", "gemma2", "gemma3_text", "smollm3", "mixtral", "qwen3_moe", "gpt_oss"}
+WIDE_HEADS = {
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+}
 """Families whose head_dim is free of the width."""
 
 
@@ -49,7 +61,8 @@ def common(draw: st.DrawFn, family: str) -> dict[str, Any]:
     }
     if family in WIDE_HEADS and draw(st.booleans()):
         fields["head_dim"] = 2 * draw(st.integers(2, 8))
-        # transformers refuses some families' widths that are no multiple of the heads, even with head_dim given.
+        # transformers refuses some families' widths that are no multiple of the heads, even with
+        # head_dim given.
         fields["hidden_size"] = heads * draw(st.integers(4, 12))
     else:
         fields["head_dim"] = head_dim
@@ -65,7 +78,8 @@ def common(draw: st.DrawFn, family: str) -> dict[str, Any]:
 @st.composite
 def experts(draw: st.DrawFn, family: str, heads: int) -> dict[str, Any]:
     """What a sparse family's file says beside the common fields."""
-    per_group, groups = draw(st.integers(2, 3)), draw(st.integers(1, 3))
+    per_group = draw(st.integers(2, 3))
+    groups = draw(st.integers(1, 3))
     num_experts = per_group * groups
     fields: dict[str, Any] = {"num_experts_per_tok": draw(st.integers(1, min(num_experts, 3)))}
     if family in ("mixtral", "gpt_oss"):
@@ -134,8 +148,13 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
             fields.pop(name, None)
         head_dim = 2 * draw(st.integers(2, 8))
         fields["hidden_size"] = fields["num_attention_heads"] * head_dim
-        fields["rotary_pct"] = draw(st.sampled_from([1.0, 2 * draw(st.integers(1, head_dim // 2)) / head_dim]))
-        fields |= {"use_parallel_residual": draw(st.booleans()), "attention_bias": draw(st.booleans())}
+        fields["rotary_pct"] = draw(
+            st.sampled_from([1.0, 2 * draw(st.integers(1, head_dim // 2)) / head_dim])
+        )
+        fields |= {
+            "use_parallel_residual": draw(st.booleans()),
+            "attention_bias": draw(st.booleans()),
+        }
         fields["hidden_act"] = draw(st.sampled_from(["gelu", "gelu_new", "relu"]))
     if family in ("llama", "qwen3", "granite", "smollm3", "olmo2", "gemma2", "gemma3_text"):
         fields["attention_bias"] = draw(st.booleans())
@@ -153,17 +172,28 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         fields["attn_logit_softcapping"] = draw(st.sampled_from([None, 0.5, 50.0]))
         fields["final_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 30.0]))
     if family == "granite":
-        for name in ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"):
+        for name in (
+            "embedding_multiplier",
+            "logits_scaling",
+            "residual_multiplier",
+            "attention_multiplier",
+        ):
             fields[name] = draw(st.sampled_from([1.0, 0.2, 3.0]))
     if family == "smollm3":
-        fields["no_rope_layers"] = draw(st.lists(st.sampled_from([0, 1]), min_size=layers, max_size=layers))
+        fields["no_rope_layers"] = draw(
+            st.lists(st.sampled_from([0, 1]), min_size=layers, max_size=layers)
+        )
     if family in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite") and draw(st.booleans()):
         original = draw(st.integers(4, 20))
         fields["rope_scaling"] = draw(
             st.sampled_from(
                 [
                     {"rope_type": "linear", "factor": 3.0},
-                    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original},
+                    {
+                        "rope_type": "yarn",
+                        "factor": 4.0,
+                        "original_max_position_embeddings": original,
+                    },
                     {
                         "rope_type": "llama3",
                         "factor": 8.0,
@@ -177,28 +207,39 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(MODEL_FAMILIES))
 def test_random_configurations(family: str) -> None:
-    @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
     @given(configs(family), st.integers(0, 1000))
     def hold(config: dict[str, Any], seed: int) -> None:
         shape = read_config(config)
         generator = torch.Generator().manual_seed(seed)
-        tensors = {spec.name: torch.randn(spec.shape, generator=generator) * 0.3 for spec in shape.parameters()}
+        tensors = {
+            spec.name: torch.randn(spec.shape, generator=generator) * 0.3
+            for spec in shape.list_parameters()
+        }
         ids = torch.randint(0, shape.vocab_size, (2, MAX_TOKENS), generator=generator)
         decoder = Decoder(shape)
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             out = Path(folder) / "out"
-            write_folder(out, shape, tensors.__getitem__, dtype=torch.float32, max_shard_bytes=5000)
+            write_hf_folder(
+                out, shape, tensors.__getitem__, dtype=torch.float32, max_shard_bytes=5000
+            )
             theirs, loading = AutoModelForCausalLM.from_pretrained(
-                out, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
+                out,
+                output_loading_info=True,
+                attn_implementation="eager",
+                experts_implementation="eager",
             )
             assert not any(loading.values()), loading
             for name, parameter in decoder.named_parameters():
                 parameter.copy_(tensors[name])
             expected = theirs.eval()(ids).logits
             difference = float((decoder(ids) - expected).abs().max() / expected.abs().max())
-        # Norms of narrow random layers amplify the last bit by a hundred; a wrong feature shows in the first digit.
+        # Norms of narrow random layers amplify the last bit by a hundred; a wrong feature shows in
+        # the first digit.
         assert difference < 1e-4, difference
 
     hold()

@@ -12,8 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import CheckFailed, ExitCode
-from shardwright.train.export import check_with_transformers, expected_logits, export_source
-from shardwright.train.source import load_decoder, open_source
+from shardwright.inference.export import (
+    check_with_transformers,
+    compute_expected_logits,
+    export_hf_folder,
+)
+from shardwright.inference.model_source import load_decoder, open_model_source
 from tests.unit.train.finished import make_run
 
 
@@ -22,9 +26,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "made", precision="fp32").path
 
 
-def test_an_exported_run_is_loaded_by_transformers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_run_is_loaded_by_transformers(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    assert shardwright(["export", str(run), "--out", str(out), "--json", "--max-shard-gb", "0.001"]) == ExitCode.DONE
+    assert (
+        shardwright(["export", str(run), "--out", str(out), "--json", "--max-shard-gb", "0.001"])
+        == ExitCode.DONE
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["checked"] is True
     theirs, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -32,49 +41,80 @@ def test_an_exported_run_is_loaded_by_transformers(run: Path, tmp_path: Path, ca
     assert theirs.dtype == torch.float32
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = tokenizer("abcadefj", return_tensors="pt").input_ids
-    assert ids.tolist() == [open_source(run).load_tokenizer().encode("abcadefj")]
-    decoder = load_decoder(open_source(run), device=torch.device("cpu"), dtype=torch.float32)
+    assert ids.tolist() == [open_model_source(run).load_tokenizer().encode("abcadefj")]
+    decoder = load_decoder(open_model_source(run), device=torch.device("cpu"), dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, decoder(ids), rtol=1e-5, atol=1e-5)
 
 
 def test_the_check_sees_one_weight(run: Path, tmp_path: Path) -> None:
-    """One matrix that lies transposed in the file is seen, and a tensor that transformers misses."""
-    source = open_source(run)
-    export_source(source, tmp_path / "good", dtype=torch.float32)
-    assert check_with_transformers(tmp_path / "good", expected_logits(source, torch.float32)) < 1e-5
+    """One matrix that lies transposed in the file is seen, and a tensor that transformers
+    misses.
+    """
+    source = open_model_source(run)
+    export_hf_folder(source, tmp_path / "good", dtype=torch.float32)
+    assert (
+        check_with_transformers(tmp_path / "good", compute_expected_logits(source, torch.float32))
+        < 1e-5
+    )
 
     def swapped(name: str) -> torch.Tensor:
-        return source.read(name).T if name == "model.layers.1.self_attn.q_proj.weight" else source.read(name)
+        return (
+            source.read(name).T
+            if name == "model.layers.1.self_attn.q_proj.weight"
+            else source.read(name)
+        )
 
-    export_source(replace(source, read=swapped), tmp_path / "swapped", dtype=torch.float32, check=False)
+    export_hf_folder(
+        replace(source, read=swapped), tmp_path / "swapped", dtype=torch.float32, check=False
+    )
     with pytest.raises(CheckFailed, match="logits differ"):
-        check_with_transformers(tmp_path / "swapped", expected_logits(source, torch.float32))
+        check_with_transformers(
+            tmp_path / "swapped", compute_expected_logits(source, torch.float32)
+        )
     config = tmp_path / "good" / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    config.write_text(
+        config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
+    )
     with pytest.raises(CheckFailed, match=r"missing_keys.*model\.layers\.2\."):
-        check_with_transformers(tmp_path / "good", expected_logits(source, torch.float32))
-    config.write_text(config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 5'))
+        check_with_transformers(tmp_path / "good", compute_expected_logits(source, torch.float32))
+    config.write_text(
+        config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 5')
+    )
     with pytest.raises(CheckFailed, match="transformers cannot load the folder"):
-        check_with_transformers(tmp_path / "good", expected_logits(source, torch.float32))
+        check_with_transformers(tmp_path / "good", compute_expected_logits(source, torch.float32))
 
 
-def test_without_transformers_every_tensor_is_read_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shardwright(["export", str(run), "--out", str(tmp_path / "out"), "--no-check"]) == ExitCode.DONE
+def test_without_transformers_every_tensor_is_read_back(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        shardwright(["export", str(run), "--out", str(tmp_path / "out"), "--no-check"])
+        == ExitCode.DONE
+    )
     assert "all tensors read back" in capsys.readouterr().err
-    source, calls = open_source(run), dict[str, int]()
+    source = open_model_source(run)
+    calls = dict[str, int]()
 
     def changing(name: str) -> torch.Tensor:
         """Another tensor the second time: what was written is no longer what the source says."""
         calls[name] = calls.get(name, 0) + 1
         return source.read(name) + (calls[name] > 1 and name == "model.layers.1.mlp.up_proj.weight")
 
-    with pytest.raises(CheckFailed, match=r"model\.layers\.1\.mlp\.up_proj\.weight differs when read back"):
-        export_source(replace(source, read=changing), tmp_path / "changed", dtype=torch.float32, check=False)
+    with pytest.raises(
+        CheckFailed, match=r"model\.layers\.1\.mlp\.up_proj\.weight differs when read back"
+    ):
+        export_hf_folder(
+            replace(source, read=changing), tmp_path / "changed", dtype=torch.float32, check=False
+        )
     assert not (tmp_path / "changed").exists()
 
 
-def test_a_failed_check_leaves_no_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.train.export.TOLERANCE", -1.0)
-    assert shardwright(["export", str(run), "--out", str(tmp_path / "out")]) == ExitCode.CHECK_FAILED
+def test_a_failed_check_leaves_no_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwright.inference.export.LOGIT_TOLERANCE", -1.0)
+    assert (
+        shardwright(["export", str(run), "--out", str(tmp_path / "out")]) == ExitCode.CHECK_FAILED
+    )
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,6 @@
-"""Greedy text of every kind of attention and rotation, token by token with a cache, is what transformers generates."""
+"""Greedy text of every kind of attention and rotation, token by token with a cache, is what
+transformers generates.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.architecture import read_config
+from shardwright.inference.generation import SamplingSettings, complete_prompt
 from shardwright.model.decoder import Decoder
-from shardwright.model.load import WeightsFolder
-from shardwright.train.generate import Sampling, complete
+from shardwright.model.hf_weights import WeightsFolder
 from tests.reference.cases import CASES, skip_unless_honoured
 
 PROMPT = "5 9 33 2 71 8 8 60 14 27"
-NEW_TOKENS = 24  # past every window, and past the original positions of scaled rotations in the middle of it
-CHOSEN = [name for name in CASES if not name.startswith("llama-") or name in ("llama-yarn", "llama-llama3-newer", "llama-linear")]
+NEW_TOKENS = (
+    24  # past every window, and past the original positions of scaled rotations in the middle of it
+)
+CHOSEN = [
+    name
+    for name in CASES
+    if not name.startswith("llama-") or name in ("llama-yarn", "llama-llama3-newer", "llama-linear")
+]
 
 
 class Numbers:
@@ -39,14 +47,17 @@ class Numbers:
 def test_greedy(tmp_path: Path, case: str) -> None:
     fields = dict(CASES[case])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
     skip_unless_honoured(theirs, CASES[case])
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     theirs.save_pretrained(tmp_path)
-    weights, shape = WeightsFolder(tmp_path), read_config(tmp_path)
+    weights = WeightsFolder(tmp_path)
+    shape = read_config(tmp_path)
     weights.check(shape)
     decoder = Decoder(shape)
     with torch.no_grad():
@@ -62,6 +73,8 @@ def test_greedy(tmp_path: Path, case: str) -> None:
         eos_token_id=None,
         pad_token_id=0,
     )
-    ours = complete(decoder, Numbers(), PROMPT, Sampling(temperature=0.0), max_new_tokens=NEW_TOKENS)
+    ours = complete_prompt(
+        decoder, Numbers(), PROMPT, SamplingSettings(temperature=0.0), max_new_tokens=NEW_TOKENS
+    )
     assert [*ids, *ours.new_ids] == expected[0].tolist()
     assert ours.text == Numbers().decode(ours.new_ids)

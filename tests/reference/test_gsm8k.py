@@ -1,4 +1,6 @@
-"""A real set of questions and answers: what is supervised of it is what a plain reading of the file says."""
+"""A real set of questions and answers: what is supervised of it is what a plain reading of the file
+says.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.config.load import validate_recipe
-from shardwright.data.loader import step_micro_batches
-from shardwright.data.order import SampleOrder
-from shardwright.data.prepare import prepare
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.data.loader import read_step_micro_batches
+from shardwright.data.preparation import prepare_data
+from shardwright.data.sample_order import SampleOrder
 from shardwright.data.tokenizer import FastTokenizer
 from shardwright.plan import BatchPlan
 
@@ -19,34 +21,49 @@ pytestmark = pytest.mark.data
 BATCH = 8
 
 
-def test_supervised_tokens_of_every_batch_are_those_of_the_answers(outside_data: Path, tmp_path: Path) -> None:
+def test_supervised_tokens_of_every_batch_are_those_of_the_answers(
+    outside_data: Path, tmp_path: Path
+) -> None:
     path = outside_data / "sft" / "gsm8k_test.jsonl"
     recipe = validate_recipe(
         {
             "model": {"config": {"model_type": "llama"}},
             "tokenizer": {"kind": "bpe", "vocab_size": 512},
-            "data": {"sources": str(path), "packing": "none", "overlong": "refuse", "cache_dir": str(tmp_path)},
+            "data": {
+                "sources": str(path),
+                "packing": "none",
+                "overlong": "refuse",
+                "cache_dir": str(tmp_path),
+            },
             "precision": "fp32",
-            "training": {"sequence_length": 1024, "global_batch_size": BATCH, "num_epochs": 1, "learning_rate": 1e-3},
+            "training": {
+                "sequence_length": 1024,
+                "global_batch_size": BATCH,
+                "num_epochs": 1,
+                "learning_rate": 1e-3,
+            },
         }
     )
-    prepared = prepare(recipe)
+    prepared = prepare_data(recipe)
     tokenizer = prepared.tokenizer
     assert isinstance(tokenizer, FastTokenizer)
 
     def learnt(question: str, answer: str) -> list[int]:
         """The ids of an answer and the end of text, as they follow the question."""
-        before, whole = (tokenizer.encode(text) for text in (f"{question}\n", f"{question}\n{answer}"))
+        before, whole = (
+            tokenizer.encode(text) for text in (f"{question}\n", f"{question}\n{answer}")
+        )
         after = whole[len(before) :] if whole[: len(before)] == before else tokenizer.encode(answer)
         return [*after, *tokenizer.suffix_ids]
 
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     answers = [learnt(row["question"], row["answer"]) for row in rows]
     assert len(prepared.train) == len(rows)
-    order, plan = SampleOrder(recipe.seed, len(rows)), BatchPlan(1024, BATCH, 1, 1)
+    order = SampleOrder(recipe.seed, len(rows))
+    plan = BatchPlan(1024, BATCH, 1, 1)
     for step in range(len(rows) // BATCH):
-        (batch,) = step_micro_batches(prepared.train, order, plan, step, 0)
-        chosen = [order.index_at(position) for position in range(step * BATCH, (step + 1) * BATCH)]
+        (batch,) = read_step_micro_batches(prepared.train, order, plan, step, 0)
+        chosen = [order.get_index(position) for position in range(step * BATCH, (step + 1) * BATCH)]
         assert batch.num_supervised == sum(len(answers[index]) for index in chosen)
         for labels_T, index in zip(batch.labels_BT.numpy(), chosen, strict=True):
             assert np.array_equal(labels_T[labels_T != -100], answers[index])

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness reads an exported folder, offline, and gives answers the log-probabilities that our decoder gives them."""
+"""lm-evaluation-harness reads an exported folder, offline, and gives answers the log-probabilities
+that our decoder gives them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import yaml
 
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
-from shardwright.train.source import load_decoder, open_source
+from shardwright.inference.model_source import load_decoder, open_model_source
 
 LIMIT_SECONDS = 840.0
 """Its imports alone take a minute where much else runs."""
@@ -23,7 +25,9 @@ QUESTIONS = [("1 + 2 =", " 3"), ("7 + 12 =", " 19"), ("3 +", " 4 = 7")]
 
 def train_a_little(folder: Path, run: Path) -> None:
     """A run of two steps, with a tokenizer that ends texts: the harness asks for such a token."""
-    (folder / "sums.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(20) for b in range(20)))
+    (folder / "sums.txt").write_text(
+        "".join(f"{a} + {b} = {a + b}\n" for a in range(20) for b in range(20))
+    )
     config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}  # fmt: skip
     recipe = {
@@ -31,7 +35,12 @@ def train_a_little(folder: Path, run: Path) -> None:
         "tokenizer": {"kind": "bpe", "vocab_size": 270},
         "data": {"sources": str(folder / "sums.txt"), "cache_dir": str(folder / "cache")},
         "precision": "fp32",
-        "training": {"sequence_length": 32, "global_batch_size": 4, "max_steps": 2, "learning_rate": 0.01},
+        "training": {
+            "sequence_length": 32,
+            "global_batch_size": 4,
+            "max_steps": 2,
+            "learning_rate": 0.01,
+        },
         "run": {"dir": str(run), "device": "cpu"},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -41,11 +50,16 @@ def train_a_little(folder: Path, run: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_local_task_on_an_exported_run(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="the extra `lm-eval` is not installed")
-    run, out, tasks = tmp_path / "run", tmp_path / "out", tmp_path / "tasks"
+    run = tmp_path / "run"
+    out = tmp_path / "out"
+    tasks = tmp_path / "tasks"
     train_a_little(tmp_path, run)
     assert shardwright(["export", str(run), "--out", str(out)]) == ExitCode.DONE
     tasks.mkdir()
-    rows = "".join(json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in QUESTIONS)
+    rows = "".join(
+        json.dumps({"question": question, "answer": answer}) + "\n"
+        for question, answer in QUESTIONS
+    )
     (tasks / "rows.jsonl").write_text(rows)
     task = {
         "task": "local_answers",
@@ -59,23 +73,52 @@ def test_a_local_task_on_an_exported_run(tmp_path: Path) -> None:
         "metric_list": [{"metric": "perplexity"}],
     }
     (tasks / "local_answers.yaml").write_text(yaml.safe_dump(task))
-    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={out},dtype=float32"]
-    command += ["--tasks", "local_answers", "--include_path", str(tasks), "--device", "cpu", "--batch_size", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={out},dtype=float32",
+    ]
+    command += [
+        "--tasks",
+        "local_answers",
+        "--include_path",
+        str(tasks),
+        "--device",
+        "cpu",
+        "--batch_size",
+        "1",
+    ]
     command += ["--output_path", str(tmp_path / "told"), "--log_samples"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    done = subprocess.run(
+        command,
+        env=os.environ | offline,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (samples,) = (tmp_path / "told").rglob("samples_local_answers_*.jsonl")
     found = {
-        sample["doc"]["question"]: float(sample["resps"][0][0][0]) for sample in map(json.loads, samples.read_text().splitlines())
+        sample["doc"]["question"]: float(sample["resps"][0][0][0])
+        for sample in map(json.loads, samples.read_text().splitlines())
     }
 
-    source = open_source(run)
-    decoder, tokenizer = load_decoder(source, device=torch.device("cpu"), dtype=torch.float32), source.load_tokenizer()
+    source = open_model_source(run)
+    decoder = load_decoder(source, device=torch.device("cpu"), dtype=torch.float32)
+    tokenizer = source.load_tokenizer()
     for question, answer in QUESTIONS:
-        prompt, whole = tokenizer.encode(question), tokenizer.encode(question + answer)
+        prompt = tokenizer.encode(question)
+        whole = tokenizer.encode(question + answer)
         assert whole[: len(prompt)] == prompt
         with torch.no_grad():
-            log_probs_TV = torch.log_softmax(decoder(torch.tensor([whole]))[0, :-1].double(), dim=-1)
+            log_probs_TV = torch.log_softmax(
+                decoder(torch.tensor([whole]))[0, :-1].double(), dim=-1
+            )
         ours = log_probs_TV[range(len(whole) - 1), whole[1:]][len(prompt) - 1 :].sum()
         assert found[question] == pytest.approx(float(ours), abs=1e-4)

@@ -1,4 +1,6 @@
-"""A real trained model (outside data): our reader, decoder and generation against transformers' own."""
+"""A real trained model (outside data): our reader, decoder and generation against transformers'
+own.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.architecture import read_config
-from shardwright.data.tokenize import load_tokenizer
+from shardwright.data.tokenizer_loading import load_tokenizer
 from shardwright.errors import InputError, TokenizerError
+from shardwright.inference.generation import SamplingSettings, complete_prompt, generate
 from shardwright.model.decoder import Decoder
-from shardwright.model.export import write_folder
-from shardwright.model.load import WeightsFolder
-from shardwright.train.generate import Sampling, complete, generate
+from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf_weights import WeightsFolder
 
 pytestmark = pytest.mark.data
 
@@ -71,7 +73,9 @@ def test_logits_and_loss(folder: Path, decoder: Decoder, theirs: PreTrainedModel
 
 
 def test_it_knows_stories(folder: Path, decoder: Decoder) -> None:
-    """A broken load would sit near ln(105) = 4.65; the model was trained on stories like this one, not on their reversal."""
+    """A broken load would sit near ln(105) = 4.65; the model was trained on stories like this one,
+    not on their reversal.
+    """
     tokenizer = load_tokenizer(folder)
     assert mean_loss(decoder, tokenizer.encode(STORY)) < 1.0
     assert mean_loss(decoder, tokenizer.encode(STORY[::-1])) > 3.0
@@ -82,8 +86,18 @@ def test_greedy_text_is_theirs(folder: Path, decoder: Decoder, theirs: PreTraine
     prompt = "Once upon a time"
     ids = tokenizer.encode(prompt)
     told: list[str] = []
-    ours = complete(decoder, tokenizer, prompt, Sampling(temperature=0.0), max_new_tokens=120, stop_ids={1, 2}, on_text=told.append)
-    expected = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=120, pad_token_id=0)[0].tolist()
+    ours = complete_prompt(
+        decoder,
+        tokenizer,
+        prompt,
+        SamplingSettings(temperature=0.0),
+        max_new_tokens=120,
+        stop_ids={1, 2},
+        on_text=told.append,
+    )
+    expected = theirs.generate(
+        torch.tensor([ids]), do_sample=False, max_new_tokens=120, pad_token_id=0
+    )[0].tolist()
     assert [*ids, *ours.new_ids] == expected
     assert "".join(told) == ours.text
     assert ours.text.startswith(", there was a little")
@@ -93,21 +107,32 @@ def test_sampled_text_depends_on_the_seed_only(folder: Path, decoder: Decoder) -
     tokenizer = load_tokenizer(folder)
 
     def text(seed: int) -> str:
-        return generate(decoder, tokenizer, "Lily", max_new_tokens=40, temperature=1.0, top_k=30, top_p=0.95, seed=seed)
+        return generate(
+            decoder,
+            tokenizer,
+            "Lily",
+            max_new_tokens=40,
+            temperature=1.0,
+            top_k=30,
+            top_p=0.95,
+            seed=seed,
+        )
 
     assert text(1) == text(1) != text(2)
 
 
 def test_positions_end(folder: Path, decoder: Decoder) -> None:
     tokenizer = load_tokenizer(folder)
-    greedy = Sampling(temperature=0.0)
-    stopped = complete(decoder, tokenizer, STORY, greedy, max_new_tokens=500)
-    assert stopped.stopped == "positions"
-    assert len(stopped.prompt_ids) + len(stopped.new_ids) == decoder.shape.max_position_embeddings + 1
-    slid = complete(decoder, tokenizer, STORY, greedy, max_new_tokens=150, slide=True)
-    assert slid.stopped == "length"
+    greedy = SamplingSettings(temperature=0.0)
+    stopped = complete_prompt(decoder, tokenizer, STORY, greedy, max_new_tokens=500)
+    assert stopped.stop_reason == "positions"
+    assert (
+        len(stopped.prompt_ids) + len(stopped.new_ids) == decoder.shape.max_position_embeddings + 1
+    )
+    slid = complete_prompt(decoder, tokenizer, STORY, greedy, max_new_tokens=150, should_slide=True)
+    assert slid.stop_reason == "length"
     assert slid.text.startswith(stopped.text)
-    with pytest.raises(InputError, match=r"longer than the model allows.*at most 256"):
+    with pytest.raises(InputError, match=r"longer than the model's positions.*at most 256"):
         generate(decoder, tokenizer, STORY + STORY, max_new_tokens=1)
 
 
@@ -120,7 +145,7 @@ def test_export_keeps_it(tmp_path: Path, folder: Path, decoder: Decoder) -> None
     weights = WeightsFolder(folder)
     shape = read_config(folder)
     generation = json.loads((folder / "generation_config.json").read_text())
-    write_folder(
+    write_hf_folder(
         tmp_path / "out",
         shape,
         lambda name: weights.read(name, dtype=torch.float32),

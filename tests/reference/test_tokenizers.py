@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from shardwright.data.tokenize import load_tokenizer, train_bpe, train_characters
 from shardwright.data.tokenizer import Tokenizer
+from shardwright.data.tokenizer_loading import load_tokenizer, train_bpe, train_characters
 
 TEXT = "def f(x):\n    return  x + 1  # größer\n\n\nclass A:\r\n\tpass\n"
 EDGES = ["", " ", "\n", "  return", "x\n", "\n\n x", "größer", TEXT]
@@ -16,7 +16,11 @@ EDGES = ["", " ", "\n", "  return", "x\n", "\n\n x", "größer", TEXT]
 
 @pytest.fixture(params=["bpe", "character"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return train_bpe(iter([TEXT] * 3), 290) if request.param == "bpe" else train_characters(iter([TEXT]))
+    return (
+        train_bpe(iter([TEXT] * 3), 290)
+        if request.param == "bpe"
+        else train_characters(iter([TEXT]))
+    )
 
 
 def test_autotokenizer_encodes_alike(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -31,18 +35,23 @@ def test_autotokenizer_encodes_alike(tokenizer: Tokenizer, tmp_path: Path) -> No
 
 
 def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "fox", "##es"]))
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "fox", "##es"])
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     tokenizer = load_tokenizer(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert (tokenizer.prefix_ids, tokenizer.suffix_ids, tokenizer.unknown_id) == ((2,), (3,), 1)
-    assert [*tokenizer.encode("red foxes"), *tokenizer.suffix_ids] == theirs("red foxes")["input_ids"]
+    assert [*tokenizer.encode("red foxes"), *tokenizer.suffix_ids] == theirs("red foxes")[
+        "input_ids"
+    ]
     tokenizer.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").content_hash == tokenizer.content_hash
 
 
 def test_real_folders_encode_alike(outside_data: Path) -> None:
     folder = outside_data / "models" / "babyllama105"
-    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
     for text in ("Once upon a time", "two  spaces", "?"):
         assert ours.encode(text) == theirs(text)["input_ids"]

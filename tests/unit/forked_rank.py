@@ -7,6 +7,11 @@ import signal
 import sys
 
 launcher, end = sys.argv[1:]
-print(os.getppid() == int(launcher), os.getsid(0) == os.getpid(), hasattr(os, "changed"), flush=True)  # noqa: T201
+print(
+    os.getppid() == int(launcher),
+    os.getsid(0) == os.getpid(),
+    hasattr(os, "changed_prediction"),
+    flush=True,
+)
 if end == "killed" and os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)

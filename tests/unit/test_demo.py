@@ -31,7 +31,11 @@ sys.exit("asked to stop")
 def test_child_receives_sigterm_when_its_parent_is_killed() -> None:
     program = PARENT.replace("CHILD", repr(CHILD))
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as parent:
         assert parent.stdout is not None
         assert parent.stderr is not None
@@ -58,16 +62,25 @@ def test_fast_machine_runs_the_recipe_unchanged(monkeypatch: pytest.MonkeyPatch)
 def test_slow_machine_shortens_the_demo_and_reports_why() -> None:
     run_length = choose_run_length(SLOW, 800, 200.0)
     assert MIN_STEPS < run_length.num_steps < 800
-    assert SLOW.predict_seconds(run_length.num_steps) <= 200.0 < SLOW.predict_seconds(run_length.num_steps + 16)
+    assert (
+        SLOW.predict_seconds(run_length.num_steps)
+        <= 200.0
+        < SLOW.predict_seconds(run_length.num_steps + 16)
+    )
     text = describe_run_length(run_length, SLOW, 800)
-    assert f"shortened from 800 to {run_length.num_steps} steps, because a step takes 0.50 s here" in text
+    assert (
+        f"shortened from 800 to {run_length.num_steps} steps, because a step takes 0.50 s here"
+        in text
+    )
     assert "800 steps would take about 7 min 28 s" in text
 
 
 def test_very_slow_machine_runs_the_minimum_number_of_steps() -> None:
     run_length = choose_run_length(CRAWLING, 800, 250.0)
     assert run_length.num_steps == MIN_STEPS
-    assert f"{MIN_STEPS} steps and everything else take about 48 min 48 s" in describe_run_length(run_length, CRAWLING, 800)
+    assert f"{MIN_STEPS} steps and everything else take about 48 min 48 s" in describe_run_length(
+        run_length, CRAWLING, 800
+    )
     assert choose_run_length(CRAWLING, 32, 250.0).num_steps == 32
 
 
@@ -76,5 +89,9 @@ def test_intervals_scale_with_the_run(num_steps: int) -> None:
     settings = dict(setting.split("=") for setting in RunLength(num_steps).settings())
     assert int(settings["evaluation.every_steps"]) * 8 == num_steps
     assert int(settings["checkpoint.every_steps"]) * 4 == num_steps
-    assert int(settings["checkpoint.every_steps"]) < RunLength(num_steps).stop_step < 2 * int(settings["checkpoint.every_steps"])
+    assert (
+        int(settings["checkpoint.every_steps"])
+        < RunLength(num_steps).stop_step
+        < 2 * int(settings["checkpoint.every_steps"])
+    )
     assert 0 < int(settings["training.warmup_steps"]) <= num_steps // 20

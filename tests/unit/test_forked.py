@@ -14,7 +14,9 @@ import pytest
 
 from tests import forked
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all programs are started")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere all programs are started"
+)
 
 PROGRAMS = {
     "exit status": "import sys; sys.exit(3)",
@@ -41,13 +43,26 @@ def test_a_fork_does_what_an_interpreter_does(what: str, tmp_path: Path) -> None
         "WORD": "two words",
         "TMPDIR": str(tmp_path),
     }
-    options: dict[str, Any] = {"text": True, "env": environment, "cwd": tmp_path, "start_new_session": True}
+    options: dict[str, Any] = {
+        "text": True,
+        "env": environment,
+        "cwd": tmp_path,
+        "start_new_session": True,
+    }
     command = [sys.executable, "-c", PROGRAMS[what], "--json", "one"]
     ends = []
     for way in (subprocess, forked):
-        with way.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+        with way.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **options,
+        ) as process:
             assert isinstance(process, forked.Popen) == (way is forked)
-            assert (getattr(process, "_told", None) is not None) == (way is forked), "it was not forked"
+            assert (getattr(process, "_written_channels", None) is not None) == (way is forked), (
+                "it was not forked"
+            )
             out, err = process.communicate("in", timeout=250)
         ends.append((process.returncode, out, err.splitlines()[-1:]))
     assert ends[0] == ends[1]
@@ -55,7 +70,9 @@ def test_a_fork_does_what_an_interpreter_does(what: str, tmp_path: Path) -> None
 
 def test_a_module_is_main() -> None:
     command = [sys.executable, "-m", "shardwright", "--version"]
-    by_fork, by_start = (way.run(command, capture_output=True, text=True) for way in (forked, subprocess))
+    by_fork, by_start = (
+        way.run(command, capture_output=True, text=True) for way in (forked, subprocess)
+    )
     assert (by_fork.returncode, by_fork.stdout, by_fork.stderr) == (0, by_start.stdout, "")
 
 
@@ -63,7 +80,10 @@ def test_what_comes_too_late_for_a_fork_is_started() -> None:
     command = [sys.executable, "-c", "import os, sys; print('torch' in sys.modules, os.getppid())"]
     assert forked.run(command, capture_output=True, text=True).stdout.startswith("True ")
     changed = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-    assert forked.run(command, capture_output=True, text=True, env=changed).stdout == f"False {os.getpid()}\n"
+    assert (
+        forked.run(command, capture_output=True, text=True, env=changed).stdout
+        == f"False {os.getpid()}\n"
+    )
     fewer = [sys.executable, "-I", *command[1:]]
     assert forked.run(fewer, capture_output=True, text=True).stdout == f"False {os.getpid()}\n"
 
@@ -75,7 +95,8 @@ def test_a_program_that_takes_too_long_is_killed() -> None:
 
 def test_signals_reach_a_program_and_polls_tell_its_end() -> None:
     with forked.Popen(
-        [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"], stdout=subprocess.PIPE
+        [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"],
+        stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -90,7 +111,7 @@ LAUNCHER = """
 import os, sys
 from subprocess import PIPE
 from shardwright.errors import RankFailed
-from shardwright.train.launch import launch_ranks
+from shardwright.launch.launcher import launch_ranks
 changed = "by the launcher"
 os.changed = True
 try:
@@ -103,9 +124,18 @@ except RankFailed as error:
 @pytest.mark.parametrize("end", ["well", "killed"])
 def test_forked_ranks_are_children_of_their_launcher_and_know_nothing_of_it(end: str) -> None:
     command = [sys.executable, "-c", LAUNCHER, end]
-    done = forked.run(command, capture_output=True, text=True, cwd=forked.ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = forked.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=forked.ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     if end == "killed":  # perhaps before its peer has said anything
-        assert done.stdout.splitlines()[-1] == "rank 1 was killed by SIGKILL; the system may be out of memory"
+        assert (
+            done.stdout.splitlines()[-1]
+            == "rank 1 was killed by SIGKILL; the system may be out of memory"
+        )
     else:
         assert done.stdout == "True True False\n"

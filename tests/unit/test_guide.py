@@ -1,4 +1,6 @@
-"""The guide is true: every command in it runs, links lead somewhere, and what is read off the code is up to date."""
+"""The guide is true: every command in it runs, links lead somewhere, and what is read off the code
+is up to date.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _BLOCK = re.compile(r"^```console(?P<long> long)?\n(?P<lines>.*?)^```", re.DOTAL
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a `console` block: its words, and the exit codes that the page says it leaves with."""
+    """A line of a `console` block: its words, and the exit codes that the page says it leaves
+    with.
+    """
 
     line: str
     codes: tuple[int, ...]
@@ -55,8 +59,14 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if not command.long], ids=lambda command: command.line)
-def test_what_the_guide_shows_runs(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [command for command in commands() if not command.long],
+    ids=lambda command: command.line,
+)
+def test_what_the_guide_shows_runs(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(checkout(tmp_path))
     assert command.words[0] == "shardwright"
     assert run(command.words[1:]) in command.codes
@@ -71,24 +81,34 @@ def test_what_takes_longer_runs_from_top_to_bottom(tmp_path: Path) -> None:
         if command.long:
             words = [sys.executable, "-m", *command.words]
             done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-            assert done.returncode in command.codes, f"{command.line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            assert done.returncode in command.codes, (
+                f"{command.line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            )
 
 
 def test_pages_read_off_the_code_are_up_to_date() -> None:
     pages: dict[Path, str] = runpy.run_path(str(DOCS / "generate.py"))["pages"]()
-    stale = [str(path.relative_to(ROOT)) for path, text in pages.items() if path.read_text(encoding="utf-8") != text]
+    stale = [
+        str(path.relative_to(ROOT))
+        for path, text in pages.items()
+        if path.read_text(encoding="utf-8") != text
+    ]
     assert not stale, "run `python docs/generate.py`"
 
 
 def text_of(page: Path) -> str:
     """A page without its blocks of code."""
-    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
 
 
 def anchors_of(page: Path) -> set[str]:
     """What a link may name behind `#`: headings, as GitHub spells them."""
     headings = re.findall(r"^#+ +(.*)$", text_of(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -102,7 +122,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def parse(command: Any, words: list[str]) -> None:
-    """Take a command line apart as the program would, without running it; a word that it does not know is its own error."""
+    """Take a command line apart as the program would, without running it; a word that it does not
+    know is its own error.
+    """
     context = command.make_context("shardwright", list(words))
     if hasattr(command, "resolve_command"):
         _, called, rest = command.resolve_command(context, list(words))
@@ -111,8 +133,14 @@ def parse(command: Any, words: list[str]) -> None:
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_that_a_page_shows_is_understood(page: Path) -> None:
-    """Those outside the guide, too, which need data or a cluster to run: their verbs and options exist."""
-    for line in re.findall(r"^ *(?:\$ |srun .*?)?shardwright ((?!is )[a-z]+ .*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+    """Those outside the guide, too, which need data or a cluster to run: their verbs and options
+    exist.
+    """
+    for line in re.findall(
+        r"^ *(?:\$ |srun .*?)?shardwright ((?!is )[a-z]+ .*)$",
+        page.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    ):
         words = shlex.split(re.split(r" +# ", line)[0])
         parse(typer.main.get_command(build_app(words[0])), words)
 

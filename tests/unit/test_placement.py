@@ -9,8 +9,8 @@ import pytest
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.errors import LayoutError
-from shardwright.layout import Layout, ParameterLayout, Section, Shard, Stage
-from shardwright.placement import check, place
+from shardwright.layout import DimSection, Layout, ParameterLayout, PipelineStage, Shard
+from shardwright.placement import build_parameter_layouts, check_layout
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -19,67 +19,107 @@ LLAMA = {
 
 
 def placed(layout: Layout, name: str) -> ParameterLayout:
-    return place(read_config(LLAMA), layout)[name]
+    return build_parameter_layouts(read_config(LLAMA), layout)[name]
 
 
 def test_descriptors_name_who_cuts_who_copies_who_sums() -> None:
     norm = "model.norm.weight"
     hybrid = placed(Layout(dp_replicate=2, dp_shard=2, zero_stage=1), norm)
-    assert (hybrid.shard_axes, hybrid.copy_axes, hybrid.sum_axes) == (("fsdp",), ("dp_replicate",), ("dp_replicate", "dp_shard"))
+    assert (hybrid.shard_axes, hybrid.replicated_axes, hybrid.reduced_axes) == (
+        ("fsdp",),
+        ("dp_replicate",),
+        ("dp_replicate", "dp_shard"),
+    )
     replicated = placed(Layout(dp_replicate=2), norm)
-    assert (replicated.shard_axes, replicated.copy_axes, replicated.sum_axes) == ((), ("dp_replicate",), ("dp_replicate",))
+    assert (replicated.shard_axes, replicated.replicated_axes, replicated.reduced_axes) == (
+        (),
+        ("dp_replicate",),
+        ("dp_replicate",),
+    )
     alone = placed(Layout(), norm)
-    assert (alone.shard_axes, alone.copy_axes, alone.sum_axes) == ((), (), ())
+    assert (alone.shard_axes, alone.replicated_axes, alone.reduced_axes) == ((), (), ())
 
 
 def test_tensor_parallel_cuts_heads_and_sums_what_sees_some_tokens() -> None:
     layout = Layout(tp=4)
     query = placed(layout, "model.layers.0.self_attn.q_proj.weight")
-    assert query.shards == (Shard("tp", 0, (Section(0, 32, 4),)),)
-    assert query.sum_axes == ()
+    assert query.shards == (Shard("tp", 0, (DimSection(0, 32, 4),)),)
+    assert query.reduced_axes == ()
     # Two key-value heads for four ranks: neighbours share one.
-    assert placed(layout, "model.layers.0.self_attn.k_proj.weight").shards == (Shard("tp", 0, (Section(0, 16, 2),)),)
-    assert placed(layout, "model.layers.0.mlp.down_proj.weight").shards == (Shard("tp", 1, (Section(0, 48, 4),)),)
+    assert placed(layout, "model.layers.0.self_attn.k_proj.weight").shards == (
+        Shard("tp", 0, (DimSection(0, 16, 2),)),
+    )
+    assert placed(layout, "model.layers.0.mlp.down_proj.weight").shards == (
+        Shard("tp", 1, (DimSection(0, 48, 4),)),
+    )
     norm = placed(layout, "model.norm.weight")
-    assert (norm.shards, norm.copy_axes, norm.sum_axes) == ((), ("tp",), ("tp",))
-    assert placed(Layout(tp=4, sequence_parallel=False), "model.norm.weight").sum_axes == ()
+    assert (norm.shards, norm.replicated_axes, norm.reduced_axes) == ((), ("tp",), ("tp",))
+    assert placed(Layout(tp=4, sequence_parallel=False), "model.norm.weight").reduced_axes == ()
 
 
 def test_a_tied_embedding_lies_on_the_first_and_the_last_stage() -> None:
-    stages = [Stage(0, 0, 0, 1, embedding=True, head=False), Stage(1, 1, 1, 2, embedding=False, head=True)]
-    layouts = place(read_config(LLAMA), Layout(pp=2), stages)
+    stages = [
+        PipelineStage(0, 0, 0, 1, has_embedding=True, has_head=False),
+        PipelineStage(1, 1, 1, 2, has_embedding=False, has_head=True),
+    ]
+    layouts = build_parameter_layouts(read_config(LLAMA), Layout(pp=2), stages)
     embedding = layouts["model.embed_tokens.weight"]
-    assert (embedding.stages, embedding.sum_axes) == ((0, 1), ("pp",))
-    assert layouts["model.layers.1.mlp.up_proj.weight"].stages == (1,)
-    assert layouts["model.norm.weight"].stages == (1,)
+    assert (embedding.pp_ranks, embedding.reduced_axes) == ((0, 1), ("pp",))
+    assert layouts["model.layers.1.mlp.up_proj.weight"].pp_ranks == (1,)
+    assert layouts["model.norm.weight"].pp_ranks == (1,)
 
 
 def model(**changes: Any) -> ModelShape:
     """Twelve heads over four key-value heads."""
-    sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 4, "hidden_size": 48, "intermediate_size": 96}
-    return read_config({**LLAMA, "vocab_size": 72, "max_position_embeddings": 64, **sizes, **changes})
+    sizes = {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+    }
+    return read_config(
+        {**LLAMA, "vocab_size": 72, "max_position_embeddings": 64, **sizes, **changes}
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "changes", "told"),
     [
         ({"tp": 5}, {}, r"layout\.tp: 12 heads do not divide by 5.*1, 2, 4, 12.*tp=4"),
-        ({"tp": 6}, {}, r"4 key-value heads can neither be split evenly over 6 ranks nor be shared evenly.*1, 2, 4, 12.*tp=4"),
-        ({"tp": 4}, {"intermediate_size": 98}, r"98 features of the feed-forward do not divide by 4.*1, 2\b.*tp=2"),
-        ({"tp": 12}, {"vocab_size": 11}, r"11 vocabulary rows leave one of 12 ranks without any.*1, 2, 4\b"),
+        (
+            {"tp": 6},
+            {},
+            r"4 key-value heads can neither be split evenly over 6 ranks nor be shared evenly.*1, 2, 4, 12.*tp=4",
+        ),
+        (
+            {"tp": 4},
+            {"intermediate_size": 98},
+            r"98 features of the feed-forward do not divide by 4.*1, 2\b.*tp=2",
+        ),
+        (
+            {"tp": 12},
+            {"vocab_size": 11},
+            r"11 vocabulary rows leave one of 12 ranks without any.*1, 2, 4\b",
+        ),
     ],
     ids=str,
 )
-def test_what_ranks_cannot_share_is_told_with_the_numbers(layout: dict[str, Any], changes: dict[str, Any], told: str) -> None:
+def test_what_ranks_cannot_share_is_told_with_the_numbers(
+    layout: dict[str, Any], changes: dict[str, Any], told: str
+) -> None:
     with pytest.raises(LayoutError) as raised:
-        check(model(**changes), Layout(**layout), 24)
+        check_layout(model(**changes), Layout(**layout), 24)
     assert re.search(told, str(raised.value), re.DOTALL)
 
 
 def test_sequence_parallelism_wants_tokens_that_divide() -> None:
-    check(model(), Layout(tp=4), 24)
-    with pytest.raises(LayoutError, match=r"26 tokens of a sequence do not divide by 4.*tp=2, or .*sequence_parallel=false"):
-        check(model(), Layout(tp=4), 26)
+    check_layout(model(), Layout(tp=4), 24)
+    with pytest.raises(
+        LayoutError,
+        match=r"26 tokens of a sequence do not divide by 4.*tp=2, or .*sequence_parallel=false",
+    ):
+        check_layout(model(), Layout(tp=4), 26)
     with pytest.raises(LayoutError, match=r"6 tokens of a context rank do not divide by 4"):
-        check(model(), Layout(tp=4, cp=4, cp_method="all_gather"), 24)
-    check(model(), Layout(tp=4, sequence_parallel=False), 26)
+        check_layout(model(), Layout(tp=4, cp=4, cp_method="all_gather"), 24)
+    check_layout(model(), Layout(tp=4, sequence_parallel=False), 26)

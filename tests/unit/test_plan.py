@@ -20,11 +20,19 @@ def training(**keys: int) -> TrainingSection:
 @given(size, size, size)
 def test_any_two_give_the_third(micro: int, accumulation: int, ranks: int) -> None:
     total = micro * accumulation * ranks
-    whole = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": total}
+    whole = {
+        "micro_batch_size": micro,
+        "gradient_accumulation_steps": accumulation,
+        "global_batch_size": total,
+    }
     for left_out in whole:
         given_two = {key: value for key, value in whole.items() if key != left_out}
         batch = resolve_batch(training(**given_two), ranks)
-        assert (batch.micro_batch_size, batch.gradient_accumulation_steps, batch.global_batch_size) == (micro, accumulation, total)
+        assert (
+            batch.micro_batch_size,
+            batch.gradient_accumulation_steps,
+            batch.global_batch_size,
+        ) == (micro, accumulation, total)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +43,11 @@ def test_any_two_give_the_third(micro: int, accumulation: int, ranks: int) -> No
             2,
             "2 x 2 data ranks x accumulation 3 = 12",
         ),
-        ({"micro_batch_size": 4, "global_batch_size": 10}, 1, "10 is not a multiple of micro 4 x 1 data ranks = 4"),
+        (
+            {"micro_batch_size": 4, "global_batch_size": 10},
+            1,
+            "10 is not a multiple of micro 4 x 1 data ranks = 4",
+        ),
         ({"global_batch_size": 3}, 2, "3 is not a multiple of 2 data ranks"),
         ({"gradient_accumulation_steps": 3}, 2, "number of sequences per step is not set"),
     ],
@@ -48,15 +60,28 @@ def test_contradictions_show_the_arithmetic(keys: dict[str, int], ranks: int, wo
 
 @pytest.mark.parametrize(
     ("training", "expected"),
-    [({"max_steps": 7}, 7), ({"num_epochs": 2}, 20), ({"num_epochs": 0.5}, 5), ({"num_epochs": 2, "max_steps": 7}, 7)],
+    [
+        ({"max_steps": 7}, 7),
+        ({"num_epochs": 2}, 20),
+        ({"num_epochs": 0.5}, 5),
+        ({"num_epochs": 2, "max_steps": 7}, 7),
+    ],
 )
 def test_whichever_ends_first(training: dict[str, float], expected: int) -> None:
     assert (
-        count_steps(TrainingSection(sequence_length=8, learning_rate=1e-3, **training), num_samples=100, global_batch_size=10)
+        count_steps(
+            TrainingSection(sequence_length=8, learning_rate=1e-3, **training),
+            num_samples=100,
+            global_batch_size=10,
+        )
         == expected
     )
 
 
 def test_too_few_samples_for_one_step() -> None:
     with pytest.raises(DataError, match="do not fill one global batch of 10"):
-        count_steps(TrainingSection(sequence_length=8, learning_rate=1e-3, num_epochs=1), num_samples=9, global_batch_size=10)
+        count_steps(
+            TrainingSection(sequence_length=8, learning_rate=1e-3, num_epochs=1),
+            num_samples=9,
+            global_batch_size=10,
+        )

@@ -17,7 +17,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_recipe_is_the_demo() -> None:
     shown = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
     assert shown is not None
-    assert yaml.safe_load(shown[1]) == yaml.safe_load((ROOT / "recipes" / "demo.yaml").read_text(encoding="utf-8"))
+    assert yaml.safe_load(shown[1]) == yaml.safe_load(
+        (ROOT / "recipes" / "demo.yaml").read_text(encoding="utf-8")
+    )
 
 
 def test_every_verb_that_is_typed_exists() -> None:
@@ -36,8 +38,16 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_every_make_target_is_told() -> None:
-    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    untold = targets - set(re.findall(r"`make ([a-z-]+)`", README)) - {"help", "setup", "format", "clean"}
+    targets = set(
+        re.findall(
+            r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
+    untold = (
+        targets
+        - set(re.findall(r"`make ([a-z-]+)`", README))
+        - {"help", "setup", "format", "clean"}
+    )
     assert not untold
 
 

@@ -1,51 +1,56 @@
 """Model shapes read from config.json, with parameters by name and counts. Torch-free."""
 
-from shardwright.architecture.adapters import AdapterShape
-from shardwright.architecture.cut import cut
-from shardwright.architecture.experts import ExpertShape
-from shardwright.architecture.families import FAMILIES
-from shardwright.architecture.foreign import ForeignShape
-from shardwright.architecture.latent import LatentShape
-from shardwright.architecture.parameters import (
-    ByClass,
-    FilePiece,
-    Init,
-    Normal,
-    Ones,
-    ParameterSpec,
-    Role,
-    RowNorms,
-    Uniform,
-    Zeros,
+from shardwright.architecture.adapter_shape import AdapterShape
+from shardwright.architecture.config_reading import (
+    INERT_FIELDS,
+    OFF_FIELDS,
+    read_config,
+    read_content,
 )
-from shardwright.architecture.reading import INERT_FIELDS, OFF_FIELDS, read_config, read_content
-from shardwright.architecture.recipe import shape_of
-from shardwright.architecture.shape import Activation, LayerShape, ModelShape, RopeShape
+from shardwright.architecture.expert_shape import ExpertShape
+from shardwright.architecture.families import MODEL_FAMILIES
+from shardwright.architecture.hf_shape import HFShape
+from shardwright.architecture.latent_shape import LatentShape
+from shardwright.architecture.model_shape import Activation, LayerShape, ModelShape, RopeShape
+from shardwright.architecture.parameter_spec import (
+    HFClassInit,
+    NormalInit,
+    OnesInit,
+    ParameterInit,
+    ParameterRole,
+    ParameterSpec,
+    RowNormsInit,
+    UniformInit,
+    WeightFileSlice,
+    ZerosInit,
+)
+from shardwright.architecture.recipe_shape import read_recipe_shape
+from shardwright.architecture.shape_reduction import shrink_model
 
 __all__ = [
-    "FAMILIES",
     "INERT_FIELDS",
+    "MODEL_FAMILIES",
     "OFF_FIELDS",
     "Activation",
     "AdapterShape",
-    "ByClass",
     "ExpertShape",
-    "FilePiece",
-    "ForeignShape",
-    "Init",
+    "HFClassInit",
+    "HFShape",
     "LatentShape",
     "LayerShape",
     "ModelShape",
-    "Normal",
-    "Ones",
+    "NormalInit",
+    "OnesInit",
+    "ParameterInit",
+    "ParameterRole",
     "ParameterSpec",
-    "Role",
     "RopeShape",
-    "RowNorms",
-    "Uniform",
-    "Zeros",
-    "cut",
+    "RowNormsInit",
+    "UniformInit",
+    "WeightFileSlice",
+    "ZerosInit",
     "read_config",
     "read_content",
-    "shape_of",
+    "read_recipe_shape",
+    "shrink_model",
 ]

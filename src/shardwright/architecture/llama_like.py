@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from shardwright.architecture.fields import Fields
-from shardwright.architecture.positions import read_rope_of_model
-from shardwright.architecture.shape import Activation, LayerShape, ModelShape, RopeShape
+from shardwright.architecture.config_fields import ConfigFields
+from shardwright.architecture.model_shape import Activation, LayerShape, ModelShape, RopeShape
+from shardwright.architecture.rope_config import read_rope
 from shardwright.errors import ArchitectureError
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_llama_like(
-    fields: Fields,
+    fields: ConfigFields,
     *,
     activation_field: str = "hidden_act",
     activation: str = "silu",
@@ -42,15 +42,15 @@ def read_llama_like(
     The keyword arguments are the family's defaults. Sizes have none: the size of another model
     would be a silent guess.
     """
-    hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
+    hidden_size = fields.read_integer("hidden_size")
+    num_heads = fields.read_integer("num_attention_heads")
     if head_dim is None or not fixed_head_dim:
-        head_dim = fields.integer("head_dim", head_dim or max(1, hidden_size // num_heads))
-    max_positions = fields.integer("max_position_embeddings")
-    num_layers = fields.num_layers("num_hidden_layers")
-    vocab_size = fields.integer("vocab_size")
+        head_dim = fields.read_integer("head_dim", head_dim or max(1, hidden_size // num_heads))
+    max_positions = fields.read_integer("max_position_embeddings")
+    num_layers = fields.read_num_layers("num_hidden_layers")
+    vocab_size = fields.read_integer("vocab_size")
     rope_of_model = partial(
-        read_rope_of_model,
+        read_rope,
         fields,
         head_dim,
         max_positions,
@@ -61,30 +61,30 @@ def read_llama_like(
         family="",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.read_integer("intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads if may_default else None),
+        num_kv_heads=fields.read_integer("num_key_value_heads", num_heads if may_default else None),
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         layers=(LayerShape(attention_scale=head_dim**-0.5, rope=0),) * num_layers,
         ropes=ropes or (rope_of_model(theta=theta),),
-        activation=fields.choice(activation_field, ACTIVATIONS, activation),
-        norm_eps=fields.number("rms_norm_eps", eps),
-        tied_embeddings=fields.flag("tie_word_embeddings", tied),
-        attention_dropout=fields.probability("attention_dropout"),
-        initializer_range=fields.number("initializer_range", 0.02, exclusive=True),
-        padding_row=_padding_row(fields, pad, vocab_size),
+        activation=fields.read_choice(activation_field, ACTIVATIONS, activation),
+        norm_eps=fields.read_number("rms_norm_eps", eps),
+        tied_embeddings=fields.read_flag("tie_word_embeddings", tied),
+        attention_dropout=fields.read_probability("attention_dropout"),
+        initializer_range=fields.read_number("initializer_range", 0.02, is_exclusive=True),
+        padding_row=_read_padding_row(fields, pad, vocab_size),
     )
 
 
-def _padding_row(fields: Fields, default: int | None, vocab_size: int) -> int | None:
+def _read_padding_row(fields: ConfigFields, default: int | None, vocab_size: int) -> int | None:
     """Read the embedding row that is initialised to zero and gets no gradient (padding_idx)."""
-    row = fields.take("pad_token_id", default)
+    row = fields.read("pad_token_id", default)
     if "pad_token_id" not in fields and row is not None and row >= vocab_size:
         # The family's default is a token of its own vocabulary; with a smaller vocabulary
         # transformers would fail on it.
         row = None
-        fields.amended["pad_token_id"] = None
+        fields.amended_fields["pad_token_id"] = None
     if row is None:
         return None
     if isinstance(row, bool) or not isinstance(row, int) or not -vocab_size <= row < vocab_size:
@@ -98,32 +98,34 @@ def _padding_row(fields: Fields, default: int | None, vocab_size: int) -> int | 
     return row % vocab_size
 
 
-def read_biases(fields: Fields, shape: ModelShape, *, mlp: bool) -> ModelShape:
-    """Read `attention_bias` (all four projections) and `mlp_bias` (all three, if `mlp`)."""
-    bias = fields.flag("attention_bias", False)
+def read_biases(fields: ConfigFields, shape: ModelShape, *, has_mlp_bias_field: bool) -> ModelShape:
+    """Read `attention_bias` (all four projections) and `mlp_bias` (all three, if
+    `has_mlp_bias_field`).
+    """
+    bias = fields.read_flag("attention_bias", False)
     return replace(
         shape,
         qkv_bias=bias,
         attention_out_bias=bias,
-        mlp_bias=fields.flag("mlp_bias", False) if mlp else False,
+        mlp_bias=fields.read_flag("mlp_bias", False) if has_mlp_bias_field else False,
     )
 
 
-def read_one_window(fields: Fields, shape: ModelShape, default: int | None) -> ModelShape:
+def read_single_window(fields: ConfigFields, shape: ModelShape, default: int | None) -> ModelShape:
     """Read the `sliding_window` of all layers, in tokens; null for none."""
     window = (
         None
-        if fields.take("sliding_window", default) is None
-        else fields.integer("sliding_window", default)
+        if fields.read("sliding_window", default) is None
+        else fields.read_integer("sliding_window", default)
     )
     return replace(shape, layers=tuple(replace(layer, window=window) for layer in shape.layers))
 
 
 def read_layer_types(
-    fields: Fields, shape: ModelShape, kinds: list[str], window: int | None
+    fields: ConfigFields, shape: ModelShape, kinds: list[str], window: int | None
 ) -> ModelShape:
     """Read the layers with a sliding window from `layer_types`; `kinds` if it is absent."""
-    layer_types = fields.take("layer_types")
+    layer_types = fields.read("layer_types")
     kinds = kinds if layer_types is None else layer_types
     known = ("full_attention", "sliding_attention")
     if (
@@ -154,12 +156,12 @@ def read_layer_types(
     )
 
 
-def read_qwen_windows(fields: Fields, shape: ModelShape) -> ModelShape:
+def read_qwen_windows(fields: ConfigFields, shape: ModelShape) -> ModelShape:
     """Read Qwen's sliding window, used in layers from `max_window_layers` on."""
-    is_used = fields.flag("use_sliding_window", False)
-    size = fields.take("sliding_window", 4096)
-    window = fields.integer("sliding_window", 4096) if is_used and size is not None else None
-    first = fields.integer("max_window_layers", 28, minimum=0)
+    is_used = fields.read_flag("use_sliding_window", False)
+    size = fields.read("sliding_window", 4096)
+    window = fields.read_integer("sliding_window", 4096) if is_used and size is not None else None
+    first = fields.read_integer("max_window_layers", 28, minimum=0)
     kinds = [
         "sliding_attention" if window and i >= first else "full_attention"
         for i in range(shape.num_layers)

@@ -21,7 +21,7 @@ class Box:
 
     The box of a scalar has no dimensions.
 
-    >>> Box((0, 2), (4, 3)).overlap(Box((3, 0), (4, 4)))
+    >>> Box((0, 2), (4, 3)).intersect(Box((3, 0), (4, 4)))
     Box(offsets=(3, 2), lengths=(1, 2))
     """
 
@@ -33,27 +33,41 @@ class Box:
         """Number of elements; 1 for a scalar."""
         return math.prod(self.lengths)
 
-    def overlap(self, other: Box) -> Box | None:
+    def intersect(self, other: Box) -> Box | None:
         """Return the intersection, or None if it is empty."""
         starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.lengths, other.offsets, other.lengths, strict=True))
+        ends = (
+            min(a + n, b + m)
+            for a, n, b, m in zip(
+                self.offsets, self.lengths, other.offsets, other.lengths, strict=True
+            )
+        )
         lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return None if any(length <= 0 for length in lengths) else Box(starts, lengths)
 
-    def within(self, outer: Box) -> Box:
+    def rebase(self, outer: Box) -> Box:
         """Return this box relative to the first element of `outer`."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
+        return Box(
+            tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths
+        )
 
     def __str__(self) -> str:
-        return "[" + ",".join(f"{start}:{start + length}" for start, length in zip(self.offsets, self.lengths, strict=True)) + "]"
+        return (
+            "["
+            + ",".join(
+                f"{start}:{start + length}"
+                for start, length in zip(self.offsets, self.lengths, strict=True)
+            )
+            + "]"
+        )
 
 
-def whole(shape: Sequence[int]) -> Box:
+def build_full_box(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
-def fault_of_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+def find_cover_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Return None if every element of a tensor lies in exactly one box, else the fault.
 
     Linear in the number of boxes for any arrangement, so that a malicious manifest cannot make
@@ -63,9 +77,9 @@ def fault_of_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     where two different polynomials of degree n are equal with probability n / 2^127 (Schwartz,
     J. ACM 27(4), 1980, lemma 1).
 
-    >>> fault_of_cover((4, 2), [Box((0, 0), (3, 2)), Box((3, 0), (1, 2))]) is None
+    >>> find_cover_fault((4, 2), [Box((0, 0), (3, 2)), Box((3, 0), (1, 2))]) is None
     True
-    >>> fault_of_cover((4, 2), [Box((0, 0), (3, 2)), Box((2, 0), (1, 2))])
+    >>> find_cover_fault((4, 2), [Box((0, 0), (3, 2)), Box((2, 0), (1, 2))])
     'slices overlap: [0:3,0:2] and [2:3,0:2]'
     """
     for box in boxes:
@@ -94,24 +108,25 @@ def fault_of_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         return result
 
     if num_elements == 0 or (
-        num_covered == num_elements and sum(evaluate(box) for box in boxes) % _PRIME == evaluate(whole(shape))
+        num_covered == num_elements
+        and sum(evaluate(box) for box in boxes) % _PRIME == evaluate(build_full_box(shape))
     ):
         return None
-    return _name_overlap(boxes)
+    return _describe_overlap(boxes)
 
 
-def _name_overlap(boxes: Sequence[Box]) -> str:
+def _describe_overlap(boxes: Sequence[Box]) -> str:
     """Describe one pair of overlapping boxes, if a search among the first 1000 finds one."""
     searched = sorted(boxes)[:1000]
     for index, box in enumerate(searched):
         for other in searched[index + 1 :]:
-            if box.overlap(other) or box == other:
+            if box.intersect(other) or box == other:
                 return f"slices overlap: {box} and {other}"
     return "slices overlap"
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimSplit:
     """Split of a dimension into `num_chunks` as by torch.chunk, keeping chunk `index`.
 
     Chunks have ceil size; the last ones may be short or empty. With `stride` > 1 the dimension
@@ -126,36 +141,40 @@ class Cut:
     stride: int = 1
 
 
-def boxes_of(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
+def compute_boxes(shape: Sequence[int], splits: Iterable[DimSplit]) -> list[Box]:
     """Apply splits to a tensor from left to right; return the remaining boxes in order.
 
-    >>> [str(box) for box in boxes_of((5, 3), [Cut(0, 2, 1)])]
+    >>> [str(box) for box in compute_boxes((5, 3), [DimSplit(0, 2, 1)])]
     ['[3:5,0:3]']
-    >>> [str(box) for box in boxes_of((8,), [Cut(0, 2, 1, stride=2)])]
+    >>> [str(box) for box in compute_boxes((8,), [DimSplit(0, 2, 1, stride=2)])]
     ['[2:4]', '[6:8]']
     """
     runs: list[list[tuple[int, int]]] = [[(0, size)] for size in shape]
-    for split in cuts:
+    for split in splits:
         size = sum(stop - start for start, stop in runs[split.dim])
         remaining: list[tuple[int, int]] = []
         for outer_index in range(split.stride):
-            outer_start, outer_stop = _chunk(size, split.stride, outer_index)
-            start, stop = _chunk(outer_stop - outer_start, split.num_chunks, split.index)
-            remaining += _take(runs[split.dim], outer_start + start, outer_start + stop)
+            outer_start, outer_stop = _compute_chunk(size, split.stride, outer_index)
+            start, stop = _compute_chunk(outer_stop - outer_start, split.num_chunks, split.index)
+            remaining += _slice_runs(runs[split.dim], outer_start + start, outer_start + stop)
         runs[split.dim] = remaining
     boxes = []
-    for ranges in product(*([run for run in runs_of_dim if run[1] > run[0]] for runs_of_dim in runs)):
-        boxes.append(Box(tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges)))
+    for ranges in product(
+        *([run for run in runs_of_dim if run[1] > run[0]] for runs_of_dim in runs)
+    ):
+        boxes.append(
+            Box(tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges))
+        )
     return boxes
 
 
-def _chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
+def _compute_chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
     """Return start and stop of chunk `index` as of torch.chunk."""
     length = -(-size // num_chunks)
     return min(index * length, size), min((index + 1) * length, size)
 
 
-def _take(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+def _slice_runs(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """Return elements `start` to `stop` of the concatenated runs; adjacent runs are merged."""
     selected: list[tuple[int, int]] = []
     position = 0

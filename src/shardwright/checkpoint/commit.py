@@ -28,22 +28,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.checkpoint.disk import Disk, read_small, write_file
+from shardwright.checkpoint.disk import Disk, read_small_file, write_file
 from shardwright.checkpoint.manifest import MANIFEST_HASH_NAME, MANIFEST_NAME, Manifest
-from shardwright.checkpoint.place import Place
-from shardwright.checkpoint.remote import disk_of
+from shardwright.checkpoint.object_store import get_disk
+from shardwright.checkpoint.storage_path import StoragePath
 from shardwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
-BEST = "best"
-GENERATION = "generation"
+LATEST_NAME = "latest"
+BEST_NAME = "best"
+GENERATION_NAME = "generation"
 """File that names the generation allowed to write: see `checkpoint.fence`."""
-_STEP_NAME = re.compile(r"step-(\d{8,15})(?:\.([1-9]\d{0,5}))?")
-_SAVING = ".saving-"
-_REMOVING = ".removing-"
-_POINTER = ".pointer-"
+_STEP_NAME_PATTERN = re.compile(r"step-(\d{8,15})(?:\.([1-9]\d{0,5}))?")
+_SAVING_PREFIX = ".saving-"
+_REMOVING_PREFIX = ".removing-"
+_POINTER_PREFIX = ".pointer-"
 
 
 @dataclass(frozen=True, order=True)
@@ -52,16 +52,16 @@ class StepFolder:
 
     step: int
     attempt: int
-    path: Place
+    path: StoragePath
 
     @classmethod
-    def of(cls, path: Place) -> StepFolder | None:
+    def parse(cls, path: StoragePath) -> StepFolder | None:
         """Parse a path's name; None for other names."""
-        match = _STEP_NAME.fullmatch(path.name)
+        match = _STEP_NAME_PATTERN.fullmatch(path.name)
         return cls(int(match[1]), int(match[2] or 0), path) if match else None
 
 
-def step_folders(root: Place) -> list[StepFolder]:
+def list_step_folders(root: StoragePath) -> list[StepFolder]:
     """Return the folders named like checkpoints, oldest step first, without links.
 
     If folders cannot be renamed, one without a manifest is an unfinished save and is left out
@@ -69,50 +69,61 @@ def step_folders(root: Place) -> list[StepFolder]:
     """
     if not root.is_dir():
         return []
-    candidates = (StepFolder.of(path) for path in root.iterdir() if path.is_dir() and not path.is_symlink())
-    has_rename = disk_of(root).renames
-    return sorted(folder for folder in candidates if folder and (has_rename or (folder.path / MANIFEST_NAME).is_file()))
+    candidates = (
+        StepFolder.parse(path) for path in root.iterdir() if path.is_dir() and not path.is_symlink()
+    )
+    has_rename = get_disk(root).has_atomic_rename
+    return sorted(
+        folder
+        for folder in candidates
+        if folder and (has_rename or (folder.path / MANIFEST_NAME).is_file())
+    )
 
 
-def has_saved(root: Place) -> bool:
+def has_saved(root: StoragePath) -> bool:
     """Return True if any save has finished here, even if its checkpoint was damaged later.
 
     Interrupted saves do not count.
     """
     if not root.is_dir():
         return False
-    if not disk_of(root).renames:
-        return bool(step_folders(root))
-    return any(not path.name.startswith((_SAVING, _REMOVING, _POINTER, GENERATION)) for path in root.iterdir())
+    if not get_disk(root).has_atomic_rename:
+        return bool(list_step_folders(root))
+    return any(
+        not path.name.startswith(
+            (_SAVING_PREFIX, _REMOVING_PREFIX, _POINTER_PREFIX, GENERATION_NAME)
+        )
+        for path in root.iterdir()
+    )
 
 
-def read_pointer(root: Place, pointer: str) -> StepFolder | None:
+def read_pointer(root: StoragePath, pointer: str) -> StepFolder | None:
     """Return the folder that a pointer names, existing or not; None if it is invalid."""
     if not (root / pointer).is_file():
         return None
     try:
-        name = read_small(root / pointer, 100).decode("utf-8", errors="replace").strip()
+        name = read_small_file(root / pointer, 100).decode("utf-8", errors="replace").strip()
     except CheckpointError:
         return None
-    if not _STEP_NAME.fullmatch(name) or (root / name).is_symlink():
+    if not _STEP_NAME_PATTERN.fullmatch(name) or (root / name).is_symlink():
         return None
-    return StepFolder.of(root / name)
+    return StepFolder.parse(root / name)
 
 
-def in_order_of_trust(root: Place) -> list[StepFolder]:
+def list_step_folders_by_trust(root: StoragePath) -> list[StepFolder]:
     """Return folders in the order to try: `latest`, older ones (newest first), later ones.
 
     Folders later than `latest` come from saves interrupted before their last operation, or were
     abandoned by a rollback.
     """
-    folders = step_folders(root)[::-1]
-    latest = read_pointer(root, LATEST)
+    folders = list_step_folders(root)[::-1]
+    latest = read_pointer(root, LATEST_NAME)
     if latest is None:
         return folders
     return [f for f in folders if f <= latest] + [f for f in folders if f > latest]
 
 
-def make_root(root: Place, disk: Disk) -> None:
+def create_root(root: StoragePath, disk: Disk) -> None:
     """Create the root and its missing parent folders."""
     if not isinstance(root, Path):
         disk.make_folder(root)
@@ -123,33 +134,46 @@ def make_root(root: Place, disk: Disk) -> None:
         disk.sync_folder(folder.parent)
 
 
-def begin(root: Place, step: int, disk: Disk) -> Place:
+def create_saving_folder(root: StoragePath, step: int, disk: Disk) -> StoragePath:
     """Remove the remains of interrupted saves and create the folder of the next save."""
-    make_root(root, disk)
+    create_root(root, disk)
     remove_leftovers(root, disk)
-    folder = root / (f"{_SAVING}{secrets.token_hex(8)}" if disk.renames else _free_name(root, step))
+    folder = root / (
+        f"{_SAVING_PREFIX}{secrets.token_hex(8)}"
+        if disk.has_atomic_rename
+        else _choose_folder_name(root, step)
+    )
     disk.make_folder(folder)
     return folder
 
 
-def _free_name(root: Place, step: int) -> str:
+def _choose_folder_name(root: StoragePath, step: int) -> str:
     """Return the name for the next attempt to save a step."""
-    attempts = [folder.attempt for folder in step_folders(root) if folder.step == step]
+    attempts = [folder.attempt for folder in list_step_folders(root) if folder.step == step]
     return f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
 
 
-def remove_leftovers(root: Place, disk: Disk) -> None:
+def remove_leftovers(root: StoragePath, disk: Disk) -> None:
     """Remove the remains of interrupted saves and removals."""
-    finished = [] if disk.renames else [folder.path.name for folder in step_folders(root)]
-    paths: list[Place] = sorted(root.iterdir(), key=str)
+    finished = (
+        [] if disk.has_atomic_rename else [folder.path.name for folder in list_step_folders(root)]
+    )
+    paths: list[StoragePath] = sorted(root.iterdir(), key=str)
     for path in paths:
-        is_unfinished = not disk.renames and StepFolder.of(path) is not None and path.name not in finished
-        if path.name.startswith((_SAVING, _REMOVING, _POINTER)) or is_unfinished:
+        is_unfinished = (
+            not disk.has_atomic_rename
+            and StepFolder.parse(path) is not None
+            and path.name not in finished
+        )
+        if (
+            path.name.startswith((_SAVING_PREFIX, _REMOVING_PREFIX, _POINTER_PREFIX))
+            or is_unfinished
+        ):
             logger.warning("removing %s, left by an interrupted save", path)
-            discard(path, disk)
+            remove_path(path, disk)
 
 
-def discard(path: Place, disk: Disk) -> None:
+def remove_path(path: StoragePath, disk: Disk) -> None:
     """Remove a file, link or folder."""
     if path.is_dir() and not path.is_symlink():
         disk.remove_tree(path)
@@ -157,35 +181,42 @@ def discard(path: Place, disk: Disk) -> None:
         disk.remove(path)
 
 
-def publish(root: Place, folder: Place, manifest: Manifest, *, best: bool = False, disk: Disk | None = None) -> Place:
+def publish(
+    root: StoragePath,
+    folder: StoragePath,
+    manifest: Manifest,
+    *,
+    is_best: bool = False,
+    disk: Disk | None = None,
+) -> StoragePath:
     """Turn a folder whose files are written and synced into a checkpoint; return its path.
 
     Raises:
         OSError: nothing was published; or, if moving a pointer failed, only the pointer is out
             of date.
     """
-    disk = disk or disk_of(root)
+    disk = disk or get_disk(root)
     # The hash is written before the manifest, so that a folder with a manifest is complete.
     text = manifest.to_json()
     digest = hashlib.sha256(text).hexdigest()
     write_file(folder / MANIFEST_HASH_NAME, f"{digest}  {MANIFEST_NAME}\n".encode(), disk)
     write_file(folder / MANIFEST_NAME, text, disk)
     disk.sync_folder(folder)
-    target = root / _free_name(root, manifest.step) if disk.renames else folder
-    if disk.renames:
+    target = root / _choose_folder_name(root, manifest.step) if disk.has_atomic_rename else folder
+    if disk.has_atomic_rename:
         disk.rename(folder, target)
         disk.sync_folder(root)
-    for pointer in (LATEST, BEST) if best else (LATEST,):
+    for pointer in (LATEST_NAME, BEST_NAME) if is_best else (LATEST_NAME,):
         move_pointer(root, pointer, target.name, disk)
     return target
 
 
-def move_pointer(root: Place, pointer: str, name: str, disk: Disk) -> None:
+def move_pointer(root: StoragePath, pointer: str, name: str, disk: Disk) -> None:
     """Let `latest` or `best` name another folder, atomically."""
-    if not disk.renames:  # stores replace an object atomically
+    if not disk.has_atomic_rename:  # stores replace an object atomically
         write_file(root / pointer, f"{name}\n".encode(), disk)
         return
-    temporary = root / f"{_POINTER}{pointer}"
+    temporary = root / f"{_POINTER_PREFIX}{pointer}"
     disk.remove(temporary)
     write_file(temporary, f"{name}\n".encode(), disk)
     disk.rename(temporary, root / pointer)
@@ -193,43 +224,57 @@ def move_pointer(root: Place, pointer: str, name: str, disk: Disk) -> None:
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Retention rule: keep the `last` newest checkpoints and steps divisible by `every`.
+class RetentionPolicy:
+    """Retention rule: keep the `num_last` newest checkpoints and steps divisible by `every_steps`.
 
     The checkpoints that `latest` and `best` name are always kept.
     """
 
-    last: int
-    every: int | None = None
+    num_last: int
+    every_steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name, number in (("last", self.last), ("every", self.every)):
+        for name, number in (("last", self.num_last), ("every", self.every_steps)):
             if number is not None and number < 1:
-                raise CheckpointError("must be at least 1", field=f"checkpoint.keep_{name}", got=number)
+                raise CheckpointError(
+                    "must be at least 1", field=f"checkpoint.keep_{name}", got=number
+                )
 
 
-def prune(root: Place, keep: Keep, disk: Disk | None = None) -> list[Place]:
-    """Remove the checkpoints that `keep` does not retain; return the removed paths.
+def prune_checkpoints(
+    root: StoragePath, retention: RetentionPolicy, disk: Disk | None = None
+) -> list[StoragePath]:
+    """Remove the checkpoints that `retention` does not retain; return the removed paths.
 
     Only the last attempt of a step counts. Checkpoints later than `latest` were abandoned by a
     rollback and are removed too.
     """
-    latest = read_pointer(root, LATEST)
-    folders = step_folders(root)
-    current = {f.step: f for f in folders if latest is None or f <= latest}  # ascending: the last attempt of a step wins
-    retained = {f.path for f in list(current.values())[-keep.last :]}
-    retained |= {f.path for step, f in current.items() if keep.every and step % keep.every == 0}
-    retained |= {target.path for target in (latest, read_pointer(root, BEST)) if target is not None}
+    latest = read_pointer(root, LATEST_NAME)
+    folders = list_step_folders(root)
+    current = {
+        f.step: f for f in folders if latest is None or f <= latest
+    }  # ascending: the last attempt of a step wins
+    retained = {f.path for f in list(current.values())[-retention.num_last :]}
+    retained |= {
+        f.path
+        for step, f in current.items()
+        if retention.every_steps and step % retention.every_steps == 0
+    }
+    retained |= {
+        target.path for target in (latest, read_pointer(root, BEST_NAME)) if target is not None
+    }
     return remove_checkpoints(root, (f.path for f in folders if f.path not in retained), disk)
 
 
-def remove_checkpoints(root: Place, paths: Iterable[Place], disk: Disk | None = None) -> list[Place]:
+def remove_checkpoints(
+    root: StoragePath, paths: Iterable[StoragePath], disk: Disk | None = None
+) -> list[StoragePath]:
     """Remove checkpoint folders, each renamed first, so that no partial one stays visible."""
-    disk = disk or disk_of(root)
+    disk = disk or get_disk(root)
     removed = []
     for path in paths:
-        doomed = root / f"{_REMOVING}{path.name}" if disk.renames else path
-        if disk.renames:
+        doomed = root / f"{_REMOVING_PREFIX}{path.name}" if disk.has_atomic_rename else path
+        if disk.has_atomic_rename:
             disk.rename(path, doomed)
         disk.remove_tree(doomed)
         removed.append(path)

@@ -17,23 +17,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.checkpoint.place import BLOCK_BYTES, OpenFile, Place
+from shardwright.checkpoint.storage_path import BLOCK_BYTES, ReadableFile, StoragePath
 from shardwright.errors import CheckpointError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 
-_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Disk:
     """File operations, one method per system call, on a local or mounted file system.
 
-    The subclass `RemoteDisk` is for object stores.
+    The subclass `ObjectStoreDisk` is for object stores.
     """
 
-    renames = True
+    has_atomic_rename = True
     """True if folders can be renamed atomically; if not, the manifest makes a checkpoint."""
 
     def make_folder(self, path: Any) -> None:
@@ -42,7 +42,9 @@ class Disk:
 
     def create(self, path: Any) -> int:
         """Create a file for writing; it must not exist, not even as a link."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        return os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
 
     def write(self, descriptor: int, data: memoryview) -> None:
         """Write all of `data` at the end."""
@@ -54,18 +56,18 @@ class Disk:
                     raise
                 # O_DIRECT rejected the size or alignment: the rest goes through the cache
 
-    def bypass_cache(self, descriptor: int, bypass: bool) -> bool:
+    def bypass_cache(self, descriptor: int, should_bypass: bool) -> bool:
         """Turn O_DIRECT on or off for a file; return True if that changed anything.
 
         No effect where the file system or the operating system does not support it.
         """
-        if not _DIRECT:
+        if not _O_DIRECT:
             return False
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        if bool(flags & _DIRECT) == bypass:
+        if bool(flags & _O_DIRECT) == should_bypass:
             return False
         try:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ _DIRECT)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ _O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -126,7 +128,7 @@ class HashedFile:
     next call has returned.
     """
 
-    def __init__(self, path: Place, disk: Disk) -> None:
+    def __init__(self, path: StoragePath, disk: Disk) -> None:
         self.path = path
         self.size_bytes = 0
         self._disk = disk
@@ -153,19 +155,24 @@ class HashedFile:
     def __enter__(self) -> HashedFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._pool.shutdown(wait=True)
         self._disk.close(self._descriptor)
 
 
-def write_file(path: Place, data: bytes, disk: Disk) -> str:
+def write_file(path: StoragePath, data: bytes, disk: Disk) -> str:
     """Write a small new file, sync it to the device and return its SHA-256."""
     with HashedFile(path, disk) as file:
         file.write(memoryview(data))
         return file.finish()
 
 
-class _LocalFile(OpenFile):
+class _LocalFile(ReadableFile):
     def __init__(self, descriptor: int) -> None:
         self.size_bytes = os.fstat(descriptor).st_size
         self.descriptor = descriptor
@@ -177,7 +184,7 @@ class _LocalFile(OpenFile):
         os.close(self.descriptor)
 
 
-def open_regular(path: Place) -> OpenFile:
+def open_regular_file(path: StoragePath) -> ReadableFile:
     """Open a regular file for reading.
 
     Links, pipes and devices could lead outside, block or never end.
@@ -190,7 +197,11 @@ def open_regular(path: Place) -> OpenFile:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        reason = (
+            "is a symbolic link"
+            if error.errno == errno.ELOOP
+            else f"cannot be opened: {error.strerror}"
+        )
         raise CheckpointError(f"{path.name} {reason}", field=str(path.parent)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -200,34 +211,45 @@ def open_regular(path: Place) -> OpenFile:
     return _LocalFile(descriptor)
 
 
-def sizes_in(folder: Place) -> dict[str, int | None]:
+def list_sizes(folder: StoragePath) -> dict[str, int | None]:
     """Return sizes in bytes by name, None for entries that are not regular files."""
     if not isinstance(folder, Path):
-        return folder.sizes()
+        return folder.list_sizes()
     with os.scandir(folder) as entries:
         return {
-            entry.name: entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else None
+            entry.name: entry.stat(follow_symlinks=False).st_size
+            if entry.is_file(follow_symlinks=False)
+            else None
             for entry in entries
         }
 
 
-def read_small(path: Place, limit_bytes: int) -> bytes:
+def read_small_file(path: StoragePath, limit_bytes: int) -> bytes:
     """Read a regular file of at most `limit_bytes`.
 
     Raises:
         CheckpointError: the file is larger, a link, or cannot be read.
     """
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         if file.size_bytes > limit_bytes:
             allowed = f"{limit_bytes} bytes"
-            raise CheckpointError(f"{path.name} is too large", field=str(path.parent), got=file.size_bytes, allowed=allowed)
+            raise CheckpointError(
+                f"{path.name} is too large",
+                field=str(path.parent),
+                got=file.size_bytes,
+                allowed=allowed,
+            )
         try:
             return file.read(0, file.size_bytes)
         except OSError as error:
-            raise CheckpointError(f"{path.name} cannot be read: {error}", field=str(path.parent)) from error
+            raise CheckpointError(
+                f"{path.name} cannot be read: {error}", field=str(path.parent)
+            ) from error
 
 
-def hash_file(path: Place, *, on_block: Callable[[int], None] | None = None) -> tuple[int, str]:
+def hash_file(
+    path: StoragePath, *, on_block: Callable[[int], None] | None = None
+) -> tuple[int, str]:
     """Return size in bytes and SHA-256 of a regular file.
 
     `on_block` receives the bytes of each block.
@@ -238,7 +260,7 @@ def hash_file(path: Place, *, on_block: Callable[[int], None] | None = None) -> 
     digest = hashlib.sha256()
     size = 0
     block = memoryview(bytearray(BLOCK_BYTES))
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         try:
             while count := file.read_into(size, block):
                 digest.update(block[:count])
@@ -246,5 +268,7 @@ def hash_file(path: Place, *, on_block: Callable[[int], None] | None = None) -> 
                 if on_block is not None:
                     on_block(count)
         except OSError as error:
-            raise CheckpointError(f"{path.name} cannot be read: {error}", field=str(path.parent)) from error
+            raise CheckpointError(
+                f"{path.name} cannot be read: {error}", field=str(path.parent)
+            ) from error
     return size, digest.hexdigest()

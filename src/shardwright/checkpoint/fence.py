@@ -19,23 +19,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.checkpoint.commit import GENERATION, make_root
-from shardwright.checkpoint.disk import Disk, read_small, write_file
+from shardwright.checkpoint.commit import GENERATION_NAME, create_root
+from shardwright.checkpoint.disk import Disk, read_small_file, write_file
 from shardwright.checkpoint.manifest import parse_json
-from shardwright.checkpoint.place import Place
-from shardwright.checkpoint.remote import disk_of
+from shardwright.checkpoint.object_store import get_disk
+from shardwright.checkpoint.storage_path import StoragePath
 from shardwright.errors import CheckpointError
 
-SHUT_OUT = "another generation has taken over this run"
+SUPERSEDED_MESSAGE = "another generation has taken over this run"
 """Text in the error of a save by a superseded generation."""
 
 
 @dataclass(frozen=True)
-class Fence:
+class GenerationFence:
     """Exclusive right of this generation to change the checkpoints of a root."""
 
-    root: Place
-    number: int
+    root: StoragePath
+    generation: int
     token: str
 
     def check(self) -> None:
@@ -44,13 +44,17 @@ class Fence:
         Raises:
             OSError: another generation has, or the `generation` file cannot be read.
         """
-        current = _read(self.root)
+        current = _read_generation(self.root)
         if current is None or current[1] != self.token:
-            reason = "no valid generation file" if current is None else f"generation {current[0]}; this one is {self.number}"
-            raise OSError(errno.ESTALE, f"{SHUT_OUT} ({reason})")
+            reason = (
+                "no valid generation file"
+                if current is None
+                else f"generation {current[0]}; this one is {self.generation}"
+            )
+            raise OSError(errno.ESTALE, f"{SUPERSEDED_MESSAGE} ({reason})")
 
 
-def claim(root: Place) -> Fence:
+def acquire_fence(root: StoragePath) -> GenerationFence:
     """Claim the root for a new generation, superseding the previous one.
 
     The first rank calls this before training.
@@ -58,18 +62,18 @@ def claim(root: Place) -> Fence:
     Raises:
         OSError: the root cannot be written.
     """
-    disk = disk_of(root)
-    make_root(root, disk)
-    previous = _read(root)
-    fence = Fence(root, 1 if previous is None else previous[0] + 1, secrets.token_hex(16))
-    text = (json.dumps({"generation": fence.number, "token": fence.token}) + "\n").encode()
-    if not disk.renames:
-        write_file(root / GENERATION, text, disk)
+    disk = get_disk(root)
+    create_root(root, disk)
+    previous = _read_generation(root)
+    fence = GenerationFence(root, 1 if previous is None else previous[0] + 1, secrets.token_hex(16))
+    text = (json.dumps({"generation": fence.generation, "token": fence.token}) + "\n").encode()
+    if not disk.has_atomic_rename:
+        write_file(root / GENERATION_NAME, text, disk)
         return fence
-    temporary = root / f"{GENERATION}.{fence.token}"
+    temporary = root / f"{GENERATION_NAME}.{fence.token}"
     try:
         write_file(temporary, text, disk)
-        disk.rename(temporary, root / GENERATION)
+        disk.rename(temporary, root / GENERATION_NAME)
     except OSError:
         with suppress(OSError):
             disk.remove(temporary)
@@ -78,27 +82,31 @@ def claim(root: Place) -> Fence:
     return fence
 
 
-def _read(root: Place) -> tuple[int, str] | None:
-    if not (root / GENERATION).is_file():
+def _read_generation(root: StoragePath) -> tuple[int, str] | None:
+    if not (root / GENERATION_NAME).is_file():
         return None
     try:
-        content = parse_json(read_small(root / GENERATION, 1000), root / GENERATION)
+        content = parse_json(read_small_file(root / GENERATION_NAME, 1000), root / GENERATION_NAME)
     except CheckpointError:
         return None
     if not isinstance(content, dict):
         return None
     number = content.get("generation")
     token = content.get("token")
-    return (number, token) if type(number) is int and 0 <= number < 2**62 and isinstance(token, str) else None
+    return (
+        (number, token)
+        if type(number) is int and 0 <= number < 2**62 and isinstance(token, str)
+        else None
+    )
 
 
 class FencedDisk(Disk):
     """`Disk` that rejects changes of names once another generation has claimed the root."""
 
-    def __init__(self, disk: Disk, fence: Fence) -> None:
+    def __init__(self, disk: Disk, fence: GenerationFence) -> None:
         self._disk = disk
         self._fence = fence
-        self.renames = disk.renames
+        self.has_atomic_rename = disk.has_atomic_rename
 
     def make_folder(self, path: Any) -> None:
         """Check the fence and create a folder."""
@@ -114,9 +122,9 @@ class FencedDisk(Disk):
         """Write without a check: the file is not published yet."""
         self._disk.write(descriptor, data)
 
-    def bypass_cache(self, descriptor: int, bypass: bool) -> bool:
+    def bypass_cache(self, descriptor: int, should_bypass: bool) -> bool:
         """Turn O_DIRECT on or off without a check: no data changes."""
-        return self._disk.bypass_cache(descriptor, bypass)
+        return self._disk.bypass_cache(descriptor, should_bypass)
 
     def sync(self, descriptor: int) -> None:
         """Check the fence and sync a file; on an object store this creates the object."""

@@ -13,9 +13,9 @@ import math
 import struct
 from dataclasses import dataclass
 
-from shardwright.checkpoint.disk import open_regular
+from shardwright.checkpoint.disk import open_regular_file
 from shardwright.checkpoint.manifest import DTYPE_BYTES, parse_json
-from shardwright.checkpoint.place import Place
+from shardwright.checkpoint.storage_path import StoragePath
 from shardwright.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -24,29 +24,33 @@ _ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """Entry of a header; `start` is the byte offset of its data in the file."""
+class HeaderEntry:
+    """Entry of a header; `start_byte` is the byte offset of its data in the file."""
 
     dtype: str
     shape: tuple[int, ...]
-    start: int
+    start_byte: int
     num_bytes: int
 
 
-def compose_header(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
+def build_header(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
     """Build the header of a file that stores tensors (key, dtype, shape) in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for key, dtype, shape in tensors:
         size = DTYPE_BYTES[dtype] * math.prod(shape)
-        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        entries[key] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [position, position + size],
+        }
         position += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT_BYTES)
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Place) -> dict[str, StoredTensor]:
+def read_header(path: StoragePath) -> dict[str, HeaderEntry]:
     """Read a file's header and check it.
 
     Checks: bounded sizes, known dtypes, data without gaps or overlaps up to the end of the file.
@@ -54,7 +58,7 @@ def read_header(path: Place) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: the header is invalid; the message names the file and the fault.
     """
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         try:
             prefix = file.read(0, 8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -67,11 +71,13 @@ def read_header(path: Place) -> dict[str, StoredTensor]:
                 )
             text = file.read(8, header_bytes)
         except OSError as error:
-            raise CheckpointError(f"{path.name} cannot be read: {error}", field=str(path.parent)) from error
+            raise CheckpointError(
+                f"{path.name} cannot be read: {error}", field=str(path.parent)
+            ) from error
     return parse_header(text, file.size_bytes, path)
 
 
-def parse_header(text: bytes, file_bytes: int, path: Place) -> dict[str, StoredTensor]:
+def parse_header(text: bytes, file_bytes: int, path: StoragePath) -> dict[str, HeaderEntry]:
     """Parse and check the JSON of a header; see `read_header`."""
 
     def build_error(problem: str) -> CheckpointError:
@@ -81,7 +87,7 @@ def parse_header(text: bytes, file_bytes: int, path: Place) -> dict[str, StoredT
     if not isinstance(entries, dict):
         raise build_error("the header is not a JSON object")
     data_start = 8 + len(text)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, HeaderEntry] = {}
     for key, entry in entries.items():
         if key == "__metadata__":
             continue
@@ -99,10 +105,14 @@ def parse_header(text: bytes, file_bytes: int, path: Place) -> dict[str, StoredT
                 f"{key!r:.80} has {offsets[1] - offsets[0]} "
                 "bytes, which does not match its shape and dtype"
             )
-        tensors[key] = StoredTensor(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
+        tensors[key] = HeaderEntry(
+            dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0]
+        )
     position = data_start
-    for key, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
-        if stored.start != position:
+    for key, stored in sorted(
+        tensors.items(), key=lambda item: (item[1].start_byte, item[1].num_bytes)
+    ):
+        if stored.start_byte != position:
             raise build_error(f"the data of {key!r:.80} overlap or leave a gap")
         position += stored.num_bytes
     if position != file_bytes:
@@ -111,4 +121,8 @@ def parse_header(text: bytes, file_bytes: int, path: Place) -> dict[str, StoredT
 
 
 def _are_counts(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= 64 and all(type(item) is int and 0 <= item < 2**62 for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(item) is int and 0 <= item < 2**62 for item in value)
+    )

@@ -12,26 +12,26 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from shardwright.checkpoint.commit import (
-    BEST,
-    LATEST,
+    BEST_NAME,
+    LATEST_NAME,
     StepFolder,
-    in_order_of_trust,
+    list_step_folders,
+    list_step_folders_by_trust,
     read_pointer,
-    step_folders,
 )
-from shardwright.checkpoint.disk import sizes_in
+from shardwright.checkpoint.disk import list_sizes
+from shardwright.checkpoint.integrity import verify_checkpoint
 from shardwright.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     TensorEntry,
     read_manifest,
 )
-from shardwright.checkpoint.place import Place, place_of
-from shardwright.checkpoint.values import parse_values, read_values_file
-from shardwright.checkpoint.verify import verify_checkpoint
+from shardwright.checkpoint.run_values import parse_values, read_values_file
+from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.cli.console import open_console
 from shardwright.cli.options import JsonOutput
-from shardwright.cli.streams import printable
+from shardwright.cli.text_streams import escape_control_characters
 from shardwright.errors import CheckpointError, ExitCode
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -41,7 +41,7 @@ app = typer.Typer(
     help="List, verify and inspect checkpoints.", no_args_is_help=True, rich_markup_mode=None
 )
 
-CheckpointPath = Annotated[
+CheckpointPathArgument = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
@@ -55,13 +55,13 @@ CheckpointPath = Annotated[
 
 
 @app.command("list")
-def list_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
+def list_command(path: CheckpointPathArgument, json_output: JsonOutput = False) -> None:
     """List a run's checkpoints with step, size and pointers (latest, best). Nothing is
     hashed."""
-    root = _root_of(place_of(path))
-    pointed = {name: read_pointer(root, name) for name in (LATEST, BEST)}
+    root = _find_root(parse_storage_path(path))
+    pointed = {name: read_pointer(root, name) for name in (LATEST_NAME, BEST_NAME)}
     rows: list[dict[str, Any]] = []
-    for folder in step_folders(root):
+    for folder in list_step_folders(root):
         names = [name for name, target in pointed.items() if target == folder]
         row: dict[str, Any] = {
             "name": folder.path.name,
@@ -91,18 +91,18 @@ def list_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
 
 
 @app.command("verify")
-def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
+def verify_command(path: CheckpointPathArgument, json_output: JsonOutput = False) -> None:
     """Hash every file and check every header; exit code 1 if a checkpoint is damaged.
 
     In a folder of checkpoints, verify each of them.
     """
-    place = place_of(path)
+    place = parse_storage_path(path)
     folders = (
         [place]
         if _is_checkpoint(place)
-        else [folder.path for folder in in_order_of_trust(_root_of(place))]
+        else [folder.path for folder in list_step_folders_by_trust(_find_root(place))]
     )
-    checked = [_verified(folder, quiet=json_output) for folder in folders]
+    checked = [_verify_with_progress(folder, is_quiet=json_output) for folder in folders]
     whole = all(not row["faults"] for row in checked)
     if json_output:
         _print_json({"whole": whole, "checkpoints": checked})
@@ -113,25 +113,29 @@ def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> Non
                 outcome = (
                     f"intact, {format_bytes(row['size_bytes'])} in {format_seconds(row['seconds'])}"
                 )
-            sys.stdout.write(printable(f"{row['name']}: {outcome}\n"))
-            sys.stdout.writelines(printable(f"  {fault}\n") for fault in row["faults"])
+            sys.stdout.write(escape_control_characters(f"{row['name']}: {outcome}\n"))
+            sys.stdout.writelines(
+                escape_control_characters(f"  {fault}\n") for fault in row["faults"]
+            )
     if not whole:
         raise typer.Exit(ExitCode.CHECK_FAILED)
 
 
 @app.command("inspect")
-def inspect_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
+def inspect_command(path: CheckpointPathArgument, json_output: JsonOutput = False) -> None:
     """Show a checkpoint's values, files, and tensors with their slices.
 
     In a folder of several checkpoints, show the one to resume from.
     """
-    place = place_of(path)
-    folder = place if _is_checkpoint(place) else in_order_of_trust(_root_of(place))[0].path
+    place = parse_storage_path(path)
+    folder = (
+        place if _is_checkpoint(place) else list_step_folders_by_trust(_find_root(place))[0].path
+    )
     manifest = read_manifest(folder)
     values = read_values_file(folder)
     parse_values(values, folder, step=manifest.step)
     if json_output:
-        _print_json(_inspected(folder, manifest, values))
+        _print_json(_build_inspection(folder, manifest, values))
         return
     console = open_console()
     console.print(
@@ -157,7 +161,7 @@ def inspect_command(path: CheckpointPath, json_output: JsonOutput = False) -> No
     console.print_json(json.dumps(values))
 
 
-def _inspected(folder: Place, manifest: Manifest, values: Any) -> dict[str, Any]:
+def _build_inspection(folder: StoragePath, manifest: Manifest, values: Any) -> dict[str, Any]:
     def describe(entry: TensorEntry) -> dict[str, Any]:
         slices = [
             {"file": s.file, "offsets": s.box.offsets, "lengths": s.box.lengths}
@@ -184,10 +188,10 @@ def _inspected(folder: Place, manifest: Manifest, values: Any) -> dict[str, Any]
     }
 
 
-def _verified(folder: Place, *, quiet: bool) -> dict[str, Any]:
+def _verify_with_progress(folder: StoragePath, *, is_quiet: bool) -> dict[str, Any]:
     """Return a checkpoint's faults; show a progress bar on standard error while hashing."""
     started = time.monotonic()
-    console = open_console(stderr=True, quiet=quiet)
+    console = open_console(stderr=True, quiet=is_quiet)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -195,7 +199,9 @@ def _verified(folder: Place, *, quiet: bool) -> dict[str, Any]:
         TransferSpeedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(printable(folder.name), total=_size_on_disk(folder))
+        task = progress.add_task(
+            escape_control_characters(folder.name), total=_compute_disk_bytes(folder)
+        )
         manifest, faults = verify_checkpoint(
             folder, on_block=lambda count: progress.advance(task, count)
         )
@@ -207,23 +213,23 @@ def _verified(folder: Place, *, quiet: bool) -> dict[str, Any]:
     }
 
 
-def _size_on_disk(folder: Place) -> int:
-    return sum(size or 0 for size in sizes_in(folder).values())
+def _compute_disk_bytes(folder: StoragePath) -> int:
+    return sum(size or 0 for size in list_sizes(folder).values())
 
 
-def _is_checkpoint(path: Place) -> bool:
+def _is_checkpoint(path: StoragePath) -> bool:
     """True if the folder is one checkpoint, by its name or by its manifest."""
-    return path.is_dir() and (StepFolder.of(path) is not None or (path / MANIFEST_NAME).exists())
+    return path.is_dir() and (StepFolder.parse(path) is not None or (path / MANIFEST_NAME).exists())
 
 
-def _root_of(path: Place) -> Place:
+def _find_root(path: StoragePath) -> StoragePath:
     """Return the folder of checkpoints that a path refers to.
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
     for root in (path, path / "checkpoints"):
-        if step_folders(root):
+        if list_step_folders(root):
             return root
     problem = "no checkpoint found" if path.is_dir() else "no such folder"
     raise CheckpointError(
@@ -234,5 +240,5 @@ def _root_of(path: Place) -> Place:
     )
 
 
-def _print_json(told: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION} | told) + "\n")
+def _print_json(content: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION} | content) + "\n")

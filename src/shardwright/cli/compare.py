@@ -12,10 +12,10 @@ import typer
 from shardwright.cli.options import JsonOutput
 from shardwright.errors import ExitCode
 
-Subject = Annotated[
+SubjectRun = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run folder to check.", show_default=False)
 ]
-Reference = Annotated[
+ReferenceRun = Annotated[
     Path,
     typer.Argument(
         metavar="REFERENCE",
@@ -23,10 +23,10 @@ Reference = Annotated[
         show_default=False,
     ),
 ]
-Tolerance = Annotated[
+ToleranceOption = Annotated[
     float, typer.Option("--tolerance", help="Maximum relative difference of the smoothed losses.")
 ]
-Window = Annotated[
+WindowOption = Annotated[
     int | None,
     typer.Option(
         "--window",
@@ -39,10 +39,10 @@ Window = Annotated[
 
 
 def compare_command(
-    run: Subject,
-    reference: Reference,
-    tolerance: Tolerance = 0.003,
-    window: Window = None,
+    run: SubjectRun,
+    reference: ReferenceRun,
+    tolerance: ToleranceOption = 0.003,
+    window: WindowOption = None,
     as_json: JsonOutput = False,
 ) -> None:
     """Compare training and validation loss with a reference run; exit code 1 beyond the
@@ -51,8 +51,8 @@ def compare_command(
     Reports the first step at which the difference exceeds the tolerance.
     """
     # Imported here: importing numpy takes a tenth of a second, which `--help` does not need.
-    from shardwright.report.compare import compare_runs, describe_comparison
-    from shardwright.report.runs import load_runs
+    from shardwright.report.recorded_run import load_runs
+    from shardwright.report.run_comparison import compare_runs, describe_comparison
 
     subject, reference_run = load_runs([run, reference])
     comparison = compare_runs(subject, reference_run, tolerance=tolerance, window_steps=window)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from shardwright.cli.streams import printable
+from shardwright.cli.text_streams import escape_control_characters
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False, highlight: bool = True) -> Console:
@@ -23,4 +23,4 @@ def open_console(*, stderr: bool = False, quiet: bool = False, highlight: bool =
 
 class _LiteralConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text), **options)
+        return super().render_str(escape_control_characters(text), **options)

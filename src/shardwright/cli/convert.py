@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
-from shardwright.cli.pages import write_text
+from shardwright.cli.page_output import write_text
 from shardwright.errors import InputError
 
 SCHEMA_VERSION = 1
@@ -49,10 +49,12 @@ def convert_command(
 ) -> None:
     """Convert another system's configuration to a recipe; list the keys not carried over, and
     why."""
-    from shardwright.interop.convert import READERS, convert
+    from shardwright.convert.conversion import CONFIG_READERS, convert
 
-    if system is not None and system not in READERS:
-        raise InputError("unknown system", field="--from", got=system, allowed=", ".join(READERS))
+    if system is not None and system not in CONFIG_READERS:
+        raise InputError(
+            "unknown system", field="--from", got=system, allowed=", ".join(CONFIG_READERS)
+        )
     converted = convert(file, system, overrides or ())
     text = converted.as_yaml(file.name)
     if out is not None:
@@ -61,9 +63,9 @@ def convert_command(
         sys.stderr.write(f"not carried: {item.key}: {item.why}\n")
     for remark in converted.remarks:
         sys.stderr.write(f"note: {remark}\n")
-    if converted.needed:
+    if converted.missing_keys:
         sys.stderr.write(
-            f"missing keys: {', '.join(converted.needed)} (give them with --set, "
+            f"missing keys: {', '.join(converted.missing_keys)} (give them with --set, "
             "or add them to the recipe)\n"
         )
     if json_output:
@@ -71,7 +73,7 @@ def convert_command(
             "schema_version": SCHEMA_VERSION,
             "system": converted.system,
             "recipe": converted.document,
-            "needed": list(converted.needed),
+            "needed": list(converted.missing_keys),
             "dropped": [asdict(item) for item in converted.dropped],
             "notes": list(converted.remarks),
             "out": None if out is None else str(out),

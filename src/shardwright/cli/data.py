@@ -16,35 +16,35 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.architecture import FAMILIES, read_config, read_content
+from shardwright.architecture import MODEL_FAMILIES, read_config, read_content
 from shardwright.cli.console import open_console
+from shardwright.cli.data_progress import show_data_progress
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
-from shardwright.cli.progress import data_progress
 from shardwright.config import Recipe, load_recipe
+from shardwright.data.data_report import SideReport
 from shardwright.data.dataset import TokenDataset
-from shardwright.data.fit import ReadShape, prepare_for_model
-from shardwright.data.formats import KINDS
-from shardwright.data.order import SampleOrder
-from shardwright.data.prepare import Prepared
-from shardwright.data.preview import Span, read_spans
-from shardwright.data.report import SideReport
+from shardwright.data.model_data import ReadShape, prepare_for_model
+from shardwright.data.preparation import PreparedData
+from shardwright.data.preview import PreviewSpan, read_spans
+from shardwright.data.record_formats import RECORD_KINDS
+from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import RecipeError
 from shardwright.plan import count_steps, resolve_batch, resolve_degrees
 
 SCHEMA_VERSION = 1
-NUM_BROKEN_SHOWN = 8
-_SUPERVISED = {
+MAX_BROKEN_SHOWN = 8
+_SUPERVISION_TEXTS = {
     "assistant": "assistant turns and responses",
     "last": "last assistant turn",
     "all": "all tokens",
 }
-NUM_TOKENS_SHOWN = 400
+MAX_TOKENS_SHOWN = 400
 _TOKEN_STYLES = ("green", "cyan")
-Side = Literal["train", "validation"]
+SampleSide = Literal["train", "validation"]
 
 
 @dataclass(frozen=True)
-class RunLength:
+class TrainingLength:
     """Length of the training: optimizer steps, and passes over the training samples."""
 
     global_batch_size: int
@@ -54,17 +54,17 @@ class RunLength:
 
 
 @dataclass(frozen=True)
-class ShownSample:
+class DecodedSample:
     """A decoded sample; `position` is in the run's sample order (for validation, in the
     dataset)."""
 
-    side: Side
+    side: SampleSide
     position: int
     index: int
     num_tokens: int
     num_supervised: int
-    num_free: int
-    spans: list[Span]
+    num_padding: int
+    spans: list[PreviewSpan]
 
 
 def data_command(
@@ -93,37 +93,40 @@ def data_command(
     Supervised tokens of the samples are coloured.
     """
     loaded_recipe = load_recipe(recipe, list(overrides or []))
-    with data_progress() as on_progress:
+    with show_data_progress() as on_progress:
         _, prepared = prepare_for_model(
-            loaded_recipe, _reader_of(loaded_recipe), progress=on_progress
+            loaded_recipe, _choose_shape_reader(loaded_recipe), progress=on_progress
         )
-    length = run_length(loaded_recipe, len(prepared.train), nproc)
-    decoded = show_samples(
+    length = compute_training_length(loaded_recipe, len(prepared.train), nproc)
+    decoded = decode_samples(
         loaded_recipe, prepared, "validation" if validation else "train", position, samples
     )
     if json_output:
         sys.stdout.write(
-            json.dumps(as_json(loaded_recipe, prepared, length, decoded), ensure_ascii=False) + "\n"
+            json.dumps(build_json(loaded_recipe, prepared, length, decoded), ensure_ascii=False)
+            + "\n"
         )
     else:
-        open_console(highlight=False).print(render(loaded_recipe, prepared, length, decoded))
+        open_console(highlight=False).print(render_report(loaded_recipe, prepared, length, decoded))
 
 
-def _reader_of(recipe: Recipe) -> ReadShape:
+def _choose_shape_reader(recipe: Recipe) -> ReadShape:
     """Return the reader of the model's shape.
 
     Torch is imported only for families that our decoder does not support.
     """
     config = recipe.model.config if recipe.model.config is not None else recipe.model.path
     assert config is not None  # one of them is required by the schema
-    if read_content(config).get("model_type") in FAMILIES:
+    if read_content(config).get("model_type") in MODEL_FAMILIES:
         return read_config
-    from shardwright.model.theirs import read_shape
+    from shardwright.model.hf_model import read_model_shape
 
-    return partial(read_shape, section=recipe.model)
+    return partial(read_model_shape, section=recipe.model)
 
 
-def run_length(recipe: Recipe, num_samples: int, num_ranks: int | None) -> RunLength:
+def compute_training_length(
+    recipe: Recipe, num_samples: int, num_ranks: int | None
+) -> TrainingLength:
     """Compute steps and epochs of the run on `num_ranks`.
 
     None uses the data ranks of the recipe's layout, or one.
@@ -136,12 +139,14 @@ def run_length(recipe: Recipe, num_samples: int, num_ranks: int | None) -> RunLe
         )
     batch_size = batch.global_batch_size
     num_steps = count_steps(recipe.training, num_samples, batch_size)
-    return RunLength(batch_size, batch.data_ranks, num_steps, num_steps * batch_size / num_samples)
+    return TrainingLength(
+        batch_size, batch.data_ranks, num_steps, num_steps * batch_size / num_samples
+    )
 
 
-def show_samples(
-    recipe: Recipe, prepared: Prepared, side: Side, position: int, count: int
-) -> list[ShownSample]:
+def decode_samples(
+    recipe: Recipe, prepared: PreparedData, side: SampleSide, position: int, num_samples: int
+) -> list[DecodedSample]:
     """Decode the samples that the run reads from `position` on."""
     dataset: TokenDataset | None = prepared.train if side == "train" else prepared.validation
     if dataset is None:
@@ -153,26 +158,28 @@ def show_samples(
         )
     order = SampleOrder(recipe.seed, len(dataset))
     decoded = []
-    for current in range(position, position + count):
+    for current in range(position, position + num_samples):
         if side == "validation" and current >= len(dataset):
             break
         index, epoch = (
-            (order.index_at(current), order.epoch_at(current)) if side == "train" else (current, 0)
+            (order.get_index(current), order.get_epoch(current))
+            if side == "train"
+            else (current, 0)
         )
-        sample = dataset.sample(index, epoch)
+        sample = dataset.get_sample(index, epoch)
         spans = read_spans(sample, prepared.tokenizer)
-        num_free = sample.num_free
-        supervised = sum(span.num_tokens for span in spans if span.supervised)
+        num_free = sample.num_padding
+        supervised = sum(span.num_tokens for span in spans if span.is_supervised)
         decoded.append(
-            ShownSample(
+            DecodedSample(
                 side, current, index, len(sample.labels) - num_free, supervised, num_free, spans
             )
         )
     return decoded
 
 
-def as_json(
-    recipe: Recipe, prepared: Prepared, length: RunLength, shown: list[ShownSample]
+def build_json(
+    recipe: Recipe, prepared: PreparedData, length: TrainingLength, samples: list[DecodedSample]
 ) -> dict[str, Any]:
     """Return everything that the terminal shows.
 
@@ -200,33 +207,33 @@ def as_json(
                 "index": sample.index,
                 "num_tokens": sample.num_tokens,
                 "num_supervised": sample.num_supervised,
-                "num_free_positions": sample.num_free,
+                "num_free_positions": sample.num_padding,
                 "spans": [
                     {
                         "text": span.text,
                         "num_tokens": span.num_tokens,
-                        "supervised": span.supervised,
+                        "supervised": span.is_supervised,
                         "document": span.document,
                     }
-                    for span in _joined(sample.spans)
+                    for span in _join_spans(sample.spans)
                 ],
             }
-            for sample in shown
+            for sample in samples
         ],
     }
 
 
-def _joined(spans: list[Span]) -> Iterator[Span]:
-    pending: Span | None = None
+def _join_spans(spans: list[PreviewSpan]) -> Iterator[PreviewSpan]:
+    pending: PreviewSpan | None = None
     for span in spans:
-        if pending is not None and (pending.supervised, pending.document) == (
-            span.supervised,
+        if pending is not None and (pending.is_supervised, pending.document) == (
+            span.is_supervised,
             span.document,
         ):
-            pending = Span(
+            pending = PreviewSpan(
                 pending.text + span.text,
                 pending.num_tokens + span.num_tokens,
-                pending.supervised,
+                pending.is_supervised,
                 pending.document,
             )
         else:
@@ -237,27 +244,27 @@ def _joined(spans: list[Span]) -> Iterator[Span]:
         yield pending
 
 
-def render(
-    recipe: Recipe, prepared: Prepared, length: RunLength, shown: list[ShownSample]
+def render_report(
+    recipe: Recipe, prepared: PreparedData, length: TrainingLength, samples: list[DecodedSample]
 ) -> RenderableType:
     """Render the complete report for a terminal."""
     parts: list[RenderableType] = [
-        _sources(recipe, prepared),
-        _formats(prepared),
+        _render_sources(recipe, prepared),
+        _render_formats(prepared),
         Text(),
-        _sides(recipe, prepared),
+        _render_sides(recipe, prepared),
     ]
-    parts += [_run(recipe, length, prepared.report.packing), Text()]
+    parts += [_render_training_length(recipe, length, prepared.report.packing), Text()]
     if prepared.report.train.counts.num_documents > 1:
-        parts.append(_histogram(prepared.report.train, recipe.training.sequence_length))
+        parts.append(_render_histogram(prepared.report.train, recipe.training.sequence_length))
     if prepared.report.records.num_broken:
-        parts += [Text(), _broken(prepared)]
+        parts += [Text(), _render_broken(prepared)]
     parts += [
         panel
-        for sample in shown
-        for panel in (Text(), _sample_panel(sample, recipe.training.sequence_length))
+        for sample in samples
+        for panel in (Text(), _render_sample(sample, recipe.training.sequence_length))
     ]
-    if shown:
+    if samples:
         parts.append(
             Text.assemble(
                 "  ",
@@ -271,14 +278,16 @@ def render(
     return Group(*parts)
 
 
-def _sources(recipe: Recipe, prepared: Prepared) -> Text:
+def _render_sources(recipe: Recipe, prepared: PreparedData) -> Text:
     report = prepared.report
     records = report.records
-    facts = [_plural(report.num_files, "file"), _plural(records.num_records, "record")]
+    facts = [_format_count(report.num_files, "file"), _format_count(records.num_records, "record")]
     if records.num_empty_files:
-        facts.append(f"{_plural(records.num_empty_files, 'empty file')} skipped")
+        facts.append(f"{_format_count(records.num_empty_files, 'empty file')} skipped")
     if report.num_duplicates_dropped:
-        facts.append(f"{_plural(report.num_duplicates_dropped, 'held-out duplicate')} dropped")
+        facts.append(
+            f"{_format_count(report.num_duplicates_dropped, 'held-out duplicate')} dropped"
+        )
     text = Text.assemble((recipe.name, "bold"), "  ", " · ".join(facts))
     if records.num_broken:
         text.append(
@@ -294,17 +303,17 @@ def _sources(recipe: Recipe, prepared: Prepared) -> Text:
         tokenizer = f"no tokenizer: samples are token ids, vocabulary of {report.vocab_size:,}"
     else:
         tokenizer = f"tokenizer {report.tokenizer_kind}, {report.vocab_size:,} ids{fewer}"
-    text.append(f"\n{tokenizer} · {_packing(recipe, report.packing)}")
+    text.append(f"\n{tokenizer} · {_describe_packing(recipe, report.packing)}")
     if report.supervise is not None:
         template = (
             f" · chat template: {report.template}" if report.template else " · no chat template"
         )
-        text.append(f"\nsupervised: {_SUPERVISED[report.supervise]}{template}")
+        text.append(f"\nsupervised: {_SUPERVISION_TEXTS[report.supervise]}{template}")
     text.append("\n")
     return text
 
 
-def _packing(recipe: Recipe, packing: str) -> str:
+def _describe_packing(recipe: Recipe, packing: str) -> str:
     length = recipe.training.sequence_length
     size = (
         f"at most {length:,} tokens" if recipe.data.padding == "longest" else f"{length:,} tokens"
@@ -317,7 +326,7 @@ def _packing(recipe: Recipe, packing: str) -> str:
     }[packing]
 
 
-def _formats(prepared: Prepared) -> Table:
+def _render_formats(prepared: PreparedData) -> Table:
     """List the sources with the detected kind and columns of their records."""
     sources = prepared.report.sources
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
@@ -328,7 +337,7 @@ def _formats(prepared: Prepared) -> Table:
         table.add_column("weight", justify="right")
         table.add_column("share of epoch", justify="right")
     for source in sources:
-        kinds = ", ".join(KINDS[kind].summary for kind in source.records.split(", ") if kind)
+        kinds = ", ".join(RECORD_KINDS[kind].summary for kind in source.records.split(", ") if kind)
         named = [name if name == role else f"{role}: {name}" for role, name in source.columns]
         columns = ", ".join(named) if len(named) > 1 or ": " in "".join(named) else ""
         columns = f" ({columns})" if columns else ""
@@ -343,11 +352,11 @@ def _formats(prepared: Prepared) -> Table:
     return table
 
 
-def _plural(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _sides(recipe: Recipe, prepared: Prepared) -> Table:
+def _render_sides(recipe: Recipe, prepared: PreparedData) -> Table:
     sides = {"train": prepared.report.train}
     if prepared.report.validation is not None:
         sides["validation"] = prepared.report.validation
@@ -395,18 +404,18 @@ def _sides(recipe: Recipe, prepared: Prepared) -> Table:
     return table
 
 
-def _run(recipe: Recipe, length: RunLength, packing: str) -> Text:
+def _render_training_length(recipe: Recipe, length: TrainingLength, packing: str) -> Text:
     at_most = "at most " if packing != "windows" and recipe.data.padding == "longest" else ""
     tokens = length.global_batch_size * recipe.training.sequence_length
     ranks = (
         ""
         if recipe.training.global_batch_size
-        else f" on {_plural(length.data_ranks, 'data rank')}"
+        else f" on {_format_count(length.data_ranks, 'data rank')}"
     )
     text = Text.assemble(
         "\nthe run reads ",
         (f"{length.num_epochs:.3g} epochs", "bold"),
-        f": {_plural(length.num_steps, 'step')} of {length.global_batch_size:,} x "
+        f": {_format_count(length.num_steps, 'step')} of {length.global_batch_size:,} x "
         f"{recipe.training.sequence_length:,}"
         f" = {at_most}{tokens:,} tokens{ranks}",
     )
@@ -415,7 +424,7 @@ def _run(recipe: Recipe, length: RunLength, packing: str) -> Text:
     return text
 
 
-def _histogram(side: SideReport, sequence_length: int) -> Table:
+def _render_histogram(side: SideReport, sequence_length: int) -> Table:
     """Show documents by length in tokens, compared with the sequence length."""
     table = Table(
         box=None,
@@ -440,37 +449,43 @@ def _histogram(side: SideReport, sequence_length: int) -> Table:
     return table
 
 
-def _broken(prepared: Prepared) -> Text:
+def _render_broken(prepared: PreparedData) -> Text:
     records = prepared.report.records
     text = Text.assemble(
-        (f"skipped: {_plural(records.num_broken, 'broken record')}", "yellow bold")
+        (f"skipped: {_format_count(records.num_broken, 'broken record')}", "yellow bold")
     )
-    for item in records.broken[:NUM_BROKEN_SHOWN]:
+    for item in records.broken[:MAX_BROKEN_SHOWN]:
         text.append(f"\n  {item.file}:{item.line} ").append(item.reason, style="dim")
-    if records.num_broken > NUM_BROKEN_SHOWN:
-        text.append(f"\n  and {records.num_broken - NUM_BROKEN_SHOWN:,} more", style="dim")
+    if records.num_broken > MAX_BROKEN_SHOWN:
+        text.append(f"\n  and {records.num_broken - MAX_BROKEN_SHOWN:,} more", style="dim")
     return text
 
 
-def _sample_panel(sample: ShownSample, sequence_length: int) -> Panel:
+def _render_sample(sample: DecodedSample, sequence_length: int) -> Panel:
     several_characters = sum(len(span.text) for span in sample.spans) > 1.5 * len(sample.spans)
     text = Text()
-    for number, span in enumerate(sample.spans[:NUM_TOKENS_SHOWN]):
+    for number, span in enumerate(sample.spans[:MAX_TOKENS_SHOWN]):
         if number and span.document != sample.spans[number - 1].document:
             text.append("\n" + "─" * 24 + "\n", style="dim")
         # Colours alternate to show token boundaries; with one token per character they would
         # flicker.
-        style = _TOKEN_STYLES[number % 2 if several_characters else 0] if span.supervised else "dim"
-        text.append(_visible(span.text), style=style)
-    if len(sample.spans) > NUM_TOKENS_SHOWN:
+        style = (
+            _TOKEN_STYLES[number % 2 if several_characters else 0] if span.is_supervised else "dim"
+        )
+        text.append(_escape_control_characters(span.text), style=style)
+    if len(sample.spans) > MAX_TOKENS_SHOWN:
         text.append(
-            f"\n... {len(sample.spans) - NUM_TOKENS_SHOWN:,} more tokens", style="dim italic"
+            f"\n... {len(sample.spans) - MAX_TOKENS_SHOWN:,} more tokens", style="dim italic"
         )
     num_documents = len({span.document for span in sample.spans})
     facts = [f"{sample.side} position {sample.position:,}", f"sample {sample.index:,}"]
-    facts += [_plural(num_documents, "document")] if num_documents > 1 else []
+    facts += [_format_count(num_documents, "document")] if num_documents > 1 else []
     facts.append(f"{sample.num_supervised:,} of {sequence_length:,} supervised")
-    facts += [f"{_plural(sample.num_free, 'position')} of padding"] if sample.num_free else []
+    facts += (
+        [f"{_format_count(sample.num_padding, 'position')} of padding"]
+        if sample.num_padding
+        else []
+    )
     return Panel(
         text,
         title=Text(" · ".join(facts), style="bold"),
@@ -480,14 +495,14 @@ def _sample_panel(sample: ShownSample, sequence_length: int) -> Panel:
     )
 
 
-def _visible(text: str) -> str:
+def _escape_control_characters(text: str) -> str:
     """Mark line ends and tabs, and escape other control characters, which could affect the
     terminal."""
     marks = {"\n": "↵\n", "\t": "→   ", "\x7f": "␡"}
-    return "".join(marks.get(character) or _picture(character) for character in text)
+    return "".join(marks.get(character) or _escape_character(character) for character in text)
 
 
-def _picture(character: str) -> str:
+def _escape_character(character: str) -> str:
     if character < " ":
         return chr(0x2400 + ord(character))
     return character if character.isprintable() or character == " " else f"<U+{ord(character):04X}>"

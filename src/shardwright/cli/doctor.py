@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
-from shardwright.cli.pages import HtmlOutput, write_page
+from shardwright.cli.page_output import HtmlOutput, write_page
 from shardwright.config import load_recipe
 from shardwright.config.layout import LayoutSection
-from shardwright.config.load import parse_layout
-from shardwright.config.upkeep import DeviceKind
+from shardwright.config.recipe_loading import parse_layout
+from shardwright.config.run import DeviceKind
 from shardwright.errors import CheckFailed, ExitCode, InputError
+from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.layout import Layout, resolve_layout
 from shardwright.plan import settle_precision
-from shardwright.train.ranks import RankEnvironment, find_ranks
 
 if TYPE_CHECKING:
     from shardwright.config import Recipe
-    from shardwright.probe.doctor import Diagnosis
-    from shardwright.probe.examination import Order
-    from shardwright.probe.finding import Finding
+    from shardwright.doctor.diagnosis import Diagnosis
+    from shardwright.doctor.examination import ExaminationRequest
+    from shardwright.doctor.finding import Finding
 
 
-NumRanks = Annotated[
+NumRanksOption = Annotated[
     int | None,
     typer.Option(
         "--nproc",
@@ -45,7 +45,7 @@ RecipeOption = Annotated[
         show_default=False,
     ),
 ]
-LayoutText = Annotated[
+LayoutOption = Annotated[
     str | None,
     typer.Option(
         "--layout",
@@ -56,7 +56,7 @@ LayoutText = Annotated[
         show_default=False,
     ),
 ]
-Calibrate = Annotated[
+CalibrateOption = Annotated[
     Path | None,
     typer.Option(
         "--calibrate",
@@ -65,7 +65,7 @@ Calibrate = Annotated[
         show_default=False,
     ),
 ]
-Checklist = Annotated[
+ChecklistOption = Annotated[
     Path | None,
     typer.Option(
         "--checklist",
@@ -74,7 +74,7 @@ Checklist = Annotated[
         show_default=False,
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]
 Budget = Annotated[
     float,
     typer.Option(
@@ -86,22 +86,22 @@ Budget = Annotated[
         ),
     ),
 ]
-TimeOut = Annotated[
+TimeoutOption = Annotated[
     float,
     typer.Option("--timeout", min=1.0, help="Time limit of a peer or a measurement in seconds."),
 ]
 
 
 def doctor_command(
-    nproc: NumRanks = None,
+    nproc: NumRanksOption = None,
     recipe: RecipeOption = None,
-    layout: LayoutText = None,
+    layout: LayoutOption = None,
     overrides: Overrides = None,
-    calibrate: Calibrate = None,
+    calibrate: CalibrateOption = None,
     budget: Budget = 120.0,
-    checklist: Checklist = None,
-    device: Device = "auto",
-    timeout: TimeOut = 60.0,
+    checklist: ChecklistOption = None,
+    device: DeviceOption = "auto",
+    timeout: TimeoutOption = 60.0,
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -128,22 +128,22 @@ def doctor_command(
     if overrides and recipe is None:
         raise InputError("there is no recipe to change", field="--set", remedy="Add --recipe")
     loaded_recipe = None if recipe is None else load_recipe(recipe, overrides or [], layout)
-    section = _section(loaded_recipe, layout)
-    ranks = find_ranks()
-    degrees = _resolve(section, _world_size(nproc, ranks, section, device))
+    section = _choose_layout_section(loaded_recipe, layout)
+    ranks = detect_rank_environment()
+    degrees = _resolve_layout(section, _choose_world_size(nproc, ranks, section, device))
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
-    from shardwright.probe.calibrate import order_of
-    from shardwright.probe.doctor import examine
-    from shardwright.train.automatic import choose_planned_precision
+    from shardwright.doctor.cluster_profile import build_request
+    from shardwright.doctor.diagnosis import examine
+    from shardwright.launch.auto_layout import choose_planned_precision
 
     if loaded_recipe is not None:
         loaded_recipe = settle_precision(loaded_recipe, choose_planned_precision(loaded_recipe))
-    request = order_of(
+    request = build_request(
         loaded_recipe,
         degrees,
         device=kind,
         timeout_seconds=timeout,
-        calibrates=calibrate is not None,
+        should_calibrate=calibrate is not None,
         budget_seconds=budget,
     )
     if calibrate is not None and (ranks is None or ranks.rank == 0):
@@ -159,15 +159,15 @@ def doctor_command(
         raise CheckFailed(
             "; ".join(f"{f.value}. {f.remedy}" for f in diagnosis.findings if f.verdict == "fail")
         )
-    _tell(diagnosis, request, calibrate, html=html, json_output=json_output)
+    _print_diagnosis(diagnosis, request, calibrate, html=html, json_output=json_output)
 
 
-def _world_size(
+def _choose_world_size(
     nproc: int | None, ranks: RankEnvironment | None, section: LayoutSection | None, device: str
 ) -> int:
     """Return the launcher's number of ranks, else --nproc, else this machine's default."""
     if ranks is None:
-        return nproc or _usual_ranks(section, device)
+        return nproc or _count_default_ranks(section, device)
     if nproc not in (None, ranks.world_size):
         raise InputError(
             f"a launcher has already started {ranks.world_size} ranks",
@@ -178,7 +178,7 @@ def _world_size(
     return ranks.world_size
 
 
-def _section(recipe: Recipe | None, layout: str | None) -> LayoutSection | None:
+def _choose_layout_section(recipe: Recipe | None, layout: str | None) -> LayoutSection | None:
     """Return the layout to check; None if all ranks form one group."""
     if recipe is not None:
         if recipe.layout.auto:
@@ -192,7 +192,7 @@ def _section(recipe: Recipe | None, layout: str | None) -> LayoutSection | None:
     return None if layout is None else LayoutSection.model_validate(parse_layout(layout))
 
 
-def _usual_ranks(section: LayoutSection | None, device: str) -> int:
+def _count_default_ranks(section: LayoutSection | None, device: str) -> int:
     """Return one rank per GPU; on a CPU the ranks of the layout, and at least two with two
     cores."""
     import torch
@@ -210,36 +210,36 @@ def _usual_ranks(section: LayoutSection | None, device: str) -> int:
     return layout_ranks if layout_ranks >= minimum else layout_ranks * minimum
 
 
-def _resolve(section: LayoutSection | None, world_size: int) -> Layout:
+def _resolve_layout(section: LayoutSection | None, world_size: int) -> Layout:
     if section is None:
         return Layout(dp_shard=world_size, zero_stage=3) if world_size > 1 else Layout()
     return resolve_layout(section, world_size)
 
 
-def _tell(
+def _print_diagnosis(
     diagnosis: Diagnosis,
-    order: Order,
+    request: ExaminationRequest,
     calibrate: Path | None,
     *,
     html: Path | None,
     json_output: bool,
 ) -> None:
     from shardwright.cli.console import open_console
-    from shardwright.cli.doctor_table import show
+    from shardwright.cli.doctor_table import print_findings
+    from shardwright.doctor.cluster_profile import build_profile
     from shardwright.hardware import save_profile
-    from shardwright.probe.calibrate import profile_of
-    from shardwright.report.diagnosis import render_diagnosis
+    from shardwright.report.diagnosis_page import render_diagnosis
 
     console = open_console(stderr=json_output)
     content = diagnosis.as_dict()
-    show(diagnosis.findings, console)
+    print_findings(diagnosis.findings, console)
     if html is not None:
         ranks = f"{diagnosis.world_size} rank{'s' * (diagnosis.world_size != 1)}"
         device_name = diagnosis.device_name or diagnosis.device_kind
         lead = f"{ranks} of {device_name}, layout {diagnosis.layout or 'single rank'}"
         write_page(html, render_diagnosis("Doctor", lead, diagnosis.findings))
     if calibrate is not None:
-        profile = profile_of(diagnosis, order)
+        profile = build_profile(diagnosis, request)
         try:
             calibrate.parent.mkdir(parents=True, exist_ok=True)
             save_profile(profile, calibrate)
@@ -258,7 +258,7 @@ def _tell(
             highlight=False,
             soft_wrap=True,
         )
-    _end(content, diagnosis.findings, json_output=json_output)
+    _finish(content, diagnosis.findings, json_output=json_output)
 
 
 def _check_recipe(
@@ -272,15 +272,15 @@ def _check_recipe(
 ) -> None:
     loaded_recipe = load_recipe(path, overrides or [], layout)
     from shardwright.cli.console import open_console
-    from shardwright.cli.doctor_table import show
-    from shardwright.probe.checklist import check_recipe
-    from shardwright.report.diagnosis import render_diagnosis
+    from shardwright.cli.doctor_table import print_findings
+    from shardwright.doctor.checklist import check_recipe
+    from shardwright.report.diagnosis_page import render_diagnosis
 
-    world_size = nproc or _usual_ranks(
+    world_size = nproc or _count_default_ranks(
         None if loaded_recipe.layout.auto else loaded_recipe.layout, "auto"
     )
     findings = check_recipe(loaded_recipe, world_size, str(path))
-    show(findings, open_console(stderr=json_output))
+    print_findings(findings, open_console(stderr=json_output))
     if html is not None:
         write_page(
             html,
@@ -294,13 +294,15 @@ def _check_recipe(
         "world_size": world_size,
         "findings": [f.as_dict() for f in findings],
     }
-    _end(content, findings, json_output=json_output)
+    _finish(content, findings, json_output=json_output)
 
 
-def _end(told: dict[str, object], findings: tuple[Finding, ...], *, json_output: bool) -> None:
+def _finish(
+    content: dict[str, object], findings: tuple[Finding, ...], *, json_output: bool
+) -> None:
     failed = [finding for finding in findings if finding.verdict == "fail"]
     if json_output:
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(content) + "\n")
         if failed:  # standard output contains only the JSON object
             raise typer.Exit(ExitCode.CHECK_FAILED)
     elif failed:

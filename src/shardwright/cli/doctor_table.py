@@ -12,33 +12,34 @@ from rich.text import Text
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardwright.probe.finding import Finding
+    from shardwright.doctor.finding import Finding
 
-_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
-_NARROW = 100
+_VERDICT_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
+_NARROW_COLUMNS = 100
 """Terminal width in columns below which names are folded earlier."""
-_TRAFFIC_NAMES = 25
+_TRAFFIC_NAME_COLUMNS = 25
 """Columns of verdict and collective in the traffic table."""
-_TRAFFIC_COLUMN = 11
+_TRAFFIC_SIZE_COLUMNS = 11
 """Columns of each message size in the traffic table."""
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
     """Print all findings, then the number of each verdict."""
-    narrow = console.width < _NARROW
+    narrow = console.width < _NARROW_COLUMNS
     for section in dict.fromkeys(finding.section for finding in findings):
         members = [finding for finding in findings if finding.section == section]
         console.print(Text(section, style="bold"))
         traffic = [finding for finding in members if "bus_bytes_per_second" in finding.numbers]
-        _show_lines(console, [finding for finding in members if finding not in traffic], narrow)
+        _print_lines(console, [finding for finding in members if finding not in traffic], narrow)
         if traffic:
-            _show_traffic(console, traffic, narrow)
+            _print_traffic(console, traffic, narrow)
     counts = {
-        verdict: sum(finding.verdict == verdict for finding in findings) for verdict in _STYLES
+        verdict: sum(finding.verdict == verdict for finding in findings)
+        for verdict in _VERDICT_STYLES
     }
     summary = Text.assemble(
         *(
-            (f"{count} {verdict}  ", _STYLES[verdict] if count else "dim")
+            (f"{count} {verdict}  ", _VERDICT_STYLES[verdict] if count else "dim")
             for verdict, count in counts.items()
         )
     )
@@ -46,17 +47,17 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     console.print(summary)
 
 
-def _show_lines(console: Console, findings: Sequence[Finding], narrow: bool) -> None:
+def _print_lines(console: Console, findings: Sequence[Finding], is_narrow: bool) -> None:
     """Print verdict, name and value of each finding, with the remedy below."""
     if not findings:
         return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1))
     table.add_column(width=6, no_wrap=True)
-    width = 20 if narrow else 30
+    width = 20 if is_narrow else 30
     table.add_column(width=width, overflow="fold")
     table.add_column(ratio=1, overflow="fold")
     for finding in findings:
-        style = _STYLES[finding.verdict]
+        style = _VERDICT_STYLES[finding.verdict]
         value = Text(finding.value)
         if finding.verdict != "pass":
             value.append(f"\n-> {finding.remedy}", style=style)
@@ -64,7 +65,7 @@ def _show_lines(console: Console, findings: Sequence[Finding], narrow: bool) -> 
     console.print(table)
 
 
-def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -> None:
+def _print_traffic(console: Console, findings: Sequence[Finding], is_narrow: bool) -> None:
     """Print one table per group: bus bandwidth in GB/s by collective and message size.
 
     Findings that do not pass follow below the table.
@@ -81,7 +82,7 @@ def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -
             f"bus bandwidth in GB/s by message size{peak_note}",
             highlight=False,
         )
-        sizes, num_omitted = _sizes_that_fit(members, console.width, beside_peak=peak is not None)
+        sizes, num_omitted = _select_sizes(members, console.width, has_peak_column=peak is not None)
         table = Table(box=None, pad_edge=False, padding=(0, 1))
         table.add_column("", width=6, no_wrap=True)
         table.add_column("")
@@ -90,7 +91,7 @@ def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -
         if peak is not None:
             table.add_column("of peak", justify="right", no_wrap=True)
         for finding in members:
-            table.add_row(*_traffic_row(finding, sizes, peak))
+            table.add_row(*_build_traffic_row(finding, sizes, peak))
         console.print(table)
         if num_omitted:
             console.print(
@@ -98,11 +99,13 @@ def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -
                 style="dim",
                 highlight=False,
             )
-        _show_lines(console, [finding for finding in members if finding.verdict != "pass"], narrow)
+        _print_lines(
+            console, [finding for finding in members if finding.verdict != "pass"], is_narrow
+        )
 
 
-def _sizes_that_fit(
-    findings: Sequence[Finding], width: int, *, beside_peak: bool
+def _select_sizes(
+    findings: Sequence[Finding], width: int, *, has_peak_column: bool
 ) -> tuple[list[int], int]:
     """Return the message sizes that fit the width, and the number of those that do not.
 
@@ -113,7 +116,9 @@ def _sizes_that_fit(
     ]
     sizes = sorted(set().union(*measured))
     num_columns = max(
-        2, (width - _TRAFFIC_NAMES - (_TRAFFIC_COLUMN if beside_peak else 0)) // _TRAFFIC_COLUMN
+        2,
+        (width - _TRAFFIC_NAME_COLUMNS - (_TRAFFIC_SIZE_COLUMNS if has_peak_column else 0))
+        // _TRAFFIC_SIZE_COLUMNS,
     )
     if len(sizes) <= num_columns:
         return sizes, 0
@@ -123,8 +128,8 @@ def _sizes_that_fit(
     return selected, len(sizes) - len(selected)
 
 
-def _traffic_row(finding: Finding, sizes: Sequence[int], peak: float | None) -> list[Any]:
-    style = _STYLES[finding.verdict]
+def _build_traffic_row(finding: Finding, sizes: Sequence[int], peak: float | None) -> list[Any]:
+    style = _VERDICT_STYLES[finding.verdict]
     bus = {int(size): rate for size, rate in finding.numbers["bus_bytes_per_second"].items()}
     cells: list[Any] = [Text(f"  {finding.verdict}", style=style), finding.numbers["kind"]]
     cells += [f"{bus[size] / 1e9:.3g}" if size in bus else "" for size in sizes]

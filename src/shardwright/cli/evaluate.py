@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, show_log
+from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, enable_log
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
-    from shardwright.train.exact_match import Answered
-    from shardwright.train.source import ModelSource
+    from shardwright.inference.exact_match import ExactMatchResult
+    from shardwright.inference.model_source import ModelSource
 
 SCHEMA_VERSION = 1
-SECONDS_BETWEEN_LINES = 10.0
+PROGRESS_INTERVAL_SECONDS = 10.0
 
 
 def evaluate_command(
@@ -69,24 +69,34 @@ def evaluate_command(
     # Torch is imported here, so that --help stays fast.
     import torch
 
-    from shardwright.train.exact_match import ANSWER, answer_questions, load_encoder, read_questions
-    from shardwright.train.source import choose_device, choose_dtype, load_decoder, open_source
+    from shardwright.inference.exact_match import (
+        DEFAULT_PATTERN,
+        load_prompt_encoder,
+        read_tasks,
+        run_tasks,
+    )
+    from shardwright.inference.model_source import (
+        load_decoder,
+        open_model_source,
+        parse_device,
+        parse_dtype,
+    )
 
-    pattern = ANSWER if pattern is None else _checked(pattern)
-    torch_device = choose_device(device)
-    precision = choose_dtype(dtype, torch.float32 if torch_device.type == "cpu" else torch.bfloat16)
-    show_log()
-    model = open_source(source, checkpoint)
+    pattern = DEFAULT_PATTERN if pattern is None else _check_pattern(pattern)
+    torch_device = parse_device(device)
+    precision = parse_dtype(dtype, torch.float32 if torch_device.type == "cpu" else torch.bfloat16)
+    enable_log()
+    model = open_model_source(source, checkpoint)
     tokenizer = model.load_tokenizer()
-    selected = read_questions(
-        questions, load_encoder(model, source, tokenizer), pattern=pattern, limit=limit
+    selected = read_tasks(
+        questions, load_prompt_encoder(model, source, tokenizer), pattern=pattern, limit=limit
     )
     decoder = load_decoder(model, device=torch_device, dtype=precision)
     started = time.monotonic()
     printed = started
-    completions: list[Answered] = []
+    completions: list[ExactMatchResult] = []
     stop_ids = model.stop_ids(tokenizer)
-    for answered in answer_questions(
+    for answered in run_tasks(
         decoder,
         tokenizer,
         selected,
@@ -95,14 +105,14 @@ def evaluate_command(
         max_new_tokens=max_new_tokens,
     ):
         completions.append(answered)
-        if time.monotonic() - printed > SECONDS_BETWEEN_LINES:
+        if time.monotonic() - printed > PROGRESS_INTERVAL_SECONDS:
             printed = time.monotonic()
             sys.stderr.write(
                 f"{len(completions)} of {len(selected)}: "
-                f"{sum(item.correct for item in completions)} correct\n"
+                f"{sum(item.is_correct for item in completions)} correct\n"
             )
-    path = _write(out, source, model, completions)
-    score = _score(completions) | {
+    path = _write_completions(out, source, model, completions)
+    score = _compute_score(completions) | {
         "source": model.name,
         "step": model.step,
         "seconds": time.monotonic() - started,
@@ -116,10 +126,10 @@ def evaluate_command(
             + "\n"
         )
     else:
-        sys.stdout.write(_told(score, path))
+        sys.stdout.write(_format_score(score, path))
 
 
-def _checked(pattern: str) -> str:
+def _check_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -129,23 +139,23 @@ def _checked(pattern: str) -> str:
     return pattern
 
 
-def _score(done: list[Answered]) -> dict[str, object]:
+def _compute_score(completions: list[ExactMatchResult]) -> dict[str, object]:
     """Return counts, the exact-match fraction, and its standard error for independent
     questions."""
-    total = len(done)
-    num_correct = sum(item.correct for item in done)
+    total = len(completions)
+    num_correct = sum(item.is_correct for item in completions)
     share = num_correct / total
     return {
         "num_questions": total,
         "num_correct": num_correct,
         "exact_match": share,
         "standard_error": math.sqrt(share * (1 - share) / total),
-        "num_without_answer": sum(item.answer is None for item in done),
-        "num_not_ended": sum(item.stopped != "eos" for item in done),
+        "num_without_answer": sum(item.extracted_text is None for item in completions),
+        "num_not_ended": sum(item.stop_reason != "eos" for item in completions),
     }
 
 
-def _told(score: dict[str, object], path: Path | None) -> str:
+def _format_score(score: dict[str, object], path: Path | None) -> str:
     text = (
         f"{score['source']}: exact match {score['exact_match']:.2%} +- "
         f"{score['standard_error']:.2%}"
@@ -155,24 +165,26 @@ def _told(score: dict[str, object], path: Path | None) -> str:
     return text + (f"; texts in {path}\n" if path is not None else "\n")
 
 
-def _write(out: Path | None, source: Path, model: ModelSource, done: list[Answered]) -> Path | None:
+def _write_completions(
+    out: Path | None, source: Path, model: ModelSource, completions: list[ExactMatchResult]
+) -> Path | None:
     """Write one line per question and return the path; without --out, only for a run folder."""
     if out is None and model.step is None:
         return None
     path = out if out is not None else source / f"exact-match-{model.step}.jsonl"
     try:
         with open(path, "w", encoding="utf-8") as stream:
-            for item in done:
+            for item in completions:
                 line = {
-                    "file": item.question.file,
-                    "line": item.question.line,
-                    "expected": item.question.expected,
+                    "file": item.task.file,
+                    "line": item.task.line_number,
+                    "expected": item.task.expected_text,
                 }
                 line |= {
-                    "answer": item.answer,
-                    "correct": item.correct,
-                    "stopped": item.stopped,
-                    "text": item.text,
+                    "answer": item.extracted_text,
+                    "correct": item.is_correct,
+                    "stopped": item.stop_reason,
+                    "text": item.completion_text,
                 }
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
     except OSError as error:

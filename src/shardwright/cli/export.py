@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, show_log
+from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, enable_log
 from shardwright.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from shardwright.model.export import ExportedFolder
-    from shardwright.train.adapters import ExportedAdapters
-    from shardwright.train.source import ModelSource
+    from shardwright.inference.adapter_export import ExportedAdapters
+    from shardwright.inference.model_source import ModelSource
+    from shardwright.model.hf_folder import ExportedFolder
 
 SCHEMA_VERSION = 1
 
@@ -63,12 +63,16 @@ def export_command(
     For a run with adapters: write the adapter folder for peft, or with --merge the whole model.
     """
     # Torch is imported here, so that --help stays fast.
-    from shardwright.train.adapters import check_merge, merged_source
-    from shardwright.train.export import export_source
-    from shardwright.train.source import DTYPES, choose_dtype, open_source
+    from shardwright.inference.adapter_export import check_merged_logits, merge_adapters
+    from shardwright.inference.export import export_hf_folder
+    from shardwright.inference.model_source import (
+        DTYPE_OF_PRECISION,
+        open_model_source,
+        parse_dtype,
+    )
 
-    show_log()
-    model = open_source(source, checkpoint)
+    enable_log()
+    model = open_model_source(source, checkpoint)
     if model.shape.adapters is not None and not merge:
         _export_adapters(
             model, out, dtype, overwrite=overwrite, check=check, json_output=json_output
@@ -76,11 +80,11 @@ def export_command(
         return
     if merge:
         unmerged = model
-        model = merged_source(model)
+        model = merge_adapters(model)
         if check:
-            check_merge(unmerged, model)
-    stored = choose_dtype(dtype, model.dtype)
-    written = export_source(
+            check_merged_logits(unmerged, model)
+    stored = parse_dtype(dtype, model.dtype)
+    written = export_hf_folder(
         model,
         out,
         dtype=stored,
@@ -89,7 +93,9 @@ def export_command(
         check=check,
     )
     dtype_name = next(
-        dtype_name for dtype_name, torch_dtype in DTYPES.items() if torch_dtype == stored
+        dtype_name
+        for dtype_name, torch_dtype in DTYPE_OF_PRECISION.items()
+        if torch_dtype == stored
     )
     num_files = len(written.weight_files)
     outcome = (
@@ -103,7 +109,9 @@ def export_command(
         f"{outcome}\n"
     )
     if json_output:
-        _tell(model, out, dtype_name, written, weight_files=written.weight_files, checked=check)
+        _print_json(
+            model, out, dtype_name, written, weight_files=written.weight_files, checked=check
+        )
 
 
 def _export_adapters(
@@ -111,19 +119,21 @@ def _export_adapters(
 ) -> None:
     import torch
 
-    from shardwright.train.adapters import export_adapters
-    from shardwright.train.source import DTYPES, choose_dtype
+    from shardwright.inference.adapter_export import export_adapters
+    from shardwright.inference.model_source import DTYPE_OF_PRECISION, parse_dtype
 
-    stored = choose_dtype(dtype, torch.float32)
+    stored = parse_dtype(dtype, torch.float32)
     written = export_adapters(model, out, dtype=stored, overwrite=overwrite, check=check)
     dtype_name = next(
-        dtype_name for dtype_name, torch_dtype in DTYPES.items() if torch_dtype == stored
+        dtype_name
+        for dtype_name, torch_dtype in DTYPE_OF_PRECISION.items()
+        if torch_dtype == stored
     )
     outcomes = {
         "peft": "loaded with peft, logits agree",
         "itself": "read back, identical (peft is not installed)",
     }
-    outcome = "not verified" if written.held_against is None else outcomes[written.held_against]
+    outcome = "not verified" if written.checked_with is None else outcomes[written.checked_with]
     sys.stderr.write(
         f"{model.name} -> {out}: adapters of {format_count(written.num_parameters)} "
         f"parameters in {dtype_name}, "
@@ -131,23 +141,23 @@ def _export_adapters(
     )
     if json_output:
         files = ["adapter_model.safetensors"]
-        _tell(
+        _print_json(
             model,
             out,
             dtype_name,
             written,
             weight_files=files,
             checked=check,
-            held_against=written.held_against,
+            held_against=written.checked_with,
         )
 
 
-def _tell(
+def _print_json(
     model: ModelSource,
     out: Path,
     dtype: str,
     written: ExportedFolder | ExportedAdapters,
-    **more: Any,
+    **extra: Any,
 ) -> None:
     """Print a summary as a JSON object on standard output."""
     content = {
@@ -159,4 +169,4 @@ def _tell(
         "num_parameters": written.num_parameters,
         "weights_bytes": written.weights_bytes,
     }
-    sys.stdout.write(json.dumps(content | more) + "\n")
+    sys.stdout.write(json.dumps(content | extra) + "\n")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, show_log
+from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, enable_log
 
 if TYPE_CHECKING:
-    from shardwright.train.generate import Completion
+    from shardwright.inference.generation import Completion
 
 SCHEMA_VERSION = 1
 
@@ -64,14 +64,19 @@ def generate_command(
     # Torch is imported here, so that --help stays fast.
     import torch
 
-    from shardwright.train.generate import Sampling, complete, encode_prompt
-    from shardwright.train.source import choose_device, choose_dtype, load_decoder, open_source
+    from shardwright.inference.generation import SamplingSettings, complete_prompt, encode_prompt
+    from shardwright.inference.model_source import (
+        load_decoder,
+        open_model_source,
+        parse_device,
+        parse_dtype,
+    )
 
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    torch_device = choose_device(device)
-    precision = choose_dtype(dtype, torch.float32 if torch_device.type == "cpu" else torch.bfloat16)
-    show_log()
-    model = open_source(source, checkpoint)
+    sampling = SamplingSettings(temperature, top_k, top_p, seed)
+    torch_device = parse_device(device)
+    precision = parse_dtype(dtype, torch.float32 if torch_device.type == "cpu" else torch.bfloat16)
+    enable_log()
+    model = open_model_source(source, checkpoint)
     tokenizer = model.load_tokenizer()
     decoder = load_decoder(model, device=torch_device, dtype=precision)
 
@@ -83,14 +88,14 @@ def generate_command(
     encode_prompt(decoder, tokenizer, prompt)  # raise for an invalid prompt before it is printed
     show(prompt)
     started = time.perf_counter()
-    completion = complete(
+    completion = complete_prompt(
         decoder,
         tokenizer,
         prompt,
         sampling,
         max_new_tokens=max_new_tokens,
         stop_ids=() if ignore_eos else model.stop_ids(tokenizer),
-        slide=slide,
+        should_slide=slide,
         on_text=show,
     )
     seconds = time.perf_counter() - started
@@ -98,10 +103,10 @@ def generate_command(
     sys.stderr.write(
         f"{model.name}: {len(completion.new_ids)} tokens, "
         f"{len(completion.new_ids) / seconds:.1f} tokens/s; "
-        f"stopped: {_STOPPED[completion.stopped]}\n"
+        f"stopped: {_STOP_REASONS[completion.stop_reason]}\n"
     )
     if json_output:
-        content = _as_json(completion) | {
+        content = _build_json(completion) | {
             "source": model.name,
             "step": model.step,
             "prompt": prompt,
@@ -110,18 +115,18 @@ def generate_command(
         sys.stdout.write(json.dumps(content) + "\n")
 
 
-_STOPPED = {
+_STOP_REASONS = {
     "eos": "end of text",
     "length": "--max-new-tokens reached",
     "positions": "the model's maximum length is reached (--slide continues)",
 }
 
 
-def _as_json(completion: Completion) -> dict[str, object]:
+def _build_json(completion: Completion) -> dict[str, object]:
     return {
         "schema_version": SCHEMA_VERSION,
         "text": completion.text,
         "num_prompt_tokens": len(completion.prompt_ids),
         "num_new_tokens": len(completion.new_ids),
-        "stopped": completion.stopped,
+        "stopped": completion.stop_reason,
     }

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
-from shardwright.cli.pages import write_text
+from shardwright.cli.page_output import write_text
+from shardwright.cluster.job import Job, NetworkOptions, find_placeholders, parse_environment
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
 from shardwright.files import read_text
-from shardwright.interop.job import Job, Links, parse_environment, placeholders
 
 if TYPE_CHECKING:
     from shardwright.config import Recipe
 
 SCHEMA_VERSION = 1
 
-Text = str | None
+OptionalText = str | None
 
 
-def _option(name: str, about: str, metavar: str | None = None, **limits: Any) -> Any:
+def _build_option(name: str, help_text: str, metavar: str | None = None, **limits: Any) -> Any:
     """Build an option whose default is not shown."""
-    return typer.Option(name, metavar=metavar, help=about, show_default=False, **limits)
+    return typer.Option(name, metavar=metavar, help=help_text, show_default=False, **limits)
 
 
 Slurm = Annotated[bool, typer.Option("--slurm", help="Write an sbatch script.")]
@@ -36,34 +36,40 @@ Kubernetes = Annotated[
     bool, typer.Option("--kubernetes", help="Write a PyTorchJob for Kubeflow's training operator.")
 ]
 Torchrun = Annotated[bool, typer.Option("--torchrun", help="Write one torchrun command per node.")]
-Nodes = Annotated[
+NodeCountOption = Annotated[
     int | None,
     typer.Option("--nodes", min=1, help="Number of nodes; default 1, or the number of --hosts."),
 ]
 GpusPerNode = Annotated[
     int | None,
-    _option("--gpus-per-node", "Ranks per node; default from the recipe's `cluster`.", min=1),
+    _build_option("--gpus-per-node", "Ranks per node; default from the recipe's `cluster`.", min=1),
 ]
 LayoutText = Annotated[
-    Text, _option("--layout", "Replace the recipe's layout, e.g. dp_shard=16.", "DEGREES")
+    OptionalText,
+    _build_option("--layout", "Replace the recipe's layout, e.g. dp_shard=16.", "DEGREES"),
 ]
 RunDir = Annotated[
-    Text, _option("--run-dir", "Run folder, on storage shared by all nodes; default runs/<name>.")
+    OptionalText,
+    _build_option("--run-dir", "Run folder, on storage shared by all nodes; default runs/<name>."),
 ]
 Interface = Annotated[
-    Text, _option("--interface", "Network interface that connects the nodes, e.g. eth0.", "NAME")
+    OptionalText,
+    _build_option("--interface", "Network interface that connects the nodes, e.g. eth0.", "NAME"),
 ]
-IbHca = Annotated[Text, _option("--ib-hca", "InfiniBand adapters for NCCL, e.g. mlx5.", "NAMES")]
+IbHca = Annotated[
+    OptionalText, _build_option("--ib-hca", "InfiniBand adapters for NCCL, e.g. mlx5.", "NAMES")
+]
 NoInfiniband = Annotated[bool, typer.Option("--no-infiniband", help="Disable InfiniBand in NCCL.")]
 Env = Annotated[
     list[str] | None,
-    _option("--env", "Environment variable to set on every node. Repeatable.", "NAME=VALUE"),
+    _build_option("--env", "Environment variable to set on every node. Repeatable.", "NAME=VALUE"),
 ]
 Port = Annotated[
-    int | None, _option("--port", "Port of the rendezvous on the first node.", min=1024, max=65535)
+    int | None,
+    _build_option("--port", "Port of the rendezvous on the first node.", min=1024, max=65535),
 ]
 Cores = Annotated[
-    int | None, _option("--cores-per-rank", "CPU cores, and threads, per rank.", min=1)
+    int | None, _build_option("--cores-per-rank", "CPU cores, and threads, per rank.", min=1)
 ]
 SaveSeconds = Annotated[
     int,
@@ -73,32 +79,38 @@ SaveSeconds = Annotated[
         help="Seconds before the time limit at which ranks are signalled to save.",
     ),
 ]
-Partition = Annotated[Text, _option("--partition", "Slurm partition.")]
-Account = Annotated[Text, _option("--account", "Slurm account.")]
+Partition = Annotated[OptionalText, _build_option("--partition", "Slurm partition.")]
+Account = Annotated[OptionalText, _build_option("--account", "Slurm account.")]
 TimeLimit = Annotated[
-    Text, _option("--time", "Slurm time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT")
+    OptionalText,
+    _build_option("--time", "Slurm time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT"),
 ]
 Sbatch = Annotated[
-    list[str] | None, _option("--sbatch", "Additional sbatch option. Repeatable.", "--OPTION=VALUE")
+    list[str] | None,
+    _build_option("--sbatch", "Additional sbatch option. Repeatable.", "--OPTION=VALUE"),
 ]
-Image = Annotated[Text, _option("--image", "Container image (Kubernetes, or Slurm with Pyxis).")]
-Namespace = Annotated[Text, _option("--namespace", "Kubernetes namespace.")]
+Image = Annotated[
+    OptionalText, _build_option("--image", "Container image (Kubernetes, or Slurm with Pyxis).")
+]
+Namespace = Annotated[OptionalText, _build_option("--namespace", "Kubernetes namespace.")]
 Volume = Annotated[
     list[str] | None,
-    _option(
+    _build_option(
         "--volume", "Kubernetes volume claim of shared storage to mount. Repeatable.", "CLAIM:/PATH"
     ),
 ]
 WorkingDir = Annotated[
-    Text, _option("--working-dir", "Kubernetes: working directory of the ranks.")
+    OptionalText, _build_option("--working-dir", "Kubernetes: working directory of the ranks.")
 ]
 Hosts = Annotated[
-    Text,
-    _option(
+    OptionalText,
+    _build_option(
         "--hosts", "torchrun: one address per node; the first node hosts the rendezvous.", "A,B,..."
     ),
 ]
-Out = Annotated[Path | None, _option("--out", "Output file; default standard output.", "FILE")]
+LaunchOutput = Annotated[
+    Path | None, _build_option("--out", "Output file; default standard output.", "FILE")
+]
 Submit = Annotated[bool, typer.Option("--submit", help="Submit with sbatch or kubectl.")]
 
 
@@ -107,7 +119,7 @@ def launch_command(
     slurm: Slurm = False,
     kubernetes: Kubernetes = False,
     torchrun: Torchrun = False,
-    nodes: Nodes = None,
+    nodes: NodeCountOption = None,
     gpus_per_node: GpusPerNode = None,
     overrides: Overrides = None,
     layout: LayoutText = None,
@@ -128,7 +140,7 @@ def launch_command(
     volume: Volume = None,
     working_dir: WorkingDir = None,
     hosts: Hosts = None,
-    out: Out = None,
+    out: LaunchOutput = None,
     submit: Submit = False,
     json_output: JsonOutput = False,
 ) -> None:
@@ -136,7 +148,7 @@ def launch_command(
 
     The ranks find each other, save before the time limit, and resume when the job restarts.
     """
-    kind = _only_one(slurm=slurm, kubernetes=kubernetes, torchrun=torchrun)
+    kind = _choose_launcher(slurm=slurm, kubernetes=kubernetes, torchrun=torchrun)
     slurm_options = {
         "--partition": partition,
         "--account": account,
@@ -148,22 +160,22 @@ def launch_command(
         "--volume": volume,
         "--working-dir": working_dir,
     }
-    _check_belongs(
+    _check_options(
         kind, slurm=slurm_options, kubernetes=kubernetes_options, torchrun={"--hosts": hosts}
     )
     environment = parse_environment(env or [])
     os.environ.update(environment)  # values of the recipe's ${NAME} on the nodes
-    loaded_recipe = load_recipe(recipe, _changes(overrides, run_dir), layout)
+    loaded_recipe = load_recipe(recipe, _build_overrides(overrides, run_dir), layout)
     addresses = [host.strip() for host in hosts.split(",")] if hosts else []
     job = Job(
         recipe=loaded_recipe,
         recipe_path=str(recipe),
         num_nodes=nodes or len(addresses) or 1,
-        ranks_per_node=gpus_per_node or _ranks_of(loaded_recipe),
+        ranks_per_node=gpus_per_node or _count_ranks_per_node(loaded_recipe),
         overrides=tuple(overrides or ()),
         layout=layout,
         run_dir=run_dir,
-        links=Links(interface, ib_hca, not no_infiniband),
+        network=NetworkOptions(interface, ib_hca, not no_infiniband),
         environment=environment,
         save_seconds=save_seconds,
         cores_per_rank=cores,
@@ -171,19 +183,23 @@ def launch_command(
     )
     volume_warnings: list[str] = []
     if kind == "slurm":
-        text = _script(job, partition, account, time, image, sbatch)
+        text = _build_script(job, partition, account, time, image, sbatch)
     elif kind == "kubernetes":
-        text, volume_warnings = _manifest(job, image, namespace, volume, working_dir)
+        text, volume_warnings = _build_manifest(job, image, namespace, volume, working_dir)
     else:
-        text = _commands(job, addresses)
-    notes = [*job.cautions(), *volume_warnings, *_unsaid(recipe, environment, kind)]
-    _tell(kind, text, job, notes, out=out, submitted=submit, json_output=json_output)
+        text = _build_commands(job, addresses)
+    notes = [
+        *job.list_warnings(),
+        *volume_warnings,
+        *_list_missing_environment(recipe, environment, kind),
+    ]
+    _write_output(kind, text, job, notes, out=out, should_submit=submit, json_output=json_output)
 
 
-def _unsaid(recipe: Path, given: dict[str, str], kind: str) -> list[str]:
+def _list_missing_environment(recipe: Path, environment: dict[str, str], kind: str) -> list[str]:
     """Return a note on variables that the recipe reads and nodes lack; sbatch exports this
     shell's."""
-    missing = sorted(placeholders(read_text(recipe)) - set(given))
+    missing = sorted(find_placeholders(read_text(recipe)) - set(environment))
     if not missing or kind == "slurm":
         return []
     return [
@@ -192,18 +208,33 @@ def _unsaid(recipe: Path, given: dict[str, str], kind: str) -> list[str]:
     ]
 
 
-def _script(
-    job: Job, partition: Text, account: Text, time: Text, image: Text, sbatch: list[str] | None
+def _build_script(
+    job: Job,
+    partition: OptionalText,
+    account: OptionalText,
+    time: OptionalText,
+    image: OptionalText,
+    sbatch: list[str] | None,
 ) -> str:
-    from shardwright.interop.slurm import SlurmOptions, sbatch_script
+    from shardwright.cluster.slurm import SlurmOptions, build_sbatch_script
 
-    return sbatch_script(job, SlurmOptions(partition, account, time, image, tuple(sbatch or ())))
+    return build_sbatch_script(
+        job, SlurmOptions(partition, account, time, image, tuple(sbatch or ()))
+    )
 
 
-def _manifest(
-    job: Job, image: Text, namespace: Text, volume: list[str] | None, working_dir: Text
+def _build_manifest(
+    job: Job,
+    image: OptionalText,
+    namespace: OptionalText,
+    volume: list[str] | None,
+    working_dir: OptionalText,
 ) -> tuple[str, list[str]]:
-    from shardwright.interop.kubernetes import KubernetesOptions, manifest, unshared
+    from shardwright.cluster.kubernetes import (
+        KubernetesOptions,
+        build_manifest,
+        list_volume_warnings,
+    )
 
     if not image:
         raise InputError(
@@ -212,13 +243,13 @@ def _manifest(
             remedy="Name an image with shardwright, e.g. --image registry/shardwright:1.0",
         )
     options = KubernetesOptions(image, namespace, tuple(volume or ()), working_dir)
-    return manifest(job, options), unshared(job, options)
+    return build_manifest(job, options), list_volume_warnings(job, options)
 
 
-def _commands(job: Job, addresses: list[str]) -> str:
-    from shardwright.interop.torchrun import torchrun_commands
+def _build_commands(job: Job, addresses: list[str]) -> str:
+    from shardwright.cluster.torchrun import build_torchrun_commands
 
-    commands = torchrun_commands(job, addresses)
+    commands = build_torchrun_commands(job, addresses)
     if len(commands) == 1:
         return commands[0] + "\n"
     lines = []
@@ -227,23 +258,23 @@ def _commands(job: Job, addresses: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tell(
+def _write_output(
     kind: str,
     text: str,
     job: Job,
     notes: list[str],
     *,
     out: Path | None,
-    submitted: bool,
+    should_submit: bool,
     json_output: bool,
 ) -> None:
-    from shardwright.interop.submit import submit
+    from shardwright.cluster.submit import submit
 
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
     if out is not None:
         write_text(out, text)
-    reply = submit(kind, text) if submitted else None
+    reply = submit(kind, text) if should_submit else None
     if json_output:
         content = {
             "schema_version": SCHEMA_VERSION,
@@ -262,8 +293,8 @@ def _tell(
         sys.stdout.write(text)
 
 
-def _only_one(**kinds: bool) -> str:
-    chosen = [kind for kind, is_chosen in kinds.items() if is_chosen]
+def _choose_launcher(**launchers: bool) -> str:
+    chosen = [kind for kind, is_chosen in launchers.items() if is_chosen]
     allowed = "one of --slurm, --kubernetes and --torchrun"
     if len(chosen) != 1:
         raise InputError(
@@ -275,7 +306,7 @@ def _only_one(**kinds: bool) -> str:
     return chosen[0]
 
 
-def _check_belongs(kind: str, **options: Mapping[str, object]) -> None:
+def _check_options(kind: str, **options: Mapping[str, object]) -> None:
     """Refuse options of other launchers, which would have no effect."""
     for owner, values in options.items():
         for option, value in values.items():
@@ -288,11 +319,11 @@ def _check_belongs(kind: str, **options: Mapping[str, object]) -> None:
                 )
 
 
-def _changes(overrides: list[str] | None, run_dir: Text) -> list[str]:
+def _build_overrides(overrides: list[str] | None, run_dir: OptionalText) -> list[str]:
     return [*(overrides or []), *([] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"])]
 
 
-def _ranks_of(recipe: Recipe) -> int:
+def _count_ranks_per_node(recipe: Recipe) -> int:
     """Return the accelerators per node of the recipe's cluster."""
     if recipe.cluster is None:
         raise InputError(
@@ -300,6 +331,6 @@ def _ranks_of(recipe: Recipe) -> int:
             field="--gpus-per-node",
             remedy="Set it, or name the node type in the recipe (`cluster: 8xH100-80GB`)",
         )
-    from shardwright.hardware.load import parse_cluster
+    from shardwright.hardware.catalog_loading import parse_cluster
 
     return parse_cluster(recipe.cluster.node).gpus_per_node

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import typer
 
 from shardwright import __version__
-from shardwright.cli.streams import escape_unencodable, printable
+from shardwright.cli.text_streams import escape_control_characters, escape_unencodable
 from shardwright.cli.verbs import VERBS
 from shardwright.errors import ExitCode, InputError, ShardwrightError
 
-_SHOWN_CHARACTERS = 200
-_INTERRUPTED = 128 + signal.SIGINT
+_MAX_SHOWN_CHARACTERS = 200
+_INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 """Exit code that typer returns for a Ctrl-C that no verb handled."""
 
 
@@ -35,12 +35,12 @@ def build_app(verb: str | None) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback(invoke_without_command=True)(_version)
+    app.callback(invoke_without_command=True)(_print_version)
     for name, entry in VERBS.items():
         if name != verb:
-            app.command(name, help=entry.summary)(_not_called)
+            app.command(name, help=entry.summary)(_raise_not_called)
             continue
-        loaded = entry.load()
+        loaded = entry.load_command()
         if isinstance(loaded, typer.Typer):
             app.add_typer(loaded, name=name, help=entry.summary)
         else:
@@ -48,7 +48,7 @@ def build_app(verb: str | None) -> typer.Typer:
     return app
 
 
-def _version(
+def _print_version(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     if version:
@@ -56,7 +56,7 @@ def _version(
         raise typer.Exit
 
 
-def _not_called() -> None:
+def _raise_not_called() -> None:
     raise AssertionError("called a verb that was not requested")
 
 
@@ -81,15 +81,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result = build_app(
             next((word for word in argument_list if not word.startswith("-")), None)
         )(argument_list, standalone_mode=False)
-        if result == _INTERRUPTED:
+        if result == _INTERRUPTED_EXIT_CODE:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else ExitCode.DONE
     except KeyboardInterrupt:
         message = "interrupted; nothing was saved"
         sys.stderr.write(f"{message}\n")
-        return _end(ExitCode.RUN_FAILED, "Interrupted", message, as_json=as_json)
+        return _report_end(ExitCode.RUN_FAILED, "Interrupted", message, as_json=as_json)
     except ShardwrightError as error:
-        _tell(error, as_json=as_json)
+        _report_error(error, as_json=as_json)
         return error.exit_code
     except OSError as error:
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
@@ -97,18 +97,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
         path = str(error.filename)
         shown = (
             path
-            if len(path) <= _SHOWN_CHARACTERS
-            else f"{path[:_SHOWN_CHARACTERS]}... ({len(path):,} characters)"
+            if len(path) <= _MAX_SHOWN_CHARACTERS
+            else f"{path[:_MAX_SHOWN_CHARACTERS]}... ({len(path):,} characters)"
         )
         refused = InputError(f"the path cannot be resolved: {error.strerror}", got=shown)
-        _tell(refused, as_json=as_json)
+        _report_error(refused, as_json=as_json)
         return refused.exit_code
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(
             error, "show"
         ):  # a usage error of the parser
             error.show()
-            return _end(ExitCode.WRONG_INPUT, "UsageError", error.format_message(), as_json=as_json)
+            return _report_end(
+                ExitCode.WRONG_INPUT, "UsageError", error.format_message(), as_json=as_json
+            )
         return _report_bug(error, as_json=as_json)
 
 
@@ -118,10 +120,10 @@ def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:
         f"{traceback.format_exc()}this is a bug in shardwright {__version__}, "
         "not an error in your input\n"
     )
-    return _end(ExitCode.RUN_FAILED, type(error).__name__, str(error), as_json=as_json)
+    return _report_end(ExitCode.RUN_FAILED, type(error).__name__, str(error), as_json=as_json)
 
 
-def _end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> ExitCode:
+def _report_end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> ExitCode:
     """Under --json, print the error as an object on standard output; return the exit code."""
     if as_json:
         content = {"kind": kind, "message": message, "exit_code": int(code)}
@@ -129,10 +131,10 @@ def _end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> ExitCode:
     return code
 
 
-def _tell(error: ShardwrightError, *, as_json: bool) -> None:
+def _report_error(error: ShardwrightError, *, as_json: bool) -> None:
     """Print the error on standard error and, under --json, as an object on standard output."""
     label = "stopped" if error.exit_code == ExitCode.PREEMPTED else "error"
-    sys.stderr.write(f"{label}: {printable(str(error))}\n")
+    sys.stderr.write(f"{label}: {escape_control_characters(str(error))}\n")
     if as_json:
         content: dict[str, object] = {
             "kind": type(error).__name__,

@@ -41,7 +41,7 @@ CheckpointChoice = Annotated[
 ]
 
 
-def show_log() -> None:
+def enable_log() -> None:
     """Print the package's log on standard error, for verbs without a log file."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("shardwright").setLevel(logging.INFO)

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
-from shardwright.cli.pages import HtmlOutput, write_page, write_text
+from shardwright.cli.page_output import HtmlOutput, write_page, write_text
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
     from shardwright.config import Recipe
     from shardwright.hardware import Cluster
-    from shardwright.planner.answer import Answer
-    from shardwright.planner.candidate import Adapter
+    from shardwright.planner.candidate import LowRankAdapter
+    from shardwright.planner.planning_result import PlanningResult
     from shardwright.planner.prediction import Prediction
 
 SCHEMA_VERSION = 1
 
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 """Digits of a GPU count; int() refuses more than 4,300."""
 
 
-ClusterText = Annotated[
+ClusterOption = Annotated[
     str,
     typer.Option(
         "--cluster",
@@ -37,7 +37,7 @@ ClusterText = Annotated[
         help="Devices of a node, e.g. 8xH100-80GB; an unknown name lists the known ones.",
     ),
 ]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")]
+ClusterNodeCount = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")]
 LinkName = Annotated[
     str | None,
     typer.Option(
@@ -52,7 +52,7 @@ ProfilePath = Annotated[
         "--profile", help="File of rates measured with doctor --calibrate.", show_default=False
     ),
 ]
-Top = Annotated[int, typer.Option("--top", min=1, max=100, help="Number of layouts to show.")]
+TopOption = Annotated[int, typer.Option("--top", min=1, max=100, help="Number of layouts to show.")]
 GpuCounts = Annotated[
     str | None,
     typer.Option(
@@ -80,10 +80,10 @@ LoraRank = Annotated[
         show_default=False,
     ),
 ]
-Quantised = Annotated[
+QuantisedOption = Annotated[
     bool, typer.Option("--quantised", help="With --lora: store the frozen weights in NF4 (QLoRA).")
 ]
-Emit = Annotated[
+EmitOption = Annotated[
     str | None,
     typer.Option(
         "--emit",
@@ -95,7 +95,7 @@ Emit = Annotated[
         show_default=False,
     ),
 ]
-Out = Annotated[
+EmitOutput = Annotated[
     Path | None,
     typer.Option(
         "--out",
@@ -104,24 +104,24 @@ Out = Annotated[
         show_default=False,
     ),
 ]
-Explain = Annotated[bool, typer.Option("--explain", help="Explain the choice, with numbers.")]
+ExplainOption = Annotated[bool, typer.Option("--explain", help="Explain the choice, with numbers.")]
 
 
 def plan_command(
     recipe: RecipePath,
-    cluster: ClusterText,
-    nodes: Nodes = 1,
+    cluster: ClusterOption,
+    nodes: ClusterNodeCount = 1,
     link: LinkName = None,
     profile: ProfilePath = None,
     overrides: Overrides = None,
-    top: Top = 10,
+    top: TopOption = 10,
     gpus: GpuCounts = None,
     precision: PrecisionName = None,
     lora: LoraRank = None,
-    quantised: Quantised = False,
-    emit: Emit = None,
-    out: Out = None,
-    why: Explain = False,
+    quantised: QuantisedOption = False,
+    emit: EmitOption = None,
+    out: EmitOutput = None,
+    why: ExplainOption = False,
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -133,51 +133,54 @@ def plan_command(
     _check_emit(emit, out)
     loaded_recipe = load_recipe(recipe, overrides or [])
     # Imported here: the catalogue and the planner take time that `--help` does not need.
-    from shardwright.hardware.load import parse_cluster
-    from shardwright.hardware.profile import load_profile
-    from shardwright.planner.answer import answer
+    from shardwright.hardware.catalog_loading import parse_cluster
+    from shardwright.hardware.measured_profile import load_profile
+    from shardwright.planner.planning_result import plan_recipe
 
     target = parse_cluster(
-        cluster, nodes=nodes, link=link, profile=None if profile is None else load_profile(profile)
+        cluster,
+        num_nodes=nodes,
+        link=link,
+        profile=None if profile is None else load_profile(profile),
     )
-    adapter = _adapter(lora, quantised)
-    gpu_counts = _counts(gpus)
-    result = answer(
+    adapter = _build_adapter(lora, quantised)
+    gpu_counts = _parse_gpu_counts(gpus)
+    result = plan_recipe(
         loaded_recipe,
         target,
-        top=top,
-        precision=_precision(precision),
+        num_layouts=top,
+        precision=_check_precision(precision),
         adapter=adapter,
         gpu_counts=gpu_counts,
-        explained=why,
+        should_explain=why,
     )
     seconds = time.perf_counter() - started
     if html is not None:
-        from shardwright.report.plans import render_plan
+        from shardwright.report.plan_page import render_plan
 
         write_page(html, render_plan(loaded_recipe.name, target, result))
     emitted = (
         None
         if emit is None or result.chosen is None
-        else _emitted(emit, loaded_recipe, result.chosen, target.num_nodes, out)
+        else _emit_layout(emit, loaded_recipe, result.chosen, target.num_nodes, out)
     )
     if json_output:
         content = (
             {"schema_version": SCHEMA_VERSION}
-            | _as_dict(result, loaded_recipe, target)
+            | _build_json(result, loaded_recipe, target)
             | {"emitted": emitted, "seconds": seconds}
         )
         sys.stdout.write(json.dumps(content) + "\n")
-        _warn(result)
+        _print_warning(result)
     elif emitted is not None and out is None:
         if result.precision_reason is not None:
             sys.stderr.write(f"precision auto: {result.precision_reason}\n")
         sys.stdout.write(emitted["text"])
-        _warn(result)
+        _print_warning(result)
     else:
-        from shardwright.cli.plan_table import show
+        from shardwright.cli.plan_table import print_plan
 
-        show(result, loaded_recipe, target, top=top, seconds=seconds)
+        print_plan(result, loaded_recipe, target, num_layouts=top, seconds=seconds)
     if result.chosen is None:
         raise LayoutError(
             f"no layout fits on {target.name}"
@@ -189,17 +192,17 @@ def plan_command(
         )
 
 
-def _warn(found: Answer) -> None:
+def _print_warning(result: PlanningResult) -> None:
     """Print on standard error that the chosen layout is tight; the table contains the same
     warning."""
-    if found.chosen is not None and found.chosen.warning is not None:
-        sys.stderr.write(f"warning: the chosen layout {found.chosen.warning}\n")
+    if result.chosen is not None and result.chosen.warning is not None:
+        sys.stderr.write(f"warning: the chosen layout {result.chosen.warning}\n")
 
 
 def _check_emit(system: str | None, out: Path | None) -> None:
     """Refuse an unknown system before planning starts."""
     if system is not None:
-        from shardwright.interop.emit import check_system
+        from shardwright.convert.emit import check_system
 
         check_system(system)
     elif out is not None:
@@ -211,20 +214,20 @@ def _check_emit(system: str | None, out: Path | None) -> None:
         )
 
 
-def _emitted(
+def _emit_layout(
     system: str, recipe: Recipe, chosen: Prediction, num_nodes: int, out: Path | None
 ) -> dict[str, Any]:
     """Return the chosen layout as another system's configuration; print its notes on standard
     error."""
-    from shardwright.config.adapters import AdapterSection, QuantizeKind
+    from shardwright.config.adapter_section import AdapterSection, QuantizeKind
     from shardwright.config.training import PrecisionKind
-    from shardwright.interop.emit import emit
-    from shardwright.interop.emitted import Subject
-    from shardwright.plan import resolve
-    from shardwright.planner.automatic import put_in
+    from shardwright.convert.emit import emit
+    from shardwright.convert.emitted_config import EmitRequest
+    from shardwright.plan import resolve_plan
+    from shardwright.planner.auto_layout import apply_candidate
 
     candidate = chosen.candidate
-    resolved = put_in(recipe, candidate)
+    resolved = apply_candidate(recipe, candidate)
     if candidate.adapter is not None:
         quantize: QuantizeKind | None = "nf4" if candidate.adapter.quantised else None
         resolved = resolved.model_copy(
@@ -244,7 +247,10 @@ def _emitted(
             remedy="Remove it to use --emit",
         )
     emitted = emit(
-        system, Subject(resolved, resolve(resolved, chosen.num_gpus), candidate.offload, num_nodes)
+        system,
+        EmitRequest(
+            resolved, resolve_plan(resolved, chosen.num_gpus), candidate.offload, num_nodes
+        ),
     )
     for note in emitted.notes:
         sys.stderr.write(f"not expressed: {note}\n")
@@ -258,21 +264,21 @@ def _emitted(
     }
 
 
-def _adapter(rank: int | None, quantised: bool) -> Adapter | None:
-    from shardwright.planner.candidate import Adapter
+def _build_adapter(rank: int | None, is_quantised: bool) -> LowRankAdapter | None:
+    from shardwright.planner.candidate import LowRankAdapter
 
     if rank is None:
-        if quantised:
+        if is_quantised:
             raise InputError(
                 "only the frozen weights under adapters can be quantised",
                 field="--quantised",
                 remedy="Add --lora RANK",
             )
         return None
-    return Adapter(rank, quantised=quantised)
+    return LowRankAdapter(rank, quantised=is_quantised)
 
 
-def _precision(text: str | None) -> Any:
+def _check_precision(text: str | None) -> Any:
     from shardwright.planner.candidate import Precision
 
     if text is not None and text not in get_args(Precision):
@@ -282,12 +288,12 @@ def _precision(text: str | None) -> Any:
     return text
 
 
-def _counts(text: str | None) -> tuple[int, ...]:
+def _parse_gpu_counts(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     numbers = [number.strip() for number in text.split(",")]
     if not all(
-        number.isdecimal() and len(number) <= _MOST_DIGITS and int(number) > 0 for number in numbers
+        number.isdecimal() and len(number) <= _MAX_DIGITS and int(number) > 0 for number in numbers
     ):
         raise InputError(
             "expected numbers of GPUs", field="--gpus", got=text, allowed="e.g. 8,16,32,64"
@@ -295,16 +301,19 @@ def _counts(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(number) for number in numbers}))
 
 
-def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
+def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     from shardwright.planner.prediction import MEMORY_ERROR_SHARE
 
     steps = recipe.training.max_steps
-    chosen = found.chosen
+    chosen = result.chosen
 
     def describe(prediction: Any) -> dict[str, Any]:
         fields: dict[str, Any] = prediction.as_dict()
         if steps is not None:
-            fields |= {"days": prediction.days(steps), "gpu_hours": prediction.gpu_hours(steps)}
+            fields |= {
+                "days": prediction.compute_days(steps),
+                "gpu_hours": prediction.compute_gpu_hours(steps),
+            }
         return fields
 
     return {
@@ -313,7 +322,7 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
             "name": cluster.name,
             "num_gpus": cluster.num_gpus,
             "memory_bytes": cluster.accelerator.memory_bytes,
-            "rates": cluster.rates,
+            "rates": cluster.rates_source,
         },
         "num_steps": steps,
         "chosen": None if chosen is None else describe(chosen),
@@ -321,18 +330,22 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
         "warning": None
         if chosen is None or chosen.warning is None
         else f"the chosen layout {chosen.warning}",
-        "layouts": [describe(prediction) for prediction in found.layouts],
-        "as_the_recipe_has_it": None if found.stated is None else describe(found.stated),
-        "why_not_as_the_recipe_has_it": found.impossible,
+        "layouts": [describe(prediction) for prediction in result.predictions],
+        "as_the_recipe_has_it": None
+        if result.recipe_prediction is None
+        else describe(result.recipe_prediction),
+        "why_not_as_the_recipe_has_it": result.recipe_conflict,
         "rejected": [
             {
                 "name": rejection.name,
                 "reason": rejection.reason,
                 "needed_bytes": rejection.needed_bytes,
                 "change": rejection.change,
-                "changed": None if rejection.changed is None else describe(rejection.changed),
+                "changed": None
+                if rejection.changed_prediction is None
+                else describe(rejection.changed_prediction),
             }
-            for rejection in found.rejections
+            for rejection in result.rejections
         ],
         "scaling": [
             {
@@ -340,10 +353,10 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
                 "efficiency": point.efficiency,
                 "chosen": None if point.prediction is None else describe(point.prediction),
             }
-            for point in found.points
+            for point in result.scale_points
         ],
-        "explanation": list(found.sentences),
-        "search": asdict(found.effort),
-        "precision_reason": found.precision_reason,
-        "remedy": found.remedy,
+        "explanation": list(result.explanation),
+        "search": asdict(result.effort),
+        "precision_reason": result.precision_reason,
+        "remedy": result.remedy,
     }

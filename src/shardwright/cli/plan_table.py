@@ -14,10 +14,10 @@ from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seco
 if TYPE_CHECKING:
     from shardwright.config import Recipe
     from shardwright.hardware import Cluster
-    from shardwright.planner.answer import Answer
+    from shardwright.planner.planning_result import PlanningResult
     from shardwright.planner.prediction import Prediction
 
-_MEMORY = (
+_MEMORY_PARTS = (
     "weights",
     "gradients",
     "optimizer",
@@ -27,7 +27,7 @@ _MEMORY = (
     "workspaces",
     "reserve",
 )
-_SHORT = {
+_SHORT_NAMES = {
     "gradients": "grads",
     "optimizer": "optim",
     "activations": "activ",
@@ -35,8 +35,8 @@ _SHORT = {
     "tensor": "tp",
     "context": "cp",
 }
-_SHORT |= {"expert": "ep", "pipeline": "pp", "overhead": "other"}
-_TIME = (
+_SHORT_NAMES |= {"expert": "ep", "pipeline": "pp", "overhead": "other"}
+_TIME_PARTS = (
     "compute",
     "tensor",
     "context",
@@ -48,54 +48,64 @@ _TIME = (
     "reference",
     "overhead",
 )
-_HIDDEN = ("hidden_tensor", "hidden_context", "hidden_expert", "hidden_pipeline", "hidden_data")
+_HIDDEN_PARTS = (
+    "hidden_tensor",
+    "hidden_context",
+    "hidden_expert",
+    "hidden_pipeline",
+    "hidden_data",
+)
 
 
-def show(
-    found: Answer,
+def print_plan(
+    result: PlanningResult,
     recipe: Recipe,
     cluster: Cluster,
     *,
-    top: int,
+    num_layouts: int,
     seconds: float,
     console: Console | None = None,
 ) -> None:
     """Print the complete result."""
     console = console or open_console()
-    shown = found.layouts or ((found.stated,) if found.stated else ())
+    shown = result.predictions or ((result.recipe_prediction,) if result.recipe_prediction else ())
     template = shown[0].candidate if shown else None
     batch = recipe.training.global_batch_size
     length = recipe.training.sequence_length
     headline = f"{recipe.name} on {cluster.name}: {length:,} tokens per sequence"
     headline += f", {batch:,} sequences per step" if batch else ""
     headline += f", {template.precision}" if template is not None else ""
-    if found.precision_reason is not None:
-        headline += f" (precision auto: {found.precision_reason})"
+    if result.precision_reason is not None:
+        headline += f" (precision auto: {result.precision_reason})"
     if template is not None and template.adapter is not None:
         headline += f", LoRA rank {template.adapter.rank}" + (
             " on NF4" if template.adapter.quantised else ""
         )
     console.print(headline, highlight=False)
     if cluster.profile is not None:
-        console.print(f"rates {cluster.rates}; data sheets for all others", highlight=False)
-    if found.layouts:
-        _show_layouts(console, found, recipe)
-        _show_parts(console, found, "memory per GPU, GiB", _memory_columns(found), _memory_row)
-        _show_parts(console, found, "time per step, seconds", _time_columns(found), _time_row)
-    if found.impossible is not None:
-        console.print(
-            f"\nthe recipe's own layout is not possible: {found.impossible}", highlight=False
+        console.print(f"rates {cluster.rates_source}; data sheets for all others", highlight=False)
+    if result.predictions:
+        _print_layouts(console, result, recipe)
+        _print_parts(
+            console, result, "memory per GPU, GiB", _list_memory_columns(result), _build_memory_row
         )
-    if found.rejections:
-        _show_rejections(console, found)
-    if found.points:
-        _show_growth(console, found)
-    if found.sentences:
+        _print_parts(
+            console, result, "time per step, seconds", _list_time_columns(result), _build_time_row
+        )
+    if result.recipe_conflict is not None:
+        console.print(
+            f"\nthe recipe's own layout is not possible: {result.recipe_conflict}", highlight=False
+        )
+    if result.rejections:
+        _print_rejections(console, result)
+    if result.scale_points:
+        _print_scaling(console, result)
+    if result.explanation:
         console.print("\nwhy", style="bold")
-        for sentence in found.sentences:
+        for sentence in result.explanation:
             console.print(f"- {sentence}", highlight=False)
-    effort = found.effort
-    first = min(effort.num_proven, top)
+    effort = result.effort
+    first = min(effort.num_proven, num_layouts)
     proven = ""
     if first > 1:
         proven = f"the first {first} are proven to be the fastest; "
@@ -110,7 +120,7 @@ def show(
     )
 
 
-def _show_layouts(console: Console, found: Answer, recipe: Recipe) -> None:
+def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> None:
     steps = recipe.training.max_steps
     table = Table(
         box=None,
@@ -128,19 +138,19 @@ def _show_layouts(console: Console, found: Answer, recipe: Recipe) -> None:
     if steps is not None:
         table.add_column("days", justify="right", no_wrap=True)
         table.add_column("GPU-h", justify="right", no_wrap=True)
-    for number, prediction in _numbered(found):
-        style = "bold green" if prediction is found.chosen else None if prediction.fits else "red"
-        table.add_row(*_layout_row(number, prediction, steps), style=style)
+    for number, prediction in _number_layouts(result):
+        style = "bold green" if prediction is result.chosen else None if prediction.fits else "red"
+        table.add_row(*_build_layout_row(number, prediction, steps), style=style)
     console.print()
     console.print(table)
-    if found.chosen is not None:
-        chosen = found.chosen
+    if result.chosen is not None:
+        chosen = result.chosen
         reason = (
             ""
-            if chosen is found.layouts[0]
+            if chosen is result.predictions[0]
             else ": fewest shards among those within 3% of the fastest"
         )
-        if found.is_chosen_for_room:
+        if result.is_chosen_for_margin:
             reason = (
                 f": the best that fits with {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
             )
@@ -151,99 +161,109 @@ def _show_layouts(console: Console, found: Answer, recipe: Recipe) -> None:
             console.print(
                 f"warning: the chosen layout {chosen.warning}", style="yellow", highlight=False
             )
-    if found.stated is not None:
-        text = "the recipe's own layout" + ("" if found.stated.fits else ", which does not fit")
+    if result.recipe_prediction is not None:
+        text = "the recipe's own layout" + (
+            "" if result.recipe_prediction.fits else ", which does not fit"
+        )
         console.print(f"=: {text}", highlight=False)
-    if any(prediction.is_tight for _, prediction in _numbered(found)):
+    if any(prediction.is_tight for _, prediction in _number_layouts(result)):
         text = f"tight: fits, but not with {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
         console.print(text, highlight=False)
-    if any(not prediction.candidate.runnable for prediction in found.layouts):
+    if any(not prediction.candidate.is_runnable for prediction in result.predictions):
         console.print("*: prediction only; `train` does not support it", highlight=False)
 
 
-def _numbered(found: Answer) -> list[tuple[str, Prediction]]:
+def _number_layouts(result: PlanningResult) -> list[tuple[str, Prediction]]:
     """Number the layouts: `+` is the chosen one if it is not in the list, `=` the recipe's
     own."""
-    rows = [(str(number), prediction) for number, prediction in enumerate(found.layouts, 1)]
-    if found.chosen is not None and not any(
-        prediction is found.chosen for prediction in found.layouts
+    rows = [(str(number), prediction) for number, prediction in enumerate(result.predictions, 1)]
+    if result.chosen is not None and not any(
+        prediction is result.chosen for prediction in result.predictions
     ):
-        rows.append(("+", found.chosen))
-    return rows + ([("=", found.stated)] if found.stated is not None else [])
+        rows.append(("+", result.chosen))
+    return rows + (
+        [("=", result.recipe_prediction)] if result.recipe_prediction is not None else []
+    )
 
 
-def _layout_row(number: str, prediction: Prediction, steps: int | None) -> list[str]:
+def _build_layout_row(number: str, prediction: Prediction, steps: int | None) -> list[str]:
     candidate = prediction.candidate
     batch = f"{candidate.micro_batch_size} x {candidate.gradient_accumulation_steps}"
-    cells = [number, candidate.describe() + _mark(prediction), batch, candidate.recompute]
+    cells = [number, candidate.describe() + _format_marks(prediction), batch, candidate.recompute]
     cells += [
         format_count(prediction.tokens_per_second),
         f"{prediction.model_flops_utilisation:.1%}",
     ]
     cells += [format_seconds(prediction.time.step), f"{prediction.memory.total / GIB_BYTES:.1f}"]
     if steps is not None:
-        cells += [f"{prediction.days(steps):.3g}", format_count(prediction.gpu_hours(steps))]
+        cells += [
+            f"{prediction.compute_days(steps):.3g}",
+            format_count(prediction.compute_gpu_hours(steps)),
+        ]
     return cells
 
 
-def _mark(prediction: Prediction) -> str:
-    return ("" if prediction.candidate.runnable else " *") + (
+def _format_marks(prediction: Prediction) -> str:
+    return ("" if prediction.candidate.is_runnable else " *") + (
         " (tight)" if prediction.is_tight else ""
     )
 
 
-def _show_parts(
-    console: Console, found: Answer, title: str, columns: list[str], row: object
+def _print_parts(
+    console: Console, result: PlanningResult, title: str, columns: list[str], build_row: object
 ) -> None:
-    assert callable(row)
+    assert callable(build_row)
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     table.add_column("", justify="right")
     for column in columns:
-        table.add_column(_SHORT.get(column, column), justify="right", no_wrap=True)
-    for number, prediction in _numbered(found):
+        table.add_column(_SHORT_NAMES.get(column, column), justify="right", no_wrap=True)
+    for number, prediction in _number_layouts(result):
         table.add_row(
             number,
-            *row(prediction, columns),
-            style="bold green" if prediction is found.chosen else None,
+            *build_row(prediction, columns),
+            style="bold green" if prediction is result.chosen else None,
         )
     console.print()
     console.print(table)
 
 
-def _memory_columns(found: Answer) -> list[str]:
-    return [*_MEMORY, "total"]
+def _list_memory_columns(result: PlanningResult) -> list[str]:
+    return [*_MEMORY_PARTS, "total"]
 
 
-def _memory_row(prediction: Prediction, columns: list[str]) -> list[str]:
+def _build_memory_row(prediction: Prediction, columns: list[str]) -> list[str]:
     memory = prediction.memory
     values = {name: float(getattr(memory, name)) for name in columns}
     values["workspaces"] += memory.driver  # shown together: both are overhead
     return [f"{values[name] / GIB_BYTES:.1f}" for name in columns]
 
 
-def _time_columns(found: Answer) -> list[str]:
+def _list_time_columns(result: PlanningResult) -> list[str]:
     """Return the parts that take time in at least one of the layouts."""
-    predictions = [*found.layouts, *([found.stated] if found.stated else [])]
+    predictions = [
+        *result.predictions,
+        *([result.recipe_prediction] if result.recipe_prediction else []),
+    ]
     names = [
         name
-        for name in _TIME
+        for name in _TIME_PARTS
         if any(getattr(prediction.time, name) > 5e-4 for prediction in predictions)
     ]
     return [*names, "hidden"]
 
 
-def _time_row(prediction: Prediction, columns: list[str]) -> list[str]:
+def _build_time_row(prediction: Prediction, columns: list[str]) -> list[str]:
     values = {name: float(getattr(prediction.time, name)) for name in columns if name != "hidden"}
-    values["hidden"] = sum(getattr(prediction.time, name) for name in _HIDDEN)
+    values["hidden"] = sum(getattr(prediction.time, name) for name in _HIDDEN_PARTS)
     return [f"{values[name]:.3g}" if values[name] >= 5e-4 else "-" for name in columns]
 
 
-def _show_rejections(console: Console, found: Answer) -> None:
+def _print_rejections(console: Console, result: PlanningResult) -> None:
     console.print("\nrejected", style="bold")
-    for rejection in found.rejections:
+    for rejection in result.rejections:
         console.print(f"- {rejection.name}: {rejection.reason}", highlight=False)
-        if rejection.changed is not None:
-            changed = rejection.changed
+        if rejection.changed_prediction is not None:
+            changed = rejection.changed_prediction
             size = format_bytes(changed.memory.total)
             speed = format_count(changed.tokens_per_second)
             console.print(
@@ -256,8 +276,8 @@ def _show_rejections(console: Console, found: Answer) -> None:
             )
 
 
-def _show_growth(console: Console, found: Answer) -> None:
-    from shardwright.planner.scaling import flattens_at
+def _print_scaling(console: Console, result: PlanningResult) -> None:
+    from shardwright.planner.scaling import find_flattening
 
     table = Table(
         box=None,
@@ -270,7 +290,7 @@ def _show_growth(console: Console, found: Answer) -> None:
     table.add_column("layout", overflow="fold", ratio=1)
     for name in ("tok/s", "per GPU", "efficiency", "MFU"):
         table.add_column(name, justify="right", no_wrap=True)
-    for point in found.points:
+    for point in result.scale_points:
         prediction = point.prediction
         if prediction is None or point.efficiency is None:
             table.add_row(str(point.num_gpus), "no layout fits", "", "", "", "")
@@ -285,7 +305,7 @@ def _show_growth(console: Console, found: Answer) -> None:
         )
     console.print()
     console.print(table)
-    limit = flattens_at(list(found.points))
+    limit = find_flattening(list(result.scale_points))
     if limit is not None:
         console.print(
             f"scaling is poor beyond {limit:,} GPUs: "

@@ -23,7 +23,7 @@ Measurements = Annotated[
         show_default=False,
     ),
 ]
-Out = Annotated[
+PredictOutput = Annotated[
     Path,
     typer.Option(
         "--out",
@@ -33,18 +33,24 @@ Out = Annotated[
     ),
 ]
 
-_SHOWN_IDS = 5
+_MAX_SHOWN_IDS = 5
 """Row ids listed per reason; `--json` lists all of them."""
 
 
-def predict_command(measurements: Measurements, out: Out, as_json: JsonOutput = False) -> None:
+def predict_command(
+    measurements: Measurements, out: PredictOutput, as_json: JsonOutput = False
+) -> None:
     """Predict tokens/s and memory per GPU, and whether it fits, for every row of a table.
 
     Rows that cannot be predicted stay empty in the output and are listed with the reason.
     """
     # Imported here: the catalogue and numpy take time that `--help` does not need.
-    from shardwright.planner.measurements import configuration, read_case, read_rows
-    from shardwright.planner.published import predict_row
+    from shardwright.planner.published.measurements import (
+        extract_configuration,
+        read_published_run,
+        read_rows,
+    )
+    from shardwright.planner.published.predictions import predict_row
 
     rows = read_rows(measurements)
     refused: dict[str, list[str]] = {}
@@ -54,7 +60,11 @@ def predict_command(measurements: Measurements, out: Out, as_json: JsonOutput = 
             table.writeheader()
             for row in rows:
                 try:
-                    table.writerow(predict_row(read_case(row["id"], configuration(row))).as_row())
+                    table.writerow(
+                        predict_row(
+                            read_published_run(row["id"], extract_configuration(row))
+                        ).as_row()
+                    )
                 except InputError as error:
                     refused.setdefault(str(error), []).append(row["id"])
                     table.writerow({"id": row["id"]})
@@ -62,10 +72,12 @@ def predict_command(measurements: Measurements, out: Out, as_json: JsonOutput = 
         raise DataError(
             f"the predictions cannot be written: {error.strerror}", field="--out", got=out
         ) from error
-    _tell(len(rows), refused, out, as_json)
+    _print_outcome(len(rows), refused, out, as_json)
 
 
-def _tell(num_rows: int, refused: Mapping[str, list[str]], out: Path, as_json: bool) -> None:
+def _print_outcome(
+    num_rows: int, refused: Mapping[str, list[str]], out: Path, as_json: bool
+) -> None:
     """Print the number of predicted rows, and the others by reason.
 
     Raises:
@@ -73,9 +85,11 @@ def _tell(num_rows: int, refused: Mapping[str, list[str]], out: Path, as_json: b
     """
     skipped = sum(map(len, refused.values()))
     for reason, ids in sorted(refused.items(), key=lambda item: -len(item[1])):
-        more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+        more = f" and {len(ids) - _MAX_SHOWN_IDS} more" if len(ids) > _MAX_SHOWN_IDS else ""
         rows = "1 row" if len(ids) == 1 else f"{len(ids)} rows"
-        sys.stderr.write(f"{rows} not predicted ({', '.join(ids[:_SHOWN_IDS])}{more}): {reason}\n")
+        sys.stderr.write(
+            f"{rows} not predicted ({', '.join(ids[:_MAX_SHOWN_IDS])}{more}): {reason}\n"
+        )
     summary = (
         f"{num_rows - skipped} rows predicted"
         + (f", {skipped} not" if skipped else "")

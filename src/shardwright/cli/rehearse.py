@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.config import load_recipe, parse_layout
 from shardwright.errors import CheckFailed, ExitCode
-from shardwright.placement import check
-from shardwright.plan import resolve, resolve_degrees
+from shardwright.placement import check_layout
+from shardwright.plan import resolve_degrees, resolve_plan
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from shardwright.config import Recipe
-    from shardwright.rehearse.rank import RankReport
-    from shardwright.rehearse.run import Rehearsal
+    from shardwright.rehearse.rank_rehearsal import RankRehearsal
+    from shardwright.rehearse.rehearsal import Rehearsal
 
-_LINES_AT_PEAK = 12
+_MAX_PEAK_LINES = 12
 
 
 def rehearse_command(
@@ -65,8 +65,12 @@ def rehearse_command(
     from shardwright.cli.console import open_console
 
     console = open_console(stderr=json_output)
-    result = rehearse_and_show(
-        loaded_recipe, world_size, console, each_rank=each_rank, list_all=collectives
+    result = rehearse_and_print(
+        loaded_recipe,
+        world_size,
+        console,
+        should_run_each_rank=each_rank,
+        should_list_all=collectives,
     )
     if json_output:
         sys.stdout.write(json.dumps(result.as_dict()) + "\n")
@@ -76,41 +80,41 @@ def rehearse_command(
         raise CheckFailed(f"the ranks' collectives do not match: {result.disagreement}")
 
 
-def rehearse_and_show(
-    checked: Recipe,
+def rehearse_and_print(
+    recipe: Recipe,
     world_size: int,
     console: Console,
     *,
-    each_rank: bool = False,
-    list_all: bool = False,
+    should_run_each_rank: bool = False,
+    should_list_all: bool = False,
 ) -> Rehearsal:
     """Rehearse a recipe on `world_size` ranks and print its memory and collectives."""
-    shape = shape_of(checked)
-    layout, batch = resolve_degrees(checked, world_size)
-    check(shape, layout, batch.sequence_length)
+    shape = read_recipe_shape(recipe)
+    layout, batch = resolve_degrees(recipe, world_size)
+    check_layout(shape, layout, batch.sequence_length)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
-    from shardwright.rehearse.run import rehearse
-    from shardwright.train.automatic import choose_planned_precision
+    from shardwright.launch.auto_layout import choose_planned_precision
+    from shardwright.rehearse.rehearsal import rehearse
 
-    choice = choose_planned_precision(checked)
-    plan = resolve(checked, world_size, choice)
+    choice = choose_planned_precision(recipe)
+    plan = resolve_plan(recipe, world_size, choice)
     if choice is not None:
         console.print(f"precision {choice}", highlight=False)
     with console.status("starting") as status:
         result = rehearse(
-            checked,
+            recipe,
             shape,
             plan,
-            each_rank=each_rank or None,
-            told=lambda report: status.update(
+            should_run_each_rank=should_run_each_rank or None,
+            on_report=lambda report: status.update(
                 f"rehearsed rank {report.rank} in {report.seconds:.0f} s"
             ),
         )
-    _show(result, console, list_all=list_all)
+    _print_rehearsal(result, console, should_list_all=should_list_all)
     return result
 
 
-def _show(result: Rehearsal, console: Console, *, list_all: bool) -> None:
+def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bool) -> None:
     from rich.table import Column, Table
 
     layout = result.plan.layout
@@ -144,17 +148,17 @@ def _show(result: Rehearsal, console: Console, *, list_all: bool) -> None:
         )
     console.print(table)
     worst = max(result.reports, key=lambda report: report.peak_bytes)
-    _show_peak(worst, console)
-    _show_traffic(result, worst, console)
+    _print_peak(worst, console)
+    _print_traffic(result, worst, console)
     for line in result.assumptions:
         console.print(f"assumption: {line}", highlight=False)
-    for report in result.reports if list_all else ():
+    for report in result.reports if should_list_all else ():
         console.print(f"rank {report.rank}")
         for position, call in enumerate(report.collectives):
             where = (
                 f"with rank {call.peer}"
                 if call.peer is not None
-                else f"over {result.axis_of(report, call.ranks)} {call.ranks}"
+                else f"over {result.find_axes(report, call.ranks)} {call.ranks}"
             )
             console.print(
                 f"  {position:5} {call.kind:14} {format_bytes(call.num_bytes):>10} "
@@ -168,7 +172,7 @@ def _show(result: Rehearsal, console: Console, *, list_all: bool) -> None:
         )
 
 
-def _show_peak(report: RankReport, console: Console) -> None:
+def _print_peak(report: RankRehearsal, console: Console) -> None:
     from rich.table import Table
 
     table = Table(
@@ -185,16 +189,16 @@ def _show_peak(report: RankReport, console: Console) -> None:
     table.title_style = "bold"
     table.columns[3].overflow = "fold"
     table.columns[4].overflow = "fold"
-    for part in report.contributions[:_LINES_AT_PEAK]:
+    for part in report.contributions[:_MAX_PEAK_LINES]:
         origin = part.origin
         table.add_row(
             format_bytes(part.num_bytes),
             str(part.num_tensors),
             origin.kind,
             origin.operator,
-            origin.line,
+            origin.source_line,
         )
-    rest = report.contributions[_LINES_AT_PEAK:]
+    rest = report.contributions[_MAX_PEAK_LINES:]
     if rest:
         table.add_row(
             format_bytes(sum(p.num_bytes for p in rest)),
@@ -206,10 +210,10 @@ def _show_peak(report: RankReport, console: Console) -> None:
     console.print(table)
 
 
-def _show_traffic(result: Rehearsal, report: RankReport, console: Console) -> None:
+def _print_traffic(result: Rehearsal, report: RankRehearsal, console: Console) -> None:
     from rich.table import Table
 
-    traffic = result.traffic(report)
+    traffic = result.compute_traffic(report)
     if not traffic:
         return
     headers = ("over", "collective", "calls", "sent")

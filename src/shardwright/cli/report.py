@@ -10,17 +10,17 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
-from shardwright.cli.pages import write_page
+from shardwright.cli.page_output import write_page
 
 SCHEMA_VERSION = 1
 
-Runs = Annotated[
+ReportRuns = Annotated[
     list[Path],
     typer.Argument(
         metavar="RUN", help="Run folders; several are drawn in the same charts.", show_default=False
     ),
 ]
-Out = Annotated[
+ReportOutput = Annotated[
     Path | None,
     typer.Option(
         "--out",
@@ -32,16 +32,16 @@ Out = Annotated[
 ]
 
 
-def report_command(runs: Runs, out: Out = None, as_json: JsonOutput = False) -> None:
+def report_command(runs: ReportRuns, out: ReportOutput = None, as_json: JsonOutput = False) -> None:
     """Write a page with loss, speed, memory, time by part and history of runs; print a
     summary."""
     # Imported here: numpy and the page take a tenth of a second, which `--help` does not need.
-    from shardwright.report.page import render_page
-    from shardwright.report.runs import load_runs, summarise
-    from shardwright.report.words import describe_run
+    from shardwright.report.recorded_run import load_runs, summarise_run
+    from shardwright.report.run_page import render_page
+    from shardwright.report.terminal_summary import describe_run
 
     loaded = load_runs(runs)
-    summaries = [summarise(run) for run in loaded]
+    summaries = [summarise_run(run) for run in loaded]
     page = (
         out
         if out is not None or as_json

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput
-from shardwright.cli.pages import HtmlOutput, write_page, write_text
+from shardwright.cli.page_output import HtmlOutput, write_page, write_text
 from shardwright.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from shardwright.schedule import Proof, Schedule, Timeline, Times
+    from shardwright.schedule import ActionTimes, Schedule, ScheduleStatistics, Timeline
 
 SCHEMA_VERSION = 1
 
-_MOST_PASSES = 500_000
+_MAX_PASSES = 500_000
 """Maximum number of forward passes over all stages; this many take about a minute."""
 
-Subject = Annotated[
+ScheduleArgument = Annotated[
     str,
     typer.Argument(
         metavar="NAME|FILE",
@@ -57,7 +57,7 @@ VirtualStages = Annotated[
         show_default=False,
     ),
 ]
-GivenTimes = Annotated[
+TimesOption = Annotated[
     str,
     typer.Option(
         "--times",
@@ -80,11 +80,11 @@ AsText = Annotated[
 
 
 def schedule_command(
-    name: Subject,
+    name: ScheduleArgument,
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     virtual_stages: VirtualStages = None,
-    times: GivenTimes = "1,1,1",
+    times: TimesOption = "1,1,1",
     svg: Svg = None,
     html: HtmlOutput = None,
     text: AsText = False,
@@ -93,14 +93,14 @@ def schedule_command(
     """Prove that a pipeline schedule is complete and free of deadlocks; show bubble and
     activations."""
     from shardwright.schedule import (
-        FAMILIES,
+        PIPELINE_SCHEDULES,
         build_schedule,
-        check,
-        read_file,
+        check_schedule,
+        load_schedule_file,
         simulate,
         write_schedule,
     )
-    from shardwright.schedule.svg import draw_svg
+    from shardwright.schedule.svg_chart import draw_svg
 
     if text and as_json:
         raise ScheduleError(
@@ -108,7 +108,7 @@ def schedule_command(
             field="--text",
             remedy="Remove one of them",
         )
-    if name in FAMILIES:
+    if name in PIPELINE_SCHEDULES:
         if stages is None or micro_batches is None:
             raise ScheduleError(
                 f"{name} needs --stages and --micro-batches",
@@ -118,38 +118,38 @@ def schedule_command(
         _check_size(stages, micro_batches, virtual_stages)
         schedule = build_schedule(name, stages, micro_batches, virtual_stages)
     else:
-        schedule = read_file(name)
-        _check_agrees(schedule, stages, micro_batches, virtual_stages)
-    proof = check(schedule)
-    timeline = simulate(schedule, _read_times(times, schedule))
+        schedule = load_schedule_file(name)
+        _check_consistent(schedule, stages, micro_batches, virtual_stages)
+    proof = check_schedule(schedule)
+    timeline = simulate(schedule, _parse_times(times, schedule))
     if svg is not None:
         write_text(svg, draw_svg(timeline), option="--svg")
     if html is not None:
-        from shardwright.report.plans import render_schedule
+        from shardwright.report.plan_page import render_schedule
 
         write_page(html, render_schedule(schedule, proof, timeline))
     if text:
         sys.stdout.write(write_schedule(schedule))
         return
     if as_json:
-        sys.stdout.write(json.dumps(_as_dict(schedule, proof, timeline)) + "\n")
-    _show(schedule, proof, timeline, drawn=not as_json)
+        sys.stdout.write(json.dumps(_build_json(schedule, proof, timeline)) + "\n")
+    _print_schedule(schedule, proof, timeline, is_drawn=not as_json)
 
 
 def _check_size(stages: int, micro_batches: int, virtual_stages: int | None) -> None:
     """Refuse a schedule that would take minutes to build and check."""
     passes = stages * micro_batches * (virtual_stages or 1)
-    if passes > _MOST_PASSES:
+    if passes > _MAX_PASSES:
         raise ScheduleError(
             "too large to build and check",
             field="--stages x --micro-batches x --virtual-stages",
             got=f"{passes:,}",
-            allowed=f"at most {_MOST_PASSES:,}",
+            allowed=f"at most {_MAX_PASSES:,}",
             remedy="Use fewer micro-batches; the schedule looks the same",
         )
 
 
-def _check_agrees(
+def _check_consistent(
     schedule: Schedule, stages: int | None, micro_batches: int | None, virtual_stages: int | None
 ) -> None:
     per_rank = schedule.num_stages / schedule.num_ranks
@@ -168,9 +168,9 @@ def _check_agrees(
             )
 
 
-def _read_times(text: str, schedule: Schedule) -> Times:
+def _parse_times(text: str, schedule: Schedule) -> ActionTimes:
     """Parse times of a rank's whole share of the model; its stages take equal parts of them."""
-    from shardwright.schedule import Times
+    from shardwright.schedule import ActionTimes
 
     try:
         numbers = [float(part) for part in text.split(",")]
@@ -189,7 +189,7 @@ def _read_times(text: str, schedule: Schedule) -> Times:
         )
     share = schedule.num_ranks / schedule.num_stages
     forward, inputs, weights = (number * share for number in numbers[:3])
-    return Times.uniform(
+    return ActionTimes.uniform(
         schedule.num_stages,
         forward,
         inputs,
@@ -198,7 +198,9 @@ def _read_times(text: str, schedule: Schedule) -> Times:
     )
 
 
-def _as_dict(schedule: Schedule, proof: Proof, timeline: Timeline) -> dict[str, Any]:
+def _build_json(
+    schedule: Schedule, proof: ScheduleStatistics, timeline: Timeline
+) -> dict[str, Any]:
     p = schedule.num_ranks
     m = schedule.num_micro_batches
     return {
@@ -211,33 +213,35 @@ def _as_dict(schedule: Schedule, proof: Proof, timeline: Timeline) -> dict[str, 
         "step_time": timeline.step_seconds,
         "utilisation": timeline.utilisation,
         "one_stage_utilisation": m / (m + p - 1),
-        "bubble": timeline.bubble,
+        "bubble": timeline.bubble_fraction,
         "peak_activations": list(proof.peak_activations),
         "num_transfers": proof.num_transfers,
         "rows": [[str(action) for action in row] for row in schedule.rows],
     }
 
 
-def _show(schedule: Schedule, proof: Proof, timeline: Timeline, *, drawn: bool) -> None:
+def _print_schedule(
+    schedule: Schedule, proof: ScheduleStatistics, timeline: Timeline, *, is_drawn: bool
+) -> None:
     """Print drawing and numbers on standard output; beside JSON, only the warning on standard
     error."""
     from shardwright.cli.console import open_console
 
     p = schedule.num_ranks
     m = schedule.num_micro_batches
-    console = open_console(stderr=not drawn, highlight=False)
-    if drawn:
-        from shardwright.schedule.drawing import draw
+    console = open_console(stderr=not is_drawn, highlight=False)
+    if is_drawn:
+        from shardwright.schedule.terminal_chart import draw_terminal
 
         console.print(f"{schedule}: complete, in order, no deadlock")
-        console.print(draw(timeline, console.width), soft_wrap=True, end="")
+        console.print(draw_terminal(timeline, console.width), soft_wrap=True, end="")
         lines = [
             (
                 "utilisation",
                 f"{timeline.utilisation:.1%}; "
                 f"m / (m + p - 1) = {m} / {m + p - 1} = {m / (m + p - 1):.1%}",
             ),
-            ("bubble", f"{timeline.bubble:.1%} of the computation time"),
+            ("bubble", f"{timeline.bubble_fraction:.1%} of the computation time"),
             (
                 "step",
                 f"{timeline.step_seconds:g} units of time, "
@@ -246,17 +250,17 @@ def _show(schedule: Schedule, proof: Proof, timeline: Timeline, *, drawn: bool) 
             (
                 "activations",
                 f"at most {' '.join(map(str, proof.peak_activations))} on ranks 0 to "
-                f"{p - 1}, {_unit_of(schedule)}",
+                f"{p - 1}, {_name_activation_unit(schedule)}",
             ),
             ("messages", f"{proof.num_transfers} per step"),
         ]
         for label, text in lines:
             console.print(f"{label:<12} {text}", soft_wrap=True)
-    if (warning := schedule.warning()) is not None:
+    if (warning := schedule.describe_low_utilisation()) is not None:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
 
 
-def _unit_of(schedule: Schedule) -> str:
+def _name_activation_unit(schedule: Schedule) -> str:
     share = schedule.num_stages // schedule.num_ranks
     return (
         "in micro-batches" if share == 1 else f"in micro-batches x stages ({share} stages per rank)"

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.options import JsonOutput, Overrides, RecipePath, show_log
-from shardwright.cli.progress import data_progress
+from shardwright.cli.data_progress import show_data_progress
+from shardwright.cli.options import JsonOutput, Overrides, RecipePath, enable_log
 from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, InputError
+from shardwright.launch.rank_environment import detect_rank_environment
 from shardwright.plan import resolve_degrees
-from shardwright.train.ranks import find_ranks
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -88,32 +88,32 @@ def train_command(
     if run_dir is not None:
         changes.append(f"run.dir={json.dumps(str(run_dir))}")
     loaded_recipe = load_recipe(recipe, changes, layout)
-    ranks = find_ranks()
+    ranks = detect_rank_environment()
     world_size = ranks.world_size if ranks else nproc or 1
     if loaded_recipe.layout.auto:
-        from shardwright.train.automatic import resolve_auto
+        from shardwright.launch.auto_layout import resolve_auto_layout
 
-        show_log()
-        loaded_recipe = resolve_auto(loaded_recipe, world_size)
+        enable_log()
+        loaded_recipe = resolve_auto_layout(loaded_recipe, world_size)
     resolve_degrees(loaded_recipe, world_size)
     if rehearse_first:
-        _rehearse(loaded_recipe, world_size, started=ranks is not None)
+        _rehearse_first(loaded_recipe, world_size, is_launched=ranks is not None)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
-    from shardwright.train.start import train
+    from shardwright.train.run import train
 
     summary = train(
         loaded_recipe,
         num_ranks=nproc,
         resume=resume,
-        resume_if_begun=resume_if_begun,
+        resume_if_started=resume_if_begun,
         allow_drift=allow_drift or (),
-        watching=data_progress,
+        open_progress=show_data_progress,
     )
     if json_output and summary is not None:
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")
 
 
-def _rehearse(checked: Recipe, world_size: int, *, started: bool) -> None:
+def _rehearse_first(recipe: Recipe, world_size: int, *, is_launched: bool) -> None:
     """Rehearse the layout; return if its collectives match and its peak fits the recipe's
     cluster.
 
@@ -121,7 +121,7 @@ def _rehearse(checked: Recipe, world_size: int, *, started: bool) -> None:
         InputError: a launcher has already started the ranks.
         CheckFailed: collectives do not match, or a rank needs more memory than a device has.
     """
-    if started:
+    if is_launched:
         raise InputError(
             "the ranks have already been started",
             field="--rehearse-first",
@@ -132,15 +132,15 @@ def _rehearse(checked: Recipe, world_size: int, *, started: bool) -> None:
             ),
         )
     from shardwright.cli.console import open_console
-    from shardwright.cli.rehearse import rehearse_and_show
-    from shardwright.planner.automatic import cluster_of
+    from shardwright.cli.rehearse import rehearse_and_print
+    from shardwright.planner.auto_layout import build_cluster
 
     memory_bytes = (
         None
-        if checked.cluster is None
-        else cluster_of(checked.cluster, world_size).accelerator.memory_bytes
+        if recipe.cluster is None
+        else build_cluster(recipe.cluster, world_size).accelerator.memory_bytes
     )
-    result = rehearse_and_show(checked, world_size, open_console(stderr=True))
+    result = rehearse_and_print(recipe, world_size, open_console(stderr=True))
     if result.disagreement is not None:
         raise CheckFailed(f"the ranks' collectives do not match: {result.disagreement}")
     if memory_bytes is not None and result.peak_bytes > memory_bytes:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.architecture import FAMILIES, ForeignShape, ModelShape, shape_of
-from shardwright.architecture.recipe import config_of
-from shardwright.architecture.targets import with_adapters
+from shardwright.architecture import MODEL_FAMILIES, HFShape, ModelShape, read_recipe_shape
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.architecture.recipe_shape import read_recipe_config
 from shardwright.cli.options import JsonOutput, Overrides
 from shardwright.config import Recipe, load_recipe
 from shardwright.errors import CheckFailed, ExitCode, InputError
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from shardwright.verify.cases import Dtype
-    from shardwright.verify.matrix import CellResult, Report
+    from shardwright.verify.cases import VerificationDtype
+    from shardwright.verify.verification import CellResult, VerificationReport
 
 
-RecipeOrNone = Annotated[
+OptionalRecipePath = Annotated[
     Path | None,
     typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.", show_default=False),
 ]
@@ -39,7 +39,7 @@ Layouts = Annotated[
         show_default=False,
     ),
 ]
-MostProcesses = Annotated[
+MaxProcessesOption = Annotated[
     int,
     typer.Option(
         "--nproc", min=2, max=64, help="Maximum number of ranks, all on this machine's CPU."
@@ -70,7 +70,7 @@ SequenceLength = Annotated[
         "--sequence-length", min=4, help="Tokens per row; default the recipe's, at most 32."
     ),
 ]
-Full = Annotated[
+FullOption = Annotated[
     bool,
     typer.Option(
         "--full",
@@ -80,7 +80,7 @@ Full = Annotated[
         ),
     ),
 ]
-Everything = Annotated[
+AllOption = Annotated[
     bool,
     typer.Option(
         "--all",
@@ -90,23 +90,23 @@ Everything = Annotated[
         ),
     ),
 ]
-MostRanks = Annotated[
+MaxRanksOption = Annotated[
     int, typer.Option("--max-ranks", min=2, help="With --all: maximum number of ranks of a layout.")
 ]
 
 
 def verify_command(
-    recipe: RecipeOrNone = None,
+    recipe: OptionalRecipePath = None,
     layouts: Layouts = None,
     overrides: Overrides = None,
-    nproc: MostProcesses = 4,
+    nproc: MaxProcessesOption = 4,
     dtype: Dtypes = None,
     num_layers: NumLayers = None,
     hidden_size: HiddenSize = None,
     sequence_length: SequenceLength = None,
-    full: Full = False,
-    everything: Everything = False,
-    most_ranks: MostRanks = 16,
+    full: FullOption = False,
+    should_verify_all: AllOption = False,
+    max_ranks: MaxRanksOption = 16,
     json_output: JsonOutput = False,
 ) -> None:
     """Compare loss, raw gradients, gradient norm and updated weights of layouts with one
@@ -114,8 +114,8 @@ def verify_command(
 
     Exit code 1 if any of them differs.
     """
-    if everything:
-        _verify_everything(recipe, most_ranks, json_output)
+    if should_verify_all:
+        _verify_all(recipe, max_ranks, json_output)
         return
     if recipe is None:
         raise InputError(
@@ -126,21 +126,21 @@ def verify_command(
     loaded_recipe = load_recipe(recipe, overrides or [])
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.cli.console import open_console
-    from shardwright.train.automatic import choose_planned_precision
+    from shardwright.launch.auto_layout import choose_planned_precision
     from shardwright.verify.cases import (
         choose_cases,
-        choose_foreign_cases,
+        choose_hf_cases,
         choose_layouts,
-        cut_shape,
+        shrink_shape,
     )
-    from shardwright.verify.matrix import verify
-    from shardwright.verify.pool import RankPool
+    from shardwright.verify.rank_pool import RankPool
+    from shardwright.verify.verification import verify
 
     dtypes = _choose_dtypes(dtype)
     chosen = choose_layouts(layouts or [], nproc, loaded_recipe.layout)
-    shape = cut_shape(_read(loaded_recipe), num_layers=num_layers, hidden_size=hidden_size)
-    cases = (choose_foreign_cases if isinstance(shape, ForeignShape) else choose_cases)(
-        shape.tied_embeddings, full=full
+    shape = shrink_shape(_read_shape(loaded_recipe), num_layers=num_layers, hidden_size=hidden_size)
+    cases = (choose_hf_cases if isinstance(shape, HFShape) else choose_cases)(
+        shape.tied_embeddings, is_full=full
     )
     console = open_console(stderr=json_output)
     if (choice := choose_planned_precision(loaded_recipe)) is not None:
@@ -159,9 +159,11 @@ def verify_command(
             dtypes,
             sequence_length=sequence_length or min(32, loaded_recipe.training.sequence_length),
             pool=pool,
-            told=lambda cell: status.update(f"verified {cell.layout} in {cell.dtype}: {cell.case}"),
+            on_result=lambda cell: status.update(
+                f"verified {cell.layout} in {cell.dtype}: {cell.case}"
+            ),
         )
-    _show(report, console)
+    _print_report(report, console)
     if json_output:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
     if not report.passed:
@@ -171,35 +173,38 @@ def verify_command(
         raise CheckFailed(f"{failed} of {len(report.cells)} cells differ from one process")
 
 
-def _choose_dtypes(asked: list[str] | None) -> list[Dtype]:
+def _choose_dtypes(requested: list[str] | None) -> list[VerificationDtype]:
     """Return the requested dtypes in the usual order; all if none is requested."""
-    from shardwright.verify.cases import DTYPES
+    from shardwright.verify.cases import VERIFICATION_DTYPES
 
-    unknown = [name for name in asked or () if name not in DTYPES]
+    unknown = [name for name in requested or () if name not in VERIFICATION_DTYPES]
     if unknown:
         raise InputError(
-            "not a supported dtype", field="--dtype", got=unknown[0], allowed=" or ".join(DTYPES)
+            "not a supported dtype",
+            field="--dtype",
+            got=unknown[0],
+            allowed=" or ".join(VERIFICATION_DTYPES),
         )
-    return [name for name in DTYPES if not asked or name in asked]
+    return [name for name in VERIFICATION_DTYPES if not requested or name in requested]
 
 
-def _read(recipe: Recipe) -> ModelShape:
+def _read_shape(recipe: Recipe) -> ModelShape:
     """Return the shape of the recipe's model; of an unknown family, as transformers defines
     it."""
-    config = config_of(recipe)
-    if config.get("model_type") in FAMILIES:
-        return shape_of(recipe)
-    from shardwright.model.theirs import read_shape
+    config = read_recipe_config(recipe)
+    if config.get("model_type") in MODEL_FAMILIES:
+        return read_recipe_shape(recipe)
+    from shardwright.model.hf_model import read_model_shape
 
-    return with_adapters(read_shape(config, recipe.model), recipe.adapters)
+    return add_adapters(read_model_shape(config, recipe.model), recipe.adapters)
 
 
-def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) -> None:
+def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
     """Verify every cell of the grid; print each as a row when it is done."""
     from shardwright.cli.console import open_console
-    from shardwright.verify.grid import all_cells
-    from shardwright.verify.matrix import SCHEMA_VERSION, GridRow, verify_grid
-    from shardwright.verify.pool import RankPool
+    from shardwright.verify.grid import list_cells
+    from shardwright.verify.rank_pool import RankPool
+    from shardwright.verify.verification import SCHEMA_VERSION, GridCellResult, verify_grid
 
     if recipe is not None:
         raise InputError(
@@ -210,7 +215,7 @@ def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) 
         )
     console = open_console(stderr=json_output)
 
-    def print_row(row: GridRow) -> None:
+    def print_row(row: GridCellResult) -> None:
         cell = row.cell
         result = row.result
         description = f"{cell.model:6} {cell.layout!s:62} {cell.case!s:56}"
@@ -229,7 +234,7 @@ def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) 
         outcome = (
             f"{error:.1e} pass"
             if row.passed
-            else f"{error:.1e} FAIL {result.failure or _failed(result)}"
+            else f"{error:.1e} FAIL {result.failure or _describe_failures(result)}"
         )
         console.print(
             f"{description} {outcome}",
@@ -239,7 +244,7 @@ def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) 
         )
 
     with RankPool(timeout_seconds=300.0) as pool:
-        rows = verify_grid(all_cells(most_ranks), pool, told=print_row)
+        rows = verify_grid(list_cells(max_ranks), pool, on_row=print_row)
     run = [row for row in rows if row.result is not None]
     failed = [row for row in rows if not row.passed]
     console.print(
@@ -259,14 +264,14 @@ def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) 
         raise CheckFailed(f"{len(failed)} of {len(run)} cells differ from one process")
 
 
-def _failed(result: CellResult) -> str:
+def _describe_failures(result: CellResult) -> str:
     """Describe in one line what failed in a cell."""
     return "; ".join(
         f"{f.quantity}, {f.subject}: {f.error:.2e}" for f in result.findings if not f.passed
     )
 
 
-def _show(report: Report, console: Console) -> None:
+def _print_report(report: VerificationReport, console: Console) -> None:
     """Print one row per layout and dtype, with the result closest to its limit, then all
     failures."""
     from rich.table import Table
@@ -284,7 +289,9 @@ def _show(report: Report, console: Console) -> None:
     table.columns[2].overflow = "fold"
     for layout, dtype in dict.fromkeys((cell.layout, cell.dtype) for cell in report.cells):
         cells = [cell for cell in report.cells if (cell.layout, cell.dtype) == (layout, dtype)]
-        table.add_row(str(layout).replace(",", ", "), dtype, *_worst(cells), _verdict(cells))
+        table.add_row(
+            str(layout).replace(",", ", "), dtype, *_find_worst(cells), _format_verdict(cells)
+        )
     console.print(table)
     for cell in report.cells:
         description = f"{cell.layout}, {cell.dtype}, {cell.case}"
@@ -299,7 +306,7 @@ def _show(report: Report, console: Console) -> None:
             console.print(f"fails: {description}: {cell.failure}", style="red", highlight=False)
 
 
-def _worst(cells: list[CellResult]) -> tuple[str, str]:
+def _find_worst(cells: list[CellResult]) -> tuple[str, str]:
     """Return the comparison that came closest to its limit, and its error."""
     compared = [finding for cell in cells for finding in cell.findings if finding.allowed > 0.0]
     if not compared:
@@ -308,7 +315,7 @@ def _worst(cells: list[CellResult]) -> tuple[str, str]:
     return f"{worst.quantity}: {worst.subject}", f"{worst.error:.1e}"
 
 
-def _verdict(cells: list[CellResult]) -> Text:
+def _format_verdict(cells: list[CellResult]) -> Text:
     from rich.text import Text
 
     failed = sum(not cell.passed for cell in cells)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-Runs = Annotated[
+WatchRuns = Annotated[
     list[Path],
     typer.Argument(
         metavar="RUN", help="Run folders; several are drawn in the same charts.", show_default=False
@@ -20,7 +20,7 @@ Runs = Annotated[
 
 
 def watch_command(
-    runs: Runs,
+    runs: WatchRuns,
     port: Annotated[
         int,
         typer.Option("--port", min=0, max=65535, help="Port on 127.0.0.1; 0 chooses a free one."),
@@ -30,10 +30,10 @@ def watch_command(
 
     The address contains a random token; `metrics` below it is Prometheus text.
     """
-    from shardwright.report.serve import LivePage, LiveServer
+    from shardwright.report.live_server import LivePage, LiveServer
 
     page = LivePage(runs)
-    page.page()  # errors in reading appear here, not in the browser
+    page.get_page()  # errors in reading appear here, not in the browser
     server = LiveServer(page, port)
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,11 @@
 """The recipe: one YAML file, validated into frozen models before a run starts."""
 
-from shardwright.config.load import apply_overrides, dump_recipe, load_recipe, parse_layout
-from shardwright.config.schema import Recipe
+from shardwright.config.recipe import Recipe
+from shardwright.config.recipe_loading import (
+    apply_overrides,
+    dump_recipe,
+    load_recipe,
+    parse_layout,
+)
 
 __all__ = ["Recipe", "apply_overrides", "dump_recipe", "load_recipe", "parse_layout"]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shardwright.config.section import Fraction, PathText, Positive, Section
+from shardwright.config.recipe_section import Fraction, PathText, Positive, RecipeSection
 
 RecordsKind = Literal[
     "auto", "text", "messages", "sharegpt", "alpaca", "prompt_response", "prompt_completion",
@@ -14,7 +14,7 @@ RecordsKind = Literal[
 ]  # fmt: skip
 
 
-class Source(Section):
+class DataSource(RecipeSection):
     """One source of text."""
 
     path: PathText
@@ -44,7 +44,7 @@ class Source(Section):
     against any component of it, e.g. `test*`."""
 
 
-def _as_sources(value: Any) -> Any:
+def _parse_sources(value: Any) -> Any:
     if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list | tuple):
@@ -52,15 +52,15 @@ def _as_sources(value: Any) -> Any:
     return value
 
 
-Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_sources)]
+DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_parse_sources)]
 
 
-class DataSection(Section):
+class DataSection(RecipeSection):
     """Training and validation data, and its conversion to rows of tokens."""
 
-    sources: Sources = Field(min_length=1)
+    sources: DataSources = Field(min_length=1)
     """Training data: a path, a mapping, or a list of them."""
-    validation: Sources = ()
+    validation: DataSources = ()
     """Validation data. Without it, `validation_fraction` of the training samples is held
     out."""
     validation_fraction: Fraction = 0.0
@@ -109,7 +109,7 @@ class DataSection(Section):
     `$SHARDWRIGHT_CACHE/data`."""
 
     @model_validator(mode="after")
-    def _one_validation(self) -> DataSection:
+    def _check_sources(self) -> DataSection:
         if self.validation and self.validation_fraction:
             raise ValueError(
                 "`validation` (separate sources) and "

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from shardwright.config.section import NonNegative, PathText, Positive, Section
+from shardwright.config.recipe_section import NonNegative, PathText, Positive, RecipeSection
 
 
-class LayoutSection(Section):
+class LayoutSection(RecipeSection):
     """Degrees of parallelism. At most one data degree may be omitted: it uses the remaining
     ranks. `layout: auto` lets the planner choose all of them."""
 
@@ -51,7 +51,7 @@ class LayoutSection(Section):
     backward pass."""
 
     @model_validator(mode="after")
-    def _auto_chooses(self) -> LayoutSection:
+    def _check_auto(self) -> LayoutSection:
         allowed = {
             "auto",
             "wrap_blocks",
@@ -69,15 +69,15 @@ class LayoutSection(Section):
         return self
 
 
-def _as_layout(value: Any) -> Any:
+def _parse_layout_setting(value: Any) -> Any:
     return {"auto": True} if value == "auto" else value
 
 
-Layout = Annotated[LayoutSection, BeforeValidator(_as_layout)]
+LayoutSetting = Annotated[LayoutSection, BeforeValidator(_parse_layout_setting)]
 """A mapping, or `auto`."""
 
 
-class ClusterSection(Section):
+class ClusterSection(RecipeSection):
     """Cluster for which `layout: auto` plans, if it is not this machine."""
 
     node: str
@@ -88,9 +88,9 @@ class ClusterSection(Section):
     """File with measured rates, which override the catalogue's."""
 
 
-def _as_cluster(value: Any) -> Any:
+def _parse_cluster_setting(value: Any) -> Any:
     return {"node": value} if isinstance(value, str) else value
 
 
-Cluster = Annotated[ClusterSection | None, BeforeValidator(_as_cluster)]
+ClusterSetting = Annotated[ClusterSection | None, BeforeValidator(_parse_cluster_setting)]
 """A mapping, or only its `node`."""

@@ -6,28 +6,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shardwright.config.section import PathText, Positive, Section
+from shardwright.config.recipe_section import PathText, Positive, RecipeSection
 
 
-def _as_dropout(value: Any) -> Any:
+def _parse_dropout(value: Any) -> Any:
     return "off" if value is False else value  # YAML reads an unquoted `off` as false
 
 
-Dropout = Annotated[Literal["config", "off"], BeforeValidator(_as_dropout)]
+Dropout = Annotated[Literal["config", "off"], BeforeValidator(_parse_dropout)]
 
 
-class ModelSection(Section):
+class ModelSection(RecipeSection):
     """The decoder and the source of its weights."""
 
     path: PathText | None = None
     """A Hugging Face folder: its config.json defines the architecture and, with
-    `init: pretrained`, its safetensors files the weights."""
+    `init: is_pretrained`, its safetensors files the weights."""
     config: dict[str, Any] | None = None
     """The content of a config.json, inline (`model_type: llama`, ...). Without `vocab_size` the
     tokenizer's size is used."""
     init: Literal["random", "pretrained"] | None = None
-    """`pretrained` loads the folder's weights; `random` initialises each parameter from its
-    name and the seed. Default: `pretrained` with `path`, `random` with `config`."""
+    """`is_pretrained` loads the folder's weights; `random` initialises each parameter from its
+    name and the seed. Default: `is_pretrained` with `path`, `random` with `config`."""
     attention: Literal["auto", "explicit"] = "auto"
     """`auto` uses PyTorch's fused kernels and logs where they are unavailable; `explicit`
     computes attention with separate matrix products."""
@@ -48,8 +48,8 @@ class ModelSection(Section):
     gradients are excluded from all sums."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelSection:
-        if self.keep_zeros and not self.pretrained:
+    def _check_source(self) -> ModelSection:
+        if self.keep_zeros and not self.is_pretrained:
             raise ValueError("`keep_zeros` is for weights from a folder; it needs `path`")
         if (self.path is None) == (self.config is None):
             raise ValueError(
@@ -62,12 +62,12 @@ class ModelSection(Section):
         return self
 
     @property
-    def pretrained(self) -> bool:
+    def is_pretrained(self) -> bool:
         """True if weights are loaded from `path`."""
         return self.init == "pretrained" or (self.init is None and self.path is not None)
 
 
-class TokenizerSection(Section):
+class TokenizerSection(RecipeSection):
     """Tokenizer: loaded from a folder, or built from the training sources."""
 
     kind: Literal["huggingface", "bpe", "character"] = "huggingface"
@@ -80,7 +80,7 @@ class TokenizerSection(Section):
     """Size of the vocabulary to train, for `kind: bpe`."""
 
     @model_validator(mode="after")
-    def _fits_kind(self) -> TokenizerSection:
+    def _check_kind(self) -> TokenizerSection:
         if self.kind == "bpe" and self.vocab_size is None:
             raise ValueError("`kind: bpe` needs `vocab_size`")
         if self.kind != "bpe" and self.vocab_size is not None:
@@ -95,7 +95,7 @@ class TokenizerSection(Section):
         return self
 
 
-class MoeSection(Section):
+class MoeSection(RecipeSection):
     """Load balancing over the experts of a mixture-of-experts model; active in training
     only."""
 

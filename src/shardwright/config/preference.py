@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwright.config.section import Section
+from shardwright.config.recipe_section import RecipeSection
 
 
-class PreferenceSection(Section):
+class PreferenceSection(RecipeSection):
     """Preference tuning: the model learns which of two responses is preferred. The sources
     contain one pair of `chosen` and `rejected` responses per row; `training.global_batch_size`
     counts pairs."""

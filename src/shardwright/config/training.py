@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shardwright.config.section import Fraction, NonNegative, Positive, Section
+from shardwright.config.recipe_section import Fraction, NonNegative, Positive, RecipeSection
 
 PrecisionKind = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 ScheduleKind = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 
 
-class TrainingSection(Section):
+class TrainingSection(RecipeSection):
     """Batch, length and learning-rate schedule of the training."""
 
     sequence_length: Positive
@@ -60,7 +60,7 @@ class TrainingSection(Section):
     is an error."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> TrainingSection:
+    def _check_consistency(self) -> TrainingSection:
         if self.max_steps is None and self.num_epochs is None:
             raise ValueError("the length of training is missing: set `max_steps` or `num_epochs`")
         if self.batch_scaling != "none" and self.base_batch_size is None:
@@ -94,7 +94,7 @@ _OPTIMIZER_KEYS: dict[OptimizerName, tuple[str, ...]] = {
 }
 
 
-class OptimizerSection(Section):
+class OptimizerSection(RecipeSection):
     """Optimizer. A step is the same under every layout as in a single process;
     docs/optimizers.md explains how, and the memory of each optimizer."""
 
@@ -113,7 +113,7 @@ class OptimizerSection(Section):
     """Elements of a row that share a scale, for adamw_8bit."""
 
     @model_validator(mode="after")
-    def _belongs(self) -> OptimizerSection:
+    def _check_keys(self) -> OptimizerSection:
         for key in ("beta1", "beta2", "eps", "momentum", "block_size"):
             if (
                 key not in _OPTIMIZER_KEYS[self.name]
@@ -123,14 +123,14 @@ class OptimizerSection(Section):
         return self
 
     @property
-    def momentum_or_default(self) -> float:
+    def effective_momentum(self) -> float:
         """`momentum`, or the optimizer's default."""
         if self.momentum is not None:
             return self.momentum
         return 0.95 if self.name == "muon" else 0.0
 
 
-class PrecisionSection(Section):
+class PrecisionSection(RecipeSection):
     """Compute precision; master weights and moments stay fp32 (fp64 with `kind: fp64`)."""
 
     kind: PrecisionKind = "auto"
@@ -146,22 +146,22 @@ class PrecisionSection(Section):
     """Finite steps before the loss scale doubles, for fp16; a non-finite step halves it."""
 
     @model_validator(mode="after")
-    def _belongs(self) -> PrecisionSection:
+    def _check_keys(self) -> PrecisionSection:
         for key in ("initial_loss_scale", "loss_scale_growth_steps"):
             if self.kind != "fp16" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"`{key}` is for `kind: fp16`; {self.kind} needs no loss scale")
         return self
 
 
-def _as_precision(value: Any) -> Any:
+def _parse_precision_setting(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
-Precision = Annotated[PrecisionSection, BeforeValidator(_as_precision)]
+PrecisionSetting = Annotated[PrecisionSection, BeforeValidator(_parse_precision_setting)]
 """A mapping, or only its `kind`."""
 
 
-class EvaluationSection(Section):
+class EvaluationSection(RecipeSection):
     """Evaluation on the validation data."""
 
     every_steps: Positive | None = None

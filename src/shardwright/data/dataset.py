@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.order import mix
+from shardwright.data.sample_order import mix_bits
 
 IGNORED_LABEL = -100
 Int64Array = npt.NDArray[np.int64]
@@ -21,7 +21,7 @@ TokenArray = npt.NDArray[np.unsignedinteger]
 class Sample(NamedTuple):
     """One sequence. `labels[t]` is the target of position t (shifted) or IGNORED_LABEL.
 
-    The last `num_free` positions are padding: unsupervised, and invisible to earlier positions.
+    The last `num_padding` positions are padding: unsupervised, and invisible to earlier positions.
 
     `weights[t]` is the loss weight of label t; None means 1. A dataset has weights for all of
     its samples or for none.
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     positions: Int64Array
     document_ids: Int64Array | None
     weights: npt.NDArray[np.float32] | None = None
-    num_free: int = 0
+    num_padding: int = 0
 
 
 class TokenDataset(Protocol):
@@ -55,11 +55,11 @@ class TokenDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def num_used(self, index: int, epoch: int = 0) -> int:
+    def count_used_positions(self, index: int, epoch: int = 0) -> int:
         """Return the number of positions of sample `index` that are not padding."""
         ...
 
-    def sample(self, index: int, epoch: int = 0) -> Sample:
+    def get_sample(self, index: int, epoch: int = 0) -> Sample:
         """Return sample `index` of `epoch`."""
         ...
 
@@ -68,58 +68,63 @@ class TokenDataset(Protocol):
 class WindowDataset:
     """Stream of N tokens in windows of T inputs and T labels that overlap by one token.
 
-    For training (`whole=False`) the first window of every epoch starts at another offset, 0 to
-    T - 1, a function of seed and epoch only, so that a small corpus shows each token in many
-    contexts. To give every epoch the same number of windows, each epoch leaves out one window
-    of tokens at the ends of the stream, a different one each time.
+    For training (`is_evaluation=False`) the first window of every epoch starts at another offset, 0
+    to T - 1, a function of seed and epoch only, so that a small corpus shows each token in many
+    contexts. To give every epoch the same number of windows, each epoch leaves out one window of
+    tokens at the ends of the stream, a different one each time.
 
-    For evaluation (`whole=True`) the offset is 0 and the last, short window is padded with
+    For evaluation (`is_evaluation=True`) the offset is 0 and the last, short window is padded with
     unsupervised tokens: every token but the first is predicted exactly once.
     """
 
     tokens: TokenArray
     sequence_length: int
     seed: int = 0
-    whole: bool = False
+    is_evaluation: bool = False
 
     def __len__(self) -> int:
         num_tokens = len(self.tokens)
         length = self.sequence_length
-        if self.whole:
+        if self.is_evaluation:
             return -((1 - num_tokens) // length)
         return 0 if num_tokens < length + 1 else max(1, (num_tokens - length) // length)
 
     @property
     def num_supervised(self) -> int:
         """Tokens predicted in one pass over all windows."""
-        return max(0, len(self.tokens) - 1) if self.whole else len(self) * self.sequence_length
+        return (
+            max(0, len(self.tokens) - 1) if self.is_evaluation else len(self) * self.sequence_length
+        )
 
     @property
     def is_uneven(self) -> bool:
         """Always False: all windows but the last are full."""
         return False
 
-    def num_used(self, index: int, epoch: int = 0) -> int:
+    def count_used_positions(self, index: int, epoch: int = 0) -> int:
         """Return the number of positions of window `index` that are not padding."""
-        return min(self.sequence_length, len(self.tokens) - 1 - self.offset(epoch) - index * self.sequence_length)
+        return min(
+            self.sequence_length,
+            len(self.tokens) - 1 - self.get_offset(epoch) - index * self.sequence_length,
+        )
 
-    def offset(self, epoch: int) -> int:
+    def get_offset(self, epoch: int) -> int:
         """Return the index of the first token of the first window of an epoch."""
-        if self.whole:
+        if self.is_evaluation:
             return 0
         num_offsets = min(self.sequence_length, len(self.tokens) - len(self) * self.sequence_length)
-        return mix(mix(self.seed) ^ mix(epoch)) % num_offsets
+        return mix_bits(mix_bits(self.seed) ^ mix_bits(epoch)) % num_offsets
 
-    def sample(self, index: int, epoch: int = 0) -> Sample:
+    def get_sample(self, index: int, epoch: int = 0) -> Sample:
         """Return window `index` of an epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         length = self.sequence_length
-        start = self.offset(epoch) + index * length
+        start = self.get_offset(epoch) + index * length
         window = np.asarray(self.tokens[start : start + length + 1], dtype=np.int64)
         inputs = window[:-1]
         labels = window[1:]
         if missing := length - len(inputs):
             inputs = np.pad(inputs, (0, missing))
             labels = np.pad(labels, (0, missing), constant_values=IGNORED_LABEL)
-        return Sample(inputs, labels, np.arange(length), None, num_free=missing)
+        return Sample(inputs, labels, np.arange(length), None, num_padding=missing)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shardwright.data.dataset import IGNORED_LABEL, Sample, TokenDataset
-from shardwright.data.order import SampleOrder
+from shardwright.data.sample_order import SampleOrder
 from shardwright.plan import BatchPlan
 
 
@@ -39,7 +39,7 @@ class MicroBatch:
     reference_B2: torch.Tensor | None = None
     """Log-probabilities of each pair's responses under the reference model (fp64), or None."""
 
-    def arguments(self) -> dict[str, torch.Tensor | None]:
+    def build_model_arguments(self) -> dict[str, torch.Tensor | None]:
         """Return the decoder's arguments by name, for the loss of this micro-batch."""
         return {
             "input_ids_BT": self.input_ids_BT,
@@ -68,7 +68,9 @@ class MicroBatch:
         )
 
 
-def step_micro_batches(dataset: TokenDataset, order: SampleOrder, batch: BatchPlan, step: int, data_rank: int) -> list[MicroBatch]:
+def read_step_micro_batches(
+    dataset: TokenDataset, order: SampleOrder, batch: BatchPlan, step: int, data_rank: int
+) -> list[MicroBatch]:
     """Return the micro-batches of one data rank in an optimizer step, in order of accumulation.
 
     Step s reads the global positions s x G to (s + 1) x G - 1 on every layout, where G is the
@@ -86,20 +88,22 @@ def step_micro_batches(dataset: TokenDataset, order: SampleOrder, batch: BatchPl
     positions: Sequence[int] = range(first, first + batch.global_batch_size)
 
     def find(position: int) -> tuple[int, int]:
-        return order.index_at(position), order.epoch_at(position)
+        return order.get_index(position), order.get_epoch(position)
 
     if batch.row_multiple is not None and len(positions) > micro_batch_size and dataset.is_uneven:
-        positions = sorted(positions, key=lambda position: -dataset.num_used(*find(position)))
+        positions = sorted(
+            positions, key=lambda position: -dataset.count_used_positions(*find(position))
+        )
     micro_batches = []
     for accumulation in range(batch.gradient_accumulation_steps):
         start = (accumulation * batch.data_ranks + data_rank) * micro_batch_size
         batch_positions = positions[start : start + micro_batch_size]
-        samples = [dataset.sample(*find(position)) for position in batch_positions]
+        samples = [dataset.get_sample(*find(position)) for position in batch_positions]
         micro_batches.append(collate(samples, batch_positions, batch.row_multiple))
     return micro_batches
 
 
-def evaluation_micro_batches(
+def iterate_evaluation_micro_batches(
     dataset: TokenDataset, batch: BatchPlan, data_rank: int, *, max_batches: int | None = None
 ) -> Iterator[MicroBatch]:
     """Yield one data rank's share of the dataset, in order; together all ranks read it once.
@@ -117,11 +121,18 @@ def evaluation_micro_batches(
     for number in range(num_batches):
         first = (number * batch.data_ranks + data_rank) * micro_batch_size
         indices = range(first, first + micro_batch_size)
-        samples = [dataset.sample(index) if index < len(dataset) else _unsupervised(dataset) for index in indices]
+        samples = [
+            dataset.get_sample(index)
+            if index < len(dataset)
+            else _build_unsupervised_sample(dataset)
+            for index in indices
+        ]
         yield collate(samples, indices, batch.row_multiple)
 
 
-def collate(samples: Sequence[Sample], sample_indices: Sequence[int], row_multiple: int | None = None) -> MicroBatch:
+def collate(
+    samples: Sequence[Sample], sample_indices: Sequence[int], row_multiple: int | None = None
+) -> MicroBatch:
     """Stack samples as rows of one micro-batch.
 
     Args:
@@ -129,7 +140,7 @@ def collate(samples: Sequence[Sample], sample_indices: Sequence[int], row_multip
             tokens; None keeps all padding.
     """
     if row_multiple is not None:
-        samples = _without_free_columns(samples, row_multiple)
+        samples = _trim_padding(samples, row_multiple)
     labels_BT = np.stack([sample.labels for sample in samples])
     document_rows = [sample.document_ids for sample in samples if sample.document_ids is not None]
     assert len(document_rows) in (0, len(samples)), "document ids for some samples only"
@@ -145,22 +156,27 @@ def collate(samples: Sequence[Sample], sample_indices: Sequence[int], row_multip
         sample_indices_B=torch.tensor(list(sample_indices), dtype=torch.int64),
         num_supervised=int(np.count_nonzero(supervised_BT)),
         weights_BT=None if weights_BT is None else torch.from_numpy(weights_BT),
-        weight_sum=0.0 if weights_BT is None else float(weights_BT[supervised_BT].sum(dtype=np.float64)),
+        weight_sum=0.0
+        if weights_BT is None
+        else float(weights_BT[supervised_BT].sum(dtype=np.float64)),
     )
 
 
-def _without_free_columns(samples: Sequence[Sample], row_multiple: int) -> list[Sample]:
+def _trim_padding(samples: Sequence[Sample], row_multiple: int) -> list[Sample]:
     """Truncate the samples to the longest one without padding, rounded up to a multiple.
 
     The length depends on this micro-batch only, so ranks that share its rows (cp, tp) agree on
     it without communication.
     """
-    longest = max(len(sample.labels) - sample.num_free for sample in samples)
+    longest = max(len(sample.labels) - sample.num_padding for sample in samples)
     length = max(1, -(-longest // row_multiple)) * row_multiple
-    return [_shortened(sample, length) if length < len(sample.labels) else sample for sample in samples]
+    return [
+        _truncate_sample(sample, length) if length < len(sample.labels) else sample
+        for sample in samples
+    ]
 
 
-def _shortened(sample: Sample, length: int) -> Sample:
+def _truncate_sample(sample: Sample, length: int) -> Sample:
     documents = sample.document_ids
     weights = sample.weights
     return Sample(
@@ -169,11 +185,11 @@ def _shortened(sample: Sample, length: int) -> Sample:
         sample.positions[:length],
         None if documents is None else documents[:length],
         None if weights is None else weights[:length],
-        sample.num_free - (len(sample.labels) - length),
+        sample.num_padding - (len(sample.labels) - length),
     )
 
 
-def _unsupervised(dataset: TokenDataset) -> Sample:
+def _build_unsupervised_sample(dataset: TokenDataset) -> Sample:
     """Return the first sample without supervised labels, to fill up the last micro-batch."""
-    first = dataset.sample(0)
+    first = dataset.get_sample(0)
     return first._replace(labels=np.full_like(first.labels, IGNORED_LABEL))

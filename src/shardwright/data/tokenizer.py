@@ -21,8 +21,8 @@ from shardwright.errors import TokenizerError
 
 IdArray = npt.NDArray[np.uint32]
 CHARACTER_SPLIT = r"[\s\S]"
-_CONTEXT_CHARACTERS = 64
-_FOLDER_FILES = (
+_NUM_CONTEXT_CHARACTERS = 64
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -89,7 +89,7 @@ class Tokenizer(Protocol):
         """Return the ids of rendered chat texts, which contain control tokens."""
         ...
 
-    def may_cut(self, left: str, right: str) -> bool:
+    def is_split_safe(self, left: str, right: str) -> bool:
         """Return True if encoding `left` and `right` separately gives the ids of both together.
 
         Judged by the text near the boundary.
@@ -123,8 +123,10 @@ class CharacterTokenizer:
     def __init__(self, characters: Iterable[str]) -> None:
         self._characters = "".join(sorted(set(characters)))
         points = np.array([ord(character) for character in self._characters], dtype=np.uint32)
-        self._id_of = np.full(int(points.max(initial=0)) + 2, len(points), dtype=np.uint32)
-        self._id_of[points] = np.arange(len(points), dtype=np.uint32)
+        self._id_by_code_point = np.full(
+            int(points.max(initial=0)) + 2, len(points), dtype=np.uint32
+        )
+        self._id_by_code_point[points] = np.arange(len(points), dtype=np.uint32)
 
     @property
     def vocab_size(self) -> int:
@@ -134,7 +136,7 @@ class CharacterTokenizer:
     @property
     def content_hash(self) -> str:
         """Hash of the alphabet."""
-        return _hash("character " + self._characters)
+        return _hash_text("character " + self._characters)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt.
@@ -147,7 +149,7 @@ class CharacterTokenizer:
 
     def _encode(self, text: str) -> IdArray:
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-        ids = self._id_of[np.minimum(points, len(self._id_of) - 1)]
+        ids = self._id_by_code_point[np.minimum(points, len(self._id_by_code_point) - 1)]
         if len(unknown := np.flatnonzero(ids == self.vocab_size)):
             character = text[int(unknown[0])]
             raise TokenizerError(
@@ -168,7 +170,7 @@ class CharacterTokenizer:
         """Return the ids of each text; there are no control tokens."""
         return [self.encode(text) for text in texts]
 
-    def may_cut(self, left: str, right: str) -> bool:
+    def is_split_safe(self, left: str, right: str) -> bool:
         """Return True: characters are encoded independently."""
         return True
 
@@ -180,9 +182,11 @@ class CharacterTokenizer:
         """Write the same mapping in the format of the `tokenizers` library."""
         vocabulary = {character: index for index, character in enumerate(self._characters)}
         fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab=vocabulary))
-        fast.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(CHARACTER_SPLIT), behavior="isolated")
+        fast.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+            tokenizers.Regex(CHARACTER_SPLIT), behavior="isolated"
+        )
         fast.decoder = tokenizers.decoders.Fuse()
-        _save(fast, {}, folder)
+        _save_tokenizer(fast, {}, folder)
 
 
 class AbsentTokenizer:
@@ -209,19 +213,19 @@ class AbsentTokenizer:
         Raises:
             TokenizerError: always.
         """
-        raise _no_tokenizer()
+        raise _build_no_tokenizer_error()
 
     def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
         """Raise an error, like `encode`."""
-        raise _no_tokenizer()
+        raise _build_no_tokenizer_error()
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
         """Raise an error, like `encode`."""
-        raise _no_tokenizer()
+        raise _build_no_tokenizer_error()
 
-    def may_cut(self, left: str, right: str) -> bool:
+    def is_split_safe(self, left: str, right: str) -> bool:
         """Raise an error, like `encode`."""
-        raise _no_tokenizer()
+        raise _build_no_tokenizer_error()
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the ids as numbers.
@@ -235,7 +239,7 @@ class AbsentTokenizer:
         """Write nothing, because there is no tokenizer."""
 
 
-def _no_tokenizer() -> TokenizerError:
+def _build_no_tokenizer_error() -> TokenizerError:
     return TokenizerError(
         "there is no tokenizer, but text needs one",
         field="tokenizer.path",
@@ -255,13 +259,15 @@ class FastTokenizer:
         folder: folder of its files, which `save` copies unchanged; None writes new files.
     """
 
-    def __init__(self, fast: Any, kind: str, eos_token: str | None, folder: Path | None = None) -> None:
+    def __init__(
+        self, fast: Any, kind: str, eos_token: str | None, folder: Path | None = None
+    ) -> None:
         self.kind = kind
         self._fast = fast
         self._eos_token = eos_token
         self._folder = folder
         self.chat_template: str | None = None
-        self._rendering: Any = None
+        self._rendering_tokenizer: Any = None
         fast.no_truncation()
         fast.no_padding()
         fast.encode_special_tokens = True
@@ -278,12 +284,12 @@ class FastTokenizer:
         if content["model"].get("type") == "Unigram" and content["model"].get("unk_id") is not None:
             unknown = content["model"]["vocab"][content["model"]["unk_id"]][0]
         self.unknown_id: int | None = fast.token_to_id(unknown) if unknown else None
-        self.prefix_ids, self.suffix_ids = self._frame()
+        self.prefix_ids, self.suffix_ids = self._read_frame()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self._fast.to_str(), self.kind, self._eos_token, self._folder)
+        return _restore_tokenizer, (self._fast.to_str(), self.kind, self._eos_token, self._folder)
 
-    def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _read_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the post-processor adds before and after a text, by probing."""
         probes = ["a", *sorted(self._fast.get_vocab(with_added_tokens=False))[:200]]
         bare_ids: list[int] = []
@@ -293,7 +299,9 @@ class FastTokenizer:
             framed_ids = self._fast.encode(probe, add_special_tokens=True).ids
             if bare_ids:
                 break
-        first = next((i for i in range(len(framed_ids)) if framed_ids[i : i + len(bare_ids)] == bare_ids), 0)
+        first = next(
+            (i for i in range(len(framed_ids)) if framed_ids[i : i + len(bare_ids)] == bare_ids), 0
+        )
         suffix = tuple(framed_ids[first + len(bare_ids) :])
         if not suffix and self.eos_id is not None:
             suffix = (self.eos_id,)
@@ -307,7 +315,9 @@ class FastTokenizer:
     @property
     def content_hash(self) -> str:
         """Hash of the tokenizer's definition and its end-of-text token."""
-        return _hash(f"{json.dumps(json.loads(self._fast.to_str()), sort_keys=True)} {self._eos_token}")
+        return _hash_text(
+            f"{json.dumps(json.loads(self._fast.to_str()), sort_keys=True)} {self._eos_token}"
+        )
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, with prefix_ids."""
@@ -321,26 +331,35 @@ class FastTokenizer:
     @property
     def control_tokens(self) -> frozenset[str]:
         """Added tokens that are special, and the end-of-text token."""
-        special = {token.content for token in self._fast.get_added_tokens_decoder().values() if token.special}
+        special = {
+            token.content
+            for token in self._fast.get_added_tokens_decoder().values()
+            if token.special
+        }
         return frozenset(special | ({self._eos_token} if self._eos_token else set()))
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, with control tokens as single ids."""
-        if self._rendering is None:
-            self._rendering = tokenizers.Tokenizer.from_str(self._fast.to_str())
-            self._rendering.no_truncation()
-            self._rendering.no_padding()
-            self._rendering.encode_special_tokens = False
-        return [encoding.ids for encoding in self._rendering.encode_batch_fast(list(texts), add_special_tokens=False)]
+        if self._rendering_tokenizer is None:
+            self._rendering_tokenizer = tokenizers.Tokenizer.from_str(self._fast.to_str())
+            self._rendering_tokenizer.no_truncation()
+            self._rendering_tokenizer.no_padding()
+            self._rendering_tokenizer.encode_special_tokens = False
+        return [
+            encoding.ids
+            for encoding in self._rendering_tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )
+        ]
 
-    def may_cut(self, left: str, right: str) -> bool:
+    def is_split_safe(self, left: str, right: str) -> bool:
         """Return True if both texts have the same words separately as together.
 
         Merges never cross words, so equal words give equal ids. False for a tokenizer without a
         split into words, whose merges may cross any boundary.
         """
-        left = left[-_CONTEXT_CHARACTERS:]
-        right = right[:_CONTEXT_CHARACTERS]
+        left = left[-_NUM_CONTEXT_CHARACTERS:]
+        right = right[:_NUM_CONTEXT_CHARACTERS]
         normalizer = self._fast.normalizer
         splitter = self._fast.pre_tokenizer
         if splitter is None:
@@ -359,26 +378,36 @@ class FastTokenizer:
         """Copy the files of the original folder, or write new ones."""
         if self._folder is not None and (self._folder / "tokenizer.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            for name in _FOLDER_FILES:
+            for name in _TOKENIZER_FILES:
                 if (self._folder / name).is_file():
                     shutil.copyfile(self._folder / name, folder / name)
         else:
-            _save(self._fast, {"eos_token": self._eos_token} if self._eos_token else {}, folder)
+            _save_tokenizer(
+                self._fast, {"eos_token": self._eos_token} if self._eos_token else {}, folder
+            )
         if self.chat_template is not None:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
 
 
-def _restore(definition: str, kind: str, eos_token: str | None, folder: Path | None) -> FastTokenizer:
+def _restore_tokenizer(
+    definition: str, kind: str, eos_token: str | None, folder: Path | None
+) -> FastTokenizer:
     """Rebuild a pickled tokenizer in another process."""
     return FastTokenizer(tokenizers.Tokenizer.from_str(definition), kind, eos_token, folder)
 
 
-def _save(fast: Any, config: dict[str, Any], folder: Path) -> None:
+def _save_tokenizer(fast: Any, config: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     fast.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **config,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
-def _hash(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

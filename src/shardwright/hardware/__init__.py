@@ -1,15 +1,15 @@
 """Accelerators, links and clusters, with catalogue figures and rates measured on a machine."""
 
-from shardwright.hardware.cluster import Accelerator, Cluster, Link, Node
-from shardwright.hardware.load import (
-    accelerators,
+from shardwright.hardware.catalog_loading import (
     find_accelerator,
     find_link,
     find_node,
-    links,
+    list_accelerators,
+    list_links,
     parse_cluster,
 )
-from shardwright.hardware.profile import (
+from shardwright.hardware.cluster_spec import Accelerator, Cluster, Link, Node
+from shardwright.hardware.measured_profile import (
     AttentionRate,
     CollectiveRate,
     ElementwiseRate,
@@ -29,11 +29,11 @@ __all__ = [
     "MatmulRate",
     "MeasuredProfile",
     "Node",
-    "accelerators",
     "find_accelerator",
     "find_link",
     "find_node",
-    "links",
+    "list_accelerators",
+    "list_links",
     "load_profile",
     "parse_cluster",
     "save_profile",

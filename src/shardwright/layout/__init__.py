@@ -1,10 +1,25 @@
 """Layouts: degrees, ranks and process groups, pipeline stages, parameter descriptors. No torch."""
 
-from shardwright.layout.axes import BATCH_AXES, DATA_AXES, in_use
-from shardwright.layout.degrees import AXES, EXPERT_AXES, FSDP_AXES, CpMethod, Layout, resolve_layout
-from shardwright.layout.parameters import Bounds, Held, ParameterLayout, Section, Shard, held, local_shape
-from shardwright.layout.ranks import RankGrid
-from shardwright.layout.stages import Stage, cut_stages
+from shardwright.layout.axes import BATCH_AXES, DATA_AXES, select_used_axes
+from shardwright.layout.degrees import (
+    AXES,
+    EXPERT_AXES,
+    FSDP_AXES,
+    CpMethod,
+    Layout,
+    resolve_layout,
+)
+from shardwright.layout.parameter_layout import (
+    Bounds,
+    DimSection,
+    ParameterBox,
+    ParameterLayout,
+    Shard,
+    compute_local_boxes,
+    compute_local_shape,
+)
+from shardwright.layout.pipeline_stages import PipelineStage, partition_layers
+from shardwright.layout.rank_grid import RankGrid
 
 __all__ = [
     "AXES",
@@ -14,16 +29,16 @@ __all__ = [
     "FSDP_AXES",
     "Bounds",
     "CpMethod",
-    "Held",
+    "DimSection",
     "Layout",
+    "ParameterBox",
     "ParameterLayout",
+    "PipelineStage",
     "RankGrid",
-    "Section",
     "Shard",
-    "Stage",
-    "cut_stages",
-    "held",
-    "in_use",
-    "local_shape",
+    "compute_local_boxes",
+    "compute_local_shape",
+    "partition_layers",
     "resolve_layout",
+    "select_used_axes",
 ]

@@ -15,6 +15,6 @@ BATCH_AXES = ("dp_replicate", "dp_shard")
 rows."""
 
 
-def in_use(layout: Layout, *axes: str) -> tuple[str, ...]:
+def select_used_axes(layout: Layout, *axes: str) -> tuple[str, ...]:
     """Return those of `axes` that have more than one rank."""
     return tuple(axis for axis in axes if layout.degree(axis) > 1)

@@ -80,7 +80,9 @@ class Layout:
 
     def __str__(self) -> str:
         """Return the form that `--layout` takes, without defaults but always with `zero_stage`."""
-        shown_fields = [f for f in fields(self) if f.name == "zero_stage" or getattr(self, f.name) != f.default]
+        shown_fields = [
+            f for f in fields(self) if f.name == "zero_stage" or getattr(self, f.name) != f.default
+        ]
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in shown_fields)
 
 
@@ -113,7 +115,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             field="layout",
             remedy=f"Start a multiple of {model_degree} ranks, or lower tp, pp or cp",
         )
-    replicate, shard = _data_degrees(section, world_size, model_degree)
+    replicate, shard = _resolve_data_degrees(section, world_size, model_degree)
     stage = section.zero_stage
     if stage is None:
         stage = 3 if shard * section.cp > 1 else 0
@@ -123,7 +125,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             field="layout.ep",
             got=section.ep,
             allowed=f"a divisor of {shard * section.cp}",
-            remedy=f"The nearest that works is ep={_nearest_divisor(shard * section.cp, section.ep)}",
+            remedy=f"The nearest that works is ep={_find_nearest_divisor(shard * section.cp, section.ep)}",
         )
     return Layout(
         dp_replicate=replicate,
@@ -144,7 +146,9 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
     )
 
 
-def _data_degrees(section: LayoutSection, world_size: int, model_degree: int) -> tuple[int, int]:
+def _resolve_data_degrees(
+    section: LayoutSection, world_size: int, model_degree: int
+) -> tuple[int, int]:
     """Return dp_replicate and dp_shard, which divide the ranks left by tp x pp x cp.
 
     Raises:
@@ -167,9 +171,13 @@ def _data_degrees(section: LayoutSection, world_size: int, model_degree: int) ->
         replicate = 1  # with zero_stage >= 1 or unset, dp_shard takes all ranks
     if replicate is None:
         assert shard is not None
-        replicate = _share(remaining, shard, "dp_replicate", "dp_shard", world_size, model_degree)
+        replicate = _divide_data_ranks(
+            remaining, shard, "dp_replicate", "dp_shard", world_size, model_degree
+        )
     elif shard is None:
-        shard = _share(remaining, replicate, "dp_shard", "dp_replicate", world_size, model_degree)
+        shard = _divide_data_ranks(
+            remaining, replicate, "dp_shard", "dp_replicate", world_size, model_degree
+        )
     assert shard is not None
     if replicate * shard != remaining:
         raise LayoutError(
@@ -182,20 +190,30 @@ def _data_degrees(section: LayoutSection, world_size: int, model_degree: int) ->
     return replicate, shard
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor of `number` that is nearest to `wanted`, the smaller one of two.
+def _find_nearest_divisor(number: int, target: int) -> int:
+    """Return the divisor of `number` that is nearest to `target`, the smaller one of two.
 
-    >>> _nearest_divisor(8, 3), _nearest_divisor(2, 3)
+    >>> _find_nearest_divisor(8, 3), _find_nearest_divisor(2, 3)
     (2, 2)
     """
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda divisor: (abs(divisor - wanted), divisor))
+    return min(
+        (d for d in range(1, number + 1) if number % d == 0),
+        key=lambda divisor: (abs(divisor - target), divisor),
+    )
 
 
-def _share(remaining: int, given: int, wanted: str, other: str, world_size: int, model_degree: int) -> int:
-    if remaining % given:
+def _divide_data_ranks(
+    remaining: int,
+    divisor: int,
+    derived_name: str,
+    divisor_name: str,
+    world_size: int,
+    model_degree: int,
+) -> int:
+    if remaining % divisor:
         raise LayoutError(
-            f"{other} = {given} does not divide the {remaining} data ranks ({world_size} ranks / {model_degree} for tp x pp x cp)",
-            field=f"layout.{other}",
-            remedy=f"Choose a divisor of {remaining}; {wanted} then takes the rest",
+            f"{divisor_name} = {divisor} does not divide the {remaining} data ranks ({world_size} ranks / {model_degree} for tp x pp x cp)",
+            field=f"layout.{divisor_name}",
+            remedy=f"Choose a divisor of {remaining}; {derived_name} then takes the rest",
         )
-    return remaining // given
+    return remaining // divisor

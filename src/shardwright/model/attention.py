@@ -13,23 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import ModelShape
-from shardwright.model.context import ForwardContext
-from shardwright.model.cuts import WHOLE, AttentionTerms, Cuts
 from shardwright.model.dropout import Dropout
+from shardwright.model.forward_context import ForwardContext
 from shardwright.model.linear import Linear
 from shardwright.model.norms import RMSNorm
+from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, AttentionSettings, ParallelHooks
 from shardwright.model.rope import rotate
-from shardwright.model.tensor_cut import TensorCut
+from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 
 class Attention(nn.Module):
     """Projections, optional q/k norms, rotary embedding, attention and output projection."""
 
-    cuts: Cuts = WHOLE
+    parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
-        self.index = index
+        self.layer_index = index
         self.layer = shape.layers[index]
         self.names = shape.names
         self.head_dim = shape.head_dim
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.num_heads = shape.num_heads
         self.num_kv_heads = shape.num_kv_heads
         self.soft_cap = shape.attention_soft_cap
-        self.dropout = shape.attention_dropout
+        self.dropout_rate = shape.attention_dropout
         self.has_sinks = shape.attention_sinks
         self.add_projections(shape)
 
@@ -72,9 +72,9 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None
     ) -> Tensor:
-        tensor = context.tensor
+        tensor = context.tensor_parallel
         q_BTHE, k_BTKE, v_BTKE = self._project(
-            x_BTD if tensor is None else tensor.enter(x_BTD), tensor, dropout
+            x_BTD if tensor is None else tensor.prepare_input(x_BTD), tensor, dropout
         )
         if self.layer.rope is not None:
             cos, sin = context.rope_tables[self.layer.rope]
@@ -84,15 +84,17 @@ class Attention(nn.Module):
         k_BKSE = k_BTKE.transpose(1, 2)
         v_BKSE = v_BTKE.transpose(1, 2)
         if context.cache is not None:
-            k_BKSE, v_BKSE = context.cache.extend(self.index, k_BKSE, v_BKSE)
+            k_BKSE, v_BKSE = context.cache.extend(self.layer_index, k_BKSE, v_BKSE)
         out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context, dropout)
         project_out = getattr(self, self.names.attention_out)
         return project_out(
-            out_BHTE.transpose(1, 2).flatten(2), None if tensor is None else tensor.leave, dropout
+            out_BHTE.transpose(1, 2).flatten(2),
+            None if tensor is None else tensor.reduce_output,
+            dropout,
         )
 
     def _project(
-        self, x_BTD: Tensor, tensor: TensorCut | None, dropout: Dropout | None
+        self, x_BTD: Tensor, tensor_parallel: TensorParallelHooks | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values of this rank's heads."""
         names = self.names
@@ -107,30 +109,34 @@ class Attention(nn.Module):
             if self.qkv_layout == "heads":
                 q, k, v = fused.unflatten(-1, (-1, 3 * head_dim)).chunk(3, dim=-1)
                 return q, k, v
-            degree = 1 if tensor is None else tensor.degree
+            degree = 1 if tensor_parallel is None else tensor_parallel.degree
             # With fewer key-value heads than ranks, each rank has one.
             q_width, kv_width = (
                 max(1, heads // degree) * head_dim for heads in (self.num_heads, self.num_kv_heads)
             )
             q, k, v = fused.split([q_width, kv_width, kv_width], dim=-1)
         if self.qk_norm == "full":
-            q = getattr(self, names.query_norm)(q, self._mean_square(tensor, self.num_heads))
-            k = getattr(self, names.key_norm)(k, self._mean_square(tensor, self.num_kv_heads))
+            q = getattr(self, names.query_norm)(
+                q, self._build_mean_square(tensor_parallel, self.num_heads)
+            )
+            k = getattr(self, names.key_norm)(
+                k, self._build_mean_square(tensor_parallel, self.num_kv_heads)
+            )
         q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in (q, k, v))
         if self.qk_norm == "head":
             q = getattr(self, names.query_norm)(q)
             k = getattr(self, names.key_norm)(k)
         return q, k, v
 
-    def _mean_square(
-        self, tensor: TensorCut | None, num_heads: int
+    def _build_mean_square(
+        self, tensor_parallel: TensorParallelHooks | None, num_heads: int
     ) -> Callable[[Tensor], Tensor] | None:
         """Return a function for the mean square over all heads, on all ranks."""
-        if tensor is None:
+        if tensor_parallel is None:
             return None
         # Several ranks may have the same key-value head; each of them adds its squares.
-        features = max(num_heads, tensor.degree) * self.head_dim
-        return lambda squares: tensor.sum(squares) / features
+        features = max(num_heads, tensor_parallel.degree) * self.head_dim
+        return lambda squares: tensor_parallel.sum_over_ranks(squares) / features
 
     def _attend(
         self,
@@ -140,12 +146,21 @@ class Attention(nn.Module):
         context: ForwardContext,
         dropout: Dropout | None,
     ) -> Tensor:
-        if self.cuts.context is not None:
-            return self.cuts.context.attend(self._terms(), q_BHTE, k_BKSE, v_BKSE, context, dropout)
+        if self.parallel_hooks.context is not None:
+            return self.parallel_hooks.context.attend(
+                self._build_settings(), q_BHTE, k_BKSE, v_BKSE, context, dropout
+            )
         mask = context.masks[self.layer.window]
-        dropout = dropout if self.dropout > 0.0 else None
-        if self.soft_cap is not None or self.has_sinks or dropout is not None or context.explicit:
-            return self._attend_explicitly(q_BHTE, k_BKSE, v_BKSE, mask, dropout, context.tensor)
+        dropout = dropout if self.dropout_rate > 0.0 else None
+        if (
+            self.soft_cap is not None
+            or self.has_sinks
+            or dropout is not None
+            or context.has_explicit_attention
+        ):
+            return self._attend_explicitly(
+                q_BHTE, k_BKSE, v_BKSE, mask, dropout, context.tensor_parallel
+            )
         # The CUDA kernel that accepts a mask does not support grouped heads.
         group_size = q_BHTE.shape[1] // k_BKSE.shape[1]
         is_grouped = group_size > 1
@@ -165,15 +180,20 @@ class Attention(nn.Module):
             enable_gqa=is_grouped,
         )
 
-    def _terms(self) -> AttentionTerms:
+    def _build_settings(self) -> AttentionSettings:
         sinks_H = (
             getattr(self, self.names.sinks)
             if self.names.sinks is not None and self.has_sinks
             else None
         )
         layer = self.layer
-        return AttentionTerms(
-            self.index, layer.attention_scale, layer.window, self.soft_cap, self.dropout, sinks_H
+        return AttentionSettings(
+            self.layer_index,
+            layer.attention_scale,
+            layer.window,
+            self.soft_cap,
+            self.dropout_rate,
+            sinks_H,
         )
 
     def _attend_explicitly(
@@ -183,7 +203,7 @@ class Attention(nn.Module):
         v_BKSE: Tensor,
         mask: Tensor | None,
         dropout: Dropout | None,
-        tensor: TensorCut | None,
+        tensor_parallel: TensorParallelHooks | None,
     ) -> Tensor:
         """Compute attention by explicit products; the softmax accumulates in fp32 or fp64."""
         num_heads = q_BHTE.shape[1]
@@ -204,8 +224,10 @@ class Attention(nn.Module):
         accumulate = torch.float64 if scores_BHTS.dtype == torch.float64 else torch.float32
         weights_BHTS = self._softmax(scores_BHTS, accumulate).to(v_BHSE.dtype)
         if dropout is not None:
-            first_head = 0 if tensor is None else tensor.rank * num_heads
-            weights_BHTS = dropout.drop_attention(weights_BHTS, self.dropout, first_head=first_head)
+            first_head = 0 if tensor_parallel is None else tensor_parallel.rank * num_heads
+            weights_BHTS = dropout.drop_attention(
+                weights_BHTS, self.dropout_rate, first_head=first_head
+            )
         return weights_BHTS @ v_BHSE
 
     def _softmax(self, scores_BHTS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from shardwright.architecture import ModelShape
 from shardwright.model.attention import Attention
-from shardwright.model.context import ForwardContext
-from shardwright.model.dropout import Dropout, Site
-from shardwright.model.latent import LatentAttention
+from shardwright.model.dropout import Dropout, DropoutSite
+from shardwright.model.forward_context import ForwardContext
+from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.mlp import FeedForward
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.norms import LayerNorm, RMSNorm
 
-Recompute = Callable[..., Tensor]
+RecomputeRunner = Callable[..., Tensor]
 """(function, *arguments) -> result of the function, which the backward pass recomputes."""
 
 
@@ -33,18 +33,18 @@ def build_norm(shape: ModelShape) -> nn.Module:
 class Block(nn.Module):
     """Attention and feed-forward with norms and residual connections.
 
-    FSDP wraps `forward`. The computation is `inner`: recomputation calls it again, and `run`
-    around it is compiled.
+    FSDP wraps `forward`. The computation is `compute`: recomputation calls it again, and
+    `forward_with_recompute` around it is compiled.
     """
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
         names = shape.names
-        self.index = index
+        self.layer_index = index
         self.names = names
-        self.parallel = shape.parallel_residual
+        self.has_parallel_residual = shape.parallel_residual
         self.residual_scale = shape.residual_scale
-        self.dropout = shape.residual_dropout
+        self.dropout_rate = shape.residual_dropout
         self._add_norm(names.pre_attention_norm, shape)
         self.add_module(
             names.attention,
@@ -52,60 +52,70 @@ class Block(nn.Module):
         )
         self._add_norm(names.post_attention_norm, shape)
         self._add_norm(names.pre_mlp_norm, shape)
-        self.sparse = shape.layers[index].sparse
+        self.is_sparse = shape.layers[index].sparse
         self.add_module(
-            names.mlp, MixtureOfExperts(shape, index) if self.sparse else FeedForward(shape)
+            names.mlp, MixtureOfExperts(shape, index) if self.is_sparse else FeedForward(shape)
         )
         self._add_norm(names.post_mlp_norm, shape)
-        self._recompute: Recompute | None = None
-        self._run: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = self.run
+        self._recompute_runner: RecomputeRunner | None = None
+        self._forward_function: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = (
+            self.forward_with_recompute
+        )
 
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
         # The layer's number is used here and not in the compiled computation, which the
         # compiler would otherwise specialise to each number.
-        dropout = None if context.dropout is None else context.dropout.of_layer(self.index)
+        dropout = None if context.dropout is None else context.dropout.for_layer(self.layer_index)
         if context.cache is not None:
             # Generation: nothing to recompute, and shapes change with every token, so compiling
             # does not pay.
-            return self.inner(x_BTD, context, dropout)
-        return self._run(x_BTD, context, dropout)
+            return self.compute(x_BTD, context, dropout)
+        return self._forward_function(x_BTD, context, dropout)
 
-    def run(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
+    def forward_with_recompute(
+        self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None
+    ) -> Tensor:
         """Compute the block, with activation recomputation if it is configured.
 
         Compilation includes recomputation, so the compiler knows what to keep. Outside compiled
         code, selective recomputation does not see the operations: it would keep nothing and run
         the block three times.
         """
-        if self._recompute is None:
-            return self.inner(x_BTD, context, dropout)
-        return self._recompute(self.inner, x_BTD, context, dropout)
+        if self._recompute_runner is None:
+            return self.compute(x_BTD, context, dropout)
+        return self._recompute_runner(self.compute, x_BTD, context, dropout)
 
-    def inner(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
-        """Compute the block; `dropout` has this layer's masks."""
+    def compute(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
+        """Compute the block; `dropout_rate` has this layer's masks."""
         names = self.names
-        normed = self._norm(names.pre_attention_norm, x_BTD)
-        attention_out = self._norm(
+        normed = self._apply_norm(names.pre_attention_norm, x_BTD)
+        attention_out = self._apply_norm(
             names.post_attention_norm, getattr(self, names.attention)(normed, context, dropout)
         )
-        local_dropout = None if dropout is None else dropout.share(context.tensor)
-        attention_out = self._drop(attention_out, Site.ATTENTION_OUT, local_dropout)
-        if self.parallel:
-            mlp_out = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context, dropout)
-            return self._drop(mlp_out, Site.FEED_FORWARD, local_dropout) + attention_out + x_BTD
-        x_BTD = self._add(x_BTD, attention_out)
-        mlp_out = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context, dropout)
-        mlp_out = self._drop(
-            self._norm(names.post_mlp_norm, mlp_out), Site.FEED_FORWARD, local_dropout
+        local_dropout = (
+            None if dropout is None else dropout.select_local_tokens(context.tensor_parallel)
         )
-        return self._add(x_BTD, mlp_out)
+        attention_out = self._apply_dropout(attention_out, DropoutSite.ATTENTION_OUT, local_dropout)
+        if self.has_parallel_residual:
+            mlp_out = self._apply_mlp(self._apply_norm(names.pre_mlp_norm, x_BTD), context, dropout)
+            return (
+                self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)
+                + attention_out
+                + x_BTD
+            )
+        x_BTD = self._add_residual(x_BTD, attention_out)
+        mlp_out = self._apply_mlp(self._apply_norm(names.pre_mlp_norm, x_BTD), context, dropout)
+        mlp_out = self._apply_dropout(
+            self._apply_norm(names.post_mlp_norm, mlp_out), DropoutSite.FEED_FORWARD, local_dropout
+        )
+        return self._add_residual(x_BTD, mlp_out)
 
-    def _feed(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
+    def _apply_mlp(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
         module = getattr(self, self.names.mlp)
         out_BTD: Tensor = (
             module(x_BTD, context, dropout)
-            if self.sparse
-            else module(x_BTD, context.tensor, dropout)
+            if self.is_sparse
+            else module(x_BTD, context.tensor_parallel, dropout)
         )
         return out_BTD
 
@@ -113,15 +123,15 @@ class Block(nn.Module):
         if name is not None:
             self.add_module(name, build_norm(shape))
 
-    def _norm(self, name: str | None, x_BTD: Tensor) -> Tensor:
+    def _apply_norm(self, name: str | None, x_BTD: Tensor) -> Tensor:
         return x_BTD if name is None else getattr(self, name)(x_BTD)
 
-    def _add(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
+    def _add_residual(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
         if self.residual_scale == 1.0:
             return x_BTD + update_BTD
         return torch.add(x_BTD, update_BTD, alpha=self.residual_scale)
 
-    def _drop(self, x_BTD: Tensor, site: Site, dropout: Dropout | None) -> Tensor:
-        if dropout is None or self.dropout == 0.0:
+    def _apply_dropout(self, x_BTD: Tensor, site: DropoutSite, dropout: Dropout | None) -> Tensor:
+        if dropout is None or self.dropout_rate == 0.0:
             return x_BTD
-        return dropout.drop(x_BTD, self.dropout, site)
+        return dropout.drop(x_BTD, self.dropout_rate, site)

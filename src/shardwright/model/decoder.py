@@ -15,19 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ModelShape
-from shardwright.layout import Stage
-from shardwright.model.block import Block, Recompute, build_norm
-from shardwright.model.cache import KeyValueCache
-from shardwright.model.context import build_context, default_positions
-from shardwright.model.cuts import WHOLE, Cuts
-from shardwright.model.dropout import DropoutKey, Site
-from shardwright.model.head import Head, LossFunction, RowLoss, full_logits_loss, head_logits
+from shardwright.layout import PipelineStage
+from shardwright.model.block import Block, RecomputeRunner, build_norm
+from shardwright.model.dropout import DropoutKey, DropoutSite
+from shardwright.model.forward_context import build_default_positions, build_forward_context
+from shardwright.model.head import (
+    Head,
+    LossFunction,
+    RowLoss,
+    compute_full_logits_loss,
+    compute_logits,
+)
+from shardwright.model.kv_cache import KeyValueCache
 from shardwright.model.linear import Linear
 from shardwright.model.moe import Experts
-from shardwright.model.routing import ExpertRules, RouterTally, RoutingContext
-from shardwright.model.tensor_cut import TensorCut
+from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
+from shardwright.model.routing import ExpertRules, RouterTotals, RoutingContext
+from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
-log = logging.getLogger("shardwright")
+logger = logging.getLogger("shardwright")
 
 
 class Embedding(nn.Module):
@@ -39,10 +45,14 @@ class Embedding(nn.Module):
         self.padding_row = padding_row
         self.weight = nn.Parameter(torch.empty(num_rows, width))
 
-    def forward(self, indices: Tensor, tensor: TensorCut | None = None) -> Tensor:
-        """Look up rows; with `tensor` the result is partial, to be summed over the ranks."""
-        if tensor is not None:
-            return tensor.look_up(indices, self.weight, self.num_rows, self.padding_row)
+    def forward(
+        self, indices: Tensor, tensor_parallel: TensorParallelHooks | None = None
+    ) -> Tensor:
+        """Look up rows; with `tensor_parallel` the result is partial, to be summed over the
+        ranks.
+        """
+        if tensor_parallel is not None:
+            return tensor_parallel.embed(indices, self.weight, self.num_rows, self.padding_row)
         return F.embedding(indices, self.weight, self.padding_row)
 
 
@@ -53,12 +63,12 @@ class Decoder(nn.Module):
     Parameters are uninitialised until `init.initialise` or `load` fills them.
     """
 
-    cuts: Cuts = WHOLE
+    parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
     label_smoothing: float = 0.0
     """Fraction of each target spread evenly over the vocabulary, in training."""
     noise_size: float = 0.0
     """Largest absolute value of the noise added to embeddings in training (NEFTune)."""
-    reads_root_backward = False
+    is_root_read_in_backward = False
     """True if the backward pass reads more parameters outside blocks than the final norm's."""
 
     def __init__(
@@ -74,16 +84,16 @@ class Decoder(nn.Module):
         self.shape = shape
         self.compute_dtype = compute_dtype
         self.expert_rules = expert_rules or ExpertRules()
-        self.router_tally = RouterTally()
-        self.explicit_attention = attention == "explicit"
-        self.loss_function: LossFunction = loss_function or full_logits_loss
-        self._build(shape)
+        self.router_totals = RouterTotals()
+        self.has_explicit_attention = attention == "explicit"
+        self.loss_function: LossFunction = loss_function or compute_full_logits_loss
+        self._add_modules(shape)
         if shape.adapters is not None:
             for parameter in self.parameters():
                 parameter.requires_grad_(False)
-            self._adapt(shape.adapters)
+            self._add_adapters(shape.adapters)
 
-    def _build(self, shape: ModelShape) -> None:
+    def _add_modules(self, shape: ModelShape) -> None:
         """Add the modules of the shape, without adapters."""
         names = shape.names
         root = nn.Module()
@@ -103,7 +113,10 @@ class Decoder(nn.Module):
         root.add_module(names.final_norm, build_norm(shape))
         if not shape.tied_embeddings:
             self.add_module(names.head, Head(shape.vocab_size, shape.hidden_size))
-        log.info("attention: %s", describe_attention(shape, explicit=self.explicit_attention))
+        logger.info(
+            "attention: %s",
+            describe_attention(shape, has_explicit_attention=self.has_explicit_attention),
+        )
 
     @property
     def root(self) -> nn.Module:
@@ -133,23 +146,25 @@ class Decoder(nn.Module):
         """Norm after the last block; None on a pipeline stage without it."""
         return getattr(self.root, self.shape.names.final_norm, None)
 
-    def _adapt(self, adapters: AdapterShape) -> None:
+    def _add_adapters(self, adapters: AdapterShape) -> None:
         """Add the adapters, the only trainable parameters, and quantise the frozen matrices."""
-        packed = {spec.name for spec in self.shape.parameters() if spec.packed is not None}
+        packed = {
+            spec.name for spec in self.shape.list_parameters() if spec.packed_matrix is not None
+        }
         for index, block in enumerate(self.blocks):
             prefix = f"{self.shape.names.root}.{self.shape.names.layers}.{index}."
             number = 0
             for name, module in list(block.named_modules()):
                 if isinstance(module, Linear):
                     if f"{prefix}{name}" in adapters.modules:
-                        module.adapt(adapters, number)
+                        module.add_adapter(adapters, number)
                         number += 1
                     if f"{prefix}{name}.weight" in packed:
                         module.quantise()
                 elif isinstance(module, Experts):
                     for stack in (module.gate_up_name, module.down_name):
                         if f"{prefix}{name}.{stack}" in adapters.modules:
-                            module.adapt(adapters, stack)
+                            module.add_adapter(adapters, stack)
                         if f"{prefix}{name}.{stack}" in packed:
                             module.quantise(stack)
 
@@ -166,30 +181,30 @@ class Decoder(nn.Module):
             if isinstance(module, Linear | Experts) and module.adapters is not None
         ]
         for module in adapted:
-            module.adapter_on = False
+            module.is_adapter_enabled = False
         try:
             yield
         finally:
             for module in adapted:
-                module.adapter_on = True
+                module.is_adapter_enabled = True
 
-    def set_recompute(self, run: Recompute | None) -> None:
+    def set_recompute(self, run: RecomputeRunner | None) -> None:
         """Call every block through `run(function, *arguments)`; None calls it directly."""
         for block in self.blocks:
-            block._recompute = run
+            block._recompute_runner = run
 
     def compile_blocks(self, **options: Any) -> None:
         """Apply torch.compile to each block; modules and parameter names do not change."""
         for block in self.blocks:
-            block._run = torch.compile(block.run, **options)
+            block._forward_function = torch.compile(block.forward_with_recompute, **options)
 
-    def install_cuts(self, cuts: Cuts) -> None:
+    def install_parallel_hooks(self, hooks: ParallelHooks) -> None:
         """Set the hooks of every module that communicates with other ranks."""
         for module in self.modules():
-            if hasattr(module, "cuts"):
-                module.cuts = cuts  # type: ignore[assignment]
+            if hasattr(module, "parallel_hooks"):
+                module.parallel_hooks = hooks  # type: ignore[assignment]
 
-    def keep(self, stages: Sequence[Stage]) -> None:
+    def select_stages(self, stages: Sequence[PipelineStage]) -> None:
         """Remove the modules outside `stages`; the remaining parameters keep their names."""
         names = self.shape.names
         root = self.root
@@ -198,8 +213,8 @@ class Decoder(nn.Module):
         for index in range(self.shape.num_layers):
             if not any(index in stage.layers for stage in stages):
                 del layers[str(index)]
-        has_embedding = any(stage.embedding for stage in stages)
-        has_head = any(stage.head for stage in stages)
+        has_embedding = any(stage.has_embedding for stage in stages)
+        has_head = any(stage.has_head for stage in stages)
         if not has_embedding and not (has_head and self.shape.tied_embeddings):
             delattr(root, names.embedding)
         if not has_embedding and names.positions is not None:
@@ -218,7 +233,7 @@ class Decoder(nn.Module):
         labels_BT: Tensor | None = None,
         dropout: DropoutKey | None = None,
         cache: KeyValueCache | None = None,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
         hidden_BTD: Tensor | None = None,
         row_weight: Tensor | float | None = None,
         row_loss: RowLoss | None = None,
@@ -238,10 +253,10 @@ class Decoder(nn.Module):
 
         `row_weight` is the weight of one row's router losses in the gradient. It is given in
         training steps of a sparse model: the experts' capacity is then limited, and the router
-        statistics are added to `router_tally`. `row_loss` replaces the token loss. `weights_BT`
+        statistics are added to `router_totals`. `row_loss` replaces the token loss. `weights_BT`
         are weights of the token losses.
         """
-        x_BTD = self.hidden(
+        x_BTD = self.compute_hidden(
             input_ids_BT,
             positions_BT=positions_BT,
             document_ids_BT=document_ids_BT,
@@ -251,21 +266,21 @@ class Decoder(nn.Module):
             hidden_BTD=hidden_BTD,
             row_weight=row_weight,
         )
-        if stage is not None and not stage.head:
+        if stage is not None and not stage.has_head:
             return x_BTD
-        token_indices_T = self._places(input_ids_BT)
+        token_indices_T = self._find_local_token_indices(input_ids_BT)
         loss = (
             None
             if row_loss is None
-            else row_loss(lambda x_BT: _at(x_BT, token_indices_T).flatten())
+            else row_loss(lambda x_BT: _select_tokens(x_BT, token_indices_T).flatten())
         )
-        labels_BT = None if labels_BT is None else _at(labels_BT, token_indices_T)
-        weights_BT = None if weights_BT is None else _at(weights_BT, token_indices_T)
-        return self.output(
+        labels_BT = None if labels_BT is None else _select_tokens(labels_BT, token_indices_T)
+        weights_BT = None if weights_BT is None else _select_tokens(weights_BT, token_indices_T)
+        return self.compute_output(
             x_BTD, labels_BT, cached=cache is not None, loss=loss, weights_BT=weights_BT
         )
 
-    def hidden(
+    def compute_hidden(
         self,
         input_ids_BT: Tensor,
         *,
@@ -273,26 +288,28 @@ class Decoder(nn.Module):
         document_ids_BT: Tensor | None = None,
         dropout: DropoutKey | None = None,
         cache: KeyValueCache | None = None,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
         hidden_BTD: Tensor | None = None,
         row_weight: Tensor | float | None = None,
     ) -> Tensor:
         """Compute the final norm's output, `[B, T, D]`; without the norm, the last block's."""
         num_tokens = input_ids_BT.shape[1]
         if positions_BT is None:
-            positions_BT = default_positions(
-                input_ids_BT, document_ids_BT, 0 if cache is None else cache.length
+            positions_BT = build_default_positions(
+                input_ids_BT, document_ids_BT, 0 if cache is None else cache.num_tokens
             )
-        token_indices_T = self._places(input_ids_BT)
+        token_indices_T = self._find_local_token_indices(input_ids_BT)
         is_first_stage = hidden_BTD is None
-        tensor = self._tensor(cached=cache is not None)
+        tensor = self._get_tensor_parallel(cached=cache is not None)
         if hidden_BTD is None:
             x_BTD = self.embed(
-                _at(input_ids_BT, token_indices_T), _at(positions_BT, token_indices_T), tensor
+                _select_tokens(input_ids_BT, token_indices_T),
+                _select_tokens(positions_BT, token_indices_T),
+                tensor,
             )
         else:
             x_BTD = hidden_BTD
-        context = build_context(
+        context = build_forward_context(
             self.shape,
             x_BTD,
             positions_BT,
@@ -300,46 +317,48 @@ class Decoder(nn.Module):
             token_indices_T,
             num_tokens=num_tokens,
             dropout=dropout,
-            explicit=self.explicit_attention,
+            has_explicit_attention=self.has_explicit_attention,
             cache=cache,
-            routing=self._routing(row_weight),
-            tensor=tensor,
+            routing=self._build_routing_context(row_weight),
+            tensor_parallel=tensor,
         )
         if is_first_stage and context.dropout is not None and self.shape.embedding_dropout > 0.0:
-            x_BTD = context.dropout.share(tensor).drop(
-                x_BTD, self.shape.embedding_dropout, Site.EMBEDDING
+            x_BTD = context.dropout.select_local_tokens(tensor).drop(
+                x_BTD, self.shape.embedding_dropout, DropoutSite.EMBEDDING
             )
         if is_first_stage and context.dropout is not None and self.noise_size > 0.0:
-            x_BTD = context.dropout.share(tensor).add_noise(x_BTD, self.noise_size)
+            x_BTD = context.dropout.select_local_tokens(tensor).add_noise(x_BTD, self.noise_size)
         for block in self.blocks:
-            if stage is None or block.index in stage.layers:
+            if stage is None or block.layer_index in stage.layers:
                 x_BTD = block(x_BTD, context)
         if cache is not None:
-            cache.length += num_tokens
+            cache.num_tokens += num_tokens
         if context.routing is not None:
-            self.router_tally.add(context.routing)
-        if stage is None or stage.head:
+            self.router_totals.add(context.routing)
+        if stage is None or stage.has_head:
             x_BTD = self.root.get_submodule(self.shape.names.final_norm)(x_BTD)
         return x_BTD
 
-    def _routing(self, row_weight: Tensor | float | None) -> RoutingContext | None:
+    def _build_routing_context(self, row_weight: Tensor | float | None) -> RoutingContext | None:
         if row_weight is None or self.shape.experts is None:
             return None
         num_sparse_layers = sum(layer.sparse for layer in self.shape.layers)
         return RoutingContext(self.expert_rules, row_weight, num_sparse_layers)
 
-    def _places(self, input_ids_BT: Tensor) -> Tensor | None:
+    def _find_local_token_indices(self, input_ids_BT: Tensor) -> Tensor | None:
         """Return the indices in the row of this rank's tokens; None for all."""
         return (
-            None if self.cuts.context is None else self.cuts.context.places(input_ids_BT.shape[1])
+            None
+            if self.parallel_hooks.context is None
+            else self.parallel_hooks.context.local_token_indices(input_ids_BT.shape[1])
         )
 
-    def _tensor(self, *, cached: bool) -> TensorCut | None:
+    def _get_tensor_parallel(self, *, cached: bool) -> TensorParallelHooks | None:
         """Return the tensor-parallel hooks; with a cache, without sequence parallelism."""
-        tensor = self.cuts.tensor
-        return tensor.without_sequence() if tensor is not None and cached else tensor
+        tensor = self.parallel_hooks.tensor
+        return tensor.without_sequence_parallel() if tensor is not None and cached else tensor
 
-    def output(
+    def compute_output(
         self,
         hidden_BTD: Tensor,
         labels_BT: Tensor | None,
@@ -354,17 +373,17 @@ class Decoder(nn.Module):
         """
         shape = self.shape
         weight_VD = self.head_weight.to(hidden_BTD.dtype)
-        tensor = self._tensor(cached=cached)
+        tensor = self._get_tensor_parallel(cached=cached)
         options: dict[str, Any] = {
             "logit_scale": shape.logit_scale,
             "soft_cap": shape.final_soft_cap,
         }
-        vocabulary = None if tensor is None else tensor.vocabulary(shape.vocab_size)
+        vocabulary = None if tensor is None else tensor.shard_vocabulary(shape.vocab_size)
         if tensor is not None:
-            hidden_BTD = tensor.enter(hidden_BTD)
+            hidden_BTD = tensor.prepare_input(hidden_BTD)
         if labels_BT is None:
-            logits_BTV = head_logits(hidden_BTD, weight_VD, None, **options)
-            return logits_BTV if vocabulary is None else vocabulary.whole(logits_BTV)
+            logits_BTV = compute_logits(hidden_BTD, weight_VD, None, **options)
+            return logits_BTV if vocabulary is None else vocabulary.gather_logits(logits_BTV)
         if vocabulary is not None:
             options["vocabulary"] = vocabulary
         if loss is None and self.training and self.label_smoothing > 0.0:
@@ -375,17 +394,20 @@ class Decoder(nn.Module):
         return loss(hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten(), **options)
 
     def embed(
-        self, input_ids_BT: Tensor, positions_BT: Tensor, tensor: TensorCut | None = None
+        self,
+        input_ids_BT: Tensor,
+        positions_BT: Tensor,
+        tensor_parallel: TensorParallelHooks | None = None,
     ) -> Tensor:
         """Compute scaled token embeddings, plus learned positions, in the compute precision."""
         names = self.shape.names
         root = self.root
-        x_BTD: Tensor = root.get_submodule(names.embedding)(input_ids_BT, tensor)
+        x_BTD: Tensor = root.get_submodule(names.embedding)(input_ids_BT, tensor_parallel)
         if self.compute_dtype is not None:
             x_BTD = x_BTD.to(self.compute_dtype)
-        if tensor is not None:
-            x_BTD = tensor.leave(x_BTD)
-            positions_BT = tensor.share(positions_BT)
+        if tensor_parallel is not None:
+            x_BTD = tensor_parallel.reduce_output(x_BTD)
+            positions_BT = tensor_parallel.select_local_tokens(positions_BT)
         if names.positions is not None:
             x_BTD = x_BTD + root.get_submodule(names.positions)(positions_BT).to(x_BTD.dtype)
         if self.shape.embedding_scale != 1.0:
@@ -393,14 +415,14 @@ class Decoder(nn.Module):
         return x_BTD
 
 
-def _at(x_BT: Tensor, places_T: Tensor | None) -> Tensor:
+def _select_tokens(x_BT: Tensor, token_indices_T: Tensor | None) -> Tensor:
     """Select columns of a tensor of rows; None selects all."""
-    return x_BT if places_T is None else x_BT[:, places_T]
+    return x_BT if token_indices_T is None else x_BT[:, token_indices_T]
 
 
-def describe_attention(shape: ModelShape, *, explicit: bool) -> str:
+def describe_attention(shape: ModelShape, *, has_explicit_attention: bool) -> str:
     """Describe in one line the implementation of attention and the reason for it."""
-    if explicit:
+    if has_explicit_attention:
         return "explicit products, as configured (model.attention: explicit)"
     if shape.attention_sinks:
         return "explicit products: the fused kernels do not support sinks"

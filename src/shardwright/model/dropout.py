@@ -15,12 +15,12 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from shardwright.model.tensor_cut import TensorCut
+from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
-_BITS_32 = 0xFFFFFFFF
+_MASK_32 = 0xFFFFFFFF
 
 
-class Site(IntEnum):
+class DropoutSite(IntEnum):
     """Place in the decoder at which a mask is applied; part of the hash."""
 
     EMBEDDING = 1
@@ -47,40 +47,44 @@ class Dropout:
     keys_BT: Tensor
 
     @staticmethod
-    def of(key: DropoutKey, places_T: Tensor, device: torch.device) -> Dropout:
+    def from_key(key: DropoutKey, token_indices_T: Tensor, device: torch.device) -> Dropout:
         """Hash seed, step, sample indices (64 bits each) and token indices (32 bits)."""
         samples_B = key.sample_indices_B.to(device=device, dtype=torch.int64)
         state_B = torch.zeros_like(samples_B, dtype=torch.int32)
         for part in (key.seed, key.seed >> 32, key.step, key.step >> 32):
-            state_B = _mix(state_B ^ _signed(part))
+            state_B = _mix(state_B ^ _to_int32(part))
         for part_B in (samples_B, samples_B >> 32):
-            state_B = _mix(state_B ^ _low_bits(part_B))
+            state_B = _mix(state_B ^ _to_int32_tensor(part_B))
         return Dropout(
-            _combine(state_B[:, None], places_T.to(device=device, dtype=torch.int32) + 1)
+            _combine(state_B[:, None], token_indices_T.to(device=device, dtype=torch.int32) + 1)
         )
 
-    def share(self, tensor: TensorCut | None) -> Dropout:
+    def select_local_tokens(self, tensor_parallel: TensorParallelHooks | None) -> Dropout:
         """Select the masks of this rank's tokens of the residual stream."""
-        return self if tensor is None else Dropout(tensor.share(self.keys_BT))
+        return (
+            self
+            if tensor_parallel is None
+            else Dropout(tensor_parallel.select_local_tokens(self.keys_BT))
+        )
 
-    def of_layer(self, index: int) -> Dropout:
+    def for_layer(self, index: int) -> Dropout:
         """Derive the masks of layer `index`."""
-        return Dropout(_mix(self.keys_BT ^ _signed(index + 1)))
+        return Dropout(_mix(self.keys_BT ^ _to_int32(index + 1)))
 
-    def drop(self, x_BTD: Tensor, rate: float, site: Site) -> Tensor:
+    def drop(self, x_BTD: Tensor, rate: float, site: DropoutSite) -> Tensor:
         """Zero each feature of each token with probability `rate`; divide others by 1 -
         rate.
         """
         keys_BT = _mix(self.keys_BT ^ site.value)
-        return _apply(
-            x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device)), rate
+        return _apply_mask(
+            x_BTD, _combine(keys_BT[..., None], _make_indices(x_BTD.shape[-1], x_BTD.device)), rate
         )
 
-    def add_noise(self, x_BTD: Tensor, size: float) -> Tensor:
+    def add_noise(self, x_BTD: Tensor, bound: float) -> Tensor:
         """Add a uniform number from [-size, size) to each feature of each token."""
-        keys_BT = _mix(self.keys_BT ^ Site.NOISE.value)
-        hashed_BTD = _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device))
-        return x_BTD + (hashed_BTD.to(torch.float32) * (size * 2.0**-31)).to(x_BTD.dtype)
+        keys_BT = _mix(self.keys_BT ^ DropoutSite.NOISE.value)
+        hashed_BTD = _combine(keys_BT[..., None], _make_indices(x_BTD.shape[-1], x_BTD.device))
+        return x_BTD + (hashed_BTD.to(torch.float32) * (bound * 2.0**-31)).to(x_BTD.dtype)
 
     def drop_adapter(
         self, x_BTD: Tensor, rate: float, number: int, *, first_feature: int = 0
@@ -89,10 +93,12 @@ class Dropout:
 
         `first_feature` is the index, in the whole model, of this rank's first input feature.
         """
-        keys_BT = _mix(_mix(self.keys_BT ^ Site.ADAPTER.value) ^ _signed(number + 1))
-        return _apply(
+        keys_BT = _mix(_mix(self.keys_BT ^ DropoutSite.ADAPTER.value) ^ _to_int32(number + 1))
+        return _apply_mask(
             x_BTD,
-            _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device, first_feature)),
+            _combine(
+                keys_BT[..., None], _make_indices(x_BTD.shape[-1], x_BTD.device, first_feature)
+            ),
             rate,
         )
 
@@ -102,22 +108,24 @@ class Dropout:
         rate: float,
         *,
         first_head: int = 0,
-        key_places_S: Tensor | None = None,
+        key_indices_S: Tensor | None = None,
     ) -> Tensor:
         """Apply dropout to attention weights: one decision per sample, head, query and key.
 
         Args:
             first_head: index in the whole model of the first head of `weights_BHTS`.
-            key_places_S: indices of the keys in the row; None for 0, 1, 2...
+            key_indices_S: indices of the keys in the row; None for 0, 1, 2...
         """
         _, num_heads, _, num_keys = weights_BHTS.shape
         device = weights_BHTS.device
-        keys_BT = _mix(self.keys_BT ^ Site.ATTENTION.value)
-        keys_BHT = _combine(keys_BT[:, None], _numbers(num_heads, device, first_head)[:, None])
+        keys_BT = _mix(self.keys_BT ^ DropoutSite.ATTENTION.value)
+        keys_BHT = _combine(keys_BT[:, None], _make_indices(num_heads, device, first_head)[:, None])
         indices_S = (
-            _numbers(num_keys, device) if key_places_S is None else key_places_S.to(torch.int32) + 1
+            _make_indices(num_keys, device)
+            if key_indices_S is None
+            else key_indices_S.to(torch.int32) + 1
         )
-        return _apply(weights_BHTS, _combine(keys_BHT[..., None], indices_S), rate)
+        return _apply_mask(weights_BHTS, _combine(keys_BHT[..., None], indices_S), rate)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -127,7 +135,7 @@ def _mix(x: Tensor) -> Tensor:
     around. `>>` extends the sign; the masks remove it.
     """
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
+    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_to_int32(0x846CA68B))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
@@ -136,22 +144,22 @@ def _combine(keys: Tensor, numbers: Tensor) -> Tensor:
     return _mix(keys ^ _mix(numbers))
 
 
-def _numbers(count: int, device: torch.device, first: int = 0) -> Tensor:
+def _make_indices(count: int, device: torch.device, first: int = 0) -> Tensor:
     return torch.arange(first + 1, first + count + 1, dtype=torch.int32, device=device)
 
 
-def _signed(value: int) -> int:
+def _to_int32(value: int) -> int:
     """Return the low 32 bits of `value` as a signed number."""
-    value &= _BITS_32
+    value &= _MASK_32
     return value - 2**32 if value >= 2**31 else value
 
 
-def _low_bits(values: Tensor) -> Tensor:
+def _to_int32_tensor(values: Tensor) -> Tensor:
     """Return the low 32 bits of int64 values as int32."""
-    low = values & _BITS_32
+    low = values & _MASK_32
     return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
 
 
-def _apply(x: Tensor, hashed: Tensor, rate: float) -> Tensor:
-    dropped = hashed < _signed(round(rate * 2**32) + 2**31)
+def _apply_mask(x: Tensor, hashed: Tensor, rate: float) -> Tensor:
+    dropped = hashed < _to_int32(round(rate * 2**32) + 2**31)
     return (x / (1.0 - rate)).masked_fill(dropped, 0.0)

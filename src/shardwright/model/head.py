@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.model.tensor_cut import Vocabulary
+from shardwright.model.tensor_parallel_hooks import VocabularyHooks
 
 LossFunction = Callable[..., Tensor]
 """Function from the head's inputs to the summed loss.
@@ -30,7 +30,7 @@ Its argument is a function from a tensor of whole rows `[B, T]` to the values of
 """
 
 
-def full_logits_loss(
+def compute_full_logits_loss(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
@@ -39,15 +39,15 @@ def full_logits_loss(
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
     label_smoothing: float = 0.0,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: VocabularyHooks | None = None,
     weights_N: Tensor | None = None,
 ) -> Tensor:
     """Compute the summed cross-entropy from all logits at once; used without a chunked loss."""
-    logits_NV = head_logits(
+    logits_NV = compute_logits(
         hidden_ND, weight_VD, bias_V, logit_scale=logit_scale, soft_cap=soft_cap
     )
     if vocabulary is not None:
-        logits_NV = vocabulary.whole(logits_NV)
+        logits_NV = vocabulary.gather_logits(logits_NV)
     accumulate = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     logits_NV = logits_NV.to(accumulate)
     if weights_N is None:
@@ -60,7 +60,7 @@ def full_logits_loss(
     return losses_N @ weights_N.to(accumulate)
 
 
-def head_logits(
+def compute_logits(
     hidden: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,

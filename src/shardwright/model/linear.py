@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape
-from shardwright.architecture.quantised import columns_of, packed_width
+from shardwright.architecture.nf4_layout import compute_row_bytes, count_columns
 from shardwright.model import nf4
-from shardwright.model.adapters import row_norms
-from shardwright.model.cuts import WHOLE, Cuts
-from shardwright.model.deferral import WeightGradients
 from shardwright.model.dropout import Dropout
+from shardwright.model.lora import compute_row_norms
+from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
+from shardwright.model.weight_gradient_store import WeightGradientStore
 
 
 class Linear(nn.Module):
-    """x @ weight (+ bias); weight is `[out, in]`, or `[in, out]` if `transposed` (GPT-2).
+    """x @ weight (+ bias); weight is `[out, in]`, or `[in, out]` if `is_transposed` (GPT-2).
 
     The cast implements mixed precision: parameters may stay fp32 while activations are bf16. If
     FSDP2 has gathered them in bf16, the cast does nothing.
@@ -29,19 +29,19 @@ class Linear(nn.Module):
     `sum_shares` sums the partial products of a row-parallel weight over ranks; the bias is
     added once, to the sum.
 
-    After `adapt` it computes with W + scale x B A. A and B are `Linear` layers too, with the
+    After `add_adapter` it computes with W + scale x B A. A and B are `Linear` layers too, with the
     same casts and deferred gradients.
     """
 
-    deferral: WeightGradients | None = None
+    gradient_store: WeightGradientStore | None = None
     """Store of deferred weight gradients, under a schedule with split backward passes."""
-    cuts: Cuts = WHOLE
+    parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
     adapters: AdapterShape | None = None
-    adapter_on: bool = True
+    is_adapter_enabled: bool = True
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool, transposed: bool = False) -> None:
         super().__init__()
-        self.transposed = transposed
+        self.is_transposed = transposed
         self.num_in = num_in
         self.num_out = num_out
         self.weight = nn.Parameter(
@@ -49,7 +49,7 @@ class Linear(nn.Module):
         )
         self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
 
-    def adapt(self, adapters: AdapterShape, number: int) -> None:
+    def add_adapter(self, adapters: AdapterShape, number: int) -> None:
         """Add an adapter; `number`, unique in the layer, selects its dropout masks."""
         self.adapters = adapters
         self.adapter_number = number
@@ -60,8 +60,8 @@ class Linear(nn.Module):
 
     def quantise(self) -> None:
         """Freeze the weight and store it as bytes (`nf4`)."""
-        assert not self.transposed, "quantisation blocks lie along a product's inputs"
-        shape = (self.num_out, packed_width(self.num_in))
+        assert not self.is_transposed, "quantisation blocks lie along a product's inputs"
+        shape = (self.num_out, compute_row_bytes(self.num_in))
         self.weight = nn.Parameter(
             torch.empty(shape, dtype=torch.uint8, device=self.weight.device), requires_grad=False
         )
@@ -69,45 +69,49 @@ class Linear(nn.Module):
     def forward(
         self,
         x: Tensor,
-        sum_shares: Callable[[Tensor], Tensor] | None = None,
+        reduce_output: Callable[[Tensor], Tensor] | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
         """Compute the product; `dropout` has the masks for the adapter's inputs."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if sum_shares is not None:
-            product = sum_shares(self._share(x, None, dropout))
+        if reduce_output is not None:
+            product = reduce_output(self._compute_product(x, None, dropout))
             return product if bias is None else product + bias
-        return self._share(x, bias, dropout)
+        return self._compute_product(x, bias, dropout)
 
-    def _share(self, x: Tensor, bias: Tensor | None, dropout: Dropout | None) -> Tensor:
+    def _compute_product(self, x: Tensor, bias: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Compute the product with this rank's weight, with the adapter if it is enabled."""
-        if self.adapters is None or not self.adapter_on:
+        if self.adapters is None or not self.is_adapter_enabled:
             return self._multiply(x, bias)
-        return self._adapted(x, bias, self.adapters, dropout)
+        return self._apply_adapter(x, bias, self.adapters, dropout)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.weight.dtype == torch.uint8:
-            product = nf4.linear(x, self.weight, self.num_in)
+            product = nf4.multiply_packed(x, self.weight, self.num_in)
             return product if bias is None else product + bias
-        if self.deferral is not None and torch.is_grad_enabled():
-            return self.deferral.linear(x, self.weight, bias, transposed=self.transposed)
+        if self.gradient_store is not None and torch.is_grad_enabled():
+            return self.gradient_store.apply_linear(
+                x, self.weight, bias, is_transposed=self.is_transposed
+            )
         weight = self.weight.to(x.dtype)
-        return F.linear(x, weight.t() if self.transposed else weight, bias)
+        return F.linear(x, weight.t() if self.is_transposed else weight, bias)
 
-    def _adapted(
+    def _apply_adapter(
         self, x: Tensor, bias: Tensor | None, adapters: AdapterShape, dropout: Dropout | None
     ) -> Tensor:
         """Compute x @ (W + scale x B A) (+ bias)."""
         adapter_x = (
             x
             if dropout is None or adapters.dropout == 0.0
-            else self._drop(x, adapters.dropout, dropout)
+            else self._drop_adapter_input(x, adapters.dropout, dropout)
         )
         update = self.lora_B(self.lora_A(adapter_x)) * adapters.scale
         if adapters.kind != "dora":
             return self._multiply(x, bias) + update
         product = self._multiply(x, None)
-        scale_F = (self.lora_magnitude_vector / self._norms(adapters.scale)).to(x.dtype)
+        scale_F = (self.lora_magnitude_vector / self._compute_adapted_norms(adapters.scale)).to(
+            x.dtype
+        )
         if adapter_x is x:
             product = (product + update) * scale_F
         else:  # all that the adapter changes depends on the inputs after dropout, as in peft
@@ -115,23 +119,25 @@ class Linear(nn.Module):
         return product if bias is None else product + bias
 
     @torch.no_grad()
-    def _norms(self, scale: float) -> Tensor:
+    def _compute_adapted_norms(self, scale: float) -> Tensor:
         """Compute the norms of the rows of W + scale x B A, `[out]`, without gradient.
 
         Source: DoRA, arXiv 2402.09353, section 4.3.
         """
-        weight = self.weight.t() if self.transposed else self.weight
+        weight = self.weight.t() if self.is_transposed else self.weight
         if weight.dtype == torch.uint8:
             wide = torch.promote_types(self.lora_A.weight.dtype, torch.float32)
-            weight = nf4.unpack(weight, columns_of(weight.shape[1], self.num_in), wide)
-        squares_F = row_norms(weight, self.lora_A.weight, self.lora_B.weight, scale).square()
-        if self.cuts.tensor is not None and weight.shape[1] < self.num_in:
-            squares_F = self.cuts.tensor.sum(squares_F)
+            weight = nf4.unpack(weight, count_columns(weight.shape[1], self.num_in), wide)
+        squares_F = compute_row_norms(
+            weight, self.lora_A.weight, self.lora_B.weight, scale
+        ).square()
+        if self.parallel_hooks.tensor is not None and weight.shape[1] < self.num_in:
+            squares_F = self.parallel_hooks.tensor.sum_over_ranks(squares_F)
         return squares_F.sqrt()
 
-    def _drop(self, x: Tensor, rate: float, dropout: Dropout) -> Tensor:
+    def _drop_adapter_input(self, x: Tensor, rate: float, dropout: Dropout) -> Tensor:
         """Drop inputs by their index in the whole model, so that masks match one process."""
         first_feature = 0
-        if self.cuts.tensor is not None and x.shape[-1] < self.num_in:
-            first_feature = self.cuts.tensor.rank * x.shape[-1]
+        if self.parallel_hooks.tensor is not None and x.shape[-1] < self.num_in:
+            first_feature = self.parallel_hooks.tensor.rank * x.shape[-1]
         return dropout.drop_adapter(x, rate, self.adapter_number, first_feature=first_feature)

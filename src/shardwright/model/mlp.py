@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from shardwright.architecture import Activation, ModelShape
 from shardwright.model.dropout import Dropout
 from shardwright.model.linear import Linear
-from shardwright.model.tensor_cut import TensorCut
+from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
@@ -32,15 +32,15 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """(gradient, input) -> gradient of the input; activations without an entry do not need it."""
 
 
-def gate(activation: Activation, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
+def apply_gate(activation: Activation, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
     """Compute activation(gate) * up."""
-    if torch.compiler.is_compiling() or activation not in _BACKWARD:
-        return ACTIVATIONS[activation](gate_BTF) * up_BTF
-    gated: Tensor = _Gate.apply(gate_BTF, up_BTF, activation)
+    if torch.compiler.is_compiling() or activation not in _ACTIVATION_BACKWARD:
+        return ACTIVATION_FUNCTIONS[activation](gate_BTF) * up_BTF
+    gated: Tensor = _GatedActivation.apply(gate_BTF, up_BTF, activation)
     return gated
 
 
-class _Gate(torch.autograd.Function):
+class _GatedActivation(torch.autograd.Function):
     """activation(gate) * up that saves the two projections and recomputes the activation.
 
     This needs one tensor of feed-forward width less per layer.
@@ -50,13 +50,17 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, activation: Activation) -> Tensor:
         ctx.activation = activation
         ctx.save_for_backward(gate_BTF, up_BTF)
-        return ACTIVATIONS[activation](gate_BTF).mul_(up_BTF)
+        return ACTIVATION_FUNCTIONS[activation](gate_BTF).mul_(up_BTF)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         gate_BTF, up_BTF = ctx.saved_tensors
-        up_gradient = ACTIVATIONS[ctx.activation](gate_BTF).mul_(gradients[0])
-        return _BACKWARD[ctx.activation](gradients[0] * up_BTF, gate_BTF), up_gradient, None
+        up_gradient = ACTIVATION_FUNCTIONS[ctx.activation](gate_BTF).mul_(gradients[0])
+        return (
+            _ACTIVATION_BACKWARD[ctx.activation](gradients[0] * up_BTF, gate_BTF),
+            up_gradient,
+            None,
+        )
 
 
 class FeedForward(nn.Module):
@@ -83,21 +87,26 @@ class FeedForward(nn.Module):
         )
 
     def forward(
-        self, x_BTD: Tensor, tensor: TensorCut | None = None, dropout: Dropout | None = None
-    ) -> Tensor:
-        if tensor is None:
-            return self.products(x_BTD, None, dropout)
-        return self.products(tensor.enter(x_BTD), tensor.leave, dropout)
-
-    def products(
         self,
         x_BTD: Tensor,
-        sum_shares: Callable[[Tensor], Tensor] | None = None,
+        tensor_parallel: TensorParallelHooks | None = None,
+        dropout: Dropout | None = None,
+    ) -> Tensor:
+        if tensor_parallel is None:
+            return self.compute(x_BTD, None, dropout)
+        return self.compute(
+            tensor_parallel.prepare_input(x_BTD), tensor_parallel.reduce_output, dropout
+        )
+
+    def compute(
+        self,
+        x_BTD: Tensor,
+        reduce_output: Callable[[Tensor], Tensor] | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
         """Compute with this rank's weights: a partial result under tensor parallelism.
 
-        `sum_shares` sums it over the ranks.
+        `reduce_output` sums it over the ranks.
         """
         names = self.names
 
@@ -107,10 +116,10 @@ class FeedForward(nn.Module):
 
         if names.gate_up is not None:
             gate_BTF, up_BTF = project(names.gate_up).chunk(2, dim=-1)
-            inner_BTF = gate(self.activation, gate_BTF, up_BTF)
+            inner_BTF = apply_gate(self.activation, gate_BTF, up_BTF)
         elif names.gate is not None:
-            inner_BTF = gate(self.activation, project(names.gate), project(names.up))
+            inner_BTF = apply_gate(self.activation, project(names.gate), project(names.up))
         else:
-            inner_BTF = ACTIVATIONS[self.activation](project(names.up))
-        out_BTD: Tensor = getattr(self, names.down)(inner_BTF, sum_shares, dropout)
+            inner_BTF = ACTIVATION_FUNCTIONS[self.activation](project(names.up))
+        out_BTD: Tensor = getattr(self, names.down)(inner_BTF, reduce_output, dropout)
         return out_BTD

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ExpertShape, ModelShape
-from shardwright.architecture.quantised import packed_width
+from shardwright.architecture.nf4_layout import compute_row_bytes
 from shardwright.model import nf4
-from shardwright.model.context import ForwardContext
-from shardwright.model.cuts import WHOLE, Cuts
 from shardwright.model.dropout import Dropout
-from shardwright.model.grouped import grouped_product, put_rows, take_rows
-from shardwright.model.mlp import FeedForward, gate
+from shardwright.model.forward_context import ForwardContext
+from shardwright.model.grouped_matmul import gather_rows, grouped_matmul, scatter_rows
+from shardwright.model.mlp import FeedForward, apply_gate
+from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.routing import (
     RouterStatistics,
     Routing,
@@ -28,7 +28,7 @@ from shardwright.model.routing import (
     choose_experts,
     count_tokens,
     count_tokens_by_row,
-    within_capacity,
+    mask_within_capacity,
 )
 
 
@@ -40,15 +40,15 @@ class Router(nn.Module):
         num_experts = experts.num_experts
         self.weight = nn.Parameter(torch.empty(num_experts, shape.hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if experts.router_bias else None
-        self.balance_name = shape.names.balance_bias if experts.balance_bias else None
-        if self.balance_name is not None:
+        self.balance_bias_name = shape.names.balance_bias if experts.balance_bias else None
+        if self.balance_bias_name is not None:
             balance_bias = nn.Parameter(torch.empty(num_experts), requires_grad=False)
-            self.register_parameter(self.balance_name, balance_bias)
+            self.register_parameter(self.balance_bias_name, balance_bias)
 
     @property
     def balance_bias(self) -> Tensor | None:
         """Bias added to the scores for the choice of experts, `[E]`, or None."""
-        return None if self.balance_name is None else getattr(self, self.balance_name)
+        return None if self.balance_bias_name is None else getattr(self, self.balance_bias_name)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         # In fp32 or fp64: small differences decide the choice of experts (Switch Transformer,
@@ -62,13 +62,13 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Gated feed-forwards with stacked matrices: `[E, 2F, D]` and `[E, D, F]`, or transposed.
 
-    After `adapt` each expert computes with W + scale x B A: A `[E, R, in]`, B `[E, out, R]`,
+    After `add_adapter` each expert computes with W + scale x B A: A `[E, R, in]`, B `[E, out, R]`,
     for both layouts of W.
     """
 
-    cuts: Cuts = WHOLE
+    parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
     adapters: AdapterShape | None = None
-    adapter_on: bool = True
+    is_adapter_enabled: bool = True
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Experts(nn.Module):
         self.activation = shape.activation
         self.gate_up_name = shape.names.expert_gate_up
         self.down_name = shape.names.expert_down
-        self.adapted: set[str] = set()
+        self.adapted_names: set[str] = set()
         self.num_in: dict[str, int] = {}
         num_experts = experts.num_experts
         width = shape.hidden_size
@@ -92,10 +92,10 @@ class Experts(nn.Module):
                     f"{name}_bias", nn.Parameter(torch.empty(num_experts, num_out))
                 )
 
-    def adapt(self, adapters: AdapterShape, name: str) -> None:
+    def add_adapter(self, adapters: AdapterShape, name: str) -> None:
         """Add an adapter to one of the two stacks."""
         self.adapters = adapters
-        self.adapted.add(name)
+        self.adapted_names.add(name)
         num_experts, num_out, num_in = getattr(self, name).shape
         if self.shape.matrix_layout == "in_out":
             num_out, num_in = num_in, num_out
@@ -113,7 +113,7 @@ class Experts(nn.Module):
         )
         weight = getattr(self, name)
         self.num_in[name] = weight.shape[2]
-        shape = (*weight.shape[:2], packed_width(weight.shape[2]))
+        shape = (*weight.shape[:2], compute_row_bytes(weight.shape[2]))
         setattr(
             self,
             name,
@@ -124,50 +124,53 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Apply each row's expert, `[M, D]`."""
-        gate_up_M2F = self._product(self.gate_up_name, x_MD, counts_E)
+        gate_up_M2F = self._multiply(self.gate_up_name, x_MD, counts_E)
         # Tensor-parallel ranks compute partial sums, so only the first adds the bias. The
         # others multiply it by 0: DDP needs every parameter in the graph.
-        is_first = self.cuts.tensor is None or self.cuts.tensor.rank == 0
-        return self._product(
-            self.down_name, self._gate(gate_up_M2F), counts_E, bias_share=1.0 if is_first else 0.0
+        is_first = self.parallel_hooks.tensor is None or self.parallel_hooks.tensor.rank == 0
+        return self._multiply(
+            self.down_name,
+            self._apply_gate(gate_up_M2F),
+            counts_E,
+            bias_factor=1.0 if is_first else 0.0,
         )
 
-    def _product(
-        self, name: str, x_MD: Tensor, counts_E: Tensor, *, bias_share: float = 1.0
+    def _multiply(
+        self, name: str, x_MD: Tensor, counts_E: Tensor, *, bias_factor: float = 1.0
     ) -> Tensor:
         weight = getattr(self, name)
         if weight.dtype == torch.uint8:
-            out_MF = nf4.expert_product(x_MD, weight, counts_E, self.num_in[name])
+            out_MF = nf4.multiply_packed_experts(x_MD, weight, counts_E, self.num_in[name])
         else:
-            out_MF = grouped_product(
+            out_MF = grouped_matmul(
                 x_MD,
                 weight.to(x_MD.dtype),
                 counts_E,
                 transposed=self.shape.matrix_layout == "out_in",
             )
-        if self.adapters is not None and self.adapter_on and name in self.adapted:
+        if self.adapters is not None and self.is_adapter_enabled and name in self.adapted_names:
             a_ERD, b_EFR = (
                 getattr(self, f"{name}_{part}").to(x_MD.dtype) for part in ("lora_A", "lora_B")
             )
-            low_MR = grouped_product(x_MD, a_ERD, counts_E, transposed=True)
+            low_MR = grouped_matmul(x_MD, a_ERD, counts_E, transposed=True)
             out_MF = (
                 out_MF
-                + grouped_product(low_MR, b_EFR, counts_E, transposed=True) * self.adapters.scale
+                + grouped_matmul(low_MR, b_EFR, counts_E, transposed=True) * self.adapters.scale
             )
         if not self.shape.expert_bias:
             return out_MF
         bias_EF = getattr(self, f"{name}_bias").to(x_MD.dtype)
         bias_MF = bias_EF.repeat_interleave(counts_E, dim=0, output_size=x_MD.shape[0])
-        return out_MF + (bias_MF if bias_share == 1.0 else bias_MF * bias_share)
+        return out_MF + (bias_MF if bias_factor == 1.0 else bias_MF * bias_factor)
 
-    def _gate(self, gate_up_M2F: Tensor) -> Tensor:
+    def _apply_gate(self, gate_up_M2F: Tensor) -> Tensor:
         if self.shape.gate_up_layout == "interleaved":
             gate_MF = gate_up_M2F[..., ::2]
             up_MF = gate_up_M2F[..., 1::2]
         else:
             gate_MF, up_MF = gate_up_M2F.chunk(2, dim=-1)
         if self.shape.swiglu_limit is None:
-            return gate(self.activation, gate_MF, up_MF)
+            return apply_gate(self.activation, gate_MF, up_MF)
         gate_MF = gate_MF.clamp(max=self.shape.swiglu_limit)
         up_MF = up_MF.clamp(-self.shape.swiglu_limit, self.shape.swiglu_limit)
         return gate_MF * torch.sigmoid(gate_MF * self.shape.swiglu_gain) * (up_MF + 1)
@@ -176,12 +179,12 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Weighted sum of each token's chosen experts, plus the shared experts."""
 
-    cuts: Cuts = WHOLE
+    parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
         assert shape.experts is not None
-        self.index = index
+        self.layer_index = index
         self.shape = shape.experts
         self.names = shape.names
         self.add_module(self.names.router, Router(shape, self.shape))
@@ -202,42 +205,45 @@ class MixtureOfExperts(nn.Module):
     ) -> Tensor:
         # Tensor-parallel ranks route the same tokens; their outputs and gradients are partial
         # sums.
-        tensor = context.tensor
-        x_BTD = x_BTD if tensor is None else tensor.enter(x_BTD)
+        tensor = context.tensor_parallel
+        x_BTD = x_BTD if tensor is None else tensor.prepare_input(x_BTD)
         routing = self.route(x_BTD, context)
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:
             shared = partial(
-                getattr(self, self.names.shared_experts).products, x_BTD, None, dropout
+                getattr(self, self.names.shared_experts).compute, x_BTD, None, dropout
             )
         routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
         out_BTD = routed_ND.view_as(x_BTD)
         out_BTD = out_BTD if shared_BTD is None else out_BTD + shared_BTD
-        return out_BTD if tensor is None else tensor.leave(out_BTD)
+        return out_BTD if tensor is None else tensor.reduce_output(out_BTD)
 
     def run_experts(
-        self, x_ND: Tensor, routing: Routing, meanwhile: Callable[[], Tensor] | None
+        self, x_ND: Tensor, routing: Routing, overlapped_compute: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the weighted sum of each token's experts, `[N, D]`, and `meanwhile`'s result.
+        """Compute the weighted sum of each token's experts, `[N, D]`, and `overlapped_compute`'s
+        result.
 
-        `meanwhile` runs during the communication of expert parallelism.
+        `overlapped_compute` runs during the communication of expert parallelism.
         """
         num_tokens, copies = routing.experts_NK.shape
         counts_E = count_tokens(routing.experts_NK, self.shape.num_experts)
         slots_M = routing.experts_NK.flatten().argsort(stable=True)
         if routing.has_drops:
             slots_M = slots_M[: int(counts_E.sum())]  # drops sort last
-        rows_MD = take_rows(x_ND, slots_M, copies)
+        rows_MD = gather_rows(x_ND, slots_M, copies)
         experts = getattr(self, self.names.experts)
-        hooks = self.cuts.expert
+        hooks = self.parallel_hooks.expert
         if hooks is None or hooks.degree == 1:
             out_MD = experts(rows_MD, counts_E)
-            overlapped = None if meanwhile is None else meanwhile()
+            overlapped = None if overlapped_compute is None else overlapped_compute()
         else:
-            dispatched = hooks.dispatch(rows_MD, counts_E, meanwhile)
+            dispatched = hooks.dispatch(rows_MD, counts_E, overlapped_compute)
             out_MD = hooks.combine(experts(dispatched.rows_RD, dispatched.counts_e), dispatched)
-            overlapped = dispatched.meanwhile
-        out_NKD = put_rows(out_MD, slots_M, num_tokens * copies).unflatten(0, (num_tokens, copies))
+            overlapped = dispatched.overlapped_output
+        out_NKD = scatter_rows(out_MD, slots_M, num_tokens * copies).unflatten(
+            0, (num_tokens, copies)
+        )
         return (routing.weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
 
     def route(self, x_BTD: Tensor, context: ForwardContext) -> Routing:
@@ -252,28 +258,30 @@ class MixtureOfExperts(nn.Module):
             return Routing(experts_NK, weights_NK)
         rules = training.rules
         experts_BTK = experts_NK.unflatten(0, (x_BTD.shape[0], -1))
-        balance_loss, z_loss = self._losses(experts_BTK, probabilities_NE, logits_NE)
+        balance_loss, z_loss = self._compute_router_losses(experts_BTK, probabilities_NE, logits_NE)
         if rules.balance_loss_coefficient or rules.z_loss_coefficient:
             loss = rules.balance_loss_coefficient * balance_loss + rules.z_loss_coefficient * z_loss
-            share = 1.0 if self.cuts.expert is None else self.cuts.expert.loss_share
+            share = (
+                1.0 if self.parallel_hooks.expert is None else self.parallel_hooks.expert.loss_share
+            )
             weights_NK = add_to_gradient(
                 weights_NK, loss, training.row_weight * (share / training.num_sparse_layers)
             )
         tokens_E = count_tokens(experts_NK, self.shape.num_experts)
         num_dropped = tokens_E.new_zeros(())
         if rules.capacity_factor is not None:
-            dropped_NK = ~self._within_capacity(
-                experts_BTK, rules.capacity_factor, context.places_T
+            dropped_NK = ~self._mask_within_capacity(
+                experts_BTK, rules.capacity_factor, context.token_indices_T
             )
             experts_NK = experts_NK.masked_fill(dropped_NK, self.shape.num_experts)
             weights_NK = weights_NK.masked_fill(dropped_NK, 0.0)
             num_dropped = dropped_NK.sum()
-        training.statistics[self.index] = RouterStatistics(
+        training.statistics[self.layer_index] = RouterStatistics(
             tokens_E, num_dropped, balance_loss.detach(), z_loss.detach()
         )
         return Routing(experts_NK, weights_NK, has_drops=rules.capacity_factor is not None)
 
-    def _losses(
+    def _compute_router_losses(
         self, experts_BTK: Tensor, probabilities_NE: Tensor, logits_NE: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute balance and z losses summed over rows, or this context rank's part of them.
@@ -281,28 +289,28 @@ class MixtureOfExperts(nn.Module):
         The experts' shares of tokens have no gradient, so only their counts are summed over a
         row's ranks; each rank uses its own tokens' part of the mean probabilities.
         """
-        hooks = self.cuts.expert
+        hooks = self.parallel_hooks.expert
         num_experts = self.shape.num_experts
         num_rows, num_tokens, _ = experts_BTK.shape
         counts_BE = count_tokens_by_row(experts_BTK, num_experts)
         if hooks is not None:
             counts_BE = hooks.sum_over_row(counts_BE)
-            num_tokens *= hooks.row_ranks
+            num_tokens *= hooks.num_row_ranks
         shares_BE = counts_BE.to(probabilities_NE.dtype) / num_tokens
         means_BE = probabilities_NE.unflatten(0, (num_rows, -1)).sum(1) / num_tokens
         balance_loss = num_experts * (shares_BE * means_BE).sum()
         z_loss = logits_NE.logsumexp(-1).square().sum() / num_tokens
         return balance_loss, z_loss
 
-    def _within_capacity(
-        self, experts_BTK: Tensor, capacity_factor: float, places_T: Tensor | None
+    def _mask_within_capacity(
+        self, experts_BTK: Tensor, capacity_factor: float, token_indices_T: Tensor | None
     ) -> Tensor:
         """Return True for choices within capacity, `[N, K]`, from all choices of the row."""
-        if self.cuts.expert is None or places_T is None:
-            return within_capacity(experts_BTK, self.shape.num_experts, capacity_factor).flatten(
-                0, 1
-            )
-        whole_BTK = self.cuts.expert.gather_row(experts_BTK, places_T)
-        return within_capacity(whole_BTK, self.shape.num_experts, capacity_factor)[
-            :, places_T
+        if self.parallel_hooks.expert is None or token_indices_T is None:
+            return mask_within_capacity(
+                experts_BTK, self.shape.num_experts, capacity_factor
+            ).flatten(0, 1)
+        whole_BTK = self.parallel_hooks.expert.gather_row(experts_BTK, token_indices_T)
+        return mask_within_capacity(whole_BTK, self.shape.num_experts, capacity_factor)[
+            :, token_indices_T
         ].flatten(0, 1)

@@ -23,19 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.architecture import ParameterSpec
-from shardwright.architecture.quantised import BLOCK, code_width, columns_of
-from shardwright.model.grouped import grouped_product
+from shardwright.architecture.nf4_layout import BLOCK_ELEMENTS, compute_code_bytes, count_columns
+from shardwright.model.grouped_matmul import grouped_matmul
 
-TABLE = (
+NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_ELEMENTS_AT_ONCE = 1 << 24
+_MAX_CHUNK_ELEMENTS = 1 << 24
 """Matrix elements converted at a time, which need about ten times their packed bytes."""
 
-ReadSlice = Callable[[str, Sequence[tuple[int, int]]], Tensor]
+SliceReader = Callable[[str, Sequence[tuple[int, int]]], Tensor]
 """(parameter name, (start, length) per dim) -> slice of the parameter."""
 
 
@@ -48,25 +48,27 @@ def pack(values: Tensor) -> Tensor:
     """
     rows = values.shape[:-1].numel()
     flat = values.reshape(rows, values.shape[-1])
-    packed = [_pack_rows(part) for part in flat.split(_rows_at_once(flat))]
+    packed = [_pack_rows(part) for part in flat.split(_count_chunk_rows(flat))]
     return torch.cat(packed).unflatten(0, values.shape[:-1])
 
 
 def _pack_rows(values_FD: Tensor) -> Tensor:
     columns = values_FD.shape[1]
-    blocks_FKB = F.pad(values_FD.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
+    blocks_FKB = F.pad(values_FD.float(), (0, -columns % BLOCK_ELEMENTS)).unflatten(
+        1, (-1, BLOCK_ELEMENTS)
+    )
     scales_FK = blocks_FKB.abs().amax(-1)
-    table = torch.tensor(TABLE, device=values_FD.device)
+    table = torch.tensor(NF4_VALUES, device=values_FD.device)
     scaled_FKB = blocks_FKB / scales_FK.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     codes_FD = torch.bucketize(scaled_FKB, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten(1)
-    bytes_FC = (codes_FD[:, ::2] << 4 | codes_FD[:, 1::2])[:, : code_width(columns)]
+    bytes_FC = (codes_FD[:, ::2] << 4 | codes_FD[:, 1::2])[:, : compute_code_bytes(columns)]
     return torch.cat([bytes_FC, scales_FK.view(torch.uint8)], dim=1)
 
 
 def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Dequantise bytes `[.., rows, P]` to values `[.., rows, columns]`: in fp32, then cast."""
     flat_FP = packed.reshape(-1, packed.shape[-1])
-    rows = _rows_at_once(flat_FP)
+    rows = _count_chunk_rows(flat_FP)
     if flat_FP.shape[0] <= rows:
         values_FD = _unpack_rows(flat_FP, columns, dtype)
     else:
@@ -75,31 +77,31 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _unpack_rows(packed_FP: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    width = code_width(columns)
+    width = compute_code_bytes(columns)
     # A copy even of one row, whose stride need not be a multiple of four bytes.
     scales = packed_FP[:, width:].clone(memory_format=torch.contiguous_format)
     scales_FK = scales.view(torch.float32)
-    pairs_FC2 = F.embedding(packed_FP[:, :width].int(), _pairs(packed_FP.device))
-    values_FD = F.pad(pairs_FC2.flatten(1), (0, scales_FK.shape[1] * BLOCK - 2 * width))
+    pairs_FC2 = F.embedding(packed_FP[:, :width].int(), _build_byte_table(packed_FP.device))
+    values_FD = F.pad(pairs_FC2.flatten(1), (0, scales_FK.shape[1] * BLOCK_ELEMENTS - 2 * width))
     return (
-        (values_FD.unflatten(1, (-1, BLOCK)) * scales_FK[..., None])
+        (values_FD.unflatten(1, (-1, BLOCK_ELEMENTS)) * scales_FK[..., None])
         .to(dtype)
         .flatten(1)[:, :columns]
     )
 
 
-def _pairs(device: torch.device) -> Tensor:
+def _build_byte_table(device: torch.device) -> Tensor:
     """Build the two values of every byte, `[256, 2]`; the first is in the upper 4 bits."""
-    table = torch.tensor(TABLE, device=device)
+    table = torch.tensor(NF4_VALUES, device=device)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)
 
 
-def _rows_at_once(matrix: Tensor) -> int:
-    return max(1, _ELEMENTS_AT_ONCE // max(1, matrix.shape[-1]))
+def _count_chunk_rows(matrix: Tensor) -> int:
+    return max(1, _MAX_CHUNK_ELEMENTS // max(1, matrix.shape[-1]))
 
 
-def packed_slice(
-    matrix: ParameterSpec, narrow: Sequence[tuple[int, int]], read: ReadSlice
+def read_packed_slice(
+    matrix: ParameterSpec, narrow: Sequence[tuple[int, int]], read: SliceReader
 ) -> Tensor:
     """Read a slice of a matrix's bytes, by quantising whole rows of the matrix.
 
@@ -112,8 +114,8 @@ def packed_slice(
     return pack(rows)[..., start : start + length]
 
 
-def held_slice(
-    matrix: ParameterSpec, narrow: Sequence[tuple[int, int]], read: ReadSlice, dtype: torch.dtype
+def read_dequantised_slice(
+    matrix: ParameterSpec, narrow: Sequence[tuple[int, int]], read: SliceReader, dtype: torch.dtype
 ) -> Tensor:
     """Read a slice of a matrix, quantised and dequantised as in the forward pass."""
     columns = matrix.shape[-1]
@@ -122,13 +124,13 @@ def held_slice(
     return unpack(pack(rows), columns, dtype)[..., start : start + length]
 
 
-def linear(x: Tensor, packed_FP: Tensor, num_in: int) -> Tensor:
+def multiply_packed(x: Tensor, packed_FP: Tensor, num_in: int) -> Tensor:
     """Compute x @ W^T in x's precision; packed W has `num_in` columns or a shard of them."""
-    product: Tensor = _Product.apply(x, packed_FP, columns_of(packed_FP.shape[1], num_in))
+    product: Tensor = _PackedLinear.apply(x, packed_FP, count_columns(packed_FP.shape[1], num_in))
     return product
 
 
-class _Product(torch.autograd.Function):
+class _PackedLinear(torch.autograd.Function):
     """x @ W^T that saves W's bytes and dequantises in the forward and the backward pass."""
 
     @staticmethod
@@ -143,15 +145,17 @@ class _Product(torch.autograd.Function):
         return gradients[0] @ unpack(packed_FP, ctx.columns, gradients[0].dtype), None, None
 
 
-def expert_product(x_MD: Tensor, packed_EFP: Tensor, counts_E: Tensor, num_in: int) -> Tensor:
-    """Multiply each row by its expert's packed matrix, `[M, F]`, as `grouped_product` does."""
-    product: Tensor = _ExpertProduct.apply(
-        x_MD, packed_EFP, counts_E, columns_of(packed_EFP.shape[2], num_in)
+def multiply_packed_experts(
+    x_MD: Tensor, packed_EFP: Tensor, counts_E: Tensor, num_in: int
+) -> Tensor:
+    """Multiply each row by its expert's packed matrix, `[M, F]`, as `grouped_matmul` does."""
+    product: Tensor = _PackedExpertLinear.apply(
+        x_MD, packed_EFP, counts_E, count_columns(packed_EFP.shape[2], num_in)
     )
     return product
 
 
-class _ExpertProduct(torch.autograd.Function):
+class _PackedExpertLinear(torch.autograd.Function):
     """Grouped product that saves bytes and dequantises in the forward and the backward pass."""
 
     @staticmethod
@@ -160,7 +164,7 @@ class _ExpertProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.columns = columns
         ctx.save_for_backward(packed_EFP, counts_E)
-        return grouped_product(
+        return grouped_matmul(
             x_MD, unpack(packed_EFP, columns, x_MD.dtype), counts_E, transposed=True
         )
 
@@ -170,7 +174,7 @@ class _ExpertProduct(torch.autograd.Function):
         gradient_MF = gradients[0].contiguous()
         weight_EFD = unpack(packed_EFP, ctx.columns, gradient_MF.dtype)
         return (
-            grouped_product(gradient_MF, weight_EFD, counts_E, transposed=False),
+            grouped_matmul(gradient_MF, weight_EFD, counts_E, transposed=False),
             None,
             None,
             None,

@@ -31,9 +31,9 @@ class RMSNorm(nn.Module):
         weight_D = self.weight.to(x.dtype)
         if self.offset != 0.0:
             # In 16 bits 1 + w would lose most of w's precision.
-            weight_D = weight_D.to(_accumulation(x.dtype)) + self.offset
+            weight_D = weight_D.to(_choose_accumulation_dtype(x.dtype)) + self.offset
         if mean_square is not None:
-            wide = x.to(_accumulation(x.dtype))
+            wide = x.to(_choose_accumulation_dtype(x.dtype))
             scale = torch.rsqrt(mean_square(wide.square().sum(-1, keepdim=True)) + self.eps)
             return (wide * scale * weight_D).to(x.dtype)
         if x.is_cpu and not torch.compiler.is_compiling():
@@ -50,7 +50,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        wide = _accumulation(x.dtype)
+        wide = _choose_accumulation_dtype(x.dtype)
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
         scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight_D, scale)
@@ -69,7 +69,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
         return x_gradient.to(x.dtype), weight_gradient_D.to(weight_D.dtype), None
 
 
-def _accumulation(dtype: torch.dtype) -> torch.dtype:
+def _choose_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Choose the precision of sums over features."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 

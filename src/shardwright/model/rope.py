@@ -15,7 +15,9 @@ from torch import Tensor
 from shardwright.architecture import RopeShape
 
 
-def inverse_frequencies(rope: RopeShape, device: torch.device | str | None = None) -> Tensor:
+def compute_inverse_frequencies(
+    rope: RopeShape, device: torch.device | str | None = None
+) -> Tensor:
     """Compute the radians per position of each feature pair, fp64, `[R / 2]`.
 
     For longrope those of short documents.
@@ -27,24 +29,24 @@ def inverse_frequencies(rope: RopeShape, device: torch.device | str | None = Non
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
-        return _llama3(rope, frequencies)
+        return _scale_llama3(rope, frequencies)
     if rope.kind == "yarn":
-        return _yarn(rope, frequencies)
+        return _scale_yarn(rope, frequencies)
     if rope.kind == "longrope":
         return frequencies / frequencies.new_tensor(rope.short_factors)
     return frequencies
 
 
-def _llama3(rope: RopeShape, plain: Tensor) -> Tensor:
+def _scale_llama3(rope: RopeShape, frequencies: Tensor) -> Tensor:
     """Scale frequencies as Llama 3.1: divide low ones, keep high ones, interpolate linearly."""
-    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     unscaled = (
         (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     ).clamp(0.0, 1.0)
-    return plain * (unscaled + (1 - unscaled) / rope.factor)
+    return frequencies * (unscaled + (1 - unscaled) / rope.factor)
 
 
-def _yarn(rope: RopeShape, plain: Tensor) -> Tensor:
+def _scale_yarn(rope: RopeShape, frequencies: Tensor) -> Tensor:
     """Scale frequencies as YaRN: keep high ones, divide low ones by the factor.
 
     Source: arXiv 2309.00071, section 3.2.
@@ -66,12 +68,12 @@ def _yarn(rope: RopeShape, plain: Tensor) -> Tensor:
     high = min(high, dim - 1)
     if low == high:
         high += 0.001  # avoids a division by zero, as in transformers
-    pairs = torch.arange(dim // 2, dtype=torch.float64, device=plain.device)
+    pairs = torch.arange(dim // 2, dtype=torch.float64, device=frequencies.device)
     unscaled = 1 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)
-    return plain * (unscaled + (1 - unscaled) / rope.factor)
+    return frequencies * (unscaled + (1 - unscaled) / rope.factor)
 
 
-def rope_tables(
+def compute_rope_tables(
     rope: RopeShape, positions_BT: Tensor, lengths_BT: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute cos and sin of all angles, `[B, T, R / 2]`, in fp64, then cast to `dtype`.
@@ -81,7 +83,7 @@ def rope_tables(
     depends on the rest of the batch. Both agree if every row is one document and all have the
     same length.
     """
-    frequencies = inverse_frequencies(rope, positions_BT.device)
+    frequencies = compute_inverse_frequencies(rope, positions_BT.device)
     if rope.kind == "longrope":
         assert lengths_BT is not None
         short = frequencies.new_tensor(rope.short_factors)
@@ -102,12 +104,12 @@ def rotate(x_BTHE: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
     cos = cos_BTR.unsqueeze(-2)
     sin = sin_BTR.unsqueeze(-2)
     if torch.compiler.is_compiling():
-        return _turn_out_of_place(x_BTHE, cos, sin)
+        return _rotate_out_of_place(x_BTHE, cos, sin)
     rotated: Tensor = _Rotation.apply(x_BTHE, cos, sin)
     return rotated
 
 
-def _turn_out_of_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_out_of_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate without in-place operations; a compiler fuses this into its neighbours."""
     half = cos.shape[-1]
     first = x[..., :half]
@@ -128,15 +130,15 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1.0)
+        return _rotate_halves(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(gradients[0], cos, sin, -1.0), None, None
+        return _rotate_halves(gradients[0], cos, sin, -1.0), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     half = cos.shape[-1]
     first = x[..., :half]
     second = x[..., half : 2 * half]

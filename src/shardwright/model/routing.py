@@ -47,7 +47,7 @@ class ExpertRules:
     bias_update_rate: float = 0.0
 
 
-def resolve_rules(section: MoeSection, shape: ModelShape) -> ExpertRules | None:
+def resolve_expert_rules(section: MoeSection, shape: ModelShape) -> ExpertRules | None:
     """Resolve the recipe's rules for a model, with defaults from its config.json.
 
     None for a dense model.
@@ -103,11 +103,11 @@ class RouterStatistics:
 
     tokens_E: Tensor
     """Tokens that chose each expert, dropped ones included; int64, `[E]`."""
-    dropped: Tensor
+    num_dropped: Tensor
     """Number of choices dropped because of capacity; int64."""
-    balance: Tensor
+    balance_loss: Tensor
     """Sum of balance losses."""
-    z: Tensor
+    z_loss: Tensor
     """Sum of z losses."""
 
 
@@ -126,8 +126,8 @@ class RoutingContext:
     statistics: dict[int, RouterStatistics] = field(default_factory=dict)
 
 
-class RouterTally:
-    """Router statistics summed over forward passes, on the device, since the last `take`."""
+class RouterTotals:
+    """Router statistics summed over forward passes, on the device, since the last `pop_table`."""
 
     def __init__(self) -> None:
         self._sums: dict[int, RouterStatistics] = {}
@@ -144,7 +144,7 @@ class RouterTally:
                 statistics = RouterStatistics(*(a + b for a, b in pairs))
             self._sums[layer] = statistics
 
-    def take(self, num_layers: int, num_experts: int, device: torch.device) -> Tensor:
+    def pop_table(self, num_layers: int, num_experts: int, device: torch.device) -> Tensor:
         """Return the sums as a table `[layers, E + 3]` in fp64, and reset them.
 
         Columns: tokens by expert, dropped choices, balance loss, z loss. Dense layers have
@@ -154,7 +154,7 @@ class RouterTally:
         for layer, total in self._sums.items():
             table[layer, :num_experts] = total.tokens_E
             table[layer, num_experts:] = torch.stack(
-                [total.dropped.double(), total.balance.double(), total.z.double()]
+                [total.num_dropped.double(), total.balance_loss.double(), total.z_loss.double()]
             )
         self._sums.clear()
         return table
@@ -185,7 +185,7 @@ def choose_experts(
     with torch.no_grad():
         choice_scores_NE = scores_NE if bias_E is None else scores_NE + bias_E.to(scores_NE.dtype)
         if experts.num_groups > 1:
-            choice_scores_NE = _within_best_groups(choice_scores_NE, experts)
+            choice_scores_NE = _mask_other_groups(choice_scores_NE, experts)
         experts_NK = choice_scores_NE.topk(experts.experts_per_token, dim=-1).indices
     weights_NK = scores_NE.gather(1, experts_NK)
     if experts.normalised:
@@ -197,19 +197,19 @@ def choose_experts(
     return experts_NK, weights_NK, probabilities_NE
 
 
-def _within_best_groups(ranked_NE: Tensor, experts: ExpertShape) -> Tensor:
+def _mask_other_groups(scores_NE: Tensor, experts: ExpertShape) -> Tensor:
     """Set the scores of experts outside the token's best groups to -inf (node-limited routing).
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
-    scores_NGe = ranked_NE.unflatten(-1, (experts.num_groups, -1))
+    scores_NGe = scores_NE.unflatten(-1, (experts.num_groups, -1))
     group_scores_NG = scores_NGe.topk(2, dim=-1).values.sum(-1)
     is_outside_NG = torch.ones_like(group_scores_NG, dtype=torch.bool)
     is_outside_NG.scatter_(1, group_scores_NG.topk(experts.groups_per_token, dim=-1).indices, False)
     return scores_NGe.masked_fill(is_outside_NG[..., None], float("-inf")).flatten(-2)
 
 
-def within_capacity(experts_BTK: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
+def mask_within_capacity(experts_BTK: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
     """Return True for choices within the experts' capacity for their row, `[B, T, K]`.
 
     Earlier tokens of the row come first, so dropping a token does not depend on later tokens,

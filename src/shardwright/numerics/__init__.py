@@ -1,29 +1,40 @@
 """Numerical core: loss, precision, recomputation, gradient norm and clipping, matmul ceiling."""
 
-from shardwright.numerics.ceiling import measure_matmul_flops_per_second
-from shardwright.numerics.clip import agree_on_norm, clip_, clip_coefficient, global_norm, scale_
-from shardwright.numerics.loss import chunked_cross_entropy, token_losses
-from shardwright.numerics.precision import Dtypes, LossScaler, dtypes
-from shardwright.numerics.preference import PairLosses, PreferenceTerms, preference_loss, response_log_probs
-from shardwright.numerics.recompute import recompute_runner
-from shardwright.numerics.vocabulary import VocabularyShard
+from shardwright.numerics.gradient_clip import (
+    clip_,
+    compute_clip_coefficient,
+    compute_global_norm,
+    scale_,
+    synchronise_norm,
+)
+from shardwright.numerics.loss import chunked_cross_entropy, compute_token_losses
+from shardwright.numerics.peak_flops import measure_matmul_flops_per_second
+from shardwright.numerics.precision import LossScaler, PrecisionDtypes, resolve_dtypes
+from shardwright.numerics.preference_loss import (
+    PairLosses,
+    PreferenceLossSettings,
+    compute_preference_loss,
+    compute_response_log_probs,
+)
+from shardwright.numerics.recompute import build_recompute_runner
+from shardwright.numerics.vocabulary_shard import VocabularyShard
 
 __all__ = [
-    "Dtypes",
     "LossScaler",
     "PairLosses",
-    "PreferenceTerms",
+    "PrecisionDtypes",
+    "PreferenceLossSettings",
     "VocabularyShard",
-    "agree_on_norm",
+    "build_recompute_runner",
     "chunked_cross_entropy",
     "clip_",
-    "clip_coefficient",
-    "dtypes",
-    "global_norm",
+    "compute_clip_coefficient",
+    "compute_global_norm",
+    "compute_preference_loss",
+    "compute_response_log_probs",
+    "compute_token_losses",
     "measure_matmul_flops_per_second",
-    "preference_loss",
-    "recompute_runner",
-    "response_log_probs",
+    "resolve_dtypes",
     "scale_",
-    "token_losses",
+    "synchronise_norm",
 ]

@@ -20,7 +20,7 @@ _SIZES = (256, 512, 1024, 2048)
 _DECISIVE_RATIO = 4.0
 """If one dtype is this many times faster, no larger size is measured: emulation shows at once.
 """
-_LONG_ENOUGH_SECONDS = 2e-3
+_MIN_TIMED_SECONDS = 2e-3
 """Above this duration the start of the threads is negligible, so a larger size adds nothing."""
 _NATIVE_CAPABILITY = (8, 0)
 """First CUDA compute capability whose tensor cores multiply bf16."""
@@ -35,19 +35,19 @@ def measure_bf16_ratio(device: torch.device) -> float:
     not matter.
     """
     ratio = math.nan
-    with _one_thread() if device.type == "cpu" else nullcontext():
+    with _use_one_thread() if device.type == "cpu" else nullcontext():
         for size in _SIZES:
-            fp32 = _seconds_of_products(size, device, torch.float32)
-            bf16 = _seconds_of_products(size, device, torch.bfloat16)
+            fp32 = _time_products(size, device, torch.float32)
+            bf16 = _time_products(size, device, torch.bfloat16)
             ratio = fp32 / bf16
             is_decisive = not 1 / _DECISIVE_RATIO < ratio < _DECISIVE_RATIO
-            if is_decisive or max(fp32, bf16) > _LONG_ENOUGH_SECONDS:
+            if is_decisive or max(fp32, bf16) > _MIN_TIMED_SECONDS:
                 break
     return ratio
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _use_one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -56,22 +56,22 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _seconds_of_products(size: int, device: torch.device, dtype: torch.dtype) -> float:
+def _time_products(size: int, device: torch.device, dtype: torch.dtype) -> float:
     """Time the products of a linear layer, forward and backward; the best of three rounds.
 
     All three products are timed because they differ by a factor of ten where bf16 is emulated.
     """
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    forward = _best_seconds(lambda: x @ weight.t(), device)
-    input_gradient = _best_seconds(lambda: x @ weight, device)
-    return forward + input_gradient + _best_seconds(lambda: x.t() @ weight, device)
+    forward = _time_best(lambda: x @ weight.t(), device)
+    input_gradient = _time_best(lambda: x @ weight, device)
+    return forward + input_gradient + _time_best(lambda: x.t() @ weight, device)
 
 
-def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+def _time_best(work: Callable[[], object], device: torch.device) -> float:
     best = math.inf
     read_clock = time.thread_time if device.type == "cpu" else time.perf_counter
     for num_runs in range(4):  # the first one warms up
-        if num_runs >= 2 and best > _LONG_ENOUGH_SECONDS:
+        if num_runs >= 2 and best > _MIN_TIMED_SECONDS:
             break
         start = read_clock()
         work()
@@ -88,7 +88,9 @@ def choose_precision(device: torch.device) -> PrecisionChoice:
     ratio = measure_bf16_ratio(device)
     if ratio > 1.0:
         where = f"on this {device.type.upper()}"
-        return PrecisionChoice("bf16", f"bf16 products are {ratio:.2g} times as fast as fp32 {where}")
+        return PrecisionChoice(
+            "bf16", f"bf16 products are {ratio:.2g} times as fast as fp32 {where}"
+        )
     return PrecisionChoice("fp32", describe_emulation(device, ratio))
 
 
@@ -108,7 +110,7 @@ def describe_emulation(device: torch.device, ratio: float) -> str:
     return f"bf16 is emulated on this {device.type.upper()}, {1 / ratio:.2g} times slower than fp32"
 
 
-def caution_of_bf16(device: torch.device) -> str | None:
+def build_bf16_warning(device: torch.device) -> str | None:
     """Build the warning for a device that multiplies bf16 more slowly than fp32, else None."""
     if choose_precision(device).kind == "bf16":
         return None

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.numerics.vocabulary import VocabularyShard
+from shardwright.numerics.vocabulary_shard import VocabularyShard
 
-IGNORED = -100
+IGNORED_LABEL = -100
 """Label of unsupervised tokens; the one that `torch.nn.functional.cross_entropy` ignores."""
 
 
@@ -73,15 +73,19 @@ def chunked_cross_entropy(
     docs/decisions/0001-chunked-cross-entropy.md.
     """
     hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N)
-    head = _Head(bias_V, logit_scale, soft_cap, label_smoothing, vocabulary)
-    weights_S = weights_N if weights_N is None or index_S is None else weights_N.index_select(0, index_S)
+    head = _LogitTransform(bias_V, logit_scale, soft_cap, label_smoothing, vocabulary)
+    weights_S = (
+        weights_N if weights_N is None or index_S is None else weights_N.index_select(0, index_S)
+    )
     grad_enabled = torch.is_grad_enabled()
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_SD, weight_VD, bias_V, labels_S, weights_S, chunk_tokens, head, grad_enabled)
+    loss: Tensor = _ChunkedCrossEntropy.apply(
+        hidden_SD, weight_VD, bias_V, labels_S, weights_S, chunk_tokens, head, grad_enabled
+    )
     return loss
 
 
 @torch.no_grad()
-def token_losses(
+def compute_token_losses(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
@@ -97,16 +101,20 @@ def token_losses(
     It is 0 for unsupervised tokens. See `chunked_cross_entropy`.
     """
     hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N)
-    head = _Head(bias_V, logit_scale, soft_cap, 0.0, vocabulary)
+    head = _LogitTransform(bias_V, logit_scale, soft_cap, 0.0, vocabulary)
     weight_VD = weight_VD.to(hidden_SD.dtype)
-    losses_S = hidden_SD.new_zeros(len(labels_S), dtype=torch.promote_types(hidden_SD.dtype, torch.float32))
-    buffers = _Buffers.allocate(min(chunk_tokens, len(labels_S)), weight_VD, raise_logits=not head.is_plain)
+    losses_S = hidden_SD.new_zeros(
+        len(labels_S), dtype=torch.promote_types(hidden_SD.dtype, torch.float32)
+    )
+    buffers = _ChunkBuffers.allocate(
+        min(chunk_tokens, len(labels_S)), weight_VD, has_logit_transform=not head.is_identity
+    )
     for start in range(0, len(labels_S), chunk_tokens):
         hidden_CD = hidden_SD[start : start + chunk_tokens]
         labels_C1 = labels_S[start : start + chunk_tokens].unsqueeze(1)
-        chunk = buffers.first(hidden_CD.shape[0])
+        chunk = buffers.slice_rows(hidden_CD.shape[0])
         torch.mm(hidden_CD, weight_VD.T, out=chunk.logits_CV)
-        losses_S[start : start + chunk_tokens] = head.measure(chunk, labels_C1)
+        losses_S[start : start + chunk_tokens] = head.compute_losses(chunk, labels_C1)
     if index_S is None:
         return losses_S
     return losses_S.new_zeros(len(labels_N)).index_copy(0, index_S, losses_S)
@@ -117,14 +125,14 @@ def _select_supervised(hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Ten
 
     On CUDA this waits once for the device, which costs less than the logits of masked tokens.
     """
-    index_S = (labels_N != IGNORED).nonzero().squeeze(1)
+    index_S = (labels_N != IGNORED_LABEL).nonzero().squeeze(1)
     if index_S.numel() == labels_N.numel():
         return hidden_ND, labels_N, None
     return hidden_ND.index_select(0, index_S), labels_N.index_select(0, index_S), index_S
 
 
 @dataclass(frozen=True)
-class _Buffers:
+class _ChunkBuffers:
     """Memory of one chunk, reused by every chunk.
 
     On a CPU new memory costs more than the arithmetic.
@@ -132,31 +140,39 @@ class _Buffers:
 
     logits_CV: Tensor
     """Result of the product, in its dtype."""
-    raised_CV: Tensor
+    final_logits_CV: Tensor
     """Logits after bias, scale and cap, in fp32 or wider; shares memory with `logits_CV` if the
     dtypes agree."""
     probs_CV: Tensor
     """Log-probabilities, then the gradient, in fp32 or wider."""
 
     @classmethod
-    def allocate(cls, num_tokens: int, weight_VD: Tensor, *, raise_logits: bool) -> _Buffers:
+    def allocate(
+        cls, num_tokens: int, weight_VD: Tensor, *, has_logit_transform: bool
+    ) -> _ChunkBuffers:
         shape = (num_tokens, weight_VD.shape[0])
         sum_dtype = torch.promote_types(weight_VD.dtype, torch.float32)
         logits_CV = weight_VD.new_empty(shape)
-        needs_own_memory = raise_logits and sum_dtype != weight_VD.dtype
+        needs_own_memory = has_logit_transform and sum_dtype != weight_VD.dtype
         return cls(
             logits_CV=logits_CV,
-            raised_CV=weight_VD.new_empty(shape, dtype=sum_dtype) if needs_own_memory else logits_CV,
+            final_logits_CV=weight_VD.new_empty(shape, dtype=sum_dtype)
+            if needs_own_memory
+            else logits_CV,
             probs_CV=weight_VD.new_empty(shape, dtype=sum_dtype),
         )
 
-    def first(self, num_tokens: int) -> _Buffers:
+    def slice_rows(self, num_tokens: int) -> _ChunkBuffers:
         """Return the first rows, for the last chunk, which may be short."""
-        return _Buffers(self.logits_CV[:num_tokens], self.raised_CV[:num_tokens], self.probs_CV[:num_tokens])
+        return _ChunkBuffers(
+            self.logits_CV[:num_tokens],
+            self.final_logits_CV[:num_tokens],
+            self.probs_CV[:num_tokens],
+        )
 
 
 @dataclass(frozen=True)
-class _Head:
+class _LogitTransform:
     """Transform from product to loss, and its gradient."""
 
     bias_V: Tensor | None
@@ -166,66 +182,79 @@ class _Head:
     vocabulary: VocabularyShard | None
 
     @property
-    def is_plain(self) -> bool:
+    def is_identity(self) -> bool:
         """True if the product already is the logits."""
         return self.bias_V is None and self.logit_scale == 1.0 and self.soft_cap is None
 
-    def measure(self, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
+    def compute_losses(self, chunk: _ChunkBuffers, labels_C1: Tensor) -> Tensor:
         """Compute the losses of a chunk's tokens, `[C]`; writes log-probabilities to the chunk."""
-        if chunk.raised_CV.dtype != chunk.logits_CV.dtype:
-            chunk.raised_CV.copy_(chunk.logits_CV)
+        if chunk.final_logits_CV.dtype != chunk.logits_CV.dtype:
+            chunk.final_logits_CV.copy_(chunk.logits_CV)
         if self.bias_V is not None:
-            chunk.raised_CV.add_(self.bias_V)
+            chunk.final_logits_CV.add_(self.bias_V)
         if self.logit_scale != 1.0:
-            chunk.raised_CV.mul_(self.logit_scale)
+            chunk.final_logits_CV.mul_(self.logit_scale)
         if self.soft_cap is not None:
-            chunk.raised_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        if chunk.raised_CV.dtype == chunk.probs_CV.dtype:
-            torch.log_softmax(chunk.raised_CV, dim=1, out=chunk.probs_CV)
+            chunk.final_logits_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        if chunk.final_logits_CV.dtype == chunk.probs_CV.dtype:
+            torch.log_softmax(chunk.final_logits_CV, dim=1, out=chunk.probs_CV)
         else:  # log_softmax with a dtype would first make a wide copy of the chunk
-            torch.log_softmax(chunk.probs_CV.copy_(chunk.raised_CV), dim=1, out=chunk.probs_CV)
+            torch.log_softmax(
+                chunk.probs_CV.copy_(chunk.final_logits_CV), dim=1, out=chunk.probs_CV
+            )
         if self.vocabulary is not None:
-            return self._measure_shard(self.vocabulary, chunk, labels_C1)
+            return self._compute_shard_losses(self.vocabulary, chunk, labels_C1)
         loss_C = -chunk.probs_CV.gather(1, labels_C1).squeeze(1)
         if self.label_smoothing:
-            loss_C = (1.0 - self.label_smoothing) * loss_C - self.label_smoothing * chunk.probs_CV.mean(1)
+            loss_C = (
+                1.0 - self.label_smoothing
+            ) * loss_C - self.label_smoothing * chunk.probs_CV.mean(1)
         return loss_C
 
-    def _measure_shard(self, vocabulary: VocabularyShard, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
+    def _compute_shard_losses(
+        self, vocabulary: VocabularyShard, chunk: _ChunkBuffers, labels_C1: Tensor
+    ) -> Tensor:
         """Compute the losses if this rank has only some rows of the vocabulary.
 
         `probs_CV` has log-probabilities among this rank's rows so far.
         """
-        rows_C1, own_C1 = vocabulary.local_labels(labels_C1, chunk.probs_CV.shape[1])
-        target_C1 = torch.where(own_C1, chunk.raised_CV.gather(1, rows_C1).to(chunk.probs_CV.dtype), 0.0)
-        target_C, mean_C = vocabulary.normalise(chunk.raised_CV, chunk.probs_CV, target_C1, smoothed=self.label_smoothing > 0.0)
+        rows_C1, own_C1 = vocabulary.map_labels_to_rows(labels_C1, chunk.probs_CV.shape[1])
+        target_C1 = torch.where(
+            own_C1, chunk.final_logits_CV.gather(1, rows_C1).to(chunk.probs_CV.dtype), 0.0
+        )
+        target_C, mean_C = vocabulary.normalise(
+            chunk.final_logits_CV,
+            chunk.probs_CV,
+            target_C1,
+            has_smoothing=self.label_smoothing > 0.0,
+        )
         return -((1.0 - self.label_smoothing) * target_C + self.label_smoothing * mean_C)
 
-    def differentiate(self, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
+    def compute_gradient(self, chunk: _ChunkBuffers, labels_C1: Tensor) -> Tensor:
         """Compute d loss / d product in place of the log-probabilities.
 
         It is softmax - target, through the derivatives of cap (1 - tanh^2) and scale.
         """
         grad_CV = chunk.probs_CV.exp_()
         if self.label_smoothing:
-            vocab_size = grad_CV.shape[1] if self.vocabulary is None else self.vocabulary.size_of_whole
+            vocab_size = grad_CV.shape[1] if self.vocabulary is None else self.vocabulary.vocab_size
             grad_CV -= self.label_smoothing / vocab_size
         at_target_C1 = grad_CV.new_full(labels_C1.shape, self.label_smoothing - 1.0)
         if self.vocabulary is not None:
-            labels_C1, own_C1 = self.vocabulary.local_labels(labels_C1, grad_CV.shape[1])
+            labels_C1, own_C1 = self.vocabulary.map_labels_to_rows(labels_C1, grad_CV.shape[1])
             at_target_C1 *= own_C1
         grad_CV.scatter_add_(1, labels_C1, at_target_C1)
         if self.soft_cap is not None:
-            grad_CV *= chunk.raised_CV.div_(self.soft_cap).square_().neg_().add_(1.0)
+            grad_CV *= chunk.final_logits_CV.div_(self.soft_cap).square_().neg_().add_(1.0)
         if self.logit_scale != 1.0:
             grad_CV *= self.logit_scale
         return grad_CV
 
 
-_STRIPS = 32
+_NUM_STRIPS = 32
 
 
-def _add_narrower(sum_VD: Tensor, product_VD: Tensor) -> None:
+def _add_lower_precision(sum_VD: Tensor, product_VD: Tensor) -> None:
     """Add a product to a sum of wider dtype, in place.
 
     A CPU's addition first copies its narrower operand to the wider dtype, which would be one
@@ -235,7 +264,9 @@ def _add_narrower(sum_VD: Tensor, product_VD: Tensor) -> None:
     if sum_VD.device.type != "cpu":
         sum_VD += product_VD
         return
-    for sum_RD, product_RD in zip(sum_VD.chunk(_STRIPS), product_VD.chunk(_STRIPS), strict=True):
+    for sum_RD, product_RD in zip(
+        sum_VD.chunk(_NUM_STRIPS), product_VD.chunk(_NUM_STRIPS), strict=True
+    ):
         sum_RD += product_RD
 
 
@@ -251,7 +282,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels_S: Tensor,
         weights_S: Tensor | None,
         chunk_tokens: int,
-        head: _Head,
+        head: _LogitTransform,
         grad_enabled: bool,
     ) -> Tensor:
         # Gradient mode is always off here, so the caller states whether a backward pass
@@ -261,25 +292,39 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         sum_dtype = torch.promote_types(compute_dtype, torch.float32)
         product_weight_VD = weight_VD.to(compute_dtype)
         chunks = range(0, hidden_SD.shape[0], chunk_tokens)
-        buffers = _Buffers.allocate(min(chunk_tokens, hidden_SD.shape[0]), product_weight_VD, raise_logits=not head.is_plain)
+        buffers = _ChunkBuffers.allocate(
+            min(chunk_tokens, hidden_SD.shape[0]),
+            product_weight_VD,
+            has_logit_transform=not head.is_identity,
+        )
 
         loss = hidden_SD.new_zeros((), dtype=sum_dtype)
         grad_hidden_SD = torch.empty_like(hidden_SD) if needs_grad[0] else None
-        grad_weight_VD = hidden_SD.new_zeros(weight_VD.shape, dtype=sum_dtype) if needs_grad[1] else None
-        grad_bias_V = hidden_SD.new_zeros(weight_VD.shape[0], dtype=sum_dtype) if needs_grad[2] else None
-        product_VD = torch.empty_like(product_weight_VD) if needs_grad[1] and compute_dtype != sum_dtype else None
+        grad_weight_VD = (
+            hidden_SD.new_zeros(weight_VD.shape, dtype=sum_dtype) if needs_grad[1] else None
+        )
+        grad_bias_V = (
+            hidden_SD.new_zeros(weight_VD.shape[0], dtype=sum_dtype) if needs_grad[2] else None
+        )
+        product_VD = (
+            torch.empty_like(product_weight_VD)
+            if needs_grad[1] and compute_dtype != sum_dtype
+            else None
+        )
 
         for start in chunks:
             hidden_CD = hidden_SD[start : start + chunk_tokens]
             labels_C1 = labels_S[start : start + chunk_tokens].unsqueeze(1)
-            chunk = buffers.first(hidden_CD.shape[0])
+            chunk = buffers.slice_rows(hidden_CD.shape[0])
             torch.mm(hidden_CD, product_weight_VD.T, out=chunk.logits_CV)
-            loss_C = head.measure(chunk, labels_C1)
-            weights_C = None if weights_S is None else weights_S[start : start + chunk_tokens].to(sum_dtype)
+            loss_C = head.compute_losses(chunk, labels_C1)
+            weights_C = (
+                None if weights_S is None else weights_S[start : start + chunk_tokens].to(sum_dtype)
+            )
             loss += loss_C.sum() if weights_C is None else loss_C @ weights_C
             if not any(needs_grad):
                 continue
-            grad_CV = head.differentiate(chunk, labels_C1)
+            grad_CV = head.compute_gradient(chunk, labels_C1)
             if weights_C is not None:
                 grad_CV *= weights_C.unsqueeze(1)
             if grad_bias_V is not None:
@@ -288,13 +333,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # Reuses the logits' memory, which has the dtype of the products.
                 grad_CV = chunk.logits_CV.copy_(grad_CV)
             if grad_hidden_SD is not None:
-                torch.mm(grad_CV, product_weight_VD, out=grad_hidden_SD[start : start + chunk_tokens])
+                torch.mm(
+                    grad_CV, product_weight_VD, out=grad_hidden_SD[start : start + chunk_tokens]
+                )
             if grad_weight_VD is None:
                 continue
             if product_VD is None:
                 grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
             else:
-                _add_narrower(grad_weight_VD, torch.mm(grad_CV.T, hidden_CD, out=product_VD))
+                _add_lower_precision(grad_weight_VD, torch.mm(grad_CV.T, hidden_CD, out=product_VD))
 
         ctx.save_for_backward(grad_hidden_SD, grad_weight_VD, grad_bias_V)
         ctx.dtypes = (hidden_SD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)

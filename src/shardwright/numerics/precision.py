@@ -13,7 +13,7 @@ from shardwright.errors import NonFiniteError
 
 
 @dataclass(frozen=True)
-class Dtypes:
+class PrecisionDtypes:
     """Dtypes of one precision kind.
 
     `param` is that of master weights, gradients and moments, `compute` that of matrix products,
@@ -25,30 +25,35 @@ class Dtypes:
     reduce: torch.dtype
 
 
-_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
-def dtypes(precision: PrecisionSection) -> Dtypes:
+def resolve_dtypes(precision: PrecisionSection) -> PrecisionDtypes:
     """Return the dtypes of a precision kind.
 
     Master weights are fp32, or fp64 with `kind: fp64`. Gradients are reduced in fp32 (fp64)
     unless the recipe sets bf16.
 
-    >>> dtypes(PrecisionSection(kind="bf16"))
+    >>> resolve_dtypes(PrecisionSection(kind="bf16"))
     Dtypes(param=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
     """
     assert precision.kind != "auto", "the plan resolves `auto`"
-    compute = _COMPUTE[precision.kind]
+    compute = _COMPUTE_DTYPES[precision.kind]
     param = torch.promote_types(compute, torch.float32)
     reduce = torch.bfloat16 if precision.reduce_dtype == "bf16" else param
-    return Dtypes(param=param, compute=compute, reduce=reduce)
+    return PrecisionDtypes(param=param, compute=compute, reduce=reduce)
 
 
 class LossScaler:
     """Dynamic factor on the loss that keeps small fp16 gradients from becoming zero.
 
     Every rank must take the same decision, or their weights diverge: the argument of `update`
-    follows from the norm that all ranks share (`numerics.clip.agree_on_norm`). A non-finite
+    follows from the norm that all ranks share (`numerics.clip.synchronise_norm`). A non-finite
     step halves the scale and is skipped; after `loss_scale_growth_steps` finite steps in a row
     the scale doubles. Precisions other than fp16 need no scaler.
 
@@ -56,10 +61,10 @@ class LossScaler:
     torch.amp.GradScaler.
     """
 
-    SMALLEST = 2.0**-24
+    MIN_SCALE = 2.0**-24
     """Below this the scale would erase gradients that fp16 can represent: the run has diverged.
     """
-    LARGEST = 2.0**24
+    MAX_SCALE = 2.0**24
     """Keeps fp32 losses and gradients far from overflow; a larger scale has no benefit."""
 
     def __init__(self, precision: PrecisionSection) -> None:
@@ -67,23 +72,23 @@ class LossScaler:
         self.growth_steps = precision.loss_scale_growth_steps
         self.finite_steps = 0
 
-    def update(self, skipped: bool) -> None:
+    def update(self, is_skipped: bool) -> None:
         """Adjust the scale after a step that all ranks took, or skipped as non-finite.
 
         Raises:
-            NonFiniteError: the scale fell below `SMALLEST`.
+            NonFiniteError: the scale fell below `MIN_SCALE`.
         """
-        if not skipped:
+        if not is_skipped:
             self.finite_steps += 1
             if self.finite_steps >= self.growth_steps:
-                self.scale = min(self.scale * 2.0, self.LARGEST)
+                self.scale = min(self.scale * 2.0, self.MAX_SCALE)
                 self.finite_steps = 0
             return
         self.finite_steps = 0
         self.scale /= 2.0
-        if self.scale < self.SMALLEST:
+        if self.scale < self.MIN_SCALE:
             raise NonFiniteError(
-                f"the fp16 loss scale fell below {self.SMALLEST:g} and gradients are still not finite: "
+                f"the fp16 loss scale fell below {self.MIN_SCALE:g} and gradients are still not finite: "
                 "the run has diverged; "
                 "lower training.learning_rate, or use precision bf16 or fp32"
             )

@@ -7,14 +7,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from shardwright.config.schema import RecomputeKind
+from shardwright.config.recipe import RecomputeKind
 
-Runner = Callable[..., Any]
+RecomputeRunner = Callable[..., Any]
 
 _aten = torch.ops.aten
-_KEPT: frozenset[Any] = frozenset(
+_SAVED_OPERATIONS: frozenset[Any] = frozenset(
     {
         _aten.mm.default,
         _aten.bmm.default,
@@ -33,16 +37,16 @@ Norms, activations, rotations and casts are cheap to recompute and make up most 
 """
 
 
-_KEPT_BY_NAME = frozenset({"shardwright::grouped_product"})
+_SAVED_OPERATION_NAMES = frozenset({"shardwright::grouped_product"})
 """Names of our own products, which are registered when the model package is imported."""
 
 
-def _policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    is_saved = operation in _KEPT or operation.name() in _KEPT_BY_NAME
+def _choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    is_saved = operation in _SAVED_OPERATIONS or operation.name() in _SAVED_OPERATION_NAMES
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute_runner(kind: RecomputeKind) -> Runner | None:
+def build_recompute_runner(kind: RecomputeKind) -> RecomputeRunner | None:
     """Build `run(function, *args) -> output` for blocks; None without recomputation.
 
     `full` saves a block's inputs only; `selective` also saves the results of matrix products
@@ -56,7 +60,7 @@ def recompute_runner(kind: RecomputeKind) -> Runner | None:
         return None
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_policy)
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(function, *args, **options)

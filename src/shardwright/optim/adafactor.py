@@ -20,19 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.layout import Held
-from shardwright.optim.cut import CutOptimizer, ModelCut, Moment, count_step, local_part, narrow, num_elements
+from shardwright.layout import ParameterBox
+from shardwright.optim.sharded_optimizer import (
+    Moment,
+    ShardedModel,
+    ShardedOptimizer,
+    advance_step,
+    count_elements,
+    get_local_tensor,
+    narrow_to_box,
+)
 
 _DECAY_EXPONENT = -0.8
 """The decay of the second moment after t steps is 1 - t^-0.8."""
-_SMALLEST_SCALE = 1e-3
+_MIN_PARAMETER_SCALE = 1e-3
 """Lower bound of the parameter's root mean square in its step, so that zeros can move."""
-_CLIP = 1.0
+_MAX_UPDATE_RMS = 1.0
 """Largest root mean square of an update before it is multiplied by the step size."""
 
 
 @dataclass
-class _Work:
+class _ParameterUpdate:
     """Inputs and intermediate results of one parameter's update."""
 
     name: str
@@ -46,7 +54,7 @@ class _Work:
     update: Tensor | None = None
 
 
-class Adafactor(CutOptimizer):
+class Adafactor(ShardedOptimizer):
     """Adafactor with steps relative to each parameter's root mean square.
 
     `lr` bounds the relative step (0.01 in the paper).
@@ -54,86 +62,107 @@ class Adafactor(CutOptimizer):
 
     rule = "adafactor"
 
-    def __init__(self, groups: list[dict[str, Any]], cut: ModelCut, *, lr: float) -> None:
-        super().__init__(groups, {"lr": lr}, cut)
+    def __init__(self, groups: list[dict[str, Any]], model: ShardedModel, *, lr: float) -> None:
+        super().__init__(groups, {"lr": lr}, model)
 
-    def start(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if state:
             return
-        shape = self.cut.layouts[self.name_of[parameter]].shape
+        shape = self.model.layouts[self.parameter_names[parameter]].shape
         state["step"] = torch.zeros((), dtype=torch.float32)
         if len(shape) < 2:
             state["variance"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             return
-        local = local_part(parameter.detach())
+        local = get_local_tensor(parameter.detach())
         state["row_var"] = local.new_zeros(shape[:-1])
         state["col_var"] = local.new_zeros((*shape[:-2], shape[-1]))
 
     def moments(self, parameter: Tensor) -> dict[str, Moment]:
         state = self.state[parameter]
-        name = self.name_of[parameter]
+        name = self.parameter_names[parameter]
         if "variance" in state:
             return {"variance": Moment(state["variance"], name)}
-        return {key: _whole(state[key], name) for key in ("row_var", "col_var")}
+        return {key: _make_replicated_moment(state[key], name) for key in ("row_var", "col_var")}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter. Collective: every rank calls it."""
         assert closure is None
         updates = [
-            _Work(name, local, gradient, state, group, tuple(self.cut.layouts[name].shape), {})
-            for name, _, local, gradient, state, group in self.walk()
+            _ParameterUpdate(
+                name, local, gradient, state, group, tuple(self.model.layouts[name].shape), {}
+            )
+            for name, _, local, gradient, state, group in self.iterate_parameters()
         ]
         for item in updates:
             self._sum_locally(item)
         self._sum_over_ranks(updates, ("parameter", "rows", "columns"))
         for item in updates:
-            item.update = self._updated_variance(item)
-            squares = [narrow(item.update, box.local).double().square().sum() for box in self._counted(item.name)]
-            item.sums = item.sums | {"update": sum(squares, torch.zeros((), dtype=torch.float64, device=item.local.device))}
+            item.update = self._update_variance(item)
+            squares = [
+                narrow_to_box(item.update, box.local_bounds).double().square().sum()
+                for box in self._list_first_copies(item.name)
+            ]
+            item.sums = item.sums | {
+                "update": sum(
+                    squares, torch.zeros((), dtype=torch.float64, device=item.local.device)
+                )
+            }
         self._sum_over_ranks(updates, ("update",))
         for item in updates:
-            self._move(item)
+            self._apply_update(item)
 
-    def _counted(self, name: str) -> list[Held]:
+    def _list_first_copies(self, name: str) -> list[ParameterBox]:
         """Return the boxes that this rank adds to sums over ranks, so that each counts once."""
-        return [box for box in self.cut.held(name) if box.first and all(length for _, length in box.whole)]
+        return [
+            box
+            for box in self.model.local_boxes(name)
+            if box.is_first_copy and all(length for _, length in box.global_bounds)
+        ]
 
-    def _sum_locally(self, item: _Work) -> None:
+    def _sum_locally(self, item: _ParameterUpdate) -> None:
         zero = torch.zeros((), dtype=torch.float64, device=item.local.device)
         item.sums = {"parameter": zero.clone()}
         if len(item.shape) >= 2:
             item.sums["rows"] = zero.new_zeros(item.shape[:-1])
             item.sums["columns"] = zero.new_zeros((*item.shape[:-2], item.shape[-1]))
-        for box in self._counted(item.name):
-            item.sums["parameter"] += narrow(item.local, box.local).double().square().sum()
+        for box in self._list_first_copies(item.name):
+            item.sums["parameter"] += (
+                narrow_to_box(item.local, box.local_bounds).double().square().sum()
+            )
             if len(item.shape) >= 2:
-                squares_ERC = narrow(item.gradient, box.local).double().square()
-                narrow(item.sums["rows"], box.whole[:-1]).add_(squares_ERC.sum(-1))
-                narrow(item.sums["columns"], (*box.whole[:-2], box.whole[-1])).add_(squares_ERC.sum(-2))
+                squares_ERC = narrow_to_box(item.gradient, box.local_bounds).double().square()
+                narrow_to_box(item.sums["rows"], box.global_bounds[:-1]).add_(squares_ERC.sum(-1))
+                narrow_to_box(
+                    item.sums["columns"], (*box.global_bounds[:-2], box.global_bounds[-1])
+                ).add_(squares_ERC.sum(-2))
 
-    def _sum_over_ranks(self, work: list[_Work], kinds: tuple[str, ...]) -> None:
+    def _sum_over_ranks(self, updates: list[_ParameterUpdate], kinds: tuple[str, ...]) -> None:
         """All-reduce the sums in place, with one collective per set of axes.
 
         They are fp64, so that rounding differences between layouts are negligible.
         """
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        for item in work:
-            axes = self.cut.layouts[item.name].shard_axes
-            by_axes.setdefault(axes, []).extend(item.sums[kind] for kind in kinds if kind in item.sums)
+        for item in updates:
+            axes = self.model.layouts[item.name].shard_axes
+            by_axes.setdefault(axes, []).extend(
+                item.sums[kind] for kind in kinds if kind in item.sums
+            )
         for axes, sums in by_axes.items():
             if axes:
-                flat = self.cut.sum_over(torch.cat([tensor.reshape(-1) for tensor in sums]), axes)
-                for tensor, summed in zip(sums, flat.split([tensor.numel() for tensor in sums]), strict=True):
+                flat = self.model.sum_over(torch.cat([tensor.reshape(-1) for tensor in sums]), axes)
+                for tensor, summed in zip(
+                    sums, flat.split([tensor.numel() for tensor in sums]), strict=True
+                ):
                     tensor.copy_(summed.view(tensor.shape))
 
-    def _updated_variance(self, item: _Work) -> Tensor:
+    def _update_variance(self, item: _ParameterUpdate) -> Tensor:
         """Update the second moment; return the local gradient / sqrt(second moment)."""
-        weight = count_step(item.state) ** _DECAY_EXPONENT
+        weight = advance_step(item.state) ** _DECAY_EXPONENT
         epsilon = torch.finfo(item.local.dtype).eps
         if "variance" in item.state:
-            variance = local_part(item.state["variance"])
+            variance = get_local_tensor(item.state["variance"])
             variance.lerp_(item.gradient.square(), weight)
             return variance.clamp(min=epsilon**2).rsqrt_().mul_(item.gradient)
         row_ER = item.state["row_var"]
@@ -142,25 +171,30 @@ class Adafactor(CutOptimizer):
         column_EC.lerp_((item.sums["columns"] / item.shape[-2]).to(column_EC.dtype), weight)
         relative_ER = row_ER / row_ER.mean(-1, keepdim=True).clamp(min=epsilon)
         update = torch.empty_like(item.gradient)
-        for box in self.cut.held(item.name):
-            rows = narrow(relative_ER, box.whole[:-1])
-            columns = narrow(column_EC, (*box.whole[:-2], box.whole[-1]))
+        for box in self.model.local_boxes(item.name):
+            rows = narrow_to_box(relative_ER, box.global_bounds[:-1])
+            columns = narrow_to_box(column_EC, (*box.global_bounds[:-2], box.global_bounds[-1]))
             estimate = (rows[..., None] * columns[..., None, :]).clamp_(min=epsilon**2).rsqrt_()
-            narrow(update, box.local).copy_(estimate.mul_(narrow(item.gradient, box.local)))
+            narrow_to_box(update, box.local_bounds).copy_(
+                estimate.mul_(narrow_to_box(item.gradient, box.local_bounds))
+            )
         return update
 
-    def _move(self, item: _Work) -> None:
+    def _apply_update(self, item: _ParameterUpdate) -> None:
         assert item.update is not None
         lr = item.group["lr"]
-        count = num_elements(item.shape)
+        count = count_elements(item.shape)
         parameter_rms = float((item.sums["parameter"] / count).sqrt())
-        clip_divisor = max(1.0, float((item.sums["update"] / count).sqrt()) / _CLIP)
+        clip_divisor = max(1.0, float((item.sums["update"] / count).sqrt()) / _MAX_UPDATE_RMS)
         relative_step = min(lr, float(item.state["step"]) ** -0.5)
         item.local.mul_(1 - lr * item.group["weight_decay"])
-        item.local.add_(item.update, alpha=-max(_SMALLEST_SCALE, parameter_rms) * relative_step / clip_divisor)
+        item.local.add_(
+            item.update,
+            alpha=-max(_MIN_PARAMETER_SCALE, parameter_rms) * relative_step / clip_divisor,
+        )
 
 
-def _whole(tensor: Tensor, name: str) -> Moment:
+def _make_replicated_moment(tensor: Tensor, name: str) -> Moment:
     """Describe a tensor that every rank holds completely."""
     bounds = tuple((0, size) for size in tensor.shape)
-    return Moment(tensor, name, tuple(tensor.shape), (Held(bounds, bounds),))
+    return Moment(tensor, name, tuple(tensor.shape), (ParameterBox(bounds, bounds),))

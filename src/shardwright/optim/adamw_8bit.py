@@ -5,7 +5,7 @@ consecutive elements of a row of the whole parameter; the last block of a row ma
 torchao blocks continue from row to row, so both agree bit for bit where the row length is a
 multiple of the block size. Blocks within rows do not depend on the layout: ZeRO never splits a
 row, and a layout that splits rows inside a block is rejected before the ranks start
-(`check_blocks`). Vectors and matrices below 4096 elements have fp32 moments.
+(`check_block_boundaries`). Vectors and matrices below 4096 elements have fp32 moments.
 
 Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861).
 """
@@ -20,13 +20,19 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import LayoutError, RecipeError
-from shardwright.layout import Held, Layout, ParameterLayout, RankGrid, held
-from shardwright.optim.cut import CutOptimizer, ModelCut, Moment, local_part, num_elements
+from shardwright.layout import Layout, ParameterBox, ParameterLayout, RankGrid, compute_local_boxes
+from shardwright.optim.sharded_optimizer import (
+    Moment,
+    ShardedModel,
+    ShardedOptimizer,
+    count_elements,
+    get_local_tensor,
+)
 
-LEAST_ELEMENTS = 4096
+MIN_QUANTISED_ELEMENTS = 4096
 """Smaller matrices have fp32 moments, whose memory is negligible (Dettmers et al.)."""
 _BLOCK_SIZES = (256, 128, 64, 32)
-_ROWS_AT_ONCE_ELEMENTS = 1 << 22
+_MAX_CHUNK_ELEMENTS = 1 << 22
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -47,10 +53,12 @@ def require_torchao() -> None:
 
 def is_quantised(shape: tuple[int, ...]) -> bool:
     """Return True if a parameter has 8-bit moments; `shape` is that of the whole parameter."""
-    return len(shape) >= 2 and num_elements(shape) >= LEAST_ELEMENTS
+    return len(shape) >= 2 and count_elements(shape) >= MIN_QUANTISED_ELEMENTS
 
 
-def check_blocks(layouts: Mapping[str, ParameterLayout], layout: Layout, block_size: int) -> None:
+def check_block_boundaries(
+    layouts: Mapping[str, ParameterLayout], layout: Layout, block_size: int
+) -> None:
     """Check that no block of moments is split between ranks, which would share its scale.
 
     Raises:
@@ -60,10 +68,18 @@ def check_blocks(layouts: Mapping[str, ParameterLayout], layout: Layout, block_s
     for name, described in layouts.items():
         if not is_quantised(described.shape):
             continue
-        edges = [edge for box in _boxes_of_all(described, layout) for edge in _edges(box, described.shape[-1])]
+        edges = [
+            edge
+            for box in _collect_boxes(described, layout)
+            for edge in _find_row_edges(box, described.shape[-1])
+        ]
         if any(edge % block_size for edge in edges):
             fitting = [size for size in _BLOCK_SIZES if all(edge % size == 0 for edge in edges)]
-            allowed = f"optimizer.block_size {fitting[0]}" if fitting else "no block size of 32 or more fits"
+            allowed = (
+                f"optimizer.block_size {fitting[0]}"
+                if fitting
+                else "no block size of 32 or more fits"
+            )
             raise LayoutError(
                 f"the layout splits the rows of {name} {list(described.shape)} "
                 f"inside blocks of {block_size} 8-bit moments",
@@ -77,65 +93,80 @@ def check_blocks(layouts: Mapping[str, ParameterLayout], layout: Layout, block_s
             )
 
 
-def _boxes_of_all(described: ParameterLayout, layout: Layout) -> set[Held]:
+def _collect_boxes(parameter_layout: ParameterLayout, layout: Layout) -> set[ParameterBox]:
     """Return the boxes of all ranks; the empty set if no axis splits rows."""
-    if not any(shard.dim == len(described.shape) - 1 for shard in described.shards):
+    if not any(shard.dim == len(parameter_layout.shape) - 1 for shard in parameter_layout.shards):
         return set()
     grid = RankGrid(layout)
-    return {box for rank in range(layout.world_size) for box in held(described, layout, grid.coordinates(rank))}
+    return {
+        box
+        for rank in range(layout.world_size)
+        for box in compute_local_boxes(parameter_layout, layout, grid.coordinates(rank))
+    }
 
 
-def _edges(box: Held, row: int) -> list[int]:
+def _find_row_edges(box: ParameterBox, row_length: int) -> list[int]:
     """Return the columns where a box starts (local and global) and, inside a row, ends."""
-    local_start, length = box.local[-1]
-    start, _ = box.whole[-1]
-    return [local_start, start] + ([] if start + length == row else [start + length])
+    local_start, length = box.local_bounds[-1]
+    start, _ = box.global_bounds[-1]
+    return [local_start, start] + ([] if start + length == row_length else [start + length])
 
 
-class AdamW8bit(CutOptimizer):
+class AdamW8bit(ShardedOptimizer):
     """AdamW (decoupled decay) with updates computed in fp32 and moments stored in 8 bits."""
 
     rule = "adamw_8bit"
-    exchanges = False
+    has_collectives = False
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        cut: ModelCut,
+        model: ShardedModel,
         *,
         lr: float,
         betas: tuple[float, float],
         eps: float,
         block_size: int,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps}, cut)
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps}, model)
         self.block_size = block_size
         self._codec = _Codec(block_size)
 
-    def start(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if state:
             return
-        local = local_part(parameter.detach())
+        local = get_local_tensor(parameter.detach())
         state["step"] = torch.zeros((), dtype=torch.float32)
-        is_8bit = is_quantised(self.cut.layouts[self.name_of[parameter]].shape)
+        is_8bit = is_quantised(self.model.layouts[self.parameter_names[parameter]].shape)
         for moment in _MOMENTS:
             if is_8bit:
-                state[f"{moment}_codes"] = torch.zeros_like(local, dtype=torch.uint8, memory_format=torch.contiguous_format)
+                state[f"{moment}_codes"] = torch.zeros_like(
+                    local, dtype=torch.uint8, memory_format=torch.contiguous_format
+                )
                 scales_shape = (*local.shape[:-1], -(-local.shape[-1] // self.block_size))
-                state[f"{moment}_scales"] = torch.zeros(scales_shape, dtype=torch.float32, device=local.device)
+                state[f"{moment}_scales"] = torch.zeros(
+                    scales_shape, dtype=torch.float32, device=local.device
+                )
             else:
-                state[moment] = torch.zeros_like(local, dtype=torch.float32, memory_format=torch.contiguous_format)
+                state[moment] = torch.zeros_like(
+                    local, dtype=torch.float32, memory_format=torch.contiguous_format
+                )
 
     def moments(self, parameter: Tensor) -> dict[str, Moment]:
         state = self.state[parameter]
-        name = self.name_of[parameter]
+        name = self.parameter_names[parameter]
         moments = {}
         for key, tensor in state.items():
             if key.endswith("_scales"):
-                shape = self.cut.layouts[name].shape
-                boxes = tuple(_by_block(box, self.block_size) for box in self.cut.held(name))
-                moments[key] = Moment(tensor, name, (*shape[:-1], -(-shape[-1] // self.block_size)), boxes)
+                shape = self.model.layouts[name].shape
+                boxes = tuple(
+                    _scale_box_to_blocks(box, self.block_size)
+                    for box in self.model.local_boxes(name)
+                )
+                moments[key] = Moment(
+                    tensor, name, (*shape[:-1], -(-shape[-1] // self.block_size)), boxes
+                )
             elif key != "step":
                 moments[key] = Moment(tensor, name)
         return moments
@@ -144,32 +175,52 @@ class AdamW8bit(CutOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None
-        for _, _, local, gradient, state, group in self.walk():
+        for _, _, local, gradient, state, group in self.iterate_parameters():
             state["step"] += 1
             count = state["step"]
             if "exp_avg" in state:
-                _update(local, gradient, state["exp_avg"], state["exp_avg_sq"], count, group)
+                _apply_adamw(local, gradient, state["exp_avg"], state["exp_avg_sq"], count, group)
             elif local.numel():
                 self._step_quantised(local, gradient, state, count, group)
 
-    def _step_quantised(self, local: Tensor, gradient: Tensor, state: dict[str, Any], count: Tensor, group: dict[str, Any]) -> None:
+    def _step_quantised(
+        self,
+        local: Tensor,
+        gradient: Tensor,
+        state: dict[str, Any],
+        num_steps: Tensor,
+        group: dict[str, Any],
+    ) -> None:
         """Update a few rows at a time, because decoded moments are wider than stored ones."""
-        rows = max(1, _ROWS_AT_ONCE_ELEMENTS // local.shape[-1])
-        tensors = [local, gradient, *(state[f"{moment}_{part}"] for moment in _MOMENTS for part in ("codes", "scales"))]
+        rows = max(1, _MAX_CHUNK_ELEMENTS // local.shape[-1])
+        tensors = [
+            local,
+            gradient,
+            *(state[f"{moment}_{part}"] for moment in _MOMENTS for part in ("codes", "scales")),
+        ]
         flat = [
-            tensor.view(-1, tensor.shape[-1]) if tensor is not gradient else tensor.reshape(-1, tensor.shape[-1])
+            tensor.view(-1, tensor.shape[-1])
+            if tensor is not gradient
+            else tensor.reshape(-1, tensor.shape[-1])
             for tensor in tensors
         ]
         for part in zip(*(tensor.split(rows) for tensor in flat), strict=True):
             weights, slope, *moments = part
             mean = self._codec.decode(*moments[:2], signed=True)
             square = self._codec.decode(*moments[2:], signed=False)
-            _update(weights, slope, mean, square, count, group)
+            _apply_adamw(weights, slope, mean, square, num_steps, group)
             self._codec.encode(mean, *moments[:2], signed=True)
             self._codec.encode(square, *moments[2:], signed=False)
 
 
-def _update(local: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, count: Tensor, group: dict[str, Any]) -> None:
+def _apply_adamw(
+    local: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    num_steps: Tensor,
+    group: dict[str, Any],
+) -> None:
     """Update `local` and the fp32 moments `mean` and `square` in place.
 
     Operations, order and precision are torchao's.
@@ -180,8 +231,8 @@ def _update(local: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, count
     weights = weights - rate * group["weight_decay"] * weights
     mean.lerp_(gradient, 1 - beta1)
     square.lerp_(gradient.square(), 1 - beta2)
-    denominator = square.sqrt() / (1 - beta2**count).sqrt() + group["eps"]
-    local.copy_(weights - rate * (mean / (1 - beta1**count)) / denominator)
+    denominator = square.sqrt() / (1 - beta2**num_steps).sqrt() + group["eps"]
+    local.copy_(weights - rate * (mean / (1 - beta1**num_steps)) / denominator)
 
 
 class _Codec:
@@ -195,31 +246,42 @@ class _Codec:
 
     def decode(self, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool) -> Tensor:
         """Return the dequantised values in fp32, shape [R, C]."""
-        values_RC = self._table(signed, codes_RC.device)[codes_RC.int()]
-        return values_RC.mul_(self._spread(scales_RK, codes_RC.shape[-1]))
+        values_RC = self._get_table(signed, codes_RC.device)[codes_RC.int()]
+        return values_RC.mul_(self._expand_scales(scales_RK, codes_RC.shape[-1]))
 
-    def encode(self, values_RC: Tensor, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool) -> None:
+    def encode(
+        self, values_RC: Tensor, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool
+    ) -> None:
         """Write scales (largest magnitudes of blocks) and codes (nearest table entries)."""
         width = values_RC.shape[-1]
         num_blocks = scales_RK.shape[-1]
         padded = torch.nn.functional.pad(values_RC, (0, num_blocks * self.block_size - width))
-        scales_RK.copy_(padded.unflatten(-1, (num_blocks, self.block_size)).abs().amax(-1).clip(1e-12))
-        scaled_RC = values_RC / self._spread(scales_RK, width)
-        codes_RC.copy_(self._torchao.quantize_8bit_with_qmap(scaled_RC, self._table(signed, codes_RC.device)))
+        scales_RK.copy_(
+            padded.unflatten(-1, (num_blocks, self.block_size)).abs().amax(-1).clip(1e-12)
+        )
+        scaled_RC = values_RC / self._expand_scales(scales_RK, width)
+        codes_RC.copy_(
+            self._torchao.quantize_8bit_with_qmap(
+                scaled_RC, self._get_table(signed, codes_RC.device)
+            )
+        )
 
-    def _spread(self, scales_RK: Tensor, width: int) -> Tensor:
+    def _expand_scales(self, scales_RK: Tensor, width: int) -> Tensor:
         return scales_RK.repeat_interleave(self.block_size, -1)[..., :width]
 
-    def _table(self, signed: bool, device: torch.device) -> Tensor:
+    def _get_table(self, signed: bool, device: torch.device) -> Tensor:
         key = (signed, device)
         if key not in self._tables:
-            self._tables[key] = torch.tensor(self._torchao.create_dynamic_map(signed), dtype=torch.float32, device=device)
+            self._tables[key] = torch.tensor(
+                self._torchao.create_dynamic_map(signed), dtype=torch.float32, device=device
+            )
         return self._tables[key]
 
 
-def _by_block(box: Held, block_size: int) -> Held:
+def _scale_box_to_blocks(box: ParameterBox, block_size: int) -> ParameterBox:
     """Return the box of scales of a box of elements, which starts with a block."""
     block_bounds = [
-        (*bounds[:-1], (bounds[-1][0] // block_size, -(-bounds[-1][1] // block_size))) for bounds in (box.local, box.whole)
+        (*bounds[:-1], (bounds[-1][0] // block_size, -(-bounds[-1][1] // block_size)))
+        for bounds in (box.local_bounds, box.global_bounds)
     ]
-    return Held(block_bounds[0], block_bounds[1], box.copies, box.first)
+    return ParameterBox(block_bounds[0], block_bounds[1], box.num_copies, box.is_first_copy)

@@ -19,15 +19,20 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from shardwright.optim.cut import CutOptimizer, ModelCut, Moment, local_part
+from shardwright.optim.sharded_optimizer import (
+    Moment,
+    ShardedModel,
+    ShardedOptimizer,
+    get_local_tensor,
+)
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration that raises small singular values fastest.
 
 Singular values end between 0.5 and 1.5, not at 1 (Jordan et al.).
 """
-_ITERATIONS = 5
-_SMALLEST_NORM = 1e-7
+_NUM_ITERATIONS = 5
+_MIN_NORM = 1e-7
 
 
 def orthogonalise(matrix_MN: Tensor) -> Tensor:
@@ -40,14 +45,14 @@ def orthogonalise(matrix_MN: Tensor) -> Tensor:
     a, b, c = _COEFFICIENTS
     tall = matrix_MN.shape[0] > matrix_MN.shape[1]
     x = matrix_MN.T if tall else matrix_MN
-    x = x / x.norm().clamp(min=_SMALLEST_NORM)
-    for _ in range(_ITERATIONS):
+    x = x / x.norm().clamp(min=_MIN_NORM)
+    for _ in range(_NUM_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
+def choose_working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the orthogonalisation.
 
     It is bf16, as Muon's authors use, but fp64 for fp64 parameters.
@@ -55,7 +60,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
 
-def update_scale(shape: tuple[int, ...]) -> float:
+def compute_update_scale(shape: tuple[int, ...]) -> float:
     """Return the factor on the learning rate of a matrix: 0.2 x sqrt(larger side).
 
     An orthogonal update has root mean square 1 / sqrt(larger side), AdamW's 0.2 to 0.4. With
@@ -66,7 +71,7 @@ def update_scale(shape: tuple[int, ...]) -> float:
     return 0.2 * math.sqrt(max(shape[-2:]))
 
 
-class Muon(CutOptimizer):
+class Muon(ShardedOptimizer):
     """Muon for groups with `rule` muon, AdamW for groups with `rule` adamw.
 
     Weight decay is decoupled in both.
@@ -77,7 +82,7 @@ class Muon(CutOptimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        cut: ModelCut,
+        model: ShardedModel,
         *,
         lr: float,
         momentum: float,
@@ -85,22 +90,26 @@ class Muon(CutOptimizer):
         eps: float,
         fused: bool,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}, cut)
-        self._exchange = cut.exchange(cut.block_matrices())
+        super().__init__(
+            groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}, model
+        )
+        self._exchange = model.build_matrix_exchange(model.block_matrices())
         self._fused = fused
 
-    def start(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        for moment in self._moment_names(group):
+        for moment in self._list_moment_names(group):
             if moment not in state:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         if "step" not in state:
             on_device = self._fused and group["rule"] == "adamw"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
+            )
 
     def moments(self, parameter: Tensor) -> dict[str, Moment]:
         state = self.state[parameter]
-        name = self.name_of[parameter]
+        name = self.parameter_names[parameter]
         return {key: Moment(tensor, name) for key, tensor in state.items() if key != "step"}
 
     @torch.no_grad()
@@ -110,35 +119,37 @@ class Muon(CutOptimizer):
         self._step_matrices()
         for group in self.param_groups:
             if group["rule"] == "adamw":
-                self._step_others(group)
+                self._step_adamw(group)
 
     def _step_matrices(self) -> None:
         matrices = []
         updates = {}
-        for name, _, local, gradient, state, group in self.walk("muon"):
-            buffer = local_part(state["momentum"])
+        for name, _, local, gradient, state, group in self.iterate_parameters("muon"):
+            buffer = get_local_tensor(state["momentum"])
             momentum = group["momentum"]
             buffer.lerp_(gradient, 1 - momentum)
-            updates[name] = gradient.lerp(buffer, momentum).to(working_dtype(local.dtype))  # Nesterov momentum
+            updates[name] = gradient.lerp(buffer, momentum).to(
+                choose_working_dtype(local.dtype)
+            )  # Nesterov momentum
             state["step"] += 1
-            matrices.append((name, local, group, tuple(self.cut.layouts[name].shape)))
+            matrices.append((name, local, group, tuple(self.model.layouts[name].shape)))
         orthogonal = self._exchange.apply(orthogonalise, updates)
         for name, local, group, shape in matrices:
             local.mul_(1 - group["lr"] * group["weight_decay"])
-            local.add_(orthogonal[name], alpha=-group["lr"] * update_scale(shape))
+            local.add_(orthogonal[name], alpha=-group["lr"] * compute_update_scale(shape))
 
-    def _step_others(self, group: dict[str, Any]) -> None:
+    def _step_adamw(self, group: dict[str, Any]) -> None:
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in with_gradient:
-            self.start(parameter, group)
+            self.initialise_state(parameter, group)
         states = [self.state[parameter] for parameter in with_gradient]
         if not with_gradient:
             return
         adamw(
-            [local_part(parameter.detach()) for parameter in with_gradient],
-            [local_part(parameter.grad) for parameter in with_gradient],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
+            [get_local_tensor(parameter.detach()) for parameter in with_gradient],
+            [get_local_tensor(parameter.grad) for parameter in with_gradient],
+            [get_local_tensor(state["exp_avg"]) for state in states],
+            [get_local_tensor(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             foreach=False,
@@ -153,5 +164,5 @@ class Muon(CutOptimizer):
         )
 
     @staticmethod
-    def _moment_names(group: dict[str, Any]) -> tuple[str, ...]:
+    def _list_moment_names(group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum",) if group["rule"] == "muon" else ("exp_avg", "exp_avg_sq")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
-from shardwright.optim.cut import CutOptimizer, Moment
+from shardwright.optim.sharded_optimizer import Moment, ShardedOptimizer
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "rule")
 
@@ -26,18 +26,20 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(optimizer, CutOptimizer):
-                optimizer.start(parameter, group)
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.initialise_state(parameter, group)
                 continue
             state = optimizer.state[parameter]
-            for name in _moment_names(optimizer):
+            for name in _list_moment_names(optimizer):
                 if state.get(name) is None:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            if _counts_steps(optimizer) and "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
+            if _has_step_count(optimizer) and "step" not in state:
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"
+                )
 
 
-def optimizer_tensors(
+def collect_optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> dict[str, Tensor]:
     """Return the moments as `optimizer.<parameter name>.<moment>`.
@@ -46,10 +48,13 @@ def optimizer_tensors(
     loading writes into them. They are created if no step has been taken. Frozen parameters have
     none.
     """
-    return {key: moment.tensor for key, moment in optimizer_moments(optimizer, named_parameters).items()}
+    return {
+        key: moment.tensor
+        for key, moment in collect_optimizer_moments(optimizer, named_parameters).items()
+    }
 
 
-def optimizer_moments(
+def collect_optimizer_moments(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> dict[str, Moment]:
     """Return the moments by the same names, each with its parameter and sharding."""
@@ -58,16 +63,21 @@ def optimizer_moments(
     result: dict[str, Moment] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(optimizer, CutOptimizer):
+            if isinstance(optimizer, ShardedOptimizer):
                 moments = optimizer.moments(parameter)
             else:
                 state = optimizer.state[parameter]
-                moments = {key: Moment(state[key], names[parameter]) for key in _moment_names(optimizer)}
-            result |= {f"optimizer.{moment.parameter}.{key}": moment for key, moment in moments.items()}
+                moments = {
+                    key: Moment(state[key], names[parameter])
+                    for key in _list_moment_names(optimizer)
+                }
+            result |= {
+                f"optimizer.{moment.parameter}.{key}": moment for key, moment in moments.items()
+            }
     return result
 
 
-def optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def collect_optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return as JSON the rule, and per parameter its step count and hyperparameters.
 
     The hyperparameters are for readers; they are not loaded.
@@ -76,17 +86,23 @@ def optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     steps = {}
     hyperparameters = {}
     for group in optimizer.param_groups:
-        group_values = {key: _plain(group[key]) for key in _HYPERPARAMETERS if key in group}
+        group_values = {key: _to_json_value(group[key]) for key in _HYPERPARAMETERS if key in group}
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            steps[name] = int(optimizer.state[parameter]["step"]) if _counts_steps(optimizer) else 0
+            steps[name] = (
+                int(optimizer.state[parameter]["step"]) if _has_step_count(optimizer) else 0
+            )
             hyperparameters[name] = group_values
-    return {"rule": _rule(optimizer), "steps": steps, "hyperparameters": hyperparameters}
+    return {"rule": _get_rule(optimizer), "steps": steps, "hyperparameters": hyperparameters}
 
 
 def load_optimizer_values(
-    optimizer: torch.optim.Optimizer, values: dict[str, Any], *, trainable: Collection[str] | None = None
+    optimizer: torch.optim.Optimizer,
+    values: dict[str, Any],
+    *,
+    trainable: Collection[str] | None = None,
 ) -> None:
-    """Set the step counts from `optimizer_values`. Hyperparameters remain those of the recipe.
+    """Set the step counts from `collect_optimizer_values`. Hyperparameters remain those of the
+    recipe.
 
     Args:
         values: values of the whole model.
@@ -96,11 +112,11 @@ def load_optimizer_values(
     Raises:
         CheckpointError: the rule or the set of trainable parameters differs.
     """
-    if values["rule"] != _rule(optimizer):
+    if values["rule"] != _get_rule(optimizer):
         raise CheckpointError(
             "the checkpoint was saved with another optimizer",
             field="optimizer.name",
-            got=_rule(optimizer),
+            got=_get_rule(optimizer),
             allowed=str(values["rule"]),
         )
     create_state(optimizer)
@@ -110,39 +126,43 @@ def load_optimizer_values(
     if expected != steps.keys():
         raise CheckpointError(
             "the checkpoint's optimizer trained different parameters; "
-            f"missing in the checkpoint: {_some(expected - steps.keys())}; "
-            f"missing here: {_some(steps.keys() - expected)}",
+            f"missing in the checkpoint: {_format_names(expected - steps.keys())}; "
+            f"missing here: {_format_names(steps.keys() - expected)}",
             field="checkpoint",
             remedy="Freeze the same parameters as the run that saved it",
         )
-    if _counts_steps(optimizer):
+    if _has_step_count(optimizer):
         for group in optimizer.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 optimizer.state[parameter]["step"].fill_(float(steps[name]))
 
 
-def _rule(optimizer: torch.optim.Optimizer) -> str:
-    return optimizer.rule if isinstance(optimizer, CutOptimizer) else type(optimizer).__name__.lower()
+def _get_rule(optimizer: torch.optim.Optimizer) -> str:
+    return (
+        optimizer.rule
+        if isinstance(optimizer, ShardedOptimizer)
+        else type(optimizer).__name__.lower()
+    )
 
 
-def _moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def _list_moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     if isinstance(optimizer, torch.optim.AdamW):
         return ("exp_avg", "exp_avg_sq")
     assert isinstance(optimizer, torch.optim.SGD), type(optimizer)
     return ("momentum_buffer",) if optimizer.param_groups[0]["momentum"] else ()
 
 
-def _counts_steps(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.AdamW | CutOptimizer)
+def _has_step_count(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.AdamW | ShardedOptimizer)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item()
     return list(value) if isinstance(value, tuple) else value
 
 
-def _some(names: Iterable[str], most: int = 5) -> str:
+def _format_names(names: Iterable[str], max_names: int = 5) -> str:
     listed = sorted(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return (", ".join(listed[:most]) or "none") + more
+    more = f" and {len(listed) - max_names} more" if len(listed) > max_names else ""
+    return (", ".join(listed[:max_names]) or "none") + more

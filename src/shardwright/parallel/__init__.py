@@ -2,6 +2,6 @@
 
 from shardwright.parallel.apply import apply_layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
-from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.parallel_model import ParallelModel
 
 __all__ = ["ParallelModel", "apply_layout", "build_mesh", "init_process_group"]

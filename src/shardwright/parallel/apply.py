@@ -28,35 +28,35 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright.architecture import ForeignShape
+from shardwright.architecture import HFShape
 from shardwright.layout import (
     Bounds,
     Layout,
     ParameterLayout,
+    PipelineStage,
     RankGrid,
-    Stage,
-    held,
-    local_shape,
+    compute_local_boxes,
+    compute_local_shape,
 )
-from shardwright.model.cuts import Cuts
 from shardwright.model.decoder import Decoder
-from shardwright.numerics.precision import dtypes
-from shardwright.numerics.recompute import recompute_runner
-from shardwright.parallel.context import context_cut
-from shardwright.parallel.expert import expert_cut
+from shardwright.model.parallel_hooks import ParallelHooks
+from shardwright.numerics.precision import resolve_dtypes
+from shardwright.numerics.recompute import build_recompute_runner
+from shardwright.parallel.context_parallel import build_context_parallel
+from shardwright.parallel.ddp import apply_ddp
+from shardwright.parallel.expert_parallel import build_token_dispatcher
+from shardwright.parallel.fsdp import apply_fsdp, apply_fsdp_root
+from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
 from shardwright.parallel.mesh import Mesh
-from shardwright.parallel.model import ParallelModel, local_part
-from shardwright.parallel.pipeline import Pipeline, StageRoot
-from shardwright.parallel.reduce import narrow, pending_sums
-from shardwright.parallel.replicate import replicate
-from shardwright.parallel.shard import shard, shard_root
-from shardwright.parallel.tensor import tensor_cut
-from shardwright.placement import check, place, stages_of
+from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
+from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
+from shardwright.parallel.tensor_parallel import build_tensor_parallel
+from shardwright.placement import build_parameter_layouts, check_layout, partition_stages
 from shardwright.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-Fill = Callable[[str, Bounds], Tensor]
+ParameterReader = Callable[[str, Bounds], Tensor]
 """(parameter name, (start, length) per dimension) -> that slice of the parameter."""
 
 
@@ -66,7 +66,7 @@ def apply_layout(
     mesh: Mesh | None,
     device: torch.device,
     *,
-    fill: Fill,
+    read_slice: ParameterReader,
     compile_blocks: bool = False,
     storage: AbstractContextManager[Any] | None = None,
 ) -> ParallelModel:
@@ -76,7 +76,7 @@ def apply_layout(
         decoder: on the meta device; freeze parameters before this call.
         mesh: from `build_mesh`; None for one rank.
         device: device on which the rank computes.
-        fill: returns any slice of any parameter by name.
+        read_slice: returns any slice of any parameter by name.
         compile_blocks: torch.compile each block.
         storage: context entered while memory is allocated and filled; a rehearsal passes one in
             which tensors take no memory.
@@ -85,54 +85,64 @@ def apply_layout(
         LayoutError: the degrees do not divide the model.
     """
     layout = plan.layout
-    check(decoder.shape, layout, plan.batch.sequence_length)
-    precision = dtypes(plan.precision)
+    check_layout(decoder.shape, layout, plan.batch.sequence_length)
+    precision = resolve_dtypes(plan.precision)
     decoder.to(precision.param)
-    _hold_frozen(decoder, precision.compute)
-    stages = stages_of(decoder.shape, layout, plan.batch.sequence_length)
-    layouts = place(decoder.shape, layout, stages)
-    trainable = frozenset(name for name, parameter in decoder.named_parameters() if parameter.requires_grad)
+    _cast_frozen(decoder, precision.compute)
+    stages = partition_stages(decoder.shape, layout, plan.batch.sequence_length)
+    layouts = build_parameter_layouts(decoder.shape, layout, stages)
+    trainable = frozenset(
+        name for name, parameter in decoder.named_parameters() if parameter.requires_grad
+    )
     coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
     sharded = layout.zero_stage >= 1 and layout.fsdp > 1
     if layout.zero_stage >= 1 and not sharded:
-        logger.info("zero_stage %d on one rank shards nothing: the model is replicated", layout.zero_stage)
+        logger.info(
+            "zero_stage %d on one rank shards nothing: the model is replicated", layout.zero_stage
+        )
 
     if stages is not None:
-        decoder.keep([stage for stage in stages if stage.rank == coordinates["pp"]])
-    _cut_parameters(decoder, layouts, layout, coordinates)
-    decoder.install_cuts(
-        Cuts(
-            context=context_cut(decoder.shape, layout, mesh, plan.batch.sequence_length),
-            expert=expert_cut(decoder.shape, layout, mesh),
-            tensor=tensor_cut(layout, mesh),
+        decoder.select_stages([stage for stage in stages if stage.rank == coordinates["pp"]])
+    _shard_parameters(decoder, layouts, layout, coordinates)
+    decoder.install_parallel_hooks(
+        ParallelHooks(
+            context=build_context_parallel(decoder.shape, layout, mesh, plan.batch.sequence_length),
+            expert=build_token_dispatcher(decoder.shape, layout, mesh),
+            tensor=build_tensor_parallel(layout, mesh),
         )
     )
-    decoder.set_recompute(recompute_runner(plan.recompute))
+    decoder.set_recompute(build_recompute_runner(plan.recompute))
     if compile_blocks:
         decoder.compile_blocks()
     fsdp_modules: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
-        fsdp_modules = shard(decoder, layout, mesh, precision, stages)
+        fsdp_modules = apply_fsdp(decoder, layout, mesh, precision, stages)
     with storage or nullcontext():
         decoder.to_empty(device=device)
-        _fill(decoder, layouts, layout, coordinates, fill)
+        _fill_parameters(decoder, layouts, layout, coordinates, read_slice)
     module: nn.Module = decoder
     # A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to
     # wrap it.
-    replica_group = None if mesh is None or sharded or stages or not trainable else mesh.group("dp_replicate", "fsdp")
+    replica_group = (
+        None
+        if mesh is None or sharded or stages or not trainable
+        else mesh.group("dp_replicate", "fsdp")
+    )
     # Experts on different `ep` ranks are not copies of each other, so DDP must not reduce them
     # over its group.
-    excluded_names = frozenset(name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded)
+    excluded_names = frozenset(
+        name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded
+    )
     if replica_group is not None:
         with storage or nullcontext():  # DDP's buckets are memory too
-            module = replicate(
+            module = apply_ddp(
                 decoder,
                 replica_group,
                 bucket_size_bytes=layout.bucket_size_bytes,
                 reduce_dtype=precision.reduce,
                 device=device,
-                apart=excluded_names,
+                excluded_names=excluded_names,
             )
     if precision.reduce != precision.param and trainable and not sharded and replica_group is None:
         logger.info(
@@ -142,20 +152,33 @@ def apply_layout(
             str(precision.param).removeprefix("torch."),
         )
     reductions = (
-        [] if mesh is None else pending_sums(layouts, mesh, wrapped=sharded or replica_group is not None, apart=excluded_names)
+        []
+        if mesh is None
+        else list_pending_reductions(
+            layouts,
+            mesh,
+            has_wrapper=sharded or replica_group is not None,
+            excluded_names=excluded_names,
+        )
     )
-    model = ParallelModel(module, decoder, layouts, layout, mesh, device, fsdp_modules, trainable, reductions)
+    model = ParallelModel(
+        module, decoder, layouts, layout, mesh, device, fsdp_modules, trainable, reductions
+    )
     if stages is not None:
         assert mesh is not None
-        model.pipeline = _build_pipeline(model, stages, mesh, plan.batch.gradient_accumulation_steps)
+        model.pipeline = _build_pipeline(
+            model, stages, mesh, plan.batch.gradient_accumulation_steps
+        )
     return model
 
 
-def _build_pipeline(model: ParallelModel, stages: Sequence[Stage], mesh: Mesh, num_micro_batches: int) -> Pipeline:
+def _build_pipeline(
+    model: ParallelModel, stages: Sequence[PipelineStage], mesh: Mesh, num_micro_batches: int
+) -> Pipeline:
     module: nn.Module = model.decoder
-    if model.groups:
+    if model.fsdp_modules:
         module = StageRoot(model.decoder)
-        shard_root(module, mesh)
+        apply_fsdp_root(module, mesh)
     pipeline = Pipeline(
         module,
         model.decoder,
@@ -163,33 +186,46 @@ def _build_pipeline(model: ParallelModel, stages: Sequence[Stage], mesh: Mesh, n
         model.layout,
         mesh,
         model.device,
-        set_reduces=model.groups[-1].set_requires_gradient_sync if model.groups else None,
+        set_gradient_sync=model.fsdp_modules[-1].set_requires_gradient_sync
+        if model.fsdp_modules
+        else None,
     )
-    warning = pipeline.schedule(num_micro_batches).warning()
+    warning = pipeline.schedule(num_micro_batches).describe_low_utilisation()
     if warning is not None and mesh.rank == 0:
         logger.warning(warning)
     return pipeline
 
 
-def _hold_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
+def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
     """Cast frozen matrices beside adapters to the compute dtype, in which products read them.
 
     Nothing is ever added to them, so they need no fp32 copy. Parameters that are computed in
     fp32 stay so: norms, biases, routers.
     """
-    if decoder.shape.adapters is None or isinstance(decoder.shape, ForeignShape):
+    if decoder.shape.adapters is None or isinstance(decoder.shape, HFShape):
         return
-    specs = {spec.name: spec for spec in decoder.shape.parameters()}
+    specs = {spec.name: spec for spec in decoder.shape.list_parameters()}
     for name, parameter in decoder.named_parameters():
         spec = specs[name]
-        if spec.part is None and spec.packed is None and len(spec.shape) >= 2 and not spec.is_bias and spec.role != "router":
+        if (
+            spec.adapter_part is None
+            and spec.packed_matrix is None
+            and len(spec.shape) >= 2
+            and not spec.is_bias
+            and spec.role != "router"
+        ):
             parameter.data = parameter.data.to(dtype)
 
 
-def _cut_parameters(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, here: dict[str, int]) -> None:
+def _shard_parameters(
+    decoder: Decoder,
+    layouts: dict[str, ParameterLayout],
+    layout: Layout,
+    coordinates: dict[str, int],
+) -> None:
     """Replace parameters that tp or ep shards by ones of this rank's shape, without memory."""
     for name, parameter in list(decoder.named_parameters()):
-        shape = local_shape(layouts[name], layout, here, zero=False)
+        shape = compute_local_shape(layouts[name], layout, coordinates, with_zero=False)
         if shape != tuple(parameter.shape):
             owner, _, leaf = name.rpartition(".")
             local = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
@@ -197,14 +233,20 @@ def _cut_parameters(decoder: Decoder, layouts: dict[str, ParameterLayout], layou
 
 
 @torch.no_grad()
-def _fill(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, here: dict[str, int], fill: Fill) -> None:
+def _fill_parameters(
+    decoder: Decoder,
+    layouts: dict[str, ParameterLayout],
+    layout: Layout,
+    coordinates: dict[str, int],
+    read_slice: ParameterReader,
+) -> None:
     for name, parameter in decoder.named_parameters():
-        local = local_part(parameter)
+        local = get_local_tensor(parameter)
         parameter_layout = layouts[name]
         # Our own invariant: sharding and FSDP2 left exactly the shape that the descriptor
         # states.
-        assert tuple(local.shape) == local_shape(parameter_layout, layout, here), (
+        assert tuple(local.shape) == compute_local_shape(parameter_layout, layout, coordinates), (
             f"{name}: has local shape {tuple(local.shape)}, expected {parameter_layout}"
         )
-        for box in held(parameter_layout, layout, here):
-            narrow(local, box.local).copy_(fill(name, box.whole))
+        for box in compute_local_boxes(parameter_layout, layout, coordinates):
+            narrow_to_box(local, box.local_bounds).copy_(read_slice(name, box.global_bounds))

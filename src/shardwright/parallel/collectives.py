@@ -29,60 +29,71 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.parallel.waiting import all_gather_single, reduce_scatter_single, waiting
+from shardwright.parallel.comm_timing import all_gather_single, reduce_scatter_single, time_wait
 
-Group = dist.ProcessGroup | None
+OptionalGroup = dist.ProcessGroup | None
 
-_Move = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
+_Collective = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
 
 
-def copy_to_all(x: Tensor, group: Group) -> Tensor:
+def copy_to_all(x: Tensor, group: OptionalGroup) -> Tensor:
     """Return the same tensor, of which every rank uses a different part; gradients are summed."""
-    return _apply(x, group, 0, _keep, _all_reduce)
+    return _apply_collective(x, group, 0, _identity, _run_all_reduce)
 
 
-def sum_over(x: Tensor, group: Group) -> Tensor:
+def all_reduce(x: Tensor, group: OptionalGroup) -> Tensor:
     """Sum the ranks' partial results; every rank then computes the same with the sum."""
-    return _apply(x, group, 0, _all_reduce, _keep)
+    return _apply_collective(x, group, 0, _run_all_reduce, _identity)
 
 
-def sum_shared(x: Tensor, group: Group) -> Tensor:
+def all_reduce_shared(x: Tensor, group: OptionalGroup) -> Tensor:
     """Sum the ranks' partial results, which ranks use differently; gradients are summed too."""
-    return _apply(x, group, 0, _all_reduce, _all_reduce)
+    return _apply_collective(x, group, 0, _run_all_reduce, _run_all_reduce)
 
 
-def gather(x: Tensor, dim: int, group: Group) -> Tensor:
+def all_gather(x: Tensor, dim: int, group: OptionalGroup) -> Tensor:
     """Concatenate the ranks' slices along `dim`; each rank uses a different part of the result."""
-    return _apply(x, group, dim, _all_gather, _reduce_scatter)
+    return _apply_collective(x, group, dim, _run_all_gather, _run_reduce_scatter)
 
 
-def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, group: OptionalGroup) -> Tensor:
     """Sum the ranks' partial results and return this rank's slice along `dim`."""
-    return _apply(x, group, dim, _reduce_scatter, _all_gather)
+    return _apply_collective(x, group, dim, _run_reduce_scatter, _run_all_gather)
 
 
-def gather_copies(x: Tensor, dim: int, group: Group) -> Tensor:
+def all_gather_copies(x: Tensor, dim: int, group: OptionalGroup) -> Tensor:
     """Concatenate the ranks' slices along `dim`; every rank computes the same with the result."""
-    return _apply(x, group, dim, _all_gather, _slice)
+    return _apply_collective(x, group, dim, _run_all_gather, _slice_local)
 
 
-def take_slice(x: Tensor, dim: int, group: Group) -> Tensor:
+def slice_copies(x: Tensor, dim: int, group: OptionalGroup) -> Tensor:
     """Return this rank's slice along `dim` of a replicated tensor; gradients are all-gathered."""
-    return _apply(x, group, dim, _slice, _all_gather)
+    return _apply_collective(x, group, dim, _slice_local, _run_all_gather)
 
 
-def _apply(x: Tensor, group: Group, dim: int, forward: _Move, backward: _Move) -> Tensor:
+def _apply_collective(
+    x: Tensor, group: OptionalGroup, dim: int, forward: _Collective, backward: _Collective
+) -> Tensor:
     if group is None or group.size() == 1:
         return x
-    output: Tensor = _Moved.apply(x, group, dim % x.ndim if x.ndim else 0, forward, backward)
+    output: Tensor = _CollectiveFunction.apply(
+        x, group, dim % x.ndim if x.ndim else 0, forward, backward
+    )
     return output
 
 
-class _Moved(torch.autograd.Function):
+class _CollectiveFunction(torch.autograd.Function):
     """One collective in the forward pass and its transpose in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, forward: _Move, backward: _Move) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        dim: int,
+        forward: _Collective,
+        backward: _Collective,
+    ) -> Tensor:
         ctx.group = group
         ctx.dim = dim
         ctx.backward_move = backward
@@ -93,41 +104,43 @@ class _Moved(torch.autograd.Function):
         return ctx.backward_move(gradients[0], ctx.group, ctx.dim), None, None, None, None
 
 
-def _keep(x: Tensor, _group: dist.ProcessGroup, _dim: int) -> Tensor:
+def _identity(x: Tensor, _group: dist.ProcessGroup, _dim: int) -> Tensor:
     return x.view_as(x)  # autograd requires an output that is not the input itself
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
+def _run_all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
     # Never in place: the operand may be another operation's saved tensor, or a gradient that is
     # also added elsewhere.
     summed = x.clone(memory_format=torch.contiguous_format)
-    with waiting(group):
+    with time_wait(group):
         dist.all_reduce(summed, group=group)
     return summed
 
 
-def stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def stack_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the ranks' tensors, `[R, *x.shape]`, without a gradient."""
     stacked = x.new_empty((group.size(), *x.shape))
-    with waiting(group):
+    with time_wait(group):
         all_gather_single(stacked.flatten(0, 1), x.contiguous(), group=group)
     return stacked
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def _run_all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     # No copy if the dimensions before `dim` are of size 1.
-    return stack(x, group).movedim(0, dim).flatten(dim, dim + 1)
+    return stack_ranks(x, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def _run_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     stacked = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     own = torch.empty_like(stacked[0])
-    with waiting(group):
+    with time_wait(group):
         reduce_scatter_single(own, stacked.flatten(0, 1), group=group)
     return own
 
 
-def _slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def _slice_local(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     length = x.shape[dim] // group.size()
     # A copy, because a view would keep the whole tensor alive.
-    return x.narrow(dim, dist.get_rank(group) * length, length).clone(memory_format=torch.contiguous_format)
+    return x.narrow(dim, dist.get_rank(group) * length, length).clone(
+        memory_format=torch.contiguous_format
+    )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import LayoutError
 from shardwright.layout import AXES, EXPERT_AXES, FSDP_AXES, Layout, RankGrid
-from shardwright.parallel.waiting import waiting
+from shardwright.parallel.comm_timing import time_wait
 
 
 def init_process_group(
@@ -39,9 +39,9 @@ def init_process_group(
     )
 
 
-Ranks = tuple[int, ...]
+RankTuple = tuple[int, ...]
 
-_groups: dict[tuple[dist.ProcessGroup | None, Ranks], dist.ProcessGroup] = {}
+_groups: dict[tuple[dist.ProcessGroup | None, RankTuple], dist.ProcessGroup] = {}
 """Groups by world and ranks. Each opens threads and sockets that exist until the process ends.
 """
 
@@ -58,8 +58,8 @@ class Mesh:
         self.grid = RankGrid(layout)
         self.rank = dist.get_rank()
         self.coordinates = self.grid.coordinates(self.rank)
-        for axes in _groupings(layout):
-            self.join(self.grid.groups(axes))
+        for axes in _list_axis_sets(layout):
+            self.join_group(self.grid.groups(axes))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the ranks that differ from this one on `axes` only; None if it is alone.
@@ -70,7 +70,7 @@ class Mesh:
         ranks = self.grid.group_of(self.rank, axes)
         return None if len(ranks) == 1 else _groups[dist.group.WORLD, ranks]
 
-    def join(self, groups: Sequence[Ranks]) -> dist.ProcessGroup | None:
+    def join_group(self, groups: Sequence[RankTuple]) -> dist.ProcessGroup | None:
         """Create `groups` and return the one with this rank; None if that has no other rank.
 
         Every rank calls this with the same groups.
@@ -85,18 +85,21 @@ class Mesh:
                 own_group = _groups[key]
         return own_group
 
-    def cuts(self) -> dict[dist.ProcessGroup, str]:
-        """Map each group of this rank to its parallelism, one of `waiting.CUTS`.
+    def map_groups_to_parallelisms(self) -> dict[dist.ProcessGroup, str]:
+        """Map each group of this rank to its parallelism, one of `waiting.PARALLELISMS`.
 
         A group over several kinds of parallelism is mapped to `world`.
         """
         parallelism_of_group: dict[dist.ProcessGroup, str] = {}
-        for axes in _groupings(self.layout):
+        for axes in _list_axis_sets(self.layout):
             group = self.group(*axes)
             # Of two sets of axes with the same ranks the narrower one comes first.
             if group is not None:
                 parallelism_of_group.setdefault(
-                    group, _CUT_OF_AXIS[axes[0]] if len({_CUT_OF_AXIS[axis] for axis in axes}) == 1 else "world"
+                    group,
+                    _PARALLELISM_OF_AXIS[axes[0]]
+                    if len({_PARALLELISM_OF_AXIS[axis] for axis in axes}) == 1
+                    else "world",
                 )
         return parallelism_of_group
 
@@ -107,13 +110,15 @@ class Mesh:
         """
         axes = ("dp_replicate", shard_axis) if self.layout.dp_replicate > 1 else (shard_axis,)
         # FSDP2 needs a process group for an axis of one rank too.
-        groups = [self.group(axis) or self.join_alone() for axis in axes]
-        ranks = torch.tensor(self.grid.group_of(self.rank, axes)).view([self.layout.degree(axis) for axis in axes])
+        groups = [self.group(axis) or self.join_single_group() for axis in axes]
+        ranks = torch.tensor(self.grid.group_of(self.rank, axes)).view(
+            [self.layout.degree(axis) for axis in axes]
+        )
         if len(axes) == 1:
             return DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=axes)
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=axes)
 
-    def join_alone(self) -> dist.ProcessGroup:
+    def join_single_group(self) -> dist.ProcessGroup:
         """Return a group of this rank only. Every rank calls this at the same point."""
         for rank in range(dist.get_world_size()):
             key = (dist.group.WORLD, (rank,))
@@ -123,12 +128,12 @@ class Mesh:
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         """Sum `tensor` in place over the ranks of the named axes."""
-        for group in self._fewest_groups(axes):
-            with waiting(group):
+        for group in self._find_fewest_groups(axes):
+            with time_wait(group):
                 dist.all_reduce(tensor, group=group)
         return tensor
 
-    def _fewest_groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
+    def _find_fewest_groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
         """List groups such that summing over one after another is the sum over `axes`."""
         several = [axis for axis in axes if self.layout.degree(axis) > 1]
         ranks = self.grid.group_of(self.rank, several)
@@ -140,15 +145,25 @@ class Mesh:
         return [group for group in groups if group is not None]
 
 
-_CUT_OF_AXIS = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"} | dict.fromkeys(
-    ("dp_replicate", "dp_shard", "fsdp", "efsdp"), "data"
-)
+_PARALLELISM_OF_AXIS = {
+    "tp": "tensor",
+    "cp": "context",
+    "pp": "pipeline",
+    "ep": "expert",
+} | dict.fromkeys(("dp_replicate", "dp_shard", "fsdp", "efsdp"), "data")
 
 
-def _groupings(layout: Layout) -> list[tuple[str, ...]]:
+def _list_axis_sets(layout: Layout) -> list[tuple[str, ...]]:
     """List the sets of axes over which anything is exchanged."""
-    singles: list[tuple[str, ...]] = [(axis,) for axis in (*AXES, "fsdp", *EXPERT_AXES) if layout.degree(axis) > 1]
-    together = [("dp_replicate", "fsdp"), ("dp_replicate", "efsdp"), ("dp_replicate", *FSDP_AXES[1:]), AXES]
+    singles: list[tuple[str, ...]] = [
+        (axis,) for axis in (*AXES, "fsdp", *EXPERT_AXES) if layout.degree(axis) > 1
+    ]
+    together = [
+        ("dp_replicate", "fsdp"),
+        ("dp_replicate", "efsdp"),
+        ("dp_replicate", *FSDP_AXES[1:]),
+        AXES,
+    ]
     return singles + together
 
 
@@ -165,7 +180,11 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh | None:
         return None
     running = dist.get_world_size()
     if layout.world_size != running:
-        raise LayoutError(f"the layout needs {layout.world_size} ranks, but {running} are running", field="layout", got=str(layout))
+        raise LayoutError(
+            f"the layout needs {layout.world_size} ranks, but {running} are running",
+            field="layout",
+            got=str(layout),
+        )
     key = (dist.group.WORLD, device_type, layout)
     if key not in _meshes:
         _meshes[key] = Mesh(layout, device_type)

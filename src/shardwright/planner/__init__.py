@@ -1,16 +1,21 @@
 """Predict memory and time of training steps and find the best layout, without torch."""
 
-from shardwright.planner.candidate import SHARDWRIGHT, Adapter, Candidate, Engine
+from shardwright.planner.candidate import (
+    SHARDWRIGHT_CONVENTIONS,
+    Candidate,
+    FrameworkConventions,
+    LowRankAdapter,
+)
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.predict import Predictor, predict
 from shardwright.planner.prediction import MemoryParts, Prediction, TimeParts
+from shardwright.planner.predictor import Predictor, predict
 
 __all__ = [
-    "SHARDWRIGHT",
-    "Adapter",
+    "SHARDWRIGHT_CONVENTIONS",
     "Candidate",
     "Efficiency",
-    "Engine",
+    "FrameworkConventions",
+    "LowRankAdapter",
     "MemoryParts",
     "Prediction",
     "Predictor",

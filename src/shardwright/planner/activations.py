@@ -30,28 +30,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.layout.context import ContextMethod, choose_context_method
-from shardwright.planner.backward import BlockWidths, norm_gradient, widest_gradients
+from shardwright.layout.context_method import ContextMethod, choose_context_method
+from shardwright.planner.backward_peak import (
+    BlockTensorBytes,
+    compute_norm_gradient_bytes,
+    compute_peak_gradient_bytes,
+)
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.facts import LayerKind, ModelFacts
+from shardwright.planner.model_costs import LayerKind, ModelFacts
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of one layer and one micro-batch: `kept` until its backward pass, `rebuilt` during
-    it (0 without recomputation), and `gradients` at the peak of its backward pass."""
+    """Bytes of one layer and one micro-batch: `kept` until its backward pass, `recomputed_bytes`
+    during it (0 without recomputation), and `gradient_bytes` at the peak of its backward pass."""
 
-    kept: float
-    rebuilt: float
-    gradients: float
+    saved_bytes: float
+    recomputed_bytes: float
+    gradient_bytes: float
 
 
-def micro_batch_tokens(candidate: Candidate) -> int:
+def count_micro_batch_tokens(candidate: Candidate) -> int:
     """Count the tokens of one micro-batch on one rank."""
     return candidate.micro_batch_size * candidate.sequence_length // candidate.layout.cp
 
 
-def context_method(facts: ModelFacts, candidate: Candidate) -> ContextMethod:
+def resolve_context_method(facts: ModelFacts, candidate: Candidate) -> ContextMethod:
     """Return the context-parallel method, with `auto` resolved by the trainer's rule."""
     if candidate.layout.cp_method != "auto":
         return candidate.layout.cp_method
@@ -65,13 +69,15 @@ def context_method(facts: ModelFacts, candidate: Candidate) -> ContextMethod:
     ).method
 
 
-def residual_tokens(candidate: Candidate) -> float:
+def count_residual_tokens(candidate: Candidate) -> float:
     """Count the tokens of the residual stream on one rank."""
     layout = candidate.layout
-    return micro_batch_tokens(candidate) / (layout.tp if layout.sequence_parallel else 1)
+    return count_micro_batch_tokens(candidate) / (layout.tp if layout.sequence_parallel else 1)
 
 
-def layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> LayerActivations:
+def get_layer_activations(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> LayerActivations:
     """Return the cached activation bytes of one layer of a kind for one micro-batch."""
     layout = candidate.layout
     key = (
@@ -86,51 +92,66 @@ def layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) 
         candidate.precision,
         candidate.document_tokens,
         candidate.flash_attention,
-        candidate.fused_norms,
+        candidate.has_fused_norms,
         candidate.compile,
-        candidate.adapter if candidate.engine.frozen_drops_inputs else None,
-        candidate.engine,
+        candidate.adapter if candidate.conventions.should_drop_frozen_inputs else None,
+        candidate.conventions,
     )
-    cached = facts.activations.get(key)
+    cached = facts.activation_cache.get(key)
     if cached is None:
-        cached = facts.activations[key] = _layer_activations(facts, kind, candidate)
+        cached = facts.activation_cache[key] = _compute_layer_activations(facts, kind, candidate)
     assert isinstance(cached, LayerActivations)
     return cached
 
 
-def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> LayerActivations:
+def _compute_layer_activations(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> LayerActivations:
     shape = facts.shape
-    engine = candidate.engine
+    engine = candidate.conventions
     size = candidate.activation_bytes
-    stream = residual_tokens(candidate)
+    stream = count_residual_tokens(candidate)
     residual = stream * shape.hidden_size * size
-    matmul_input = _column_input(candidate, facts)
-    attention = _Attention.of(facts, kind, candidate)
-    inner, inner_matmuls, inner_gradients = _feed_forward(facts, kind, candidate)
+    matmul_input = _compute_column_input_bytes(candidate, facts)
+    attention = _AttentionBytes.compute(facts, kind, candidate)
+    inner, inner_matmuls, inner_gradients = _compute_feed_forward_bytes(facts, kind, candidate)
 
-    num_pre_norms = sum(name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm))
+    num_pre_norms = sum(
+        name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm)
+    )
     num_post_norms = kind.num_norms - num_pre_norms
     if shape.parallel_residual:
         num_pre_norms = min(num_pre_norms, 1)  # the norms of both branches share one input
     # Norms that add an offset to their weight run in fp32 and save an fp32 copy of their input.
-    fp32_factor = max(size, 4) / size if shape.norm_offset != 0.0 and candidate.fused_norms else 1.0
-    norm_tensors = engine.norm_tensors
+    fp32_factor = (
+        max(size, 4) / size if shape.norm_offset != 0.0 and candidate.has_fused_norms else 1.0
+    )
+    norm_tensors = engine.num_norm_tensors
     num_inputs = 2
     dropped = 0.0
-    if candidate.adapter is not None and engine.frozen_drops_inputs:
+    if candidate.adapter is not None and engine.should_drop_frozen_inputs:
         roles = set(candidate.adapter.roles)
         norm_tensors = max(2.0, norm_tensors - 1.0)
-        num_inputs = bool(roles & {"query", "key", "value", "qkv"}) + bool(roles & {"gate", "up", "gate_up"})
+        num_inputs = bool(roles & {"query", "key", "value", "qkv"}) + bool(
+            roles & {"gate", "up", "gate_up"}
+        )
         if "down" not in roles and not kind.shape.sparse:
-            dropped = micro_batch_tokens(candidate) * shape.intermediate_size / candidate.layout.tp * size
-    total = ((norm_tensors - 1.0) * num_pre_norms + num_post_norms) * residual * fp32_factor + 4 * kind.num_norms * stream
+            dropped = (
+                count_micro_batch_tokens(candidate)
+                * shape.intermediate_size
+                / candidate.layout.tp
+                * size
+            )
+    total = (
+        (norm_tensors - 1.0) * num_pre_norms + num_post_norms
+    ) * residual * fp32_factor + 4 * kind.num_norms * stream
     total += num_inputs * matmul_input
-    if kind.shape.sparse and engine.frees_in_backward:
-        total += _router_input(facts, candidate, matmul_input)
-    total += attention.kept + inner - dropped
+    if kind.shape.sparse and engine.should_track_backward_frees:
+        total += _compute_router_input_bytes(facts, candidate, matmul_input)
+    total += attention.saved + inner - dropped
     gradients = max(inner_gradients, attention.gradients) + 2 * residual
-    if engine.frees_in_backward:
-        gradients = _widest_gradients(facts, kind, candidate)
+    if engine.should_track_backward_frees:
+        gradients = _compute_peak_gradient_bytes(facts, kind, candidate)
     if candidate.recompute == "none":
         return LayerActivations(total, 0.0, gradients)
     # The block's input is saved in any case.
@@ -138,45 +159,65 @@ def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
         return LayerActivations(residual, total - residual, gradients)
     # Selective: the block's input, the results of matmuls, and attention's output. Each branch
     # ends with a matmul of the residual width.
-    if candidate.precision == "nvfp4" and not engine.keeps_fp4_products:
+    if candidate.precision == "nvfp4" and not engine.should_save_fp4_matmuls:
         saved = residual + attention.output
         return LayerActivations(saved, max(0.0, total - saved), gradients)
     eager = None if candidate.compile else engine.eager_selective_share
     share = engine.selective_share if eager is None else eager
-    saved = residual + share * (attention.products + inner_matmuls + 2 * _branch_output(candidate, facts))
+    saved = residual + share * (
+        attention.matmul_results
+        + inner_matmuls
+        + 2 * _compute_branch_output_bytes(candidate, facts)
+    )
     # The result of attention's output projection is freed as soon as the block runs again:
     # nothing else reads it.
-    freed = _branch_output(candidate, facts) if engine.frees_in_backward else 0.0
-    return LayerActivations(saved, max(0.0, total - residual - freed - share * (attention.products + inner_matmuls)), gradients)
+    freed = (
+        _compute_branch_output_bytes(candidate, facts)
+        if engine.should_track_backward_frees
+        else 0.0
+    )
+    return LayerActivations(
+        saved,
+        max(0.0, total - residual - freed - share * (attention.matmul_results + inner_matmuls)),
+        gradients,
+    )
 
 
-def _router_input(facts: ModelFacts, candidate: Candidate, into_products: float) -> float:
+def _compute_router_input_bytes(
+    facts: ModelFacts, candidate: Candidate, matmul_input_bytes: float
+) -> float:
     """Compute the bytes that a sparse layer saves of its input beyond a dense layer.
 
     The router saves its input in fp32. The experts save the rows sent to them instead of the
     layer's input, which only a shared expert saves in the compute precision.
     """
-    fp32_input = micro_batch_tokens(candidate) * facts.shape.hidden_size * max(candidate.activation_bytes, 4)
-    has_shared_expert = facts.shape.experts is not None and facts.shape.experts.shared_intermediate_size > 0
+    fp32_input = (
+        count_micro_batch_tokens(candidate)
+        * facts.shape.hidden_size
+        * max(candidate.activation_bytes, 4)
+    )
+    has_shared_expert = (
+        facts.shape.experts is not None and facts.shape.experts.shared_intermediate_size > 0
+    )
     return (
         fp32_input
         if has_shared_expert and candidate.activation_bytes < 4
         else 0.0
         if has_shared_expert
-        else fp32_input - into_products
+        else fp32_input - matmul_input_bytes
     )
 
 
-def _widest_gradients(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+def _compute_peak_gradient_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
     """Compute the peak bytes of one block's backward pass beyond its saved activations."""
     shape = facts.shape
     layout = candidate.layout
     size = candidate.activation_bytes
-    tokens = micro_batch_tokens(candidate)
-    stream = residual_tokens(candidate) * shape.hidden_size * size
-    gathered = _branch_output(candidate, facts)
+    tokens = count_micro_batch_tokens(candidate)
+    stream = count_residual_tokens(candidate) * shape.hidden_size * size
+    gathered = _compute_branch_output_bytes(candidate, facts)
     experts = shape.experts if kind.shape.sparse else None
-    gated = shape.gated or experts is not None
+    gated = shape.is_gated or experts is not None
     rows = float(tokens)
     width = float(shape.intermediate_size)
     if experts is not None:
@@ -189,35 +230,37 @@ def _widest_gradients(facts: ModelFacts, kind: LayerKind, candidate: Candidate) 
         # Gradients of the fp32 weights, before and after the softmax. The weights in the
         # compute precision are freed by then.
         scores = tokens * heads * candidate.sequence_length * (2 * max(size, 4) - size)
-    fused = shape.norm == "layer" or candidate.fused_norms
-    return widest_gradients(
-        BlockWidths(
+    fused = shape.norm == "layer" or candidate.has_fused_norms
+    return compute_peak_gradient_bytes(
+        BlockTensorBytes(
             stream=stream,
             gathered=gathered,
             inner=inner,
-            gated=gated,
+            is_gated=gated,
             routed=0.0 if experts is None else rows * shape.hidden_size * size,
-            gathers=layout.tp > 1 and layout.sequence_parallel,
+            should_gather_gradient=layout.tp > 1 and layout.sequence_parallel,
             queries=tokens * shape.query_width / layout.tp * size,
             keys=tokens * shape.head_dim * max(1.0, shape.num_kv_heads / layout.tp) * size,
             scores=scores,
-            norm=norm_gradient(stream, size, fused=fused),
+            norm_gradient=compute_norm_gradient_bytes(stream, size, is_fused=fused),
         )
     )
 
 
-def stage_ends(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
+def compute_end_activation_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     """Return bytes per micro-batch saved outside the layers: by the stage with the embedding,
     and by the stage with the head.
 
     The embedding saves indices. The final norm saves its input. The chunked loss saves the
     gradient of the norm's output instead of the output; it is counted with the logits.
     """
-    tokens = micro_batch_tokens(candidate)
-    return 8.0 * tokens, residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    tokens = count_micro_batch_tokens(candidate)
+    return 8.0 * tokens, count_residual_tokens(
+        candidate
+    ) * facts.shape.hidden_size * candidate.activation_bytes
 
 
-def head_logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
+def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     """Return the bytes at the loss, and the part of them that remains when the backward pass
     begins.
 
@@ -228,14 +271,18 @@ def head_logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     shape = facts.shape
     size = candidate.activation_bytes
     tp = candidate.layout.tp
-    tokens = micro_batch_tokens(candidate)
+    tokens = count_micro_batch_tokens(candidate)
     vocab = shape.vocab_size / tp
     hidden_gradient = tokens * shape.hidden_size * size
     weight = 0.0 if candidate.adapter is not None else vocab * shape.hidden_size
     if candidate.loss_chunk_tokens is None:
-        vocab_on_rank = shape.vocab_size if candidate.engine.whole_logits else vocab
-        sharded_logit_bytes = candidate.engine.cut_logit_bytes if tp > 1 else None
-        return tokens * vocab_on_rank * (candidate.engine.logit_bytes if sharded_logit_bytes is None else sharded_logit_bytes), 0.0
+        vocab_on_rank = shape.vocab_size if candidate.conventions.should_gather_logits else vocab
+        sharded_logit_bytes = candidate.conventions.sharded_logit_bytes if tp > 1 else None
+        return tokens * vocab_on_rank * (
+            candidate.conventions.logit_bytes
+            if sharded_logit_bytes is None
+            else sharded_logit_bytes
+        ), 0.0
     chunk = min(candidate.loss_chunk_tokens, tokens)
     is_unscaled = shape.logit_scale == 1.0 and shape.final_soft_cap is None
     wide = max(size, 4)
@@ -246,60 +293,76 @@ def head_logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     # Later the hidden states' gradient becomes that of the last layer's output, which is
     # counted there.
     sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
-    if candidate.engine.frees_in_backward:
+    if candidate.conventions.should_track_backward_frees:
         hidden_gradient *= 2  # every chunk also reads the hidden states
-    return chunk * vocab * per_logit + hidden_gradient + weight_gradient, weight * (size if sharded else wide)
+    return chunk * vocab * per_logit + hidden_gradient + weight_gradient, weight * (
+        size if sharded else wide
+    )
 
 
-def shared_tables(facts: ModelFacts, candidate: Candidate) -> float:
+def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float:
     """Compute bytes that all layers of a micro-batch share: fp32 rotary tables, and masks where
     attention is not plainly causal."""
     shape = facts.shape
-    tokens = micro_batch_tokens(candidate)
+    tokens = count_micro_batch_tokens(candidate)
     rows = candidate.micro_batch_size if candidate.document_tokens is not None else 1
-    tables = sum(2 * rows * (candidate.sequence_length / candidate.layout.cp) * (rope.rotary_dim // 2) * 4 for rope in shape.ropes)
+    tables = sum(
+        2 * rows * (candidate.sequence_length / candidate.layout.cp) * (rope.rotary_dim // 2) * 4
+        for rope in shape.ropes
+    )
     masks = 0.0
     for window in {layer.window for layer in shape.layers}:
         if _is_masked(candidate, window):
-            masks += rows * (tokens / candidate.micro_batch_size) * candidate.sequence_length * candidate.activation_bytes
+            masks += (
+                rows
+                * (tokens / candidate.micro_batch_size)
+                * candidate.sequence_length
+                * candidate.activation_bytes
+            )
     return tables + masks
 
 
 def _is_masked(candidate: Candidate, window: int | None) -> bool:
-    return candidate.document_tokens is not None or (window is not None and window < candidate.sequence_length)
+    return candidate.document_tokens is not None or (
+        window is not None and window < candidate.sequence_length
+    )
 
 
-def _column_input(candidate: Candidate, facts: ModelFacts) -> float:
+def _compute_column_input_bytes(candidate: Candidate, facts: ModelFacts) -> float:
     """Compute the bytes of the saved input of column-parallel matmuls."""
-    is_gathered = candidate.engine.keeps_gathered_sequence or candidate.layout.tp == 1
-    tokens = micro_batch_tokens(candidate) if is_gathered else residual_tokens(candidate)
+    is_gathered = candidate.conventions.should_save_gathered_sequence or candidate.layout.tp == 1
+    tokens = (
+        count_micro_batch_tokens(candidate) if is_gathered else count_residual_tokens(candidate)
+    )
     return tokens * facts.shape.hidden_size * candidate.activation_bytes
 
 
-def _branch_output(candidate: Candidate, facts: ModelFacts) -> float:
+def _compute_branch_output_bytes(candidate: Candidate, facts: ModelFacts) -> float:
     """Compute the bytes of a row-parallel matmul's result before the tensor-parallel
     reduction."""
-    return micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    return (
+        count_micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    )
 
 
 @dataclass(frozen=True)
-class _Attention:
+class _AttentionBytes:
     """Bytes of one layer's attention: all saved tensors, the results of matmuls and attention
     among them, gradients in flight, and the kernel's output with its log-sum-exp."""
 
-    kept: float
-    products: float
+    saved: float
+    matmul_results: float
     gradients: float
     output: float
 
     @staticmethod
-    def of(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> _Attention:
+    def compute(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> _AttentionBytes:
         shape = facts.shape
         size = candidate.activation_bytes
         tp = candidate.layout.tp
-        tokens = micro_batch_tokens(candidate)
+        tokens = count_micro_batch_tokens(candidate)
         if shape.latent is not None:
-            return _latent_attention(facts, candidate)
+            return _compute_latent_attention_bytes(facts, candidate)
         queries = shape.query_width / tp
         keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
         heads = shape.num_heads / tp
@@ -307,15 +370,19 @@ class _Attention:
         # The only CUDA kernel that takes a mask does not support grouped heads: keys and values
         # are repeated to Q.
         attended_keys = queries if has_mask else keys
-        if candidate.layout.cp > 1 and context_method(facts, candidate) == "all_gather":
+        if candidate.layout.cp > 1 and resolve_context_method(facts, candidate) == "all_gather":
             attended_keys *= candidate.layout.cp
         saved = (2 * queries + 2 * attended_keys) * size + 4 * heads
         if shape.names.qkv is not None:
             # Views of the fused result keep all of it alive beside the rotated queries and
             # keys.
             saved += (queries + keys) * size if kind.shape.rope is not None else 0.0
-        saved += candidate.engine.rotary_tensors * (queries + keys) * size
-        if candidate.engine.frees_in_backward and candidate.layout.cp > 1 and context_method(facts, candidate) != "all_gather":
+        saved += candidate.conventions.num_rotary_tensors * (queries + keys) * size
+        if (
+            candidate.conventions.should_track_backward_frees
+            and candidate.layout.cp > 1
+            and resolve_context_method(facts, candidate) != "all_gather"
+        ):
             # Ring attention saves its output in head order and in token order.
             saved += queries * size
         if shape.qk_norm is not None:
@@ -329,13 +396,18 @@ class _Attention:
             # matmuls too.
             cast = size if size < 4 else 0
             soft_cap = size if shape.attention_soft_cap is not None else 0
-            saved += scores * (max(size, 4) + cast + soft_cap) + 2 * tokens * (queries - attended_keys) * size
+            saved += (
+                scores * (max(size, 4) + cast + soft_cap)
+                + 2 * tokens * (queries - attended_keys) * size
+            )
             matmul_results += scores * size
         output = tokens * (queries * size + 4 * heads)
-        return _Attention(saved, matmul_results, tokens * (2 * queries + 2 * keys) * size, output)
+        return _AttentionBytes(
+            saved, matmul_results, tokens * (2 * queries + 2 * keys) * size, output
+        )
 
 
-def _latent_attention(facts: ModelFacts, candidate: Candidate) -> _Attention:
+def _compute_latent_attention_bytes(facts: ModelFacts, candidate: Candidate) -> _AttentionBytes:
     """Compute the bytes of latent attention: latents (before and after their norms), full
     queries and keys, values and the output."""
     shape = facts.shape
@@ -343,7 +415,7 @@ def _latent_attention(facts: ModelFacts, candidate: Candidate) -> _Attention:
     tp = candidate.layout.tp
     latent = shape.latent
     assert latent is not None
-    tokens = micro_batch_tokens(candidate)
+    tokens = count_micro_batch_tokens(candidate)
     heads = shape.num_heads / tp
     head_dim = latent.nope_dim + latent.rope_dim
     latents = 2 * (latent.query_rank or 0) + 2 * latent.key_value_rank + latent.rope_dim
@@ -353,23 +425,32 @@ def _latent_attention(facts: ModelFacts, candidate: Candidate) -> _Attention:
     attended = heads * (2 * head_dim + latent.value_dim)
     saved = tokens * ((latents + expanded + attended) * size + 4 * heads)
     matmul_results = (
-        (latent.query_rank or 0) + latent.key_value_rank + latent.rope_dim + heads * head_dim + expanded + heads * latent.value_dim
+        (latent.query_rank or 0)
+        + latent.key_value_rank
+        + latent.rope_dim
+        + heads * head_dim
+        + expanded
+        + heads * latent.value_dim
     )
     output = tokens * heads * (latent.value_dim * size + 4)
-    return _Attention(saved, tokens * (matmul_results * size + 4 * heads), tokens * attended * size, output)
+    return _AttentionBytes(
+        saved, tokens * (matmul_results * size + 4 * heads), tokens * attended * size, output
+    )
 
 
-def _feed_forward(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float, float]:
+def _compute_feed_forward_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float, float]:
     """Return bytes of one layer's feed-forward or experts: saved, results of matmuls among
     them, and gradients in flight."""
     shape = facts.shape
     size = candidate.activation_bytes
-    engine = candidate.engine
-    tokens = micro_batch_tokens(candidate)
+    engine = candidate.conventions
+    tokens = count_micro_batch_tokens(candidate)
     tp = candidate.layout.tp
     experts = shape.experts if kind.shape.sparse else None
-    gated = shape.gated or experts is not None
-    tensors = engine.gated_tensors if gated else engine.plain_tensors
+    gated = shape.is_gated or experts is not None
+    tensors = engine.num_gated_tensors if gated else engine.num_ungated_tensors
     num_projections = 2.0 if gated else 1.0
     if experts is None:
         wide = tokens * shape.intermediate_size / tp * size
@@ -382,4 +463,8 @@ def _feed_forward(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> t
     shared = tokens * experts.shared_intermediate_size / tp * size
     router = tokens * experts.num_experts * 4
     saved = tensors * (wide + shared) + 3 * dispatched + 2 * router
-    return saved, num_projections * (wide + shared) + dispatched, (num_projections + 1) * wide + dispatched
+    return (
+        saved,
+        num_projections * (wide + shared) + dispatched,
+        (num_projections + 1) * wide + dispatched,
+    )

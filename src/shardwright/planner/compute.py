@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwright.hardware import Cluster
-from shardwright.planner.activations import micro_batch_tokens, residual_tokens
+from shardwright.planner.activations import count_micro_batch_tokens, count_residual_tokens
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.facts import LayerKind, ModelFacts, Product
+from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
 
-_PEAKS = {"fp8": "fp8", "nvfp4": "fp4"}
-_OPERATIONS_FORWARD = 22
-_OPERATIONS_BACKWARD = 40
+_PEAK_PRECISIONS = {"fp8": "fp8", "nvfp4": "fp4"}
+_NUM_FORWARD_OPERATIONS = 22
+_NUM_BACKWARD_OPERATIONS = 40
 """Operations of one block, forward and backward, that the host launches in eager mode."""
 _COMPILED_OPERATIONS_SHARE = 0.5
 
@@ -43,16 +43,18 @@ class LayerSeconds:
         """Seconds of forward, recomputation and backward."""
         return self.forward + self.recompute + self.backward
 
-    def awaiting_host(self, traffic_forward: float, traffic_backward: float) -> LayerSeconds:
+    def apply_host_delay(self, traffic_forward: float, traffic_backward: float) -> LayerSeconds:
         """Extend the passes to the host's launch time if it exceeds compute and exposed
         communication."""
         forward = max(self.forward, self.host_forward - traffic_forward)
         backward = max(self.backward, self.host_backward - traffic_backward)
-        recompute = max(self.recompute, forward) if self.recompute >= self.forward else self.recompute
+        recompute = (
+            max(self.recompute, forward) if self.recompute >= self.forward else self.recompute
+        )
         return replace(self, forward=forward, backward=backward, recompute=recompute)
 
 
-class Rates:
+class DeviceRates:
     """Rates of a device in a candidate's precision: matmuls by shape, memory, attention. Caches
     matmul times."""
 
@@ -60,51 +62,67 @@ class Rates:
         accelerator = cluster.accelerator
         self.cluster = cluster
         self.efficiency = efficiency
-        self.precision = _PEAKS.get(precision, precision)
-        self.peak = accelerator.peak(self.precision)
-        self.attention_precision = "bf16" if precision in _PEAKS else self.precision
-        self.attention_peak = accelerator.peak(self.attention_precision)
+        self.precision = _PEAK_PRECISIONS.get(precision, precision)
+        self.peak_flops_per_second = accelerator.get_peak_flops_per_second(self.precision)
+        self.attention_precision = "bf16" if precision in _PEAK_PRECISIONS else self.precision
+        self.attention_peak_flops_per_second = accelerator.get_peak_flops_per_second(
+            self.attention_precision
+        )
         share = efficiency.matmul_share_by_precision.get(precision, efficiency.matmul_share)
-        self.product_rate = self.peak * share
+        self.matmul_flops_per_second = self.peak_flops_per_second * share
         self.bytes_per_second = accelerator.memory_bytes_per_second * efficiency.memory_share
-        self.update_bytes_per_second = accelerator.memory_bytes_per_second * efficiency.optimizer_share
+        self.update_bytes_per_second = (
+            accelerator.memory_bytes_per_second * efficiency.optimizer_share
+        )
         if cluster.profile is not None:
             # A measured copy rate needs no efficiency factor.
             self.bytes_per_second = cluster.profile.memory_bytes_per_second
             self.update_bytes_per_second = cluster.profile.memory_bytes_per_second
         self.operand_bytes = {"fp8": 1, "fp4": 1, "fp32": 4, "fp64": 8}.get(self.precision, 2)
-        self.narrow = precision in _PEAKS
+        self.is_low_precision = precision in _PEAK_PRECISIONS
         """True if blocks multiply in fewer bits than the head and everything else, which stay
         in bf16."""
-        self._wide = Rates(cluster, efficiency, "bf16") if self.narrow else self
-        self._products: dict[tuple[float, float, float], float] = {}
+        self._high_precision = (
+            DeviceRates(cluster, efficiency, "bf16") if self.is_low_precision else self
+        )
+        self._matmul_cache: dict[tuple[float, float, float], float] = {}
 
-    def product(self, m: float, n: float, k: float, *, wide: bool = False) -> float:
-        """Return seconds of [m, k] x [k, n]. `wide` uses bf16 where blocks multiply in fewer
-        bits."""
-        if wide and self.narrow:
-            return self._wide.product(m, n, k)
+    def time_matmul(
+        self, m: float, n: float, k: float, *, is_high_precision: bool = False
+    ) -> float:
+        """Return seconds of [m, k] x [k, n]. `is_high_precision` uses bf16 where blocks multiply in
+        fewer bits."""
+        if is_high_precision and self.is_low_precision:
+            return self._high_precision.time_matmul(m, n, k)
         key = (m, n, k)
-        seconds = self._products.get(key)
+        seconds = self._matmul_cache.get(key)
         if seconds is None:
-            seconds = self._products[key] = self._product(m, n, k)
+            seconds = self._matmul_cache[key] = self._time_matmul(m, n, k)
         return seconds
 
-    def _product(self, m: float, n: float, k: float) -> float:
+    def _time_matmul(self, m: float, n: float, k: float) -> float:
         if m <= 0 or n <= 0 or k <= 0:
             return 0.0
         efficiency = self.efficiency
         rate = None
         if self.cluster.profile is not None:
-            rate = self.cluster.profile.matmul_flops_per_second(
+            rate = self.cluster.profile.find_matmul_flops_per_second(
                 self.precision, max(1, round(m)), max(1, round(n)), max(1, round(k))
             )
         if rate is None:
-            rate = self.product_rate * m / (m + efficiency.m_half) * n / (n + efficiency.n_half) * k / (k + efficiency.k_half)
+            rate = (
+                self.matmul_flops_per_second
+                * m
+                / (m + efficiency.m_half)
+                * n
+                / (n + efficiency.n_half)
+                * k
+                / (k + efficiency.k_half)
+            )
         memory_seconds = self.operand_bytes * (m * k + k * n + m * n) / self.bytes_per_second
         return max(2.0 * m * n * k / rate, memory_seconds, efficiency.kernel_seconds)
 
-    def fitting(self, *widths: float) -> float:
+    def compute_tile_share(self, *widths: float) -> float:
         """Return the share of the matmul rate at these matrix widths, by how well they fill
         tiles. 1 with a measured profile."""
         if self.cluster.profile is not None:
@@ -113,11 +131,13 @@ class Rates:
             return self.efficiency.odd_share
         return self.efficiency.uneven_share if any(width % 64 for width in widths) else 1.0
 
-    def moved(self, num_bytes: float) -> float:
+    def time_copy(self, num_bytes: float) -> float:
         """Return seconds to read and write `num_bytes` in total."""
         return num_bytes / self.bytes_per_second
 
-    def elementwise(self, num_bytes: float, tokens: float, width: int, *, backward: bool) -> float:
+    def time_elementwise(
+        self, num_bytes: float, tokens: float, width: int, *, is_backward: bool
+    ) -> float:
         """Return seconds of elementwise operations that read and write `num_bytes`, on tensors
         of `tokens` x `width`.
 
@@ -126,89 +146,132 @@ class Rates:
         profile = self.cluster.profile
         rate = None
         if profile is not None:
-            rate = profile.elementwise_bytes_per_second(self.attention_precision, max(1, round(tokens)), width, backward=backward)
+            rate = profile.find_elementwise_bytes_per_second(
+                self.attention_precision, max(1, round(tokens)), width, is_backward=is_backward
+            )
         return num_bytes / (self.bytes_per_second if rate is None else rate)
 
-    def attention(self, flops: float, row_tokens: float, head_dim: int, *, backward: bool) -> float:
+    def time_attention(
+        self, flops: float, row_tokens: float, head_dim: int, *, is_backward: bool
+    ) -> float:
         """Return seconds of the fused attention kernel for `flops`."""
         efficiency = self.efficiency
         rate = None
         if self.cluster.profile is not None:
-            rate = self.cluster.profile.attention_flops_per_second(
-                self.attention_precision, row_tokens, head_dim, backward=backward
+            rate = self.cluster.profile.find_attention_flops_per_second(
+                self.attention_precision, row_tokens, head_dim, is_backward=is_backward
             )
         if rate is None:
-            share = efficiency.attention_backward_share if backward else efficiency.attention_forward_share
-            rate = self.attention_peak * share * row_tokens / (row_tokens + efficiency.attention_half_tokens)
+            share = (
+                efficiency.attention_backward_share
+                if is_backward
+                else efficiency.attention_forward_share
+            )
+            rate = (
+                self.attention_peak_flops_per_second
+                * share
+                * row_tokens
+                / (row_tokens + efficiency.attention_half_tokens)
+            )
         return max(flops / rate, efficiency.kernel_seconds)
 
 
-def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: Rates) -> LayerSeconds:
+def compute_layer_seconds(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> LayerSeconds:
     """Compute the seconds of one layer of a kind, without communication and weight movement
-    (`weight_bytes`)."""
+    (`count_weight_traffic_bytes`)."""
     efficiency = rates.efficiency
     forward = inputs = weights = 0.0
-    for product, rows in _products(facts, kind, candidate):
-        product_forward, input_gradient, weight_gradient = _product_seconds(product, rows, candidate, rates)
-        num_calls = _copies(facts, kind, product, candidate)
-        if product in kind.expert_products:
+    for product, rows in _list_matmuls(facts, kind, candidate):
+        product_forward, input_gradient, weight_gradient = _time_matmul_passes(
+            product, rows, candidate, rates
+        )
+        num_calls = _count_matmul_calls(facts, kind, product, candidate)
+        if product in kind.expert_matmuls:
             num_calls /= efficiency.expert_share
         forward += num_calls * product_forward
         inputs += num_calls * input_gradient
         weights += num_calls * weight_gradient
     if candidate.adapter is not None:
         weights = 0.0  # frozen matrices take no gradient
-    attention_forward, attention_backward = _attention_seconds(facts, kind, candidate, rates)
-    moved_forward, moved_backward = _moved_bytes(facts, kind, candidate)
-    moved_share = efficiency.bytes_share * (efficiency.compiled_bytes_share if candidate.compile else 1.0)
+    attention_forward, attention_backward = _time_attention_passes(facts, kind, candidate, rates)
+    moved_forward, moved_backward = _count_elementwise_bytes(facts, kind, candidate)
+    moved_share = efficiency.bytes_share * (
+        efficiency.compiled_bytes_share if candidate.compile else 1.0
+    )
     moved_forward *= moved_share
     moved_backward *= moved_share
-    stream_shape = residual_tokens(candidate), facts.shape.hidden_size
-    elementwise_forward = rates.elementwise(moved_forward, *stream_shape, backward=False)
-    quantised_forward, quantised_backward = _quantised_bytes(facts, kind, candidate) if rates.narrow else (0.0, 0.0)
-    forward += attention_forward + elementwise_forward + rates.moved(quantised_forward)
-    backward = inputs + weights + attention_backward + rates.elementwise(moved_backward, *stream_shape, backward=True)
-    backward += rates.moved(quantised_backward)
+    stream_shape = count_residual_tokens(candidate), facts.shape.hidden_size
+    elementwise_forward = rates.time_elementwise(moved_forward, *stream_shape, is_backward=False)
+    quantised_forward, quantised_backward = (
+        _count_quantisation_bytes(facts, kind, candidate) if rates.is_low_precision else (0.0, 0.0)
+    )
+    forward += attention_forward + elementwise_forward + rates.time_copy(quantised_forward)
+    backward = (
+        inputs
+        + weights
+        + attention_backward
+        + rates.time_elementwise(moved_backward, *stream_shape, is_backward=True)
+    )
+    backward += rates.time_copy(quantised_backward)
     if kind.shape.sparse and efficiency.routing_seconds:
-        routing = efficiency.routing_seconds * _sent_rows(facts, candidate)
+        routing = efficiency.routing_seconds * _count_dispatched_rows(facts, candidate)
         forward += routing / 2
         backward += routing / 2
-    adapted_forward, adapted_backward = _adapted_bytes(facts, kind, candidate)
-    forward += rates.moved(adapted_forward * moved_share)
-    backward += rates.moved(adapted_backward * moved_share)
-    dequantisation = rates.moved(_dequantised_bytes(facts, kind, candidate))
+    adapted_forward, adapted_backward = _count_adapter_bytes(facts, kind, candidate)
+    forward += rates.time_copy(adapted_forward * moved_share)
+    backward += rates.time_copy(adapted_backward * moved_share)
+    dequantisation = rates.time_copy(_count_dequantisation_bytes(facts, kind, candidate))
     forward += dequantisation
     backward += dequantisation
     host = efficiency.host_seconds * (_COMPILED_OPERATIONS_SHARE if candidate.compile else 1.0)
     sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
-    host_forward = host * sparse * _OPERATIONS_FORWARD
-    host_backward = host * sparse * _OPERATIONS_BACKWARD
+    host_forward = host * sparse * _NUM_FORWARD_OPERATIONS
+    host_backward = host * sparse * _NUM_BACKWARD_OPERATIONS
     if efficiency.runs_on_host:
         forward += host_forward
         backward += host_backward
         host_forward = host_backward = 0.0
-    recompute = {"none": 0.0, "full": forward, "selective": elementwise_forward}[candidate.recompute]
-    return LayerSeconds(forward, backward, recompute, weights, attention_forward, attention_backward, host_forward, host_backward)
+    recompute = {"none": 0.0, "full": forward, "selective": elementwise_forward}[
+        candidate.recompute
+    ]
+    return LayerSeconds(
+        forward,
+        backward,
+        recompute,
+        weights,
+        attention_forward,
+        attention_backward,
+        host_forward,
+        host_backward,
+    )
 
 
-def expert_spread(candidate: Candidate) -> int:
+def count_expert_tensor_ranks(candidate: Candidate) -> int:
     """Return over how many tensor-parallel ranks whole experts are distributed. 1 if each
     expert is sharded instead."""
-    return candidate.layout.tp if candidate.engine.whole_experts else 1
+    return candidate.layout.tp if candidate.conventions.has_unsharded_experts else 1
 
 
-def _sent_rows(facts: ModelFacts, candidate: Candidate) -> float:
+def _count_dispatched_rows(facts: ModelFacts, candidate: Candidate) -> float:
     """Count the rows that the rank sends to experts, equal to those it receives."""
     experts = facts.shape.experts
     assert experts is not None
-    return micro_batch_tokens(candidate) * experts.experts_per_token / expert_spread(candidate)
+    return (
+        count_micro_batch_tokens(candidate)
+        * experts.experts_per_token
+        / count_expert_tensor_ranks(candidate)
+    )
 
 
-def _products(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> list[tuple[Product, float]]:
+def _list_matmuls(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> list[tuple[Matmul, float]]:
     """List the matmuls of a layer with their rows on this rank."""
-    tokens = micro_batch_tokens(candidate)
-    products: list[tuple[Product, float]] = [(product, float(tokens)) for product in kind.products]
-    if kind.expert_products:
+    tokens = count_micro_batch_tokens(candidate)
+    products: list[tuple[Matmul, float]] = [(product, float(tokens)) for product in kind.matmuls]
+    if kind.expert_matmuls:
         experts = facts.shape.experts
         assert experts is not None
         local_experts = experts.num_experts / candidate.layout.ep
@@ -216,61 +279,80 @@ def _products(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> list[
         # tensor-parallel ranks hold whole experts, each rank has fewer experts with the same
         # number of rows each.
         rows = tokens * experts.experts_per_token / local_experts
-        products += [(product, rows) for product in kind.expert_products]
+        products += [(product, rows) for product in kind.expert_matmuls]
     return products
 
 
-def _copies(facts: ModelFacts, kind: LayerKind, product: Product, candidate: Candidate) -> float:
+def _count_matmul_calls(
+    facts: ModelFacts, kind: LayerKind, matmul: Matmul, candidate: Candidate
+) -> float:
     """Count the matmuls of this shape on the rank: one per local expert, otherwise 1."""
-    if product not in kind.expert_products:
+    if matmul not in kind.expert_matmuls:
         return 1.0
     experts = facts.shape.experts
     assert experts is not None
-    return experts.num_experts / (candidate.layout.ep * expert_spread(candidate))
+    return experts.num_experts / (candidate.layout.ep * count_expert_tensor_ranks(candidate))
 
 
-def _product_seconds(product: Product, rows: float, candidate: Candidate, rates: Rates) -> tuple[float, float, float]:
+def _time_matmul_passes(
+    matmul: Matmul, rows: float, candidate: Candidate, rates: DeviceRates
+) -> tuple[float, float, float]:
     """Return seconds of the matmul, of its input's gradient, and of its weight's gradient."""
     tp = candidate.layout.tp
-    num_in = float(product.num_in)
-    num_out = float(product.num_out)
-    if product.cut in ("expert_columns", "expert_rows") and expert_spread(candidate) > 1:
+    num_in = float(matmul.num_inputs)
+    num_out = float(matmul.num_outputs)
+    if (
+        matmul.sharding in ("expert_columns", "expert_rows")
+        and count_expert_tensor_ranks(candidate) > 1
+    ):
         tp = 1
-    if product.cut in ("columns", "vocabulary", "expert_columns"):
+    if matmul.sharding in ("columns", "vocabulary", "expert_columns"):
         num_out /= tp
-    elif product.cut in ("rows", "expert_rows"):
+    elif matmul.sharding in ("rows", "expert_rows"):
         num_in /= tp
     # Most frameworks pad the vocabulary, whatever size a table states.
-    share = 1.0 if product.cut == "vocabulary" else rates.fitting(num_in, num_out)
-    wide = product.role in ("head", "router")
+    share = 1.0 if matmul.sharding == "vocabulary" else rates.compute_tile_share(num_in, num_out)
+    wide = matmul.role in ("head", "router")
     return (
-        rates.product(rows, num_out, num_in, wide=wide) / share,
-        rates.product(rows, num_in, num_out, wide=wide) / share,
-        rates.product(num_out, num_in, rows, wide=wide) / share,
+        rates.time_matmul(rows, num_out, num_in, is_high_precision=wide) / share,
+        rates.time_matmul(rows, num_in, num_out, is_high_precision=wide) / share,
+        rates.time_matmul(num_out, num_in, rows, is_high_precision=wide) / share,
     )
 
 
-def _attention_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: Rates) -> tuple[float, float]:
+def _time_attention_passes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> tuple[float, float]:
     shape = facts.shape
-    tokens = micro_batch_tokens(candidate)
+    tokens = count_micro_batch_tokens(candidate)
     row_tokens = candidate.document_tokens or candidate.sequence_length
     row_tokens = min(row_tokens, candidate.sequence_length)
     widths = (shape.query_width + shape.value_width) / candidate.layout.tp
-    score_bytes = candidate.engine.score_bytes
+    score_bytes = candidate.conventions.score_bytes
     if shape.attention_soft_cap is not None or not candidate.flash_attention:
         # Not fused: full rows of scores, moved about ten times in fp32 and the compute
         # precision, or as the framework's fused softmax moves them.
         scores = tokens * candidate.sequence_length * shape.num_heads / candidate.layout.tp
         flops = 2.0 * widths * tokens * candidate.sequence_length
-        moved = scores * (8 + 6 * candidate.activation_bytes if score_bytes is None else score_bytes)
-        rate = rates.product_rate * 0.6 * (rates.fitting(shape.head_dim) if shape.head_dim % 8 else 1.0)
-        return flops / rate + rates.moved(moved), 2.0 * flops / rate + rates.moved(1.5 * moved)
-    flops = 2.0 * widths * tokens * facts.visible_keys(kind, row_tokens)
-    forward = rates.attention(flops, row_tokens, shape.head_dim, backward=False)
-    return forward, rates.attention(2.5 * flops, row_tokens, shape.head_dim, backward=True)
+        moved = scores * (
+            8 + 6 * candidate.activation_bytes if score_bytes is None else score_bytes
+        )
+        rate = (
+            rates.matmul_flops_per_second
+            * 0.6
+            * (rates.compute_tile_share(shape.head_dim) if shape.head_dim % 8 else 1.0)
+        )
+        return flops / rate + rates.time_copy(moved), 2.0 * flops / rate + rates.time_copy(
+            1.5 * moved
+        )
+    flops = 2.0 * widths * tokens * facts.compute_mean_visible_keys(kind, row_tokens)
+    forward = rates.time_attention(flops, row_tokens, shape.head_dim, is_backward=False)
+    return forward, rates.time_attention(2.5 * flops, row_tokens, shape.head_dim, is_backward=True)
 
 
-def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
+def _count_elementwise_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
     """Count bytes that a layer's elementwise operations read and write, forward and backward,
     as the model implements them.
 
@@ -281,8 +363,8 @@ def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tu
     shape = facts.shape
     size = candidate.activation_bytes
     tp = candidate.layout.tp
-    tokens = micro_batch_tokens(candidate)
-    stream = residual_tokens(candidate)
+    tokens = count_micro_batch_tokens(candidate)
+    stream = count_residual_tokens(candidate)
     width = stream * shape.hidden_size
     heads = tokens * (shape.query_width + shape.kv_width) / tp
     experts = shape.experts if kind.shape.sparse else None
@@ -292,20 +374,26 @@ def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tu
         rows = tokens * experts.experts_per_token
         inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
         # Rows are gathered, weighted and added back.
-        dispatched = _sent_rows(facts, candidate) * shape.hidden_size
+        dispatched = _count_dispatched_rows(facts, candidate) * shape.hidden_size
         if experts.expert_bias:
             # Biases added to rows and a clamped gate are separate operations: forward they read
             # and write about nine tensors of the inner width, backward twice as many, and two
             # of the model's width.
             dispatched += dispatched / 3
             inner += rows * experts.intermediate_size / tp * 1.8
-    gated = shape.gated or experts is not None
-    forward = width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * dispatched
-    backward = width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * dispatched
+    gated = shape.is_gated or experts is not None
+    forward = (
+        width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * dispatched
+    )
+    backward = (
+        width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * dispatched
+    )
     return forward * size, backward * size
 
 
-def _adapted_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
+def _count_adapter_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
     """Count bytes that adapters move beside their matrices, forward and backward. Their matmuls
     are so narrow that they are memory-bound.
 
@@ -318,45 +406,64 @@ def _adapted_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> 
     if adapter is None:
         return 0.0, 0.0
     forward = backward = 0.0
-    for product, rows in _products(facts, kind, candidate):
+    for product, rows in _list_matmuls(facts, kind, candidate):
         if product.role not in adapter.roles:
             continue
-        rows *= _copies(facts, kind, product, candidate)
-        num_in = rows * product.num_in / (tp if product.cut in ("rows", "expert_rows") else 1)
-        num_out = rows * product.num_out / (tp if product.cut in ("columns", "expert_columns") else 1)
+        rows *= _count_matmul_calls(facts, kind, product, candidate)
+        num_in = (
+            rows * product.num_inputs / (tp if product.sharding in ("rows", "expert_rows") else 1)
+        )
+        num_out = (
+            rows
+            * product.num_outputs
+            / (tp if product.sharding in ("columns", "expert_columns") else 1)
+        )
         forward += num_in + 6 * num_out
         backward += 5 * num_in + 4 * num_out
     return forward * candidate.activation_bytes, backward * candidate.activation_bytes
 
 
-_DEQUANTISED_BYTES = 6.0
+_DEQUANTISATION_BYTES = 6.0
 """Bytes moved per NF4 weight of a matmul: 4 bits read, looked up and written, scaled by scales
 that are quantised too."""
 
 
-def _dequantised_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+def _count_dequantisation_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
     """Count bytes moved in one pass through a layer to dequantise all of its frozen NF4
     matrices (QLoRA)."""
     adapter = candidate.adapter
     if adapter is None or not adapter.quantised:
         return 0.0
     elements = sum(
-        float(product.num_in * product.num_out) * _copies(facts, kind, product, candidate)
-        for product in (*kind.products, *kind.expert_products)
+        float(product.num_inputs * product.num_outputs)
+        * _count_matmul_calls(facts, kind, product, candidate)
+        for product in (*kind.matmuls, *kind.expert_matmuls)
         if product.role not in adapter.unquantised
     )
-    return elements / candidate.layout.tp * _DEQUANTISED_BYTES
+    return elements / candidate.layout.tp * _DEQUANTISATION_BYTES
 
 
-_QUANTISED_BYTES = 4.0
+_QUANTISATION_BYTES = 4.0
 """Bytes moved per element of a low-precision matmul's input: read in bf16, written once by rows
 and once by columns, for the transposed matmul of the backward pass."""
-_FIRST_OF_INPUT = ("query", "qkv", "gate", "gate_up", "attention_out", "down", "query_latent", "key_value", "projection")
+_QUANTISING_ROLES = (
+    "query",
+    "qkv",
+    "gate",
+    "gate_up",
+    "attention_out",
+    "down",
+    "query_latent",
+    "key_value",
+    "projection",
+)
 """Roles whose input is not already quantised for an earlier matmul: keys and values share the
 queries', up shares the gate's."""
 
 
-def _quantised_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
+def _count_quantisation_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
     """Count bytes moved to quantise a layer's operands: inputs in the forward pass, output
     gradients in the backward pass.
 
@@ -364,24 +471,28 @@ def _quantised_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -
     """
     tp = candidate.layout.tp
     forward = backward = 0.0
-    for product, rows in _products(facts, kind, candidate):
+    for product, rows in _list_matmuls(facts, kind, candidate):
         if product.role == "router":
             continue
-        elements = rows * _copies(facts, kind, product, candidate)
-        width_in = float(product.num_in)
-        width_out = float(product.num_out)
-        is_unsharded = product.cut.startswith("expert") and expert_spread(candidate) > 1
-        if not is_unsharded and product.cut in ("columns", "expert_columns"):
+        elements = rows * _count_matmul_calls(facts, kind, product, candidate)
+        width_in = float(product.num_inputs)
+        width_out = float(product.num_outputs)
+        is_unsharded = (
+            product.sharding.startswith("expert") and count_expert_tensor_ranks(candidate) > 1
+        )
+        if not is_unsharded and product.sharding in ("columns", "expert_columns"):
             width_out /= tp
-        elif not is_unsharded and product.cut in ("rows", "expert_rows"):
+        elif not is_unsharded and product.sharding in ("rows", "expert_rows"):
             width_in /= tp
-        if product.role in _FIRST_OF_INPUT or product.cut.startswith("expert"):
+        if product.role in _QUANTISING_ROLES or product.sharding.startswith("expert"):
             forward += elements * width_in
         backward += elements * width_out
-    return forward * _QUANTISED_BYTES, backward * _QUANTISED_BYTES
+    return forward * _QUANTISATION_BYTES, backward * _QUANTISATION_BYTES
 
 
-def weight_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
+def count_weight_traffic_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
     """Count bytes moved for weights rather than tokens: casts at use, copies from gathers and
     to reductions, sums of gradients."""
     layout = candidate.layout
@@ -389,18 +500,30 @@ def weight_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tu
     master = candidate.master_bytes
     if candidate.adapter is not None:
         return 0.0, 0.0
-    elements = facts.held(layout).layers[kind.slot]
-    gradient_bytes = master if candidate.engine.gradient_bytes is None else candidate.engine.gradient_bytes
+    elements = facts.count_elements(layout).layers[kind.slot]
+    gradient_bytes = (
+        master
+        if candidate.conventions.gradient_bytes is None
+        else candidate.conventions.gradient_bytes
+    )
     if layout.zero_stage >= 1 and layout.fsdp > 1:
         if layout.zero_stage == 3:
-            return elements.whole * 2 * size, elements.whole * (3 * size + master)
-        return 0.0, elements.whole * (size + gradient_bytes)
-    if candidate.engine.weight_bytes is None and candidate.engine.casts_at_use and size != master:
-        return elements.matrices * (master + size), elements.matrices * (size + 3 * master)
-    return 0.0, elements.whole * 2 * master
+            return elements.local * 2 * size, elements.local * (3 * size + master)
+        return 0.0, elements.local * (size + gradient_bytes)
+    if (
+        candidate.conventions.weight_bytes is None
+        and candidate.conventions.should_cast_at_use
+        and size != master
+    ):
+        return elements.local_matrices * (master + size), elements.local_matrices * (
+            size + 3 * master
+        )
+    return 0.0, elements.local * 2 * master
 
 
-def end_seconds(facts: ModelFacts, candidate: Candidate, rates: Rates) -> tuple[float, float]:
+def compute_end_seconds(
+    facts: ModelFacts, candidate: Candidate, rates: DeviceRates
+) -> tuple[float, float]:
     """Compute seconds per micro-batch of the embedding (forward and backward), and of the final
     norm, the head and the loss.
 
@@ -410,30 +533,37 @@ def end_seconds(facts: ModelFacts, candidate: Candidate, rates: Rates) -> tuple[
     shape = facts.shape
     size = candidate.activation_bytes
     tp = candidate.layout.tp
-    tokens = micro_batch_tokens(candidate)
+    tokens = count_micro_batch_tokens(candidate)
     vocab = shape.vocab_size / tp
-    embedding = rates.moved(tokens * shape.hidden_size * (3 * size + 4))
+    embedding = rates.time_copy(tokens * shape.hidden_size * (3 * size + 4))
     if candidate.adapter is None:
-        embedding += rates.moved(vocab * shape.hidden_size * 4)
+        embedding += rates.time_copy(vocab * shape.hidden_size * 4)
     chunk = min(candidate.loss_chunk_tokens or tokens, tokens)
     num_chunks = tokens / chunk
-    forward, dx, dw = (seconds * num_chunks for seconds in _product_seconds(facts.head, chunk, candidate, rates))
+    forward, dx, dw = (
+        seconds * num_chunks for seconds in _time_matmul_passes(facts.head, chunk, candidate, rates)
+    )
     if candidate.adapter is not None:
         dw = 0.0
     moved = tokens * vocab * (18 + 6 * size)
     if candidate.adapter is None and candidate.loss_chunk_tokens is not None:
         moved += num_chunks * vocab * shape.hidden_size * (2 * size + 8)
-    return embedding, forward + dx + dw + rates.moved(moved)
+    return embedding, forward + dx + dw + rates.time_copy(moved)
 
 
-def update_seconds(trained_shard: float, candidate: Candidate, rates: Rates) -> float:
+def compute_update_seconds(num_elements: float, candidate: Candidate, rates: DeviceRates) -> float:
     """Compute seconds of norm, clip and update of the trained parameters on a rank: 40 bytes
     each with AdamW's two moments.
 
     For Muon only memory traffic is counted, without the orthogonalisation's matmuls and
     communication.
     """
-    per_element = {"adamw": 40.0, "adamw_8bit": 28.0, "adafactor": 36.0, "muon": 44.0, "sgd": 24.0, "sgd_momentum": 32.0}[
-        candidate.optimizer
-    ]
-    return trained_shard * per_element * candidate.master_bytes / 4 / rates.update_bytes_per_second
+    per_element = {
+        "adamw": 40.0,
+        "adamw_8bit": 28.0,
+        "adafactor": 36.0,
+        "muon": 44.0,
+        "sgd": 24.0,
+        "sgd_momentum": 32.0,
+    }[candidate.optimizer]
+    return num_elements * per_element * candidate.master_bytes / 4 / rates.update_bytes_per_second

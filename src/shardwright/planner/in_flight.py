@@ -9,36 +9,38 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from shardwright.schedule import load_schedule, peak_activations
-from shardwright.schedule.families import FAMILIES, stages_per_rank
+from shardwright.schedule import count_peak_activations, load_schedule
+from shardwright.schedule.registry import PIPELINE_SCHEDULES, count_stages_per_rank
 
 
-def kept_passes(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None) -> tuple[int, ...]:
+def count_passes_in_flight(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
+) -> tuple[int, ...]:
     """Return, per rank, the peak number of passes through one stage whose activations are
     saved.
 
-    >>> kept_passes("1f1b", 4, 8), kept_passes("zbv", 2, 6)
+    >>> count_passes_in_flight("1f1b", 4, 8), count_passes_in_flight("zbv", 2, 6)
     ((4, 3, 2, 1), (4, 4))
     """
-    if name not in FAMILIES or (name == "zbv" and num_micro_batches < 2 * num_ranks):
+    if name not in PIPELINE_SCHEDULES or (name == "zbv" and num_micro_batches < 2 * num_ranks):
         # A schedule from a file, or a ZBV schedule without its last micro-batches.
-        return _counted(name, num_ranks, num_micro_batches, virtual_stages)
+        return _count_scheduled_passes(name, num_ranks, num_micro_batches, virtual_stages)
     ranks = range(num_ranks)
     if name == "gpipe":
         return (num_micro_batches,) * num_ranks
     if name == "1f1b":
         return tuple(min(num_ranks - rank, num_micro_batches) for rank in ranks)
     if name == "zb_h1":
-        return tuple(_zb_h1(rank, num_ranks, num_micro_batches) for rank in ranks)
+        return tuple(_count_zb_h1_passes(rank, num_ranks, num_micro_batches) for rank in ranks)
     if name == "interleaved_1f1b":
-        virtual = stages_per_rank(name, virtual_stages)
+        virtual = count_stages_per_rank(name, virtual_stages)
         warmups = ((virtual - 1) * num_ranks + 2 * (num_ranks - 1 - rank) for rank in ranks)
         return tuple(min(warmup + 1, virtual * num_micro_batches) for warmup in warmups)
     assert name in ("zbv", "dualpipev"), name
     return (2 * num_ranks + (name == "dualpipev"),) * num_ranks
 
 
-def _zb_h1(rank: int, num_ranks: int, num_micro_batches: int) -> int:
+def _count_zb_h1_passes(rank: int, num_ranks: int, num_micro_batches: int) -> int:
     """Count forward passes before the first backward pass, plus one for each deferred weight
     gradient."""
     warmup = min(num_ranks - 1 - rank, num_micro_batches)
@@ -46,5 +48,7 @@ def _zb_h1(rank: int, num_ranks: int, num_micro_batches: int) -> int:
 
 
 @lru_cache(maxsize=512)
-def _counted(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None) -> tuple[int, ...]:
-    return peak_activations(load_schedule(name, num_ranks, num_micro_batches, virtual_stages))
+def _count_scheduled_passes(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None
+) -> tuple[int, ...]:
+    return count_peak_activations(load_schedule(name, num_ranks, num_micro_batches, virtual_stages))

@@ -43,7 +43,15 @@ class MemoryParts:
     def total(self) -> float:
         """Bytes of all parts, as the device's monitor reports them."""
         between = self.weights + self.gradients + self.optimizer
-        return between + self.activations + self.logits + self.gathered + self.workspaces + self.reserve + self.driver
+        return (
+            between
+            + self.activations
+            + self.logits
+            + self.gathered
+            + self.workspaces
+            + self.reserve
+            + self.driver
+        )
 
     @property
     def reserved(self) -> float:
@@ -87,7 +95,14 @@ class TimeParts:
     @property
     def step(self) -> float:
         """Seconds of one optimizer step."""
-        return self.compute + self.exposed + self.bubble + self.optimizer + self.reference + self.overhead
+        return (
+            self.compute
+            + self.exposed
+            + self.bubble
+            + self.optimizer
+            + self.reference
+            + self.overhead
+        )
 
     @property
     def exposed(self) -> float:
@@ -118,7 +133,9 @@ class Prediction:
     @property
     def is_tight(self) -> bool:
         """True if it fits, but not with `MEMORY_ERROR_SHARE` more memory than predicted."""
-        return self.fits and self.memory.total * (1 + MEMORY_ERROR_SHARE) > self.memory_capacity_bytes
+        return (
+            self.fits and self.memory.total * (1 + MEMORY_ERROR_SHARE) > self.memory_capacity_bytes
+        )
 
     @property
     def warning(self) -> str | None:
@@ -145,13 +162,15 @@ class Prediction:
     @property
     def model_flops_utilisation(self) -> float:
         """Model FLOPs per second over the dense peak."""
-        return self.model_flops_per_step / self.time.step / self.num_gpus / self.peak_flops_per_second
+        return (
+            self.model_flops_per_step / self.time.step / self.num_gpus / self.peak_flops_per_second
+        )
 
-    def days(self, num_steps: int) -> float:
+    def compute_days(self, num_steps: int) -> float:
         """Return the days that `num_steps` optimizer steps take."""
         return num_steps * self.time.step / 86400
 
-    def gpu_hours(self, num_steps: int) -> float:
+    def compute_gpu_hours(self, num_steps: int) -> float:
         """Return the GPU-hours that `num_steps` optimizer steps take."""
         return num_steps * self.time.step * self.num_gpus / 3600
 
@@ -172,11 +191,12 @@ class Prediction:
             "adapter": None if candidate.adapter is None else asdict(candidate.adapter),
             "offload": candidate.offload,
             "reference": candidate.reference,
-            "runnable": candidate.runnable,
+            "runnable": candidate.is_runnable,
             "num_gpus": self.num_gpus,
             "fits": self.fits,
             "tight": self.is_tight,
-            "memory_bytes": asdict(self.memory) | {"total": self.memory.total, "capacity": self.memory_capacity_bytes},
+            "memory_bytes": asdict(self.memory)
+            | {"total": self.memory.total, "capacity": self.memory_capacity_bytes},
             "step_seconds": asdict(self.time) | {"total": self.time.step},
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,

@@ -9,10 +9,10 @@ from typing import Any
 
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.predict import Predictor
+from shardwright.planner.divisibility import explain_layout_conflict, list_divisors
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.rules import divisors, why_not
-from shardwright.planner.space import Question, batches
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.search_space import PlanningProblem, list_batches
 from shardwright.units import format_bytes
 
 
@@ -25,64 +25,97 @@ class Rejection:
     reason: str
     needed_bytes: float | None = None
     change: str | None = None
-    changed: Prediction | None = None
+    changed_prediction: Prediction | None = None
 
 
-def familiar(predictor: Predictor, question: Question) -> Iterator[tuple[str, Candidate]]:
+def list_common_layouts(
+    predictor: Predictor, problem: PlanningProblem
+) -> Iterator[tuple[str, Candidate]]:
     """Yield common layouts for these devices: one GPU, DDP, each ZeRO stage, tensor parallelism
     in a node, a pipeline.
 
     All have the smallest possible micro-batch and no recomputation.
     """
-    num_gpus = question.num_gpus
-    gpus_per_domain = min(question.num_gpus, predictor.cluster.domain_size)
-    plain = question.template.layout
-    yield "one GPU", _plain(question, plain)
+    num_gpus = problem.num_gpus
+    gpus_per_domain = min(problem.num_gpus, predictor.cluster.domain_size)
+    plain = problem.template.layout
+    yield "one GPU", _build_plain_candidate(problem, plain)
     if num_gpus == 1:
         return
-    yield "DDP", _plain(question, replace(plain, dp_replicate=num_gpus, zero_stage=0))
+    yield (
+        "DDP",
+        _build_plain_candidate(problem, replace(plain, dp_replicate=num_gpus, zero_stage=0)),
+    )
     for stage in (1, 2, 3):
-        yield f"ZeRO-{stage}", _plain(question, replace(plain, dp_shard=num_gpus, zero_stage=stage))
+        yield (
+            f"ZeRO-{stage}",
+            _build_plain_candidate(problem, replace(plain, dp_shard=num_gpus, zero_stage=stage)),
+        )
     if num_gpus % gpus_per_domain == 0 and gpus_per_domain > 1:
         data_ranks = num_gpus // gpus_per_domain
-        data_layout: dict[str, Any] = {"dp_shard": data_ranks, "zero_stage": 1} if data_ranks > 1 else {}
-        yield f"tp {gpus_per_domain}", _plain(question, replace(plain, tp=gpus_per_domain, **data_layout))
-        yield f"pp {gpus_per_domain}", _plain(question, replace(plain, pp=gpus_per_domain, **data_layout))
+        data_layout: dict[str, Any] = (
+            {"dp_shard": data_ranks, "zero_stage": 1} if data_ranks > 1 else {}
+        )
+        yield (
+            f"tp {gpus_per_domain}",
+            _build_plain_candidate(problem, replace(plain, tp=gpus_per_domain, **data_layout)),
+        )
+        yield (
+            f"pp {gpus_per_domain}",
+            _build_plain_candidate(problem, replace(plain, pp=gpus_per_domain, **data_layout)),
+        )
 
 
-def _plain(question: Question, layout: Layout) -> Candidate:
+def _build_plain_candidate(problem: PlanningProblem, layout: Layout) -> Candidate:
     data = layout.data_ranks
-    possible = list(chain.from_iterable(batches(question, data)))
+    possible = list(chain.from_iterable(list_batches(problem, data)))
     micro_batch, accumulation = min(possible) if possible else (1, 0)
     return replace(
-        question.template, layout=layout, micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation, recompute="none"
+        problem.template,
+        layout=layout,
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        recompute="none",
     )
 
 
-def reject(predictor: Predictor, question: Question) -> list[Rejection]:
+def find_rejections(predictor: Predictor, problem: PlanningProblem) -> list[Rejection]:
     """Return the common layouts that cannot run or do not fit."""
     rejections = []
-    for name, candidate in familiar(predictor, question):
-        reason = why_not_at_all(predictor, question, candidate)
+    for name, candidate in list_common_layouts(predictor, problem):
+        reason = explain_conflict(predictor, problem, candidate)
         if reason is not None:
             rejections.append(Rejection(name, reason))
             continue
         prediction = predictor.predict(candidate)
         if not prediction.fits:
-            change, changed = cheapest_change(predictor, question, candidate)
-            rejections.append(Rejection(name, _size(prediction), prediction.memory.total, change, changed))
+            change, changed = find_cheapest_change(predictor, problem, candidate)
+            rejections.append(
+                Rejection(
+                    name, _describe_memory(prediction), prediction.memory.total, change, changed
+                )
+            )
     return rejections
 
 
-def why_not_at_all(predictor: Predictor, question: Question, candidate: Candidate) -> str | None:
+def explain_conflict(
+    predictor: Predictor, problem: PlanningProblem, candidate: Candidate
+) -> str | None:
     """Return the reason why a layout cannot run even with unlimited memory. None if it can."""
     if candidate.gradient_accumulation_steps == 0:
         num_ranks = candidate.layout.data_ranks
-        return f"global batch {question.global_batch_size} is not divisible by {num_ranks} data ranks"
-    return why_not(predictor.facts, candidate.layout, candidate.sequence_length, candidate.gradient_accumulation_steps)
+        return (
+            f"global batch {problem.global_batch_size} is not divisible by {num_ranks} data ranks"
+        )
+    return explain_layout_conflict(
+        predictor.facts,
+        candidate.layout,
+        candidate.sequence_length,
+        candidate.gradient_accumulation_steps,
+    )
 
 
-def _size(prediction: Prediction) -> str:
+def _describe_memory(prediction: Prediction) -> str:
     memory = prediction.memory
     parts = {
         "weights": memory.weights,
@@ -98,12 +131,14 @@ def _size(prediction: Prediction) -> str:
     return f"needs {format_bytes(memory.total)} of {capacity}: {summary}"
 
 
-def cheapest_change(predictor: Predictor, question: Question, candidate: Candidate) -> tuple[str | None, Prediction | None]:
+def find_cheapest_change(
+    predictor: Predictor, problem: PlanningProblem, candidate: Candidate
+) -> tuple[str | None, Prediction | None]:
     """Return the fastest change that makes the candidate fit, and the changed prediction.
 
     Tries combinations of up to three changes that `train` supports, then those with offload.
     """
-    changes = list(_changes(question, candidate))
+    changes = list(_list_changes(problem, candidate))
     for is_runnable in (True, False):
         for count in (1, 2, 3):
             fitting = []
@@ -113,38 +148,58 @@ def cheapest_change(predictor: Predictor, question: Question, candidate: Candida
                     changed = candidate
                     for _, _, apply in chosen:
                         changed = apply(changed)
-                    if why_not_at_all(predictor, question, changed) is None:
+                    if explain_conflict(predictor, problem, changed) is None:
                         prediction = predictor.predict(changed)
                         if prediction.fits:
-                            fitting.append((" and ".join(name for _, name, _ in chosen), prediction))
+                            fitting.append(
+                                (" and ".join(name for _, name, _ in chosen), prediction)
+                            )
             if fitting:
                 return min(fitting, key=lambda pair: pair[1].time.step)
     return None, None
 
 
-_Apply = Callable[[Candidate], Candidate]
+_Change = Callable[[Candidate], Candidate]
 
 
-def _with(**values: Any) -> _Apply:
+def _change_candidate(**values: Any) -> _Change:
     return lambda candidate: replace(candidate, **values)
 
 
-def _with_layout(**values: Any) -> _Apply:
+def _change_layout(**values: Any) -> _Change:
     return lambda candidate: replace(candidate, layout=replace(candidate.layout, **values))
 
 
-def _changes(question: Question, candidate: Candidate) -> Iterator[tuple[str, str, _Apply]]:
+def _list_changes(
+    problem: PlanningProblem, candidate: Candidate
+) -> Iterator[tuple[str, str, _Change]]:
     """Yield kind, description and function of each change."""
     layout = candidate.layout
-    for recompute in question.recomputes:
+    for recompute in problem.recompute_kinds:
         if recompute != candidate.recompute and recompute != "none":
-            yield "recompute", f"recompute: {recompute}", _with(recompute=recompute)
-    for size in divisors(candidate.micro_batch_size)[:-1]:
+            yield "recompute", f"recompute: {recompute}", _change_candidate(recompute=recompute)
+    for size in list_divisors(candidate.micro_batch_size)[:-1]:
         steps = candidate.gradient_accumulation_steps * candidate.micro_batch_size // size
-        yield "micro batch", f"micro batch {size}", _with(micro_batch_size=size, gradient_accumulation_steps=steps)
+        yield (
+            "micro batch",
+            f"micro batch {size}",
+            _change_candidate(micro_batch_size=size, gradient_accumulation_steps=steps),
+        )
     data_ranks = layout.data_ranks
     for stage in (1, 2, 3):
         if data_ranks * layout.cp > 1 and stage > layout.zero_stage:
-            yield "ZeRO", f"zero_stage {stage}", _with_layout(zero_stage=stage, dp_shard=data_ranks, dp_replicate=1)
-    yield "offload", "offload of the optimizer (predicted only)", _with(offload="optimizer")
-    yield "offload", "offload of parameters and optimizer (predicted only)", _with(offload="parameters")
+            yield (
+                "ZeRO",
+                f"zero_stage {stage}",
+                _change_layout(zero_stage=stage, dp_shard=data_ranks, dp_replicate=1),
+            )
+    yield (
+        "offload",
+        "offload of the optimizer (predicted only)",
+        _change_candidate(offload="optimizer"),
+    )
+    yield (
+        "offload",
+        "offload of parameters and optimizer (predicted only)",
+        _change_candidate(offload="parameters"),
+    )

@@ -9,16 +9,16 @@ from itertools import pairwise
 from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.facts import ModelFacts
-from shardwright.planner.predict import Predictor
+from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.search import search
-from shardwright.planner.space import Question
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.search import search_layouts
+from shardwright.planner.search_space import PlanningProblem
 
-FLAT_SHARE = 0.5
+FLAT_GROWTH_SHARE = 0.5
 """Scaling is flat if more devices add less than this share of the ideal throughput gain."""
 
-_MOST_GPUS = 65536
+_MAX_GPUS = 65536
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,19 @@ class ScalePoint:
     efficiency: float | None
 
 
-def resized(cluster: Cluster, num_gpus: int) -> Cluster:
+def resize_cluster(cluster: Cluster, num_gpus: int) -> Cluster:
     """Return the cluster with `num_gpus` devices: part of a node, or whole nodes.
 
     Raises:
         LayoutError: the number is no multiple of a node's devices.
     """
     if num_gpus <= cluster.gpus_per_node:
-        return replace(cluster, gpus_per_node=num_gpus, num_nodes=1, domain_size=min(cluster.domain_size, max(1, num_gpus)))
+        return replace(
+            cluster,
+            gpus_per_node=num_gpus,
+            num_nodes=1,
+            domain_size=min(cluster.domain_size, max(1, num_gpus)),
+        )
     if num_gpus % cluster.gpus_per_node:
         lower_count = num_gpus // cluster.gpus_per_node * cluster.gpus_per_node
         raise LayoutError(
@@ -50,15 +55,21 @@ def resized(cluster: Cluster, num_gpus: int) -> Cluster:
     return replace(cluster, num_nodes=num_gpus // cluster.gpus_per_node)
 
 
-def scale(
-    facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, question: Question, counts: Iterable[int]
+def scale_devices(
+    facts: ModelFacts,
+    cluster: Cluster,
+    efficiency: Efficiency,
+    problem: PlanningProblem,
+    gpu_counts: Iterable[int],
 ) -> list[ScalePoint]:
     """Plan each number of devices."""
     points: list[ScalePoint] = []
     first: Prediction | None = None
-    for num_gpus in counts:
-        predictor = Predictor(facts, resized(cluster, num_gpus), efficiency)
-        prediction = search(predictor, replace(question, num_gpus=num_gpus), top=1).chosen
+    for num_gpus in gpu_counts:
+        predictor = Predictor(facts, resize_cluster(cluster, num_gpus), efficiency)
+        prediction = search_layouts(
+            predictor, replace(problem, num_gpus=num_gpus), num_layouts=1
+        ).chosen
         first = first or prediction
         share = None
         if prediction is not None and first is not None:
@@ -67,28 +78,34 @@ def scale(
     return points
 
 
-def flattens_at(points: list[ScalePoint]) -> int | None:
+def find_flattening(points: list[ScalePoint]) -> int | None:
     """Return the number of devices beyond which scaling is flat. None if it never is."""
     fitting = [point for point in points if point.prediction is not None]
     for before, after in pairwise(fitting):
         assert before.prediction is not None
         assert after.prediction is not None
         gain = after.prediction.tokens_per_second / before.prediction.tokens_per_second - 1
-        if gain < FLAT_SHARE * (after.num_gpus / before.num_gpus - 1):
+        if gain < FLAT_GROWTH_SHARE * (after.num_gpus / before.num_gpus - 1):
             return before.num_gpus
     return None
 
 
-def fewest_gpus(facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, question: Question) -> Prediction | None:
+def find_min_gpus(
+    facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, problem: PlanningProblem
+) -> Prediction | None:
     """Return the prediction for the first doubling of the devices on which a layout fits, or
     None."""
-    num_gpus = question.num_gpus
-    while num_gpus < _MOST_GPUS:
+    num_gpus = problem.num_gpus
+    while num_gpus < _MAX_GPUS:
         num_gpus *= 2
-        if num_gpus > cluster.gpus_per_node and (num_gpus % cluster.gpus_per_node or (cluster.inter is None)):
+        if num_gpus > cluster.gpus_per_node and (
+            num_gpus % cluster.gpus_per_node or (cluster.inter is None)
+        ):
             continue
-        predictor = Predictor(facts, resized(cluster, num_gpus), efficiency)
-        chosen = search(predictor, replace(question, num_gpus=num_gpus), top=1).chosen
+        predictor = Predictor(facts, resize_cluster(cluster, num_gpus), efficiency)
+        chosen = search_layouts(
+            predictor, replace(problem, num_gpus=num_gpus), num_layouts=1
+        ).chosen
         if chosen is not None:
             return chosen
     return None

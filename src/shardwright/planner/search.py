@@ -29,101 +29,144 @@ from functools import partial
 from itertools import count
 from math import prod
 
-from shardwright.planner.activations import layer_activations
-from shardwright.planner.bounds import DataBound, PipelineBounds, PipelineKey, overhead_of, together
+from shardwright.planner.activations import get_layer_activations
+from shardwright.planner.bounds import (
+    DataTrafficBound,
+    PipelineBoundModel,
+    PipelineKey,
+    compute_overhead,
+    merge_bounds,
+)
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory import StageLoad, Standing, predict_memory, standing_of
-from shardwright.planner.partial import ChosenHow, Kept, Pipelines, Scheduled, with_least
-from shardwright.planner.pipeline import PipelineShape, was_simulated
-from shardwright.planner.predict import Predictor
+from shardwright.planner.divisibility import list_schedules
+from shardwright.planner.memory import (
+    PersistentMemory,
+    StageLoad,
+    compute_persistent_memory,
+    predict_memory,
+)
+from shardwright.planner.pipeline import PipelineStages, is_simulated
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
-from shardwright.planner.rules import schedules_for
-from shardwright.planner.space import PLAIN, Degrees, How, Question, Sharding, Space
-from shardwright.planner.step import LayerCosts
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.search_space import (
+    CHEAPEST_EXECUTION,
+    Degrees,
+    ExecutionChoice,
+    PlanningProblem,
+    SearchSpace,
+    ShardingChoice,
+)
+from shardwright.planner.search_state import (
+    MicroBatchActivations,
+    PartialChoice,
+    PipelineOptions,
+    ScheduleOption,
+    build_pipeline_options,
+)
+from shardwright.planner.step_time import LayerCosts
 
-SAME_SHARE = 0.03
+EQUAL_STEP_SHARE = 0.03
 """Layouts whose step times differ by less than this share count as equal: predictions are no
 more precise, and less partitioning is simpler."""
 
-PATIENCE = 200
+MAX_EXTRA_EXPANSIONS = 200
 """Choices expanded for the rest of the table after the fastest is known. After that, only
 simpler ones that are as fast as the best."""
 
-MORE_PATIENCE = 4
-"""Factor of `PATIENCE` while the search has found fewer layouts than the table has rows, as few
-fit."""
+EXTRA_EXPANSION_FACTOR = 4
+"""Factor of `MAX_EXTRA_EXPANSIONS` while the search has found fewer layouts than the table has
+rows, as few fit."""
 
 
 @dataclass
-class Found:
-    """Search result, best first, one prediction per `key_of`, and search statistics."""
+class SearchResult:
+    """Search result, best first, one prediction per `build_layout_key`, and search statistics."""
 
     predictions: list[Prediction] = field(default_factory=list)
     num_proven: int = 0
     """Number of leading predictions that no unexplored layout can precede."""
     num_predicted: int = 0
     num_too_large: int = 0
-    least_bytes: float = float("inf")
+    min_needed_bytes: float = float("inf")
     """Smallest memory among candidates that did not fit."""
-    with_room: Prediction | None = None
+    best_with_margin: Prediction | None = None
     """Best layout within the memory margin, if the best of all is tight. Not necessarily among
     `predictions`."""
 
     @property
     def chosen(self) -> Prediction | None:
         """Recommended layout. It is tight only if no layout fits with the memory margin."""
-        return self.with_room or self.best
+        return self.best_with_margin or self.best
 
     @property
     def best(self) -> Prediction | None:
-        """Layout with the least partitioning among those within `SAME_SHARE` of the fastest; of
-        equal ones the fastest."""
+        """Layout with the least partitioning among those within `EQUAL_STEP_SHARE` of the fastest;
+        of equal ones the fastest."""
         if not self.predictions:
             return None
-        limit = self.predictions[0].time.step * (1 + SAME_SHARE)
+        limit = self.predictions[0].time.step * (1 + EQUAL_STEP_SHARE)
         fastest = [prediction for prediction in self.predictions if prediction.time.step <= limit]
-        return min(fastest, key=lambda prediction: (num_cuts(prediction.candidate), prediction.time.step))
+        return min(
+            fastest,
+            key=lambda prediction: (measure_complexity(prediction.candidate), prediction.time.step),
+        )
 
 
-def num_cuts(candidate: Candidate) -> tuple[int, int, int, int]:
+def measure_complexity(candidate: Candidate) -> tuple[int, int, int, int]:
     """Return a candidate's complexity: axes of model parallelism in use, the product of their
     degrees, ZeRO stage, recomputation."""
     layout = candidate.layout
     degrees = (layout.pp, layout.tp, layout.cp, layout.ep)
     num_axes = sum(degree > 1 for degree in degrees)
-    return num_axes, prod(degrees), layout.zero_stage, ("none", "selective", "full").index(candidate.recompute)
+    return (
+        num_axes,
+        prod(degrees),
+        layout.zero_stage,
+        ("none", "selective", "full").index(candidate.recompute),
+    )
 
 
-def key_of(candidate: Candidate) -> tuple[int, ...]:
+def build_layout_key(candidate: Candidate) -> tuple[int, ...]:
     """Return the key that distinguishes layouts in the table: degrees and ZeRO stage, without
     details."""
     layout = candidate.layout
     return layout.pp, layout.tp, layout.cp, layout.ep, layout.zero_stage
 
 
-def search(predictor: Predictor, question: Question, *, top: int = 10, patience: int = PATIENCE) -> Found:
-    """Find the best layout that fits and the simplest equally good one, with proof, and `top`
-    layouts in total.
+def search_layouts(
+    predictor: Predictor,
+    problem: PlanningProblem,
+    *,
+    num_layouts: int = 10,
+    max_extra_expansions: int = MAX_EXTRA_EXPANSIONS,
+) -> SearchResult:
+    """Find the best layout that fits and the simplest equally good one, with proof, and
+    `num_layouts` layouts in total.
 
     If the best one is tight, also find the best one within the memory margin.
 
     Args:
-        patience: choices expanded for the rest of the table once the best is known. After that,
-            earlier predictions fill the table. `Found.num_proven` is the number of proven rows.
+        max_extra_expansions: choices expanded for the rest of the table once the best is known.
+            After that, earlier predictions fill the table. `SearchResult.num_proven` is the
+            number of proven rows.
     """
-    with _no_collection():
-        result = _Search(predictor, question, predictor.capacity).run(top, patience)
+    with _disable_garbage_collection():
+        result = _LayoutSearch(predictor, problem, predictor.capacity_bytes).run(
+            num_layouts, max_extra_expansions
+        )
         if result.best is not None and result.best.is_tight:
             # A separate search: the fastest of a key may be tight while another micro-batch or
             # recomputation is not.
-            capacity = predictor.capacity / (1 + MEMORY_ERROR_SHARE)
-            best = _Search(predictor, question, capacity).run(1, patience).best
-            result.with_room = next((prediction for prediction in result.predictions if prediction == best), best)
+            capacity = predictor.capacity_bytes / (1 + MEMORY_ERROR_SHARE)
+            best = _LayoutSearch(predictor, problem, capacity).run(1, max_extra_expansions).best
+            result.best_with_margin = next(
+                (prediction for prediction in result.predictions if prediction == best), best
+            )
         return result
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _disable_garbage_collection() -> Iterator[None]:
     """Disable Python's cyclic garbage collector during a search.
 
     A search creates no cycles, but hundreds of thousands of values that live until its end,
@@ -138,290 +181,459 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Search:
+class _LayoutSearch:
     """State of one search. `heap` entries are (bound, axes in use, counter, function that
     expands the choice)."""
 
-    def __init__(self, predictor: Predictor, question: Question, capacity: float) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, predictor: Predictor, problem: PlanningProblem, capacity_bytes: float
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
         self.predictor = predictor
-        self.question = question
+        self.problem = problem
         self.facts = predictor.facts
-        self.space = Space(predictor.facts, question, predictor.cluster.domain_size)
-        self.found = Found()
-        self._growth, self._fixed = overhead_of(predictor, question.num_gpus)
-        self._numbers = count()
+        self.space = SearchSpace(predictor.facts, problem, predictor.cluster.domain_size)
+        self.result = SearchResult()
+        self._straggler_factor, self._fixed_seconds = compute_overhead(predictor, problem.num_gpus)
+        self._counter = count()
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
-        self._seen: dict[tuple[int, ...], Prediction] = {}
-        self._done: dict[tuple[int, ...], Prediction] = {}
-        self._best_cuts: int | None = None
+        self._predicted: dict[tuple[int, ...], Prediction] = {}
+        self._proven: dict[tuple[int, ...], Prediction] = {}
+        self._min_parallel_axes: int | None = None
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
-        self._kept: dict[tuple[object, ...], Kept] = {}
-        self._leanest: dict[tuple[object, ...], list[Kept]] = {}
-        self._standing: dict[tuple[object, ...], Standing] = {}
-        self._data: dict[tuple[object, ...], DataBound] = {}
-        self._schedules: dict[tuple[int, int], Pipelines | None] = {}
-        self._any_schedule: dict[tuple[object, ...], list[PipelineBounds]] = {}
-        self._bounds: dict[PipelineKey, PipelineBounds] = {}
+        self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
+        self._min_activations: dict[tuple[object, ...], list[MicroBatchActivations]] = {}
+        self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
+        self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
+        self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
+        self._distinct_bounds: dict[tuple[object, ...], list[PipelineBoundModel]] = {}
+        self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
 
-    def run(self, top: int, patience: int) -> Found:
-        for alike in self.space.degrees():
-            self._push_roughly(alike)
-        remaining = patience
+    def run(self, num_layouts: int, max_extra_expansions: int) -> SearchResult:
+        for alike in self.space.list_degrees():
+            self._push_coarse(alike)
+        remaining = max_extra_expansions
         while self._heap:
             bound, num_axes, _, expand = heapq.heappop(self._heap)
-            if self._done:
-                is_equal = bound <= next(iter(self._done.values())).time.step * (1 + SAME_SHARE)
-                is_exhausted = remaining < 0 and (len(self._seen) >= top or remaining < (1 - MORE_PATIENCE) * patience)
-                is_complete = is_exhausted or len(self._done) >= top
+            if self._proven:
+                is_equal = bound <= next(iter(self._proven.values())).time.step * (
+                    1 + EQUAL_STEP_SHARE
+                )
+                is_exhausted = remaining < 0 and (
+                    len(self._predicted) >= num_layouts
+                    or remaining < (1 - EXTRA_EXPANSION_FACTOR) * max_extra_expansions
+                )
+                is_complete = is_exhausted or len(self._proven) >= num_layouts
                 if is_complete and not is_equal:
                     break
-                if is_exhausted and self._best_cuts is not None and num_axes >= self._best_cuts:
+                if (
+                    is_exhausted
+                    and self._min_parallel_axes is not None
+                    and num_axes >= self._min_parallel_axes
+                ):
                     continue  # neither faster nor simpler
                 remaining -= 1
             expand()
         # Predictions that were not proven follow: equally good ones may be unexplored.
-        table = self._done | {key: prediction for key, prediction in self._seen.items() if key not in self._done}
-        self.found.predictions = sorted(table.values(), key=lambda prediction: prediction.time.step)
-        self.found.num_proven = len(self._done)
+        table = self._proven | {
+            key: prediction
+            for key, prediction in self._predicted.items()
+            if key not in self._proven
+        }
+        self.result.predictions = sorted(
+            table.values(), key=lambda prediction: prediction.time.step
+        )
+        self.result.num_proven = len(self._proven)
         self._heap.clear()  # break the reference cycles without the collector
-        return self.found
+        return self.result
 
-    def _push(self, seconds: float, degrees: Degrees, open_: Callable[[], None]) -> None:
-        self._push_at(seconds * self._growth + self._fixed, degrees, open_)
+    def _push(self, seconds: float, degrees: Degrees, expand: Callable[[], None]) -> None:
+        self._push_at(seconds * self._straggler_factor + self._fixed_seconds, degrees, expand)
 
-    def _push_at(self, seconds: float, degrees: Degrees, open_: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (seconds, degrees.cuts, next(self._numbers), open_))
+    def _push_at(self, seconds: float, degrees: Degrees, expand: Callable[[], None]) -> None:
+        heapq.heappush(
+            self._heap, (seconds, degrees.num_parallel_axes, next(self._counter), expand)
+        )
 
     # Levels 0 and 1: degrees and micro-batches; minimum over recomputation and methods of tp
     # and cp.
 
-    def _push_roughly(self, alike: tuple[Degrees, ...]) -> None:
+    def _push_coarse(self, variants: tuple[Degrees, ...]) -> None:
         """Push degrees that differ in their micro-batch, before any memory check.
 
         The bound is the cost of all rows in one micro-batch, for which a few costs suffice for
         all pipelines. Most degrees are never expanded.
         """
-        rows = self.question.global_batch_size
-        if len(alike) == 1 or rows is None or self.predictor.cluster.profile is not None:
-            self._open_alike(alike)  # measured rates need not be monotonic, so no bound holds
+        rows = self.problem.global_batch_size
+        if len(variants) == 1 or rows is None or self.predictor.cluster.profile is not None:
+            self._expand_variants(
+                variants
+            )  # measured rates need not be monotonic, so no bound holds
             return
-        whole_batch = alike[-1]._replace(micro_batch=rows)
-        self._push(self._least(alike, whole_batch), whole_batch, partial(self._push_alike, alike))
+        whole_batch = variants[-1]._replace(micro_batch_size=rows)
+        self._push(
+            self._bound_seconds(variants, whole_batch),
+            whole_batch,
+            partial(self._push_largest, variants),
+        )
 
-    def _push_alike(self, alike: tuple[Degrees, ...]) -> None:
+    def _push_largest(self, variants: tuple[Degrees, ...]) -> None:
         """Push these degrees with the bound of the largest micro-batch that fits. A larger one
         never costs more per row, so this bound holds for all."""
-        largest = next((degrees for degrees in reversed(alike) if self._may_fit(degrees)), None)
+        largest = next(
+            (degrees for degrees in reversed(variants) if self._has_capacity_for_degrees(degrees)),
+            None,
+        )
         if largest is None:
             return
-        fitting = tuple(degrees for degrees in alike if degrees.micro_batch <= largest.micro_batch)
-        self._push(self._least(alike, largest), largest, partial(self._open_alike, fitting))
+        fitting = tuple(
+            degrees for degrees in variants if degrees.micro_batch_size <= largest.micro_batch_size
+        )
+        self._push(
+            self._bound_seconds(variants, largest), largest, partial(self._expand_variants, fitting)
+        )
 
-    def _least(self, alike: tuple[Degrees, ...], largest: Degrees) -> float:
+    def _bound_seconds(self, variants: tuple[Degrees, ...], largest: Degrees) -> float:
         """Return the minimum seconds of all variants, from the cost per row of the largest
         micro-batch."""
-        costs = self._costs_of(largest, PLAIN)
-        rows = alike[0].micro_batch * alike[0].accumulation
+        costs = self._get_layer_costs(largest, CHEAPEST_EXECUTION)
+        rows = variants[0].micro_batch_size * variants[0].accumulation_steps
         # Of the largest one's time: the first micro-batch may be the smallest.
-        share = alike[0].micro_batch / largest.micro_batch
-        pipelines = self._apart(alike)
-        return min((bounds.seconds(costs, rows / largest.micro_batch, share) for bounds in pipelines), default=float("inf"))
+        share = variants[0].micro_batch_size / largest.micro_batch_size
+        pipelines = self._list_distinct_bounds(variants)
+        return min(
+            (
+                bounds.compute_seconds(costs, rows / largest.micro_batch_size, share)
+                for bounds in pipelines
+            ),
+            default=float("inf"),
+        )
 
-    def _apart(self, alike: tuple[Degrees, ...]) -> list[PipelineBounds]:
+    def _list_distinct_bounds(self, variants: tuple[Degrees, ...]) -> list[PipelineBoundModel]:
         """List the distinct pipeline bounds of all micro-batch variants."""
-        key = (alike[0].pp, tuple(degrees.accumulation for degrees in alike))
-        bounds = self._any_schedule.get(key)
+        key = (variants[0].pp, tuple(degrees.accumulation_steps for degrees in variants))
+        bounds = self._distinct_bounds.get(key)
         if bounds is None:
-            options = [pipelines for degrees in alike if (pipelines := self._pipelines(degrees)) is not None]
-            bounds = self._any_schedule[key] = list({b.key: b for pipelines in options for b in pipelines.apart}.values())
+            options = [
+                pipelines
+                for degrees in variants
+                if (pipelines := self._get_pipeline_options(degrees)) is not None
+            ]
+            bounds = self._distinct_bounds[key] = list(
+                {b.key: b for pipelines in options for b in pipelines.distinct_bounds}.values()
+            )
         return bounds
 
-    def _open_alike(self, alike: tuple[Degrees, ...]) -> None:
-        for degrees in alike:
-            pipelines = self._pipelines(degrees)
-            if pipelines is not None and self._may_fit(degrees):
-                costs = self._costs_of(degrees, PLAIN)
-                min_seconds = min(bounds.seconds(costs, degrees.accumulation) for bounds in pipelines.apart)
-                self._push(min_seconds, degrees, partial(self._open_degrees, degrees, pipelines))
+    def _expand_variants(self, variants: tuple[Degrees, ...]) -> None:
+        for degrees in variants:
+            pipelines = self._get_pipeline_options(degrees)
+            if pipelines is not None and self._has_capacity_for_degrees(degrees):
+                costs = self._get_layer_costs(degrees, CHEAPEST_EXECUTION)
+                min_seconds = min(
+                    bounds.compute_seconds(costs, degrees.accumulation_steps)
+                    for bounds in pipelines.distinct_bounds
+                )
+                self._push(min_seconds, degrees, partial(self._expand_degrees, degrees, pipelines))
 
-    def _may_fit(self, degrees: Degrees) -> bool:
-        pipelines = self._pipelines(degrees)
+    def _has_capacity_for_degrees(self, degrees: Degrees) -> bool:
+        pipelines = self._get_pipeline_options(degrees)
         if pipelines is None:
             return False
-        key = (degrees.tp, degrees.cp, degrees.micro_batch)
-        alternatives = self._leanest.get(key)
+        key = (degrees.tp, degrees.cp, degrees.micro_batch_size)
+        alternatives = self._min_activations.get(key)
         if alternatives is None:
-            executions = [PLAIN._replace(recompute=recompute) for recompute in self.question.recomputes]
-            alternatives = self._leanest[key] = [self._kept_of(degrees, execution) for execution in executions]
-        activation_bytes = min(alternative.least(pipelines.passes) for alternative in alternatives)
-        return self._fits_live(degrees, activation_bytes) and self._fits_live(
-            degrees, self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss + activation_bytes
+            executions = [
+                CHEAPEST_EXECUTION._replace(recompute=recompute)
+                for recompute in self.problem.recompute_kinds
+            ]
+            alternatives = self._min_activations[key] = [
+                self._get_activations(degrees, execution) for execution in executions
+            ]
+        activation_bytes = min(
+            alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives
+        )
+        return self._has_capacity_for_live(
+            degrees, activation_bytes
+        ) and self._has_capacity_for_live(
+            degrees,
+            self._get_persistent_memory(
+                degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
+            ).total_at_loss
+            + activation_bytes,
         )
 
     # Level 2: recomputation, methods of tp and cp.
 
-    def _open_degrees(self, degrees: Degrees, pipelines: Pipelines) -> None:
-        if self._is_settled(degrees):
+    def _expand_degrees(self, degrees: Degrees, pipelines: PipelineOptions) -> None:
+        if self._is_complete(degrees):
             return
         # The first rank's minimum over schedules with everything sharded, before the individual
         # options.
-        standing = self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss
-        for how in self.space.hows(degrees):
-            activations = self._kept_of(degrees, how)
-            min_bytes = activations.least(pipelines.passes)
-            if self._fits_live(degrees, standing + min_bytes):
-                costs = self._costs_of(degrees, how)
-                bounds = {each.key: each.bound(costs, degrees.accumulation) for each in pipelines.apart}
+        standing = self._get_persistent_memory(
+            degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
+        ).total_at_loss
+        for how in self.space.list_executions(degrees):
+            activations = self._get_activations(degrees, how)
+            min_bytes = activations.compute_min_bytes(pipelines.num_passes)
+            if self._has_capacity_for_live(degrees, standing + min_bytes):
+                costs = self._get_layer_costs(degrees, how)
+                bounds = {
+                    each.key: each.compute_bound(costs, degrees.accumulation_steps)
+                    for each in pipelines.distinct_bounds
+                }
                 seconds = min(bound.seconds for bound in bounds.values())
-                choice = ChosenHow(degrees, how, pipelines, costs, activations, min_bytes, bounds)
-                self._push(seconds, degrees, partial(self._open_how, choice))
+                choice = PartialChoice(
+                    degrees, how, pipelines, costs, activations, min_bytes, bounds
+                )
+                self._push(seconds, degrees, partial(self._expand_execution, choice))
 
-    def _pipelines(self, degrees: Degrees) -> Pipelines | None:
+    def _get_pipeline_options(self, degrees: Degrees) -> PipelineOptions | None:
         """Return the schedules that can run, None if there are none."""
-        key = (degrees.pp, degrees.accumulation)
+        key = (degrees.pp, degrees.accumulation_steps)
         if key not in self._schedules:
             options = []
-            for name, virtual in schedules_for(self.facts, degrees.pp, degrees.accumulation):
-                candidate = self.space.candidate(degrees, PLAIN, schedule=(name, virtual))
-                pipeline = self.predictor.pipeline(candidate)
-                options.append(Scheduled(self._bounds_of(pipeline), pipeline.load_of(0), name, virtual))
-            self._schedules[key] = with_least(options, alone=degrees.pp == 1) if options else None
+            for name, virtual in list_schedules(self.facts, degrees.pp, degrees.accumulation_steps):
+                candidate = self.space.build_candidate(
+                    degrees, CHEAPEST_EXECUTION, schedule=(name, virtual)
+                )
+                pipeline = self.predictor.get_pipeline_stages(candidate)
+                options.append(
+                    ScheduleOption(
+                        self._get_pipeline_bounds(pipeline),
+                        pipeline.build_rank_load(0),
+                        name,
+                        virtual,
+                    )
+                )
+            self._schedules[key] = (
+                build_pipeline_options(options, is_single_stage=degrees.pp == 1)
+                if options
+                else None
+            )
         return self._schedules[key]
 
-    def _bounds_of(self, pipeline: PipelineShape) -> PipelineBounds:
-        bounds = PipelineBounds(pipeline)
+    def _get_pipeline_bounds(self, pipeline: PipelineStages) -> PipelineBoundModel:
+        bounds = PipelineBoundModel(pipeline)
         return self._bounds.setdefault(bounds.key, bounds)
 
-    def _costs_of(self, degrees: Degrees, how: How) -> LayerCosts:
-        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch, how)
+    def _get_layer_costs(self, degrees: Degrees, execution: ExecutionChoice) -> LayerCosts:
+        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size, execution)
         costs = self._costs.get(key)
         if costs is None:
-            costs = self._costs[key] = self.predictor.layer_costs(self.space.candidate(degrees, how))
+            costs = self._costs[key] = self.predictor.compute_layer_costs(
+                self.space.build_candidate(degrees, execution)
+            )
         return costs
 
-    def _kept_of(self, degrees: Degrees, how: How) -> Kept:
-        key = (degrees.tp, degrees.cp, degrees.micro_batch, how)
-        activations = self._kept.get(key)
+    def _get_activations(
+        self, degrees: Degrees, execution: ExecutionChoice
+    ) -> MicroBatchActivations:
+        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
+        activations = self._activations.get(key)
         if activations is None:
-            candidate = self.space.candidate(degrees, how)
-            layers = [layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds]
-            backward_bytes = tuple(layer.rebuilt + layer.gradients for layer in layers)
-            activations = self._kept[key] = Kept(tuple(layer.kept for layer in layers), backward_bytes)
+            candidate = self.space.build_candidate(degrees, execution)
+            layers = [
+                get_layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds
+            ]
+            backward_bytes = tuple(
+                layer.recomputed_bytes + layer.gradient_bytes for layer in layers
+            )
+            activations = self._activations[key] = MicroBatchActivations(
+                tuple(layer.saved_bytes for layer in layers), backward_bytes
+            )
         return activations
 
     # Level 3: ZeRO.
 
-    def _open_how(self, chosen: ChosenHow) -> None:
+    def _expand_execution(self, chosen: PartialChoice) -> None:
         degrees = chosen.degrees
-        if self._is_settled(degrees):
+        if self._is_complete(degrees):
             return
-        merged = together(list(chosen.bounds.values()))
-        for sharding in self.space.shardings(degrees):
-            standing = self._standing_of(degrees, chosen.pipelines.first, sharding).at_loss
-            if self._is_done(degrees, sharding) or not self._fits_live(degrees, standing + chosen.least_kept):
+        merged = merge_bounds(list(chosen.bounds.values()))
+        for sharding in self.space.list_shardings(degrees):
+            standing = self._get_persistent_memory(
+                degrees, chosen.pipelines.first_rank_load, sharding
+            ).total_at_loss
+            if self._is_proven(degrees, sharding) or not self._has_capacity_for_live(
+                degrees, standing + chosen.min_activation_bytes
+            ):
                 continue
-            weight_seconds, exposed_seconds = self._data_bound(degrees, sharding, merged.layers).seconds(
-                degrees.accumulation, merged
-            )
+            weight_seconds, exposed_seconds = self._get_data_bound(
+                degrees, sharding, merged.min_layers
+            ).compute_seconds(degrees.accumulation_steps, merged)
             seconds = merged.seconds + weight_seconds + exposed_seconds
-            self._push(seconds, degrees, partial(self._open_sharding, chosen, sharding, weight_seconds, exposed_seconds))
+            self._push(
+                seconds,
+                degrees,
+                partial(self._expand_sharding, chosen, sharding, weight_seconds, exposed_seconds),
+            )
 
-    def _data_bound(self, degrees: Degrees, sharding: Sharding, least: tuple[int, ...]) -> DataBound:
-        key = (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding, least)
-        bound = self._data.get(key)
+    def _get_data_bound(
+        self, degrees: Degrees, sharding: ShardingChoice, min_layers: tuple[int, ...]
+    ) -> DataTrafficBound:
+        key = (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding, min_layers)
+        bound = self._data_bounds.get(key)
         if bound is None:
-            bound = self._data[key] = DataBound(self.predictor, self.space.candidate(degrees, PLAIN, sharding), least)
+            bound = self._data_bounds[key] = DataTrafficBound(
+                self.predictor,
+                self.space.build_candidate(degrees, CHEAPEST_EXECUTION, sharding),
+                min_layers,
+            )
         return bound
 
-    def _standing_of(self, degrees: Degrees, load: StageLoad, sharding: Sharding) -> Standing:
+    def _get_persistent_memory(
+        self, degrees: Degrees, load: StageLoad, sharding: ShardingChoice
+    ) -> PersistentMemory:
         """Return the cached memory of a rank that persists between steps."""
-        key = (degrees.tp, degrees.cp, degrees.ep, degrees.data, degrees.accumulation > 1, load.layers, load.head, sharding)
-        memory = self._standing.get(key)
+        key = (
+            degrees.tp,
+            degrees.cp,
+            degrees.ep,
+            degrees.data_ranks,
+            degrees.accumulation_steps > 1,
+            load.layers,
+            load.has_head,
+            sharding,
+        )
+        memory = self._persistent.get(key)
         if memory is None:
-            memory = self._standing[key] = standing_of(self.facts, self.space.candidate(degrees, PLAIN, sharding), load)
+            memory = self._persistent[key] = compute_persistent_memory(
+                self.facts, self.space.build_candidate(degrees, CHEAPEST_EXECUTION, sharding), load
+            )
         return memory
 
-    def _is_done(self, degrees: Degrees, sharding: Sharding) -> bool:
-        return (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding.zero_stage) in self._done
+    def _is_proven(self, degrees: Degrees, sharding: ShardingChoice) -> bool:
+        return (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding.zero_stage) in self._proven
 
-    def _is_settled(self, degrees: Degrees) -> bool:
+    def _is_complete(self, degrees: Degrees) -> bool:
         """Return True if the best layout of every ZeRO stage is known for these degrees."""
         key = degrees[:4]
-        return all((*key, zero) in self._done for zero in self.question.zero_stages)
+        return all((*key, zero) in self._proven for zero in self.problem.zero_stages)
 
-    def _fits_live(self, degrees: Degrees, num_bytes: float) -> bool:
+    def _has_capacity_for_live(self, degrees: Degrees, num_bytes: float) -> bool:
         """Return True if `num_bytes` live bytes fit beside the minimum reserve of allocator and
         driver."""
         efficiency = self.predictor.efficiency
-        communicators = efficiency.communicator_bytes * (degrees.cuts + (degrees.data > 1))
+        communicators = efficiency.communicator_bytes * (
+            degrees.num_parallel_axes + (degrees.data_ranks > 1)
+        )
         overhead_bytes = efficiency.reserve_bytes + efficiency.context_bytes + communicators
-        return self._fits(num_bytes * (1 + efficiency.reserve_share) + overhead_bytes)
+        return self._has_capacity_for(num_bytes * (1 + efficiency.reserve_share) + overhead_bytes)
 
-    def _fits(self, num_bytes: float) -> bool:
-        if num_bytes <= self.capacity:
+    def _has_capacity_for(self, num_bytes: float) -> bool:
+        if num_bytes <= self.capacity_bytes:
             return True
-        self.found.num_too_large += 1
-        self.found.least_bytes = min(self.found.least_bytes, num_bytes)
+        self.result.num_too_large += 1
+        self.result.min_needed_bytes = min(self.result.min_needed_bytes, num_bytes)
         return False
 
     # Level 4: schedule.
 
-    def _open_sharding(self, chosen: ChosenHow, sharding: Sharding, moving: float, after: float) -> None:
+    def _expand_sharding(
+        self,
+        chosen: PartialChoice,
+        sharding: ShardingChoice,
+        weight_seconds: float,
+        exposed_seconds: float,
+    ) -> None:
         degrees = chosen.degrees
-        if self._is_done(degrees, sharding):
+        if self._is_proven(degrees, sharding):
             return
-        for scheduled in chosen.pipelines.each:
-            load = scheduled.first
-            activation_bytes = chosen.kept.least(tuple(load.in_flight * count for count in load.layers))
-            if self._fits_live(degrees, self._standing_of(degrees, load, sharding).at_loss + activation_bytes):
-                seconds = chosen.bounds[scheduled.bounds.key].seconds + moving + after
-                self._push(seconds, degrees, partial(self._open_schedule, chosen, sharding, scheduled, after))
+        for scheduled in chosen.pipelines.options:
+            load = scheduled.first_rank_load
+            activation_bytes = chosen.activations.compute_min_bytes(
+                tuple(load.num_in_flight * count for count in load.layers)
+            )
+            if self._has_capacity_for_live(
+                degrees,
+                self._get_persistent_memory(degrees, load, sharding).total_at_loss
+                + activation_bytes,
+            ):
+                seconds = (
+                    chosen.bounds[scheduled.bounds.key].seconds + weight_seconds + exposed_seconds
+                )
+                self._push(
+                    seconds,
+                    degrees,
+                    partial(self._expand_schedule, chosen, sharding, scheduled, exposed_seconds),
+                )
 
     # Level 5: complete candidates.
 
-    def _open_schedule(self, chosen: ChosenHow, sharding: Sharding, scheduled: Scheduled, after: float) -> None:
-        if self._is_done(chosen.degrees, sharding):
+    def _expand_schedule(
+        self,
+        chosen: PartialChoice,
+        sharding: ShardingChoice,
+        scheduled: ScheduleOption,
+        exposed_seconds: float,
+    ) -> None:
+        if self._is_proven(chosen.degrees, sharding):
             return
         schedule = (scheduled.name, scheduled.virtual_stages)
-        candidate = self.space.candidate(chosen.degrees, chosen.how, sharding, schedule)
-        if self.question.allowed is not None and not self.question.allowed(candidate):
+        candidate = self.space.build_candidate(chosen.degrees, chosen.execution, sharding, schedule)
+        if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
             return
-        standing = self._standing_of(chosen.degrees, scheduled.first, sharding)
-        if not self._fits(predict_memory(self.facts, candidate, scheduled.first, self.predictor.efficiency, standing).total):
+        standing = self._get_persistent_memory(chosen.degrees, scheduled.first_rank_load, sharding)
+        if not self._has_capacity_for(
+            predict_memory(
+                self.facts,
+                candidate,
+                scheduled.first_rank_load,
+                self.predictor.efficiency,
+                standing,
+            ).total
+        ):
             return
-        expand = partial(self._open_candidate, chosen.degrees, candidate, chosen.costs)
+        expand = partial(self._expand_candidate, chosen.degrees, candidate, chosen.costs)
         if candidate.layout.pp > 1 and self._heap:
             # Earlier simulations of the schedule may prove that other choices come first.
-            seconds = (self.predictor.pass_bound(candidate, chosen.costs) + after) * self._growth + self._fixed
+            seconds = (
+                self.predictor.bound_pass_seconds(candidate, chosen.costs) + exposed_seconds
+            ) * self._straggler_factor + self._fixed_seconds
             if seconds > self._heap[0][0]:
                 self._push_at(seconds, chosen.degrees, expand)
                 return
         expand()
 
-    def _open_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, bounded: bool = False) -> None:
-        if key_of(candidate) in self._done:
+    def _expand_candidate(
+        self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, is_bounded: bool = False
+    ) -> None:
+        if build_layout_key(candidate) in self._proven:
             return
-        if self._heap and not bounded and was_simulated(self.predictor.pipeline(candidate)):
-            seconds = self.predictor.bound(candidate, costs)
+        if (
+            self._heap
+            and not is_bounded
+            and is_simulated(self.predictor.get_pipeline_stages(candidate))
+        ):
+            seconds = self.predictor.bound_step_seconds(candidate, costs)
             if seconds > self._heap[0][0]:
-                self._push_at(seconds, degrees, partial(self._open_candidate, degrees, candidate, costs, bounded=True))
+                self._push_at(
+                    seconds,
+                    degrees,
+                    partial(self._expand_candidate, degrees, candidate, costs, is_bounded=True),
+                )
                 return
-        memory = self.predictor.memory(candidate, self.predictor.pipeline(candidate))
-        if not self._fits(memory.total):
+        memory = self.predictor.compute_memory(
+            candidate, self.predictor.get_pipeline_stages(candidate)
+        )
+        if not self._has_capacity_for(memory.total):
             return
-        self.found.num_predicted += 1
+        self.result.num_predicted += 1
         prediction = self.predictor.predict(candidate, memory, costs)
-        known = self._seen.get(key_of(candidate))
+        known = self._predicted.get(build_layout_key(candidate))
         if known is None or prediction.time.step < known.time.step:
-            self._seen[key_of(candidate)] = prediction
-        self._push_at(prediction.time.step, degrees, partial(self._finish, prediction))
+            self._predicted[build_layout_key(candidate)] = prediction
+        self._push_at(prediction.time.step, degrees, partial(self._record_proven, prediction))
 
-    def _finish(self, prediction: Prediction) -> None:
+    def _record_proven(self, prediction: Prediction) -> None:
         """Record a prediction that precedes everything left in the heap: the best of its
         key."""
-        self._done.setdefault(key_of(prediction.candidate), prediction)
-        fastest = next(iter(self._done.values()))
-        if prediction.time.step <= fastest.time.step * (1 + SAME_SHARE):
-            num_axes = num_cuts(prediction.candidate)[0]
-            self._best_cuts = num_axes if self._best_cuts is None else min(num_axes, self._best_cuts)
+        self._proven.setdefault(build_layout_key(prediction.candidate), prediction)
+        fastest = next(iter(self._proven.values()))
+        if prediction.time.step <= fastest.time.step * (1 + EQUAL_STEP_SHARE):
+            num_axes = measure_complexity(prediction.candidate)[0]
+            self._min_parallel_axes = (
+                num_axes
+                if self._min_parallel_axes is None
+                else min(num_axes, self._min_parallel_axes)
+            )

@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
-from shardwright.planner.activations import context_method, micro_batch_tokens
+from shardwright.planner.activations import count_micro_batch_tokens, resolve_context_method
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.communication import Group, Network
-from shardwright.planner.compute import LayerSeconds, expert_spread
-from shardwright.planner.facts import Held, LayerKind, ModelFacts
+from shardwright.planner.communication import NetworkModel, StridedGroup
+from shardwright.planner.compute import LayerSeconds, count_expert_tensor_ranks
+from shardwright.planner.model_costs import LayerKind, ModelFacts, ParameterElements
 
 
-class Traffic(NamedTuple):
+class LayerTraffic(NamedTuple):
     """Communication seconds of one direction through one layer or stage."""
 
     tensor: float = 0.0
@@ -52,36 +52,40 @@ class Traffic(NamedTuple):
         """Seconds that overlap with compute."""
         return self.hidden_tensor + self.hidden_context + self.hidden_expert
 
-    def plus(self, other: Traffic) -> Traffic:
+    def add(self, other: LayerTraffic) -> LayerTraffic:
         """Return the sum of each part."""
-        return Traffic._make(map(add, self, other))
+        return LayerTraffic._make(map(add, self, other))
 
-    def times(self, count: float) -> Traffic:
+    def multiply(self, count: float) -> LayerTraffic:
         """Return each part times `count`."""
-        return Traffic._make([seconds * count for seconds in self])
+        return LayerTraffic._make([seconds * count for seconds in self])
 
 
-NOTHING = Traffic()
+NO_TRAFFIC = LayerTraffic()
 
 
-def layer_traffic(
+def compute_layer_traffic(
     facts: ModelFacts,
     kind: LayerKind,
     candidate: Candidate,
-    network: Network,
-    groups: dict[str, Group],
+    network: NetworkModel,
+    groups: dict[str, StridedGroup],
     seconds: LayerSeconds,
-) -> tuple[Traffic, Traffic]:
+) -> tuple[LayerTraffic, LayerTraffic]:
     """Compute forward and backward (with recomputation) communication of one layer."""
     layout = candidate.layout
     efficiency = network.efficiency
     if layout.tp == 1 and layout.cp == 1 and layout.ep == 1:
-        return NOTHING, NOTHING
+        return NO_TRAFFIC, NO_TRAFFIC
     is_recomputed = candidate.recompute != "none"
-    tensor_forward, tensor_backward = _tensor(facts, candidate, network, groups["tp"])
-    expert = _expert(facts, kind, candidate, network, groups)
-    expert_overlap = _expert_overlap(candidate, network)
-    context_forward, context_backward, can_overlap = _context(facts, candidate, network, groups["cp"])
+    tensor_forward, tensor_backward = _compute_tensor_seconds(
+        facts, candidate, network, groups["tp"]
+    )
+    expert = _compute_expert_seconds(facts, kind, candidate, network, groups)
+    expert_overlap = _get_expert_overlap(candidate, network)
+    context_forward, context_backward, can_overlap = _compute_context_seconds(
+        facts, candidate, network, groups["cp"]
+    )
     directions = []
     for tensor, context, experts, attention in (
         (tensor_forward, context_forward, expert, seconds.attention_forward),
@@ -93,10 +97,12 @@ def layer_traffic(
         ),
     ):
         hidden_tensor = tensor * efficiency.tensor_overlap
-        hidden_context = min(context, attention) * efficiency.context_overlap if can_overlap else 0.0
+        hidden_context = (
+            min(context, attention) * efficiency.context_overlap if can_overlap else 0.0
+        )
         hidden_expert = experts * expert_overlap
         directions.append(
-            Traffic(
+            LayerTraffic(
                 tensor - hidden_tensor,
                 context - hidden_context,
                 experts - hidden_expert,
@@ -108,75 +114,95 @@ def layer_traffic(
     return directions[0], directions[1]
 
 
-def _tensor(facts: ModelFacts, candidate: Candidate, network: Network, group: Group) -> tuple[float, float]:
+def _compute_tensor_seconds(
+    facts: ModelFacts, candidate: Candidate, network: NetworkModel, group: StridedGroup
+) -> tuple[float, float]:
     if group.num_ranks == 1:
         return 0.0, 0.0
-    size = micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    size = (
+        count_micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    )
     hops = network.efficiency.hop_seconds * (group.num_ranks - 1)
     if not candidate.layout.sequence_parallel:
-        both = 2 * (network.all_reduce(group, size) + 2 * hops)
+        both = 2 * (network.time_all_reduce(group, size) + 2 * hops)
         return both, both
-    gather = network.all_gather(group, size) + hops
-    scatter = network.reduce_scatter(group, size) + hops
-    repeated_gathers = 0.0 if candidate.engine.keeps_gathered_sequence else 2 * gather
+    gather = network.time_all_gather(group, size) + hops
+    scatter = network.time_reduce_scatter(group, size) + hops
+    repeated_gathers = 0.0 if candidate.conventions.should_save_gathered_sequence else 2 * gather
     return 2 * (gather + scatter), 2 * (gather + scatter) + repeated_gathers
 
 
-def end_traffic(facts: ModelFacts, candidate: Candidate, network: Network, groups: dict[str, Group]) -> tuple[float, float]:
+def compute_end_traffic(
+    facts: ModelFacts, candidate: Candidate, network: NetworkModel, groups: dict[str, StridedGroup]
+) -> tuple[float, float]:
     """Compute tensor-parallel seconds per micro-batch outside the layers, forward and backward:
     the embedding's reduction, the head's input."""
     group = groups["tp"]
     if group.num_ranks == 1:
         return 0.0, 0.0
-    size = micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    size = (
+        count_micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    )
     if not candidate.layout.sequence_parallel:
-        return network.all_reduce(group, size), network.all_reduce(group, size)
-    both = network.all_gather(group, size) + network.reduce_scatter(group, size)
+        return network.time_all_reduce(group, size), network.time_all_reduce(group, size)
+    both = network.time_all_gather(group, size) + network.time_reduce_scatter(group, size)
     return both, both
 
 
-def _context(facts: ModelFacts, candidate: Candidate, network: Network, group: Group) -> tuple[float, float, bool]:
+def _compute_context_seconds(
+    facts: ModelFacts, candidate: Candidate, network: NetworkModel, group: StridedGroup
+) -> tuple[float, float, bool]:
     """Return seconds forward and backward, and True if attention can overlap with them."""
     cp = group.num_ranks
     shape = facts.shape
     tp = candidate.layout.tp
     if cp == 1:
         return 0.0, 0.0, False
-    per_token = candidate.activation_bytes * micro_batch_tokens(candidate)
+    per_token = candidate.activation_bytes * count_micro_batch_tokens(candidate)
     keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
-    method = context_method(facts, candidate)
+    method = resolve_context_method(facts, candidate)
     if method == "ulysses":
         heads = per_token * (shape.query_width / tp + 2 * keys)
-        both = network.all_to_all(group, heads) + network.all_to_all(group, per_token * shape.value_width / tp)
+        both = network.time_all_to_all(group, heads) + network.time_all_to_all(
+            group, per_token * shape.value_width / tp
+        )
         return both, both, False
     pair = 2 * keys * per_token
     gradients = pair * max(1.0, 4 / candidate.activation_bytes)
     if method == "all_gather":
-        gathered = network.all_gather(group, cp * pair)
-        return gathered, gathered + network.reduce_scatter(group, cp * gradients), False
-    neighbour = Group(cp, group.stride)
-    sends = (cp - 1) * network.send(neighbour, pair)
-    return sends, sends + cp * network.send(neighbour, gradients), True
+        gathered = network.time_all_gather(group, cp * pair)
+        return gathered, gathered + network.time_reduce_scatter(group, cp * gradients), False
+    neighbour = StridedGroup(cp, group.stride)
+    sends = (cp - 1) * network.time_send(neighbour, pair)
+    return sends, sends + cp * network.time_send(neighbour, gradients), True
 
 
-def _expert(facts: ModelFacts, kind: LayerKind, candidate: Candidate, network: Network, groups: dict[str, Group]) -> float:
+def _compute_expert_seconds(
+    facts: ModelFacts,
+    kind: LayerKind,
+    candidate: Candidate,
+    network: NetworkModel,
+    groups: dict[str, StridedGroup],
+) -> float:
     """Compute seconds of one direction: rows sent to their experts, and results sent back."""
     experts = facts.shape.experts
-    spread = expert_spread(candidate)
+    spread = count_expert_tensor_ranks(candidate)
     if experts is None or not kind.shape.sparse or groups["ep"].num_ranks * spread == 1:
         return 0.0
-    group = Group(groups["ep"].num_ranks * spread, groups["ep"].stride // spread)
+    group = StridedGroup(groups["ep"].num_ranks * spread, groups["ep"].stride // spread)
     per_row = facts.shape.hidden_size * candidate.activation_bytes
-    tokens = micro_batch_tokens(candidate) / spread
+    tokens = count_micro_batch_tokens(candidate) / spread
     num_draws = experts.experts_per_token
-    if not candidate.engine.node_dispatch:
-        return 2 * network.all_to_all(group, tokens * num_draws * per_row)
+    if not candidate.conventions.has_node_dispatch:
+        return 2 * network.time_all_to_all(group, tokens * num_draws * per_row)
     gathered = 0.0
     if candidate.layout.sequence_parallel and spread == 1:
         # Each tensor-parallel rank sends the rows of its part of the sequence, and all ranks
         # with a shard of an expert receive all of its rows.
         rows = tokens * num_draws * per_row
-        gathered = network.all_gather(groups["tp"], rows) + network.reduce_scatter(groups["tp"], rows)
+        gathered = network.time_all_gather(groups["tp"], rows) + network.time_reduce_scatter(
+            groups["tp"], rows
+        )
         tokens /= candidate.layout.tp
 
     def count_reached(places: float) -> float:
@@ -186,59 +212,76 @@ def _expert(facts: ModelFacts, kind: LayerKind, candidate: Candidate, network: N
 
     # A token is sent once to each domain, and within it to each rank, that has one of its
     # experts: those that k draws hit, or those of the groups it may use.
-    domains = group.num_ranks / network.cluster.ranks_per_domain(group.num_ranks, group.stride)
+    domains = group.num_ranks / network.cluster.count_ranks_per_domain(
+        group.num_ranks, group.stride
+    )
     num_domains_reached = count_reached(domains)
-    max_domains = max(experts.groups_per_token * domains / experts.num_groups, min(domains, experts.groups_per_token))
+    max_domains = max(
+        experts.groups_per_token * domains / experts.num_groups,
+        min(domains, experts.groups_per_token),
+    )
     if experts.num_groups > 1:
         num_domains_reached = min(num_domains_reached, max_domains)
     crossing = tokens * num_domains_reached * (domains - 1) / domains * per_row
-    return gathered + 2 * network.dispatch(group, tokens * count_reached(group.num_ranks) * per_row, crossing)
+    return gathered + 2 * network.time_dispatch(
+        group, tokens * count_reached(group.num_ranks) * per_row, crossing
+    )
 
 
-def _expert_overlap(candidate: Candidate, network: Network) -> float:
+def _get_expert_overlap(candidate: Candidate, network: NetworkModel) -> float:
     """Return the share of expert communication that may overlap with compute, which depends on
     whether it leaves a domain."""
     layout = candidate.layout
     efficiency = network.efficiency
     reach = layout.ep * layout.tp
-    is_within_domain = network.cluster.ranks_per_domain(reach, 1) == reach
+    is_within_domain = network.cluster.count_ranks_per_domain(reach, 1) == reach
     return efficiency.near_expert_overlap if is_within_domain else efficiency.expert_overlap
 
 
 @dataclass(frozen=True)
 class DataTraffic:
-    """Seconds of the data-parallel communication of one pipeline rank. `gather` and `reduce`
-    cover all its parameters once, `first` and `last` the exposed parts: the first gather and
-    the last reduction. `replicas` is the reduction of shards over dp_replicate, once per
-    step."""
+    """Seconds of the data-parallel communication of one pipeline rank. `gather_seconds` and
+    `reduce_seconds` cover all its parameters once, `first_gather_seconds` and `last_reduce_seconds`
+    the exposed parts: the first gather and the last reduction. `replica_reduce_seconds` is the
+    reduction of shards over dp_replicate, once per step."""
 
-    gather: float = 0.0
-    reduce: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    replicas: float = 0.0
+    gather_seconds: float = 0.0
+    reduce_seconds: float = 0.0
+    first_gather_seconds: float = 0.0
+    last_reduce_seconds: float = 0.0
+    replica_reduce_seconds: float = 0.0
 
 
-def data_traffic(
-    parts: tuple[Held, Held, Held], num_groups: int, candidate: Candidate, network: Network, groups: dict[str, Group]
+def compute_data_traffic(
+    parts: tuple[ParameterElements, ParameterElements, ParameterElements],
+    num_groups: int,
+    candidate: Candidate,
+    network: NetworkModel,
+    groups: dict[str, StridedGroup],
 ) -> DataTraffic:
     """Compute gathers and reductions of a rank's parameters, given those of all its layers, of
     one group of them, and of embedding and head."""
     layout = candidate.layout
     layers, group, ends = parts
-    gather_size = candidate.engine.gather_bytes or float(candidate.activation_bytes)
-    reduce_size = candidate.engine.reduce_bytes or (2.0 if candidate.reduce_in_bf16 else float(candidate.master_bytes))
+    gather_size = candidate.conventions.gather_bytes or float(candidate.activation_bytes)
+    reduce_size = candidate.conventions.reduce_bytes or (
+        2.0 if candidate.should_reduce_in_bf16 else float(candidate.master_bytes)
+    )
     if layout.zero_stage == 0 or layout.fsdp == 1:
-        all_ranks = Group(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
-        total = network.all_reduce(all_ranks, (layers.whole + ends.whole) * reduce_size)
-        buckets = max(1.0, (layers.whole + ends.whole) * reduce_size / layout.bucket_size_bytes)
-        total += (total > 0) * (buckets * network.efficiency.handoff_seconds + (buckets - 1) * network.meeting_seconds)
-        return DataTraffic(reduce=total, last=total / buckets)
+        all_ranks = StridedGroup(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
+        total = network.time_all_reduce(all_ranks, (layers.local + ends.local) * reduce_size)
+        buckets = max(1.0, (layers.local + ends.local) * reduce_size / layout.bucket_size_bytes)
+        total += (total > 0) * (
+            buckets * network.efficiency.handoff_seconds + (buckets - 1) * network.handoff_seconds
+        )
+        return DataTraffic(reduce_seconds=total, last_reduce_seconds=total / buckets)
 
-    def time_calls(elements: Held, num_calls: float, size: float, collective: str) -> float:
-        call = getattr(network, collective)
-        dense = (elements.whole - elements.expert_whole) * size / num_calls
-        expert = elements.expert_whole * size / num_calls
+    def time_calls(
+        elements: ParameterElements, num_calls: float, size: float, collective: str
+    ) -> float:
+        call = getattr(network, f"time_{collective}")
+        dense = (elements.local - elements.expert_local) * size / num_calls
+        expert = elements.expert_local * size / num_calls
         seconds = 0.0
         for name, num_bytes in (("fsdp", dense), ("efsdp", expert)):
             call_seconds = float(call(groups[name], num_bytes))
@@ -247,15 +290,19 @@ def data_traffic(
                 seconds += num_calls * (call_seconds + hops + network.efficiency.handoff_seconds)
         if min(dense, expert) > 0 and groups["efsdp"] == groups["fsdp"] and seconds > 0:
             # One call covers both, so the handoff occurs once.
-            seconds -= num_calls * (network.efficiency.handoff_seconds + network.meeting_seconds)
+            seconds -= num_calls * (network.efficiency.handoff_seconds + network.handoff_seconds)
         return seconds
 
     num_calls_per_pass = max(1, num_groups)
     return DataTraffic(
-        gather=time_calls(layers, num_calls_per_pass, gather_size, "all_gather") + time_calls(ends, 1, gather_size, "all_gather"),
-        reduce=time_calls(layers, num_calls_per_pass, reduce_size, "reduce_scatter")
+        gather_seconds=time_calls(layers, num_calls_per_pass, gather_size, "all_gather")
+        + time_calls(ends, 1, gather_size, "all_gather"),
+        reduce_seconds=time_calls(layers, num_calls_per_pass, reduce_size, "reduce_scatter")
         + time_calls(ends, 1, reduce_size, "reduce_scatter"),
-        first=time_calls(ends, 1, gather_size, "all_gather") + time_calls(group, 1, gather_size, "all_gather"),
-        last=time_calls(ends, 1, reduce_size, "reduce_scatter"),
-        replicas=network.all_reduce(groups["dp_replicate"], (layers.shard + ends.shard) * reduce_size),
+        first_gather_seconds=time_calls(ends, 1, gather_size, "all_gather")
+        + time_calls(group, 1, gather_size, "all_gather"),
+        last_reduce_seconds=time_calls(ends, 1, reduce_size, "reduce_scatter"),
+        replica_reduce_seconds=network.time_all_reduce(
+            groups["dp_replicate"], (layers.sharded + ends.sharded) * reduce_size
+        ),
     )

@@ -11,19 +11,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.rehearse.collectives import Collective
+from shardwright.rehearse.collective_recorder import Collective
 
 
 @dataclass(frozen=True)
 class Disagreement:
     """First mismatch: message, ranks involved, and index of the collective, from 0."""
 
-    told: str
+    message: str
     ranks: tuple[int, ...]
-    place: int
+    position: int
 
     def __str__(self) -> str:
-        return self.told
+        return self.message
 
 
 def find_disagreement(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement | None:
@@ -32,10 +32,10 @@ def find_disagreement(sequences: Mapping[int, Sequence[Collective]]) -> Disagree
     Args:
         sequences: the collectives of every rank, in the order of its calls.
     """
-    return _first_mismatched_exchange(sequences) or _first_stuck(sequences)
+    return _find_mismatched_exchange(sequences) or _find_stuck(sequences)
 
 
-def _first_mismatched_exchange(
+def _find_mismatched_exchange(
     sequences: Mapping[int, Sequence[Collective]],
 ) -> Disagreement | None:
     """Match sends with receives between every two ranks, in the order of posting."""
@@ -59,7 +59,7 @@ def _first_mismatched_exchange(
             if (send.num_bytes, send.dtype) != (receive.num_bytes, receive.dtype):
                 return Disagreement(
                     f"message {number} from rank {source} to rank {target}: sent "
-                    f"{_size(send)}, received as {_size(receive)}",
+                    f"{_describe_size(send)}, received as {_describe_size(receive)}",
                     (source, target),
                     place,
                 )
@@ -67,7 +67,7 @@ def _first_mismatched_exchange(
         if pair_sends:
             place, send = pair_sends[0]
             return Disagreement(
-                f"rank {source} sends {_size(send)} to rank {target} (its collective {place}), "
+                f"rank {source} sends {_describe_size(send)} to rank {target} (its collective {place}), "
                 f"but rank {target} never receives it",
                 (source, target),
                 place,
@@ -75,7 +75,7 @@ def _first_mismatched_exchange(
         if pair_receives:
             place, receive = pair_receives[0]
             return Disagreement(
-                f"rank {target} waits for {_size(receive)} from rank {source} "
+                f"rank {target} waits for {_describe_size(receive)} from rank {source} "
                 f"(its collective {place}), but rank {source} never sends it",
                 (target, source),
                 place,
@@ -83,7 +83,7 @@ def _first_mismatched_exchange(
     return None
 
 
-def _first_stuck(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement | None:
+def _find_stuck(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement | None:
     """Execute all sequences until no rank can continue; unfinished ranks are blocked."""
     positions = dict.fromkeys(sequences, 0)
     ready = deque(sequences)
@@ -98,107 +98,109 @@ def _first_stuck(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement 
             missing = [member for member in call.ranks if member not in sequences]
             if missing:
                 return Disagreement(
-                    f"rank {rank} calls {_words(call)} with rank {missing[0]}, which does not "
+                    f"rank {rank} calls {_describe_call(call)} with rank {missing[0]}, which does not "
                     "exist",
                     (rank,),
                     positions[rank],
                 )
             late = [
-                member for member in call.ranks if not _waits_at(sequences, positions, member, call)
+                member
+                for member in call.ranks
+                if not _is_waiting_at(sequences, positions, member, call)
             ]
             if late:
                 break
-            mismatch = _mismatch(sequences, positions, call)
+            mismatch = _find_mismatch(sequences, positions, call)
             if mismatch is not None:
                 return mismatch
             for member in call.ranks:
                 positions[member] += 1
                 if member != rank:
                     ready.append(member)
-    return _stuck(sequences, positions)
+    return _describe_stuck(sequences, positions)
 
 
-def _waits_at(
+def _is_waiting_at(
     sequences: Mapping[int, Sequence[Collective]],
-    places: dict[int, int],
+    positions: dict[int, int],
     member: int,
     call: Collective,
 ) -> bool:
     """Advance `member` past its sends and receives; return True if it waits for this group."""
     calls = sequences[member]
-    while places[member] < len(calls) and calls[places[member]].kind in ("send", "recv"):
-        places[member] += 1
-    return places[member] < len(calls) and calls[places[member]].ranks == call.ranks
+    while positions[member] < len(calls) and calls[positions[member]].kind in ("send", "recv"):
+        positions[member] += 1
+    return positions[member] < len(calls) and calls[positions[member]].ranks == call.ranks
 
 
-def _mismatch(
-    sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], call: Collective
+def _find_mismatch(
+    sequences: Mapping[int, Sequence[Collective]], positions: dict[int, int], call: Collective
 ) -> Disagreement | None:
     for member in call.ranks:
-        other = sequences[member][places[member]]
+        other = sequences[member][positions[member]]
         is_same = (other.kind, other.dtype) == (call.kind, call.dtype)
         # The ranks of an all-to-all may send different amounts.
         if not is_same or (call.kind != "all_to_all" and other.num_bytes != call.num_bytes):
             first = call.ranks[0]
             return Disagreement(
-                f"group {_some(call.ranks)}: rank {first} calls "
-                f"{_words(sequences[first][places[first]])}, "
-                f"rank {member} calls {_words(other)}",
+                f"group {_format_ranks(call.ranks)}: rank {first} calls "
+                f"{_describe_call(sequences[first][positions[first]])}, "
+                f"rank {member} calls {_describe_call(other)}",
                 (first, member),
-                places[member],
+                positions[member],
             )
     return None
 
 
-def _stuck(
-    sequences: Mapping[int, Sequence[Collective]], places: dict[int, int]
+def _describe_stuck(
+    sequences: Mapping[int, Sequence[Collective]], positions: dict[int, int]
 ) -> Disagreement | None:
-    waiting = [rank for rank in sequences if places[rank] < len(sequences[rank])]
+    waiting = [rank for rank in sequences if positions[rank] < len(sequences[rank])]
     if not waiting:
         return None
     rank = waiting[0]
-    call = sequences[rank][places[rank]]
-    missing = [member for member in call.ranks if places[member] >= len(sequences[member])]
+    call = sequences[rank][positions[rank]]
+    missing = [member for member in call.ranks if positions[member] >= len(sequences[member])]
     if missing:
         message = (
-            f"rank {rank} waits in its collective {places[rank]}, {_words(call)}, for rank "
+            f"rank {rank} waits in its collective {positions[rank]}, {_describe_call(call)}, for rank "
             f"{missing[0]}, which has finished"
         )
-        return Disagreement(message, (rank, missing[0]), places[rank])
-    cycle = _circle(sequences, places, rank)
-    return Disagreement(f"deadlock: {cycle}", tuple(waiting), places[rank])
+        return Disagreement(message, (rank, missing[0]), positions[rank])
+    cycle = _describe_cycle(sequences, positions, rank)
+    return Disagreement(f"deadlock: {cycle}", tuple(waiting), positions[rank])
 
 
-def _circle(
-    sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], rank: int
+def _describe_cycle(
+    sequences: Mapping[int, Sequence[Collective]], positions: dict[int, int], rank: int
 ) -> str:
     """Format a cycle of blocked ranks: `rank 0 waits for 1 in ...; rank 1 waits for 0 ...`."""
     parts: list[str] = []
     seen: set[int] = set()
     while rank not in seen:
         seen.add(rank)
-        call = sequences[rank][places[rank]]
+        call = sequences[rank][positions[rank]]
         blocking_rank = next(
             member
             for member in call.ranks
-            if member != rank and sequences[member][places[member]].ranks != call.ranks
+            if member != rank and sequences[member][positions[member]].ranks != call.ranks
         )
         parts.append(
-            f"rank {rank} waits for {blocking_rank} in {_words(call)} over ranks "
-            f"{_some(call.ranks)}"
+            f"rank {rank} waits for {blocking_rank} in {_describe_call(call)} over ranks "
+            f"{_format_ranks(call.ranks)}"
         )
         rank = blocking_rank
     return "; ".join(parts)
 
 
-def _words(call: Collective) -> str:
-    return f"{call.kind} of {_size(call)}"
+def _describe_call(call: Collective) -> str:
+    return f"{call.kind} of {_describe_size(call)}"
 
 
-def _size(call: Collective) -> str:
+def _describe_size(call: Collective) -> str:
     return f"{call.num_bytes} bytes" + (f" of {call.dtype}" if call.dtype else "")
 
 
-def _some(ranks: tuple[int, ...], most: int = 8) -> str:
-    listed = ", ".join(map(str, ranks[:most]))
-    return f"({listed}{', ...' if len(ranks) > most else ''})"
+def _format_ranks(ranks: tuple[int, ...], max_ranks: int = 8) -> str:
+    listed = ", ".join(map(str, ranks[:max_ranks]))
+    return f"({listed}{', ...' if len(ranks) > max_ranks else ''})"

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.layout import Layout, RankGrid
-from shardwright.rehearse.collectives import Collective
+from shardwright.rehearse.collective_recorder import Collective
 
 
 @dataclass(frozen=True)
-class Role:
+class RankRole:
     """Ranks with the same step on different data; `rank`, the first, has the largest shards."""
 
     rank: int
@@ -18,23 +18,25 @@ class Role:
     stage: int
 
 
-def roles_of(layout: Layout, *, each_rank: bool = False) -> list[Role]:
+def list_roles(layout: Layout, *, should_run_each_rank: bool = False) -> list[RankRole]:
     """List one role for each index on axis pp, or one for each rank.
 
-    >>> [(role.rank, len(role.ranks)) for role in roles_of(Layout(pp=2, dp_shard=4, zero_stage=3))]
+    >>> [(role.rank, len(role.ranks)) for role in list_roles(Layout(pp=2, dp_shard=4, zero_stage=3))]
     [(0, 4), (4, 4)]
     """
     grid = RankGrid(layout)
     stage_of = [grid.coordinates(rank)["pp"] for rank in range(layout.world_size)]
-    if each_rank:
-        return [Role(rank, (rank,), stage_of[rank]) for rank in range(layout.world_size)]
+    if should_run_each_rank:
+        return [RankRole(rank, (rank,), stage_of[rank]) for rank in range(layout.world_size)]
     by_stage: dict[int, list[int]] = {}
     for rank, stage in enumerate(stage_of):
         by_stage.setdefault(stage, []).append(rank)
-    return [Role(ranks[0], tuple(ranks), stage) for stage, ranks in by_stage.items()]
+    return [RankRole(ranks[0], tuple(ranks), stage) for stage, ranks in by_stage.items()]
 
 
-def among(sequences: Mapping[int, Sequence[Collective]]) -> dict[int, list[Collective]]:
+def restrict_to_rehearsed(
+    sequences: Mapping[int, Sequence[Collective]],
+) -> dict[int, list[Collective]]:
     """Restrict every group to the ranks that were rehearsed.
 
     All ranks of a role make the same calls, so mismatches can only occur between roles. The
@@ -48,11 +50,11 @@ def among(sequences: Mapping[int, Sequence[Collective]]) -> dict[int, list[Colle
         rank: [
             replace(call, ranks=tuple(member for member in call.ranks if member in present))
             for call in calls
-            if _stays(call, present)
+            if _is_between_rehearsed(call, present)
         ]
         for rank, calls in sequences.items()
     }
 
 
-def _stays(call: Collective, present: set[int]) -> bool:
+def _is_between_rehearsed(call: Collective, present: set[int]) -> bool:
     return call.peer is None or call.peer in present

@@ -3,49 +3,61 @@
 No torch.
 """
 
-from shardwright.schedule.actions import KINDS, Action, Kind, Schedule, folded, forward_only, looped
-from shardwright.schedule.check import Proof, check, peak_activations
-from shardwright.schedule.families import (
-    FAMILIES,
-    Family,
-    build_schedule,
-    load_schedule,
-    rank_of_stage,
-    read_file,
-    splits_backward,
-    stages_per_rank,
+from shardwright.schedule.actions import (
+    ACTION_KINDS,
+    Action,
+    ActionKind,
+    Schedule,
+    assign_folded_stages,
+    assign_looped_stages,
+    build_forward_only,
 )
-from shardwright.schedule.simulate import Timeline, Times, seconds_of_step, simulate
-from shardwright.schedule.text import parse_schedule, read_schedule, write_schedule
-from shardwright.schedule.transfers import Step, Transfer, plan_steps
+from shardwright.schedule.registry import (
+    PIPELINE_SCHEDULES,
+    ScheduleFamily,
+    assign_stages,
+    build_schedule,
+    count_stages_per_rank,
+    has_split_backward,
+    load_schedule,
+    load_schedule_file,
+)
+from shardwright.schedule.simulation import ActionTimes, Timeline, simulate, simulate_step_seconds
+from shardwright.schedule.text_format import parse_schedule, read_schedule, write_schedule
+from shardwright.schedule.transfers import ScheduleStep, Transfer, plan_steps
+from shardwright.schedule.validation import (
+    ScheduleStatistics,
+    check_schedule,
+    count_peak_activations,
+)
 
 __all__ = [
-    "FAMILIES",
-    "KINDS",
+    "ACTION_KINDS",
+    "PIPELINE_SCHEDULES",
     "Action",
-    "Family",
-    "Kind",
-    "Proof",
+    "ActionKind",
+    "ActionTimes",
     "Schedule",
-    "Step",
+    "ScheduleFamily",
+    "ScheduleStatistics",
+    "ScheduleStep",
     "Timeline",
-    "Times",
     "Transfer",
+    "assign_folded_stages",
+    "assign_looped_stages",
+    "assign_stages",
+    "build_forward_only",
     "build_schedule",
-    "check",
-    "folded",
-    "forward_only",
+    "check_schedule",
+    "count_peak_activations",
+    "count_stages_per_rank",
+    "has_split_backward",
     "load_schedule",
-    "looped",
+    "load_schedule_file",
     "parse_schedule",
-    "peak_activations",
     "plan_steps",
-    "rank_of_stage",
-    "read_file",
     "read_schedule",
-    "seconds_of_step",
     "simulate",
-    "splits_backward",
-    "stages_per_rank",
+    "simulate_step_seconds",
     "write_schedule",
 ]

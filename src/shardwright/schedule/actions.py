@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 
-KINDS: dict[Kind, str] = {
+ACTION_KINDS: dict[ActionKind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "input gradients",
@@ -33,7 +33,7 @@ class Action(NamedTuple):
     '2F0'
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -93,22 +93,24 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, ascending."""
-        return tuple(stage for stage, stage_rank in enumerate(self.rank_of_stage) if stage_rank == rank)
+        return tuple(
+            stage for stage, stage_rank in enumerate(self.rank_of_stage) if stage_rank == rank
+        )
 
     @cached_property
-    def splits_backward(self) -> bool:
+    def has_split_backward(self) -> bool:
         """True if any backward pass is split into I and W."""
         return any(action.kind == "W" for row in self.rows for action in row)
 
     @cached_property
-    def computes_gradients(self) -> bool:
+    def has_backward(self) -> bool:
         """True if there is any backward pass; evaluation has none."""
         return any(action.kind != "F" for row in self.rows for action in row)
 
-    def warning(self) -> str | None:
+    def describe_low_utilisation(self) -> str | None:
         """Describe low utilisation, if there are fewer than two micro-batches per rank.
 
-        >>> print(Schedule("one", ((Action("F", 0, 0),), (Action("F", 1, 0),))).warning())
+        >>> print(Schedule("one", ((Action("F", 0, 0),), (Action("F", 1, 0),))).describe_low_utilisation())
         1 micro-batch on 2 pipeline ranks: utilisation at most 1 / 2 = 50%; 4 micro-batches: 80%
         """
         p = self.num_ranks
@@ -121,38 +123,43 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        counts = ((self.num_ranks, "rank"), (self.num_stages, "stage"), (self.num_micro_batches, "micro-batch"))
+        counts = (
+            (self.num_ranks, "rank"),
+            (self.num_stages, "stage"),
+            (self.num_micro_batches, "micro-batch"),
+        )
         return f"{self.name}: " + ", ".join(
-            f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}" for number, noun in counts
+            f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+            for number, noun in counts
         )
 
 
-def looped(num_ranks: int, num_stages: int) -> tuple[int, ...]:
+def assign_looped_stages(num_ranks: int, num_stages: int) -> tuple[int, ...]:
     """Assign stages to ranks in turn; return the rank of each stage.
 
-    >>> looped(2, 4)
+    >>> assign_looped_stages(2, 4)
     (0, 1, 0, 1)
     """
     return tuple(stage % num_ranks for stage in range(num_stages))
 
 
-def folded(num_ranks: int) -> tuple[int, ...]:
+def assign_folded_stages(num_ranks: int) -> tuple[int, ...]:
     """Assign two stages to each rank: rank r holds r and 2p - 1 - r.
 
     Return the rank of each stage.
 
-    >>> folded(2)
+    >>> assign_folded_stages(2)
     (0, 1, 1, 0)
     """
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
-def forward_only(rank_of_stage: Sequence[int], num_micro_batches: int) -> Schedule:
+def build_forward_only(rank_of_stage: Sequence[int], num_micro_batches: int) -> Schedule:
     """Build a schedule of forward passes alone, for evaluation.
 
     Each runs as early as possible; a rank with several stages runs the later one first.
 
-    >>> [str(action) for action in forward_only((0, 1, 1, 0), 2).rows[0]]
+    >>> [str(action) for action in build_forward_only((0, 1, 1, 0), 2).rows[0]]
     ['0F0', '0F1', '3F0', '3F1']
     """
     rows: list[list[Action]] = [[] for _ in range(1 + max(rank_of_stage))]
@@ -162,5 +169,10 @@ def forward_only(rank_of_stage: Sequence[int], num_micro_batches: int) -> Schedu
         rows[rank] += [Action("F", stage, micro_batch) for micro_batch in range(num_micro_batches)]
     return Schedule(
         "forward only",
-        tuple(tuple(sorted(row, key=lambda action: (action.stage + action.micro_batch, -action.stage))) for row in rows),
+        tuple(
+            tuple(
+                sorted(row, key=lambda action: (action.stage + action.micro_batch, -action.stage))
+            )
+            for row in rows
+        ),
     )

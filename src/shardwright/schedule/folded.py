@@ -7,7 +7,7 @@ passes can begin before the pipeline is full from end to end.
 from __future__ import annotations
 
 from shardwright.schedule.actions import Action
-from shardwright.schedule.rows import Row
+from shardwright.schedule.row_builder import RankRowBuilder
 
 
 def build_zbv(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
@@ -19,34 +19,34 @@ def build_zbv(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...
     filled = max(2 * num_ranks - 1, num_micro_batches)
     rows = []
     for rank in range(num_ranks):
-        row = Row(num_micro_batches)
+        row = RankRowBuilder(num_micro_batches)
         down = rank
         back = 2 * num_ranks - 1 - rank
         for _ in range(2 * (num_ranks - rank) - 1):
-            row.forward(down)
+            row.add_forward(down)
         for _ in range(rank):
-            row.forward(back)
-            row.forward(down)
+            row.add_forward(back)
+            row.add_forward(down)
         for _ in range(num_ranks - rank):
-            row.forward(back)
-            row.backward(back, split=True)
-            row.weights()
-        while row.counted("F", back) < filled:
-            if row.counted("F", down) < filled:
-                row.forward(down)
-            row.backward(down, split=True)
-            row.weights()
-            row.forward(back)
-            row.backward(back, split=True)
-            row.weights()
+            row.add_forward(back)
+            row.add_backward(back, split=True)
+            row.add_weight_gradient()
+        while row.count_added("F", back) < filled:
+            if row.count_added("F", down) < filled:
+                row.add_forward(down)
+            row.add_backward(down, split=True)
+            row.add_weight_gradient()
+            row.add_forward(back)
+            row.add_backward(back, split=True)
+            row.add_weight_gradient()
         # No forward pass remains: weight gradients fill the time until input gradients arrive.
         for _ in range(rank):
-            row.backward(down, split=True)
-            row.backward(back, split=True)
+            row.add_backward(down, split=True)
+            row.add_backward(back, split=True)
         for _ in range(num_ranks - rank):
-            row.backward(down, split=True)
-            row.weights()
-        rows.append(row.actions())
+            row.add_backward(down, split=True)
+            row.add_weight_gradient()
+        rows.append(row.build())
     return tuple(rows)
 
 
@@ -59,34 +59,34 @@ def build_dualpipev(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Actio
     """
     rows = []
     for rank in range(num_ranks):
-        row = Row(num_micro_batches)
+        row = RankRowBuilder(num_micro_batches)
         down = rank
         back = 2 * num_ranks - 1 - rank
         num_later = num_ranks - 1 - rank
         for _ in range(2 * num_later):
-            row.forward(down)
+            row.add_forward(down)
         for _ in range(rank + 1):
-            row.forward(down)
-            row.forward(back)
+            row.add_forward(down)
+            row.add_forward(back)
         for _ in range(num_later):
-            row.backward(back, split=True)
-            row.weights()
-            row.forward(back)
+            row.add_backward(back, split=True)
+            row.add_weight_gradient()
+            row.add_forward(back)
         for _ in range(num_micro_batches - 2 * num_ranks + rank + 1):
-            row.forward(down)
-            row.backward(back)
-            row.forward(back)
-            row.backward(down)
+            row.add_forward(down)
+            row.add_backward(back)
+            row.add_forward(back)
+            row.add_backward(down)
         for _ in range(num_later):
-            row.backward(back)
-            row.forward(back)
-            row.backward(down)
+            row.add_backward(back)
+            row.add_forward(back)
+            row.add_backward(down)
         # The second half of the remaining backward passes is split, so that their weight
         # gradients fill the end.
         for number in range(2 * (rank + 1)):
-            row.backward(down if number % 2 else back, split=number > rank)
+            row.add_backward(down if number % 2 else back, split=number > rank)
         for _ in range(num_later):
-            row.weights()
-            row.backward(down, split=True)
-        rows.append(row.actions())
+            row.add_weight_gradient()
+            row.add_backward(down, split=True)
+        rows.append(row.build())
     return tuple(rows)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from shardwright.schedule.actions import Action
-from shardwright.schedule.rows import Row
+from shardwright.schedule.row_builder import RankRowBuilder
 
 
-def build_interleaved_1f1b(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> tuple[tuple[Action, ...], ...]:
+def build_interleaved_1f1b(
+    num_ranks: int, num_micro_batches: int, virtual_stages: int
+) -> tuple[tuple[Action, ...], ...]:
     """Build interleaved 1F1B: 1 / v of the bubble for (p - 1) / (p v) more activations.
 
     Groups of p micro-batches pass through a rank's stages in turn. Rank r holds stages r, r +
@@ -15,7 +17,7 @@ def build_interleaved_1f1b(num_ranks: int, num_micro_batches: int, virtual_stage
     rows = []
     total = virtual_stages * num_micro_batches
     for rank in range(num_ranks):
-        row = Row(num_micro_batches)
+        row = RankRowBuilder(num_micro_batches)
         order = [number // num_ranks % virtual_stages for number in range(total)]
         forwards = [rank + num_ranks * chunk for chunk in order]
         backwards = [rank + num_ranks * (virtual_stages - 1 - chunk) for chunk in order]
@@ -23,10 +25,10 @@ def build_interleaved_1f1b(num_ranks: int, num_micro_batches: int, virtual_stage
         # its last; each earlier rank needs two more forward passes.
         warmup = min((virtual_stages - 1) * num_ranks + 2 * (num_ranks - 1 - rank), total)
         for number in range(warmup):
-            row.forward(forwards[number])
+            row.add_forward(forwards[number])
         for number in range(total):
             if warmup + number < total:
-                row.forward(forwards[warmup + number])
-            row.backward(backwards[number])
-        rows.append(row.actions())
+                row.add_forward(forwards[warmup + number])
+            row.add_backward(backwards[number])
+        rows.append(row.build())
     return tuple(rows)

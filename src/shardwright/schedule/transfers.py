@@ -28,41 +28,41 @@ LOOKAHEAD = 2
 class Transfer(NamedTuple):
     """Message with the result of `action`: the output of F, or the input gradient of B or I.
 
-    `number` counts the messages of the channel from `sender` to `receiver`, in the order of
-    sending.
+    `sequence_number` counts the messages of the channel from `sender` to `receiver`, in the order
+    of sending.
     """
 
     action: Action
     sender: int
     receiver: int
-    number: int
+    sequence_number: int
 
     @property
-    def carries_gradient(self) -> bool:
+    def is_gradient(self) -> bool:
         """True for a gradient of hidden states, False for hidden states."""
         return self.action.kind != "F"
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduleStep:
     """One action with its communication.
 
-    The rank posts the receives `posts` and waits for `needs` before the action, and sends
-    `sends` after it. `needs` is None if the input is local.
+    The rank posts the receives `posted_receives` and waits for `awaited_transfer` before the
+    action, and sends `sent_transfer` after it. `awaited_transfer` is None if the input is local.
     """
 
     action: Action
-    posts: tuple[Transfer, ...]
-    needs: Transfer | None
-    sends: Transfer | None
+    posted_receives: tuple[Transfer, ...]
+    awaited_transfer: Transfer | None
+    sent_transfer: Transfer | None
 
 
-def source_of(action: Action, num_stages: int) -> tuple[bool, int] | None:
+def find_source(action: Action, num_stages: int) -> tuple[bool, int] | None:
     """Find the action on another stage that an action waits for, as (is it a forward, stage).
 
-    >>> source_of(Action("F", 0, 3), 4), source_of(Action("I", 2, 3), 4)
+    >>> find_source(Action("F", 0, 3), 4), find_source(Action("I", 2, 3), 4)
     (None, (False, 3))
-    >>> source_of(Action("W", 2, 3), 4) is None
+    >>> find_source(Action("W", 2, 3), 4) is None
     True
     """
     if action.kind == "F":
@@ -72,7 +72,9 @@ def source_of(action: Action, num_stages: int) -> tuple[bool, int] | None:
     return (False, action.stage + 1)
 
 
-def plan_steps(schedule: Schedule, lookahead: int = LOOKAHEAD) -> tuple[tuple[Step, ...], ...]:
+def plan_steps(
+    schedule: Schedule, lookahead: int = LOOKAHEAD
+) -> tuple[tuple[ScheduleStep, ...], ...]:
     """Plan every rank's steps. The schedule has passed `check`, or is being checked."""
     rank_of_stage = schedule.rank_of_stage
     num_stages = schedule.num_stages
@@ -81,7 +83,7 @@ def plan_steps(schedule: Schedule, lookahead: int = LOOKAHEAD) -> tuple[tuple[St
     sent: dict[Action, Transfer] = {}
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            receiver_stage = _receiver(action, num_stages)
+            receiver_stage = _find_receiver_stage(action, num_stages)
             if receiver_stage is None or rank_of_stage[receiver_stage] in (rank, -1):
                 continue
             channel = channels.setdefault((rank, rank_of_stage[receiver_stage]), [])
@@ -90,7 +92,7 @@ def plan_steps(schedule: Schedule, lookahead: int = LOOKAHEAD) -> tuple[tuple[St
             sent[action] = incoming[action.kind == "F", action.stage, action.micro_batch] = transfer
 
     def find_input(action: Action) -> Transfer | None:
-        source = source_of(action, num_stages)
+        source = find_source(action, num_stages)
         return None if source is None else incoming.get((*source, action.micro_batch))
 
     steps_of_ranks = []
@@ -106,15 +108,15 @@ def plan_steps(schedule: Schedule, lookahead: int = LOOKAHEAD) -> tuple[tuple[St
                 if receive is not None:
                     channel_key = receive.sender, receive.receiver
                     num_posted = posted.get(channel_key, 0)
-                    posts += channels[channel_key][num_posted : receive.number + 1]
-                    posted[channel_key] = max(num_posted, receive.number + 1)
+                    posts += channels[channel_key][num_posted : receive.sequence_number + 1]
+                    posted[channel_key] = max(num_posted, receive.sequence_number + 1)
                 num_examined += 1
-            steps.append(Step(action, tuple(posts), inputs[position], sent.get(action)))
+            steps.append(ScheduleStep(action, tuple(posts), inputs[position], sent.get(action)))
         steps_of_ranks.append(tuple(steps))
     return tuple(steps_of_ranks)
 
 
-def _receiver(action: Action, num_stages: int) -> int | None:
+def _find_receiver_stage(action: Action, num_stages: int) -> int | None:
     """Return the stage that waits for an action's result, or None."""
     if action.kind == "F":
         return action.stage + 1 if action.stage + 1 < num_stages else None

@@ -12,23 +12,31 @@ from types import ModuleType
 from typing import Any
 
 from shardwright.errors import InputError
-from shardwright.telemetry.events import Evaluation, Event, Resumed, RunFinished, RunStarted, SkippedStep, Step
-from shardwright.telemetry.meter import PARTS
+from shardwright.telemetry.event_log import (
+    EvaluationEvent,
+    Event,
+    ResumeEvent,
+    RunFinishedEvent,
+    RunStartedEvent,
+    SkippedStepEvent,
+    StepEvent,
+)
+from shardwright.telemetry.meter import STEP_PARTS
 from shardwright.telemetry.sinks import Sink
 
 
-def scalars_of(event: Event) -> dict[str, float]:
+def extract_scalars(event: Event) -> dict[str, float]:
     """Return the scalar metrics of an event by name; empty for events without any.
 
-    >>> from shardwright.telemetry.events import Evaluation
-    >>> scalars_of(Evaluation(step=1, loss=2.0, perplexity=7.4, tokens=9, seconds=1.0))
+    >>> from shardwright.telemetry.event_log import EvaluationEvent
+    >>> extract_scalars(EvaluationEvent(step=1, loss=2.0, perplexity=7.4, tokens=9, seconds=1.0))
     {'validation/loss': 2.0, 'validation/perplexity': 7.4}
     """
-    if isinstance(event, Evaluation):
+    if isinstance(event, EvaluationEvent):
         return {"validation/loss": event.loss, "validation/perplexity": event.perplexity}
-    if isinstance(event, SkippedStep):
+    if isinstance(event, SkippedStepEvent):
         return {"train/skipped": 1.0}
-    if not isinstance(event, Step):
+    if not isinstance(event, StepEvent):
         return {}
     values: dict[str, float | None] = {
         "train/loss": event.loss,
@@ -41,8 +49,10 @@ def scalars_of(event: Event) -> dict[str, float]:
         "speed/mfu": event.mfu,
         "seconds/step": event.step_seconds,
     }
-    values |= {f"seconds/{part}": getattr(event, f"{part}_seconds") for part in PARTS}
-    values |= {f"memory_bytes/rank_{rank}": num_bytes for rank, num_bytes in enumerate(event.memory_bytes)}
+    values |= {f"seconds/{part}": getattr(event, f"{part}_seconds") for part in STEP_PARTS}
+    values |= {
+        f"memory_bytes/rank_{rank}": num_bytes for rank, num_bytes in enumerate(event.memory_bytes)
+    }
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
@@ -50,22 +60,35 @@ class TensorBoard:
     """Sink that writes scalars to `<run>/tensorboard`; a resume purges withdrawn steps."""
 
     def __init__(self, run_dir: Path) -> None:
-        writer = _need("tensorboard.summary.writer.event_file_writer", extra="tensorboard")
-        self._events = _need("tensorboard.compat.proto.event_pb2", extra="tensorboard")
-        self._summaries = _need("tensorboard.compat.proto.summary_pb2", extra="tensorboard")
+        writer = _import_package(
+            "tensorboard.summary.writer.event_file_writer", extra="tensorboard"
+        )
+        self._events = _import_package("tensorboard.compat.proto.event_pb2", extra="tensorboard")
+        self._summaries = _import_package(
+            "tensorboard.compat.proto.summary_pb2", extra="tensorboard"
+        )
         self._writer = writer.EventFileWriter(str(run_dir / "tensorboard"), flush_secs=10)
 
     def on_event(self, event: Event) -> None:
         """Add the event's scalars."""
-        if isinstance(event, Resumed):
+        if isinstance(event, ResumeEvent):
             # A session start makes TensorBoard discard its data from this step on.
             session = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._writer.add_event(self._events.Event(wall_time=event.time, step=(event.step or 0) + 1, session_log=session))
-        scalars = scalars_of(event)
+            self._writer.add_event(
+                self._events.Event(
+                    wall_time=event.time, step=(event.step or 0) + 1, session_log=session
+                )
+            )
+        scalars = extract_scalars(event)
         if scalars:
-            values = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+            values = [
+                self._summaries.Summary.Value(tag=name, simple_value=value)
+                for name, value in scalars.items()
+            ]
             summary = self._summaries.Summary(value=values)
-            self._writer.add_event(self._events.Event(wall_time=event.time, step=event.step or 0, summary=summary))
+            self._writer.add_event(
+                self._events.Event(wall_time=event.time, step=event.step or 0, summary=summary)
+            )
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -80,18 +103,23 @@ class WeightsAndBiases:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._wandb = _need("wandb", extra="wandb")
+        self._wandb = _import_package("wandb", extra="wandb")
         self._run_dir = run_dir.resolve()
         self._run: Any = None
         self._exit_code = 1  # until the run finishes without failure
 
     def on_event(self, event: Event) -> None:
         """Open the run at its start, log the event's scalars, and record the run's status."""
-        if isinstance(event, RunStarted) and self._run is None:
+        if isinstance(event, RunStartedEvent) and self._run is None:
             self._run = self._wandb.init(
                 id=hashlib.sha256(str(self._run_dir).encode()).hexdigest()[:16],
                 name=event.name,
-                config={"recipe": event.recipe, "plan": event.plan, "versions": event.versions, "parameters": event.num_parameters},
+                config={
+                    "recipe": event.recipe,
+                    "plan": event.plan,
+                    "versions": event.versions,
+                    "parameters": event.num_parameters,
+                },
                 dir=str(self._run_dir),
                 resume="allow",
             )
@@ -100,10 +128,10 @@ class WeightsAndBiases:
             self._run.define_metric("*", step_metric="step")
         if self._run is None:
             return
-        scalars = scalars_of(event)
+        scalars = extract_scalars(event)
         if scalars:
             self._run.log({"step": event.step, **scalars})
-        if isinstance(event, RunFinished):
+        if isinstance(event, RunFinishedEvent):
             self._exit_code = 1 if event.status == "failed" else 0
             if event.final_loss is not None:
                 self._run.summary["final_loss"] = event.final_loss
@@ -114,7 +142,7 @@ class WeightsAndBiases:
             self._run.finish(exit_code=self._exit_code)
 
 
-_MLFLOW_VALUE_CHARACTERS = 500
+_MAX_MLFLOW_VALUE_CHARACTERS = 500
 """Maximum length of a parameter that MLflow accepts."""
 
 
@@ -128,9 +156,11 @@ class MLflow:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        mlflow = _need("mlflow", extra="mlflow")
-        self._entities = _need("mlflow.entities", extra="mlflow")
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
+        mlflow = _import_package("mlflow", extra="mlflow")
+        self._entities = _import_package("mlflow.entities", extra="mlflow")
+        uri = (
+            os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
+        )
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._id_file = run_dir / "mlflow-run-id"
         self._run_id: str | None = None
@@ -138,26 +168,37 @@ class MLflow:
 
     def on_event(self, event: Event) -> None:
         """Open the run at its start, log the event's scalars, and record the run's status."""
-        if isinstance(event, RunStarted) and self._run_id is None:
-            self._run_id = self._open(event)
+        if isinstance(event, RunStartedEvent) and self._run_id is None:
+            self._run_id = self._open_run(event)
         if self._run_id is None:
             return
-        scalars = scalars_of(event)
+        scalars = extract_scalars(event)
         if scalars:
             time_milliseconds = int(1000 * event.time)
-            metrics = [self._entities.Metric(name, value, time_milliseconds, event.step or 0) for name, value in scalars.items()]
+            metrics = [
+                self._entities.Metric(name, value, time_milliseconds, event.step or 0)
+                for name, value in scalars.items()
+            ]
             self._client.log_batch(self._run_id, metrics=metrics)
-        if isinstance(event, RunFinished):
-            self._status = "FAILED" if event.status == "failed" else "KILLED" if event.status == "preempted" else "FINISHED"
+        if isinstance(event, RunFinishedEvent):
+            self._status = (
+                "FAILED"
+                if event.status == "failed"
+                else "KILLED"
+                if event.status == "preempted"
+                else "FINISHED"
+            )
 
-    def _open(self, event: RunStarted) -> str:
+    def _open_run(self, event: RunStartedEvent) -> str:
         if self._id_file.is_file():
             run_id = self._id_file.read_text(encoding="utf-8").strip()
             self._client.update_run(run_id, status="RUNNING")
             return run_id
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "shardwright"
         experiment = self._client.get_experiment_by_name(name)
-        experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        experiment_id = (
+            self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        )
         run_id = str(self._client.create_run(experiment_id, run_name=event.name).info.run_id)
         parameters = {
             "layout": event.layout,
@@ -165,7 +206,10 @@ class MLflow:
             "total_steps": event.total_steps,
             **event.versions,
         }
-        values = [self._entities.Param(key, str(value)[:_MLFLOW_VALUE_CHARACTERS]) for key, value in parameters.items()]
+        values = [
+            self._entities.Param(key, str(value)[:_MAX_MLFLOW_VALUE_CHARACTERS])
+            for key, value in parameters.items()
+        ]
         self._client.log_batch(run_id, params=values)
         self._client.log_dict(run_id, {"recipe": event.recipe, "plan": event.plan}, "run.yaml")
         self._id_file.write_text(run_id + "\n", encoding="utf-8")
@@ -177,7 +221,11 @@ class MLflow:
             self._client.set_terminated(self._run_id, status=self._status)
 
 
-EXPORTERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+EXPORTERS: dict[str, Callable[[Path], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
 
 
 def check_exporters(names: Iterable[str]) -> None:
@@ -188,7 +236,7 @@ def check_exporters(names: Iterable[str]) -> None:
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise _not_installed(name)
+            raise _build_not_installed_error(name)
 
 
 def open_exporter(name: str, run_dir: Path) -> Sink:
@@ -202,16 +250,17 @@ def open_exporter(name: str, run_dir: Path) -> Sink:
     return EXPORTERS[name](run_dir)
 
 
-def _need(module: str, *, extra: str) -> ModuleType:
+def _import_package(module: str, *, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise _not_installed(extra, error) from error
+        raise _build_not_installed_error(extra, error) from error
 
 
-def _not_installed(extra: str, error: ImportError | None = None) -> InputError:
+def _build_not_installed_error(extra: str, error: ImportError | None = None) -> InputError:
     return InputError(
-        f"the sink `{extra}` needs a package that is not installed" + (f": {error}" if error else ""),
+        f"the sink `{extra}` needs a package that is not installed"
+        + (f": {error}" if error else ""),
         field="run.sinks",
         got=extra,
         remedy=f"Install it (pip install 'shardwright[{extra}]') or leave the sink out",

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardwright.telemetry.events import Checkpoint, Evaluation, Event, RunFinished, RunStarted, SkippedStep, Step, surviving_steps
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    EvaluationEvent,
+    Event,
+    RunFinishedEvent,
+    RunStartedEvent,
+    SkippedStepEvent,
+    StepEvent,
+    select_surviving_steps,
+)
 
 
 @dataclass(frozen=True)
@@ -35,35 +44,52 @@ class Goodput:
 def measure_goodput(events: Iterable[Event]) -> Goodput:
     """Divide the wall time of a run into useful and lost seconds, across restarts."""
     all_events = list(events)
-    skipped = {event.step for event in all_events if isinstance(event, SkippedStep)}
-    surviving_ids = {id(step) for step in surviving_steps(all_events)}
-    lost = dict.fromkeys(("set-up", "evaluations", "checkpoints", "skipped steps", "withdrawn steps", "between steps", "down"), 0.0)
+    skipped = {event.step for event in all_events if isinstance(event, SkippedStepEvent)}
+    surviving_ids = {id(step) for step in select_surviving_steps(all_events)}
+    lost = dict.fromkeys(
+        (
+            "set-up",
+            "evaluations",
+            "checkpoints",
+            "skipped steps",
+            "withdrawn steps",
+            "between steps",
+            "down",
+        ),
+        0.0,
+    )
     total = useful = 0.0
     previous_process: list[Event] = []
-    for process in _processes(all_events):
-        seconds, set_up_seconds = _length(process)
+    for process in _group_by_process(all_events):
+        seconds, set_up_seconds = _measure_process(process)
         total += seconds
         lost["set-up"] += set_up_seconds
         if previous_process:
-            lost["down"] += max(0.0, process[0].time - process[0].elapsed_seconds - previous_process[-1].time)
+            lost["down"] += max(
+                0.0, process[0].time - process[0].elapsed_seconds - previous_process[-1].time
+            )
         previous_process = process
         for event in process:
-            if isinstance(event, Evaluation):
+            if isinstance(event, EvaluationEvent):
                 lost["evaluations"] += event.seconds
-            elif isinstance(event, Checkpoint):
-                lost["checkpoints"] += event.seconds if event.stall_seconds is None else event.stall_seconds
-            elif isinstance(event, Step):
+            elif isinstance(event, CheckpointEvent):
+                lost["checkpoints"] += (
+                    event.seconds if event.stall_seconds is None else event.stall_seconds
+                )
+            elif isinstance(event, StepEvent):
                 if id(event) not in surviving_ids:
                     lost["withdrawn steps"] += event.step_seconds
                 elif event.step in skipped:
                     lost["skipped steps"] += event.step_seconds
                 else:
                     useful += event.step_seconds
-    lost["between steps"] = max(0.0, total - useful - sum(seconds for name, seconds in lost.items() if name != "down"))
+    lost["between steps"] = max(
+        0.0, total - useful - sum(seconds for name, seconds in lost.items() if name != "down")
+    )
     return Goodput(total, useful, {name: seconds for name, seconds in lost.items() if seconds > 0})
 
 
-def _processes(events: list[Event]) -> list[list[Event]]:
+def _group_by_process(events: list[Event]) -> list[list[Event]]:
     """Group events by the process that wrote them; each process starts its clock at 0."""
     processes: list[list[Event]] = []
     for event in events:
@@ -73,13 +99,20 @@ def _processes(events: list[Event]) -> list[list[Event]]:
     return processes
 
 
-def _length(process: list[Event]) -> tuple[float, float]:
+def _measure_process(process: list[Event]) -> tuple[float, float]:
     """Return the seconds of a process, and those before its first step (all if none)."""
-    reported_seconds = max((event.total_seconds for event in process if isinstance(event, RunFinished)), default=0.0)
+    reported_seconds = max(
+        (event.total_seconds for event in process if isinstance(event, RunFinishedEvent)),
+        default=0.0,
+    )
     seconds = max(reported_seconds, process[-1].elapsed_seconds)
     # Before the event file was opened.
     seconds_before_file = seconds - process[-1].elapsed_seconds
-    first = next((event for event in process if isinstance(event, Step)), None)
+    first = next((event for event in process if isinstance(event, StepEvent)), None)
     if first is None:
-        return seconds, seconds if any(isinstance(event, RunStarted) for event in process) else 0.0
-    return seconds, min(seconds, seconds_before_file + max(0.0, first.elapsed_seconds - first.step_seconds))
+        return seconds, seconds if any(
+            isinstance(event, RunStartedEvent) for event in process
+        ) else 0.0
+    return seconds, min(
+        seconds, seconds_before_file + max(0.0, first.elapsed_seconds - first.step_seconds)
+    )

@@ -6,12 +6,12 @@ import logging
 import math
 from dataclasses import dataclass, replace
 
-from shardwright.telemetry.events import Event, RunStarted, Step
+from shardwright.telemetry.event_log import Event, RunStartedEvent, StepEvent
 from shardwright.units import format_flops_per_second
 
 logger = logging.getLogger(__name__)
 
-PARTS = ("data", "forward", "backward", "waiting", "reduction", "optimizer")
+STEP_PARTS = ("data", "forward", "backward", "waiting", "reduction", "optimizer")
 """Parts of a step; each has a field `<part>_seconds` in the `step` event."""
 
 
@@ -25,7 +25,12 @@ class Throughput:
 
 
 def measure_throughput(
-    tokens: int, seconds: float, *, world_size: int, flops_per_token: float | None, matmul_flops_per_second: float | None
+    tokens: int,
+    seconds: float,
+    *,
+    world_size: int,
+    flops_per_token: float | None,
+    matmul_flops_per_second: float | None,
 ) -> Throughput:
     """Compute tokens/s, model FLOP/s and MFU of a step.
 
@@ -40,7 +45,11 @@ def measure_throughput(
     """
     tokens_per_second = tokens / seconds if seconds > 0 else 0.0
     flops = tokens_per_second * flops_per_token if flops_per_token is not None else None
-    mfu = flops / (world_size * matmul_flops_per_second) if flops is not None and matmul_flops_per_second else None
+    mfu = (
+        flops / (world_size * matmul_flops_per_second)
+        if flops is not None and matmul_flops_per_second
+        else None
+    )
     return Throughput(tokens_per_second, flops, mfu)
 
 
@@ -82,24 +91,24 @@ class ThroughputMeter:
         )
 
 
-class Smoothed:
+class ExponentialMean:
     """Exponential mean without bias towards zero at the start; ignores non-finite values.
 
-    >>> mean = Smoothed(half_life=1)
+    >>> mean = ExponentialMean(half_life=1)
     >>> [round(mean.add(value), 3) for value in (4.0, 4.0, 1.0)]
     [4.0, 4.0, 2.286]
     """
 
     def __init__(self, half_life: float) -> None:
-        self._keep = 0.5 ** (1.0 / half_life)
+        self._decay = 0.5 ** (1.0 / half_life)
         self._sum = 0.0
         self._weight = 0.0
 
     def add(self, value: float) -> float:
         """Add a value and return the mean."""
         if math.isfinite(value):
-            self._sum = self._keep * self._sum + (1 - self._keep) * value
-            self._weight = self._keep * self._weight + (1 - self._keep)
+            self._sum = self._decay * self._sum + (1 - self._decay) * value
+            self._weight = self._decay * self._weight + (1 - self._decay)
         return self.value
 
     @property
@@ -108,7 +117,7 @@ class Smoothed:
         return self._sum / self._weight if self._weight else math.nan
 
 
-class Progress:
+class RunProgress:
     """Smoothed metrics for display, computed from the events.
 
     The time left is the number of remaining steps times the smoothed step time, increased by
@@ -119,39 +128,41 @@ class Progress:
     def __init__(self) -> None:
         self.step = 0
         self.total_steps = 0
-        self._loss = Smoothed(10)
-        self._tokens_per_second = Smoothed(10)
-        self._mfu = Smoothed(10)
-        self._step_seconds = Smoothed(10)
-        self._steps_of_process = 0
+        self._loss = ExponentialMean(10)
+        self._tokens_per_second = ExponentialMean(10)
+        self._mfu = ExponentialMean(10)
+        self._step_seconds = ExponentialMean(10)
+        self._num_process_steps = 0
         self._first_tokens_per_second = math.nan
         self._origin_seconds = 0.0
-        self._stepping_seconds = 0.0
-        self._overhead = 1.0
+        self._total_step_seconds = 0.0
+        self._overhead_factor = 1.0
 
     def on_event(self, event: Event) -> None:
         """Update the metrics with an event."""
-        if isinstance(event, RunStarted):
+        if isinstance(event, RunStartedEvent):
             self.total_steps = event.total_steps
-            self._steps_of_process = 0
+            self._num_process_steps = 0
         if event.step is not None:
             self.step = event.step
-        if not isinstance(event, Step):
+        if not isinstance(event, StepEvent):
             return
-        self._steps_of_process += 1
+        self._num_process_steps += 1
         self._loss.add(event.loss)
-        if self._steps_of_process == 1:
+        if self._num_process_steps == 1:
             self._origin_seconds = event.elapsed_seconds
-            self._stepping_seconds = 0.0
+            self._total_step_seconds = 0.0
             self._first_tokens_per_second = event.tokens_per_second
             return
-        self._stepping_seconds += event.step_seconds
+        self._total_step_seconds += event.step_seconds
         self._step_seconds.add(event.step_seconds)
         self._tokens_per_second.add(event.tokens_per_second)
         if event.mfu is not None:
             self._mfu.add(event.mfu)
-        if self._stepping_seconds > 0:
-            self._overhead = max(1.0, (event.elapsed_seconds - self._origin_seconds) / self._stepping_seconds)
+        if self._total_step_seconds > 0:
+            self._overhead_factor = max(
+                1.0, (event.elapsed_seconds - self._origin_seconds) / self._total_step_seconds
+            )
 
     @property
     def loss(self) -> float:
@@ -161,7 +172,11 @@ class Progress:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all ranks together."""
-        return self._tokens_per_second.value if self._steps_of_process > 1 else self._first_tokens_per_second
+        return (
+            self._tokens_per_second.value
+            if self._num_process_steps > 1
+            else self._first_tokens_per_second
+        )
 
     @property
     def mfu(self) -> float:
@@ -171,4 +186,6 @@ class Progress:
     @property
     def remaining_seconds(self) -> float:
         """Estimated seconds until the last step; NaN before two steps are done."""
-        return max(0, self.total_steps - self.step) * self._step_seconds.value * self._overhead
+        return (
+            max(0, self.total_steps - self.step) * self._step_seconds.value * self._overhead_factor
+        )

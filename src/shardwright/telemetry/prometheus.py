@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwright.telemetry.events import Checkpoint, Evaluation, Event, Ranks, Resumed, RunStarted, SkippedStep, Step, surviving
-from shardwright.telemetry.exporters import scalars_of
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    EvaluationEvent,
+    Event,
+    RanksEvent,
+    ResumeEvent,
+    RunStartedEvent,
+    SkippedStepEvent,
+    StepEvent,
+    select_surviving,
+)
+from shardwright.telemetry.exporters import extract_scalars
 from shardwright.telemetry.goodput import measure_goodput
 
 _Labels = tuple[tuple[str, str], ...]
 
-_HELP = {
+_HELP_TEXTS = {
     "step": "Completed optimizer steps.",
     "total_steps": "Last step of the run.",
     "last_event_timestamp_seconds": "Time of the newest event.",
@@ -30,29 +40,29 @@ _HELP = {
 }
 
 
-def write_metrics(runs: Iterable[tuple[str, Sequence[Event]]]) -> str:
+def format_metrics(runs: Iterable[tuple[str, Sequence[Event]]]) -> str:
     """Format the metrics of runs; every metric is a gauge with a label `run`.
 
-    >>> from shardwright.telemetry.events import Warned
-    >>> print(write_metrics([("a", [Warned(message="x", time=5.0)])]).splitlines()[2])
+    >>> from shardwright.telemetry.event_log import WarningEvent
+    >>> print(format_metrics([("a", [WarningEvent(message="x", time=5.0)])]).splitlines()[2])
     shardwright_last_event_timestamp_seconds{run="a"} 5
     """
     rows_by_metric: dict[str, list[tuple[_Labels, float]]] = {}
     for name, events in runs:
-        for metric, labels, value in _metrics_of(list(events)):
+        for metric, labels, value in _collect_metrics(list(events)):
             rows_by_metric.setdefault(metric, []).append(((("run", name), *labels), value))
     lines = []
     for metric, rows in sorted(rows_by_metric.items()):
-        help_text = _HELP.get(metric, "Value from the newest event that has it.")
+        help_text = _HELP_TEXTS.get(metric, "Value from the newest event that has it.")
         lines.append(f"# HELP shardwright_{metric} {help_text}")
         lines.append(f"# TYPE shardwright_{metric} gauge")
         for labels, value in rows:
             label_text = ",".join(f'{label}="{_escape(text)}"' for label, text in labels)
-            lines.append(f"shardwright_{metric}{{{label_text}}} {_write(value)}")
+            lines.append(f"shardwright_{metric}{{{label_text}}} {_format_value(value)}")
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def _metrics_of(events: list[Event]) -> Iterable[tuple[str, _Labels, float]]:
+def _collect_metrics(events: list[Event]) -> Iterable[tuple[str, _Labels, float]]:
     if not events:
         return
     yield "last_event_timestamp_seconds", (), max(event.time for event in events)
@@ -61,30 +71,34 @@ def _metrics_of(events: list[Event]) -> Iterable[tuple[str, _Labels, float]]:
     yield "wall_seconds", (), goodput.wall_seconds
     for name, seconds in goodput.lost_seconds.items():
         yield "lost_seconds", (("part", name),), seconds
-    remaining_events = surviving(events)
-    yield "resumes", (), sum(isinstance(event, Resumed) for event in events)
-    yield "skipped_steps", (), sum(isinstance(event, SkippedStep) for event in remaining_events)
+    remaining_events = select_surviving(events)
+    yield "resumes", (), sum(isinstance(event, ResumeEvent) for event in events)
+    yield (
+        "skipped_steps",
+        (),
+        sum(isinstance(event, SkippedStepEvent) for event in remaining_events),
+    )
     newest: dict[type[Event], Event] = {}
     for event in remaining_events:
         newest[type(event)] = event
-    if isinstance(start := newest.get(RunStarted), RunStarted):
+    if isinstance(start := newest.get(RunStartedEvent), RunStartedEvent):
         yield "total_steps", (), start.total_steps
-    if (saved := newest.get(Checkpoint)) is not None and saved.step is not None:
+    if (saved := newest.get(CheckpointEvent)) is not None and saved.step is not None:
         yield "checkpoint_step", (), saved.step
-    for kind in (Step, Evaluation):
+    for kind in (StepEvent, EvaluationEvent):
         newest_event = newest.get(kind)
         if newest_event is None:
             continue
-        if kind is Step:
+        if kind is StepEvent:
             yield "step", (), newest_event.step or 0
-        for name, value in scalars_of(newest_event).items():
+        for name, value in extract_scalars(newest_event).items():
             metric, _, rank = name.replace("/", "_").partition("_rank_")
             yield metric, (("rank", rank),) if rank else (), value
-    if isinstance(ranks := newest.get(Ranks), Ranks):
-        yield from _metrics_of_ranks(ranks)
+    if isinstance(ranks := newest.get(RanksEvent), RanksEvent):
+        yield from _collect_rank_metrics(ranks)
 
 
-def _metrics_of_ranks(event: Ranks) -> Iterable[tuple[str, _Labels, float]]:
+def _collect_rank_metrics(event: RanksEvent) -> Iterable[tuple[str, _Labels, float]]:
     for rank, seconds in enumerate(event.own_seconds):
         yield "rank_own_seconds", (("rank", str(rank)),), seconds
         yield "rank_step_seconds", (("rank", str(rank)),), event.step_seconds[rank]
@@ -99,7 +113,7 @@ def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _write(value: float) -> str:
+def _format_value(value: float) -> str:
     """Format a value; Prometheus writes non-finite values as NaN, +Inf and -Inf."""
     if value != value:
         return "NaN"

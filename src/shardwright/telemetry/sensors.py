@@ -21,7 +21,7 @@ application clocks."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class SensorReading:
     """Sensor values of a device at one moment."""
 
     temperature_celsius: float = 0.0
@@ -30,13 +30,15 @@ class Reading:
     """Bit mask of throttle reasons, as defined by NVML."""
 
     @property
-    def throttled(self) -> str:
+    def throttle_reasons(self) -> str:
         """Reasons for reduced clocks; empty if there are none.
 
-        >>> Reading(throttle_bits=0x24).throttled
+        >>> SensorReading(throttle_bits=0x24).throttle_reasons
         'power, heat'
         """
-        return ", ".join(reason for bit, reason in THROTTLE_REASONS.items() if self.throttle_bits & bit)
+        return ", ".join(
+            reason for bit, reason in THROTTLE_REASONS.items() if self.throttle_bits & bit
+        )
 
 
 class Sensor:
@@ -46,15 +48,19 @@ class Sensor:
         self._nvml = nvml
         self._handle = handle
 
-    def read(self) -> Reading:
+    def read(self) -> SensorReading:
         """Read temperature and throttling."""
         try:
-            return Reading(
-                float(self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)),
+            return SensorReading(
+                float(
+                    self._nvml.nvmlDeviceGetTemperature(
+                        self._handle, self._nvml.NVML_TEMPERATURE_GPU
+                    )
+                ),
                 int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)),
             )
         except self._nvml.NVMLError:
-            return Reading()
+            return SensorReading()
 
 
 def open_sensor(uuid: str) -> Sensor | None:

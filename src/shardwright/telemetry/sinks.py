@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Protocol, TextIO
 
-from shardwright.telemetry.events import (
-    MEASUREMENTS,
-    Checkpoint,
-    Evaluation,
+from shardwright.telemetry.event_log import (
+    MEASUREMENT_TYPES,
+    CheckpointEvent,
+    EvaluationEvent,
     Event,
-    Failed,
-    Preempted,
-    Profiled,
-    Resumed,
-    RolledBack,
-    RunFinished,
-    RunStarted,
-    SkippedStep,
-    Step,
-    Warned,
+    FailureEvent,
+    PreemptionEvent,
+    ProfileEvent,
+    ResumeEvent,
+    RollbackEvent,
+    RunFinishedEvent,
+    RunStartedEvent,
+    SkippedStepEvent,
+    StepEvent,
+    WarningEvent,
 )
-from shardwright.telemetry.meter import Progress
+from shardwright.telemetry.meter import RunProgress
 from shardwright.units import format_bytes, format_count, format_seconds
 
 
@@ -51,29 +51,29 @@ def format_loss(loss: float) -> str:
     return f"{loss:.4f}" if abs(loss) < 100 else f"{loss:.4g}"
 
 
-def describe(event: Event, progress: Progress | None = None) -> str:
+def describe_event(event: Event, progress: RunProgress | None = None) -> str:
     """Describe an event in one line, without its time; `progress` adds the time left."""
     match event:
-        case RunStarted():
-            devices = _count_devices(event.devices)
+        case RunStartedEvent():
+            devices = _summarise_devices(event.devices)
             host = "" if event.host in devices else f" on {event.host}"
             return (
                 f"{event.name}: {format_count(event.num_parameters)} parameters, "
                 f"layout {event.layout}, "
-                f"{devices}{host}, {event.total_steps:,} steps of {_at_most(event)}"
+                f"{devices}{host}, {event.total_steps:,} steps of {_format_token_bound(event)}"
                 f"{format_count(event.global_batch_tokens)} tokens, "
                 f"{_describe_precision(event)}"
             )
-        case Step():
+        case StepEvent():
             return _describe_step(event, progress)
-        case Evaluation():
+        case EvaluationEvent():
             best = "  best so far" if event.best else ""
             return (
                 f"evaluation at step {event.step:,}  loss {format_loss(event.loss)}  "
                 f"perplexity {event.perplexity:.4g}"
                 f"  ({format_seconds(event.seconds)}){best}"
             )
-        case Checkpoint():
+        case CheckpointEvent():
             size = format_bytes(event.size_bytes)
             seconds = format_seconds(event.seconds)
             name = PurePath(event.path).name  # the whole path would fill the line
@@ -81,49 +81,51 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             if event.stall_seconds is not None and event.stall_seconds < 0.9 * event.seconds:
                 stall = f", training waited {format_seconds(event.stall_seconds)}"
             return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds}{stall})"
-        case Profiled():
+        case ProfileEvent():
             ranks = f"{event.ranks} rank{'s' if event.ranks != 1 else ''}"
             error = format_seconds(event.clock_error_seconds)
             clocks = f"clocks aligned within {error}"
             return f"profile of step {event.step:,}  {event.path}  ({ranks}, {clocks})"
-        case Resumed():
+        case ResumeEvent():
             return f"resumed at step {event.step:,} from {event.path}"
-        case RolledBack():
+        case RollbackEvent():
             return (
                 f"rolled back from step {event.from_step:,} to step {event.step:,} "
                 f"({PurePath(event.path).name}): {event.reason}; "
                 f"skipping {event.num_samples:,} samples from position {event.first_sample:,} "
                 "on"
             )
-        case SkippedStep():
+        case SkippedStepEvent():
             scale = f", loss scale now {event.loss_scale:g}" if event.loss_scale is not None else ""
             return f"skipped step {event.step:,}: {event.reason} ({event.in_a_row} in a row{scale})"
-        case Warned():
-            return f"warning{_of_rank(event.rank)}: {event.message}"
-        case Failed():
-            return f"failed{_of_rank(event.rank)}: {event.message}"
-        case Preempted():
-            return f"asked to stop ({event.reason})" + (f" at step {event.step:,}" if event.step is not None else "")
-        case RunFinished():
+        case WarningEvent():
+            return f"warning{_format_rank(event.rank)}: {event.message}"
+        case FailureEvent():
+            return f"failed{_format_rank(event.rank)}: {event.message}"
+        case PreemptionEvent():
+            return f"asked to stop ({event.reason})" + (
+                f" at step {event.step:,}" if event.step is not None else ""
+            )
+        case RunFinishedEvent():
             loss = f", loss {format_loss(event.final_loss)}" if event.final_loss is not None else ""
             tokens = f"{format_count(event.total_tokens)} tokens"
             return f"{event.status} after {format_seconds(event.total_seconds)}, {tokens}{loss}"
     raise AssertionError(f"{event.kind} has no line")
 
 
-def _at_most(event: RunStarted) -> str:
+def _format_token_bound(event: RunStartedEvent) -> str:
     """Return "at most " if rows are trimmed, so that steps differ in number of tokens."""
     return "at most " if event.plan.get("batch", {}).get("row_multiple") else ""
 
 
-def _describe_precision(event: RunStarted) -> str:
+def _describe_precision(event: RunStartedEvent) -> str:
     """Describe the precision and, except in old runs, why `precision: auto` chose it."""
     kind = event.plan.get("precision", {}).get("kind", "unknown precision")
     reason = event.plan.get("precision_reason")
     return kind if reason is None else f"{kind} (precision auto: {reason})"
 
 
-def _describe_step(event: Step, progress: Progress | None) -> str:
+def _describe_step(event: StepEvent, progress: RunProgress | None) -> str:
     total = f"/{progress.total_steps:,}" if progress and progress.total_steps else ""
     parts = [
         f"step {event.step:,}{total}",
@@ -141,7 +143,7 @@ def _describe_step(event: Step, progress: Progress | None) -> str:
     return "  ".join(parts)
 
 
-def format_remaining(progress: Progress) -> str:
+def format_remaining(progress: RunProgress) -> str:
     """Format the time left, in whole seconds or longer units; empty if unknown or zero."""
     seconds = progress.remaining_seconds
     if not math.isfinite(seconds) or progress.step >= progress.total_steps:
@@ -149,14 +151,14 @@ def format_remaining(progress: Progress) -> str:
     return f"{math.ceil(seconds)} s" if seconds < 60 else format_seconds(seconds)
 
 
-def _of_rank(rank: int | None) -> str:
+def _format_rank(rank: int | None) -> str:
     return "" if rank is None else f" on rank {rank}"
 
 
-def _count_devices(devices: Sequence[str]) -> str:
+def _summarise_devices(devices: Sequence[str]) -> str:
     """Count devices by name.
 
-    >>> _count_devices(("cpu", "cpu"))
+    >>> _summarise_devices(("cpu", "cpu"))
     '2 x cpu'
     """
     return ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
@@ -165,21 +167,31 @@ def _count_devices(devices: Sequence[str]) -> str:
 class PlainLines:
     """Sink that writes one line per event; for steps every `every_steps`-th and the last."""
 
-    def __init__(self, stream: TextIO, *, every_steps: int = 1, timestamps: bool = False) -> None:
+    def __init__(
+        self, stream: TextIO, *, every_steps: int = 1, has_timestamps: bool = False
+    ) -> None:
         self._stream = stream
         self._every_steps = every_steps
-        self._timestamps = timestamps
-        self._progress = Progress()
+        self._has_timestamps = has_timestamps
+        self._progress = RunProgress()
 
     def on_event(self, event: Event) -> None:
         """Write the event's line."""
         self._progress.on_event(event)
-        if isinstance(event, MEASUREMENTS):
+        if isinstance(event, MEASUREMENT_TYPES):
             return
-        if isinstance(event, Step) and (event.step or 0) % self._every_steps and event.step != self._progress.total_steps:
+        if (
+            isinstance(event, StepEvent)
+            and (event.step or 0) % self._every_steps
+            and event.step != self._progress.total_steps
+        ):
             return
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S  ", time.localtime(event.time)) if self._timestamps else ""
-        self._stream.write(f"{stamp}{describe(event, self._progress)}\n")
+        stamp = (
+            time.strftime("%Y-%m-%d %H:%M:%S  ", time.localtime(event.time))
+            if self._has_timestamps
+            else ""
+        )
+        self._stream.write(f"{stamp}{describe_event(event, self._progress)}\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -191,14 +203,14 @@ class LogFile(PlainLines):
 
     def __init__(self, path: Path, *, every_steps: int = 1) -> None:
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
-        super().__init__(self._file, every_steps=every_steps, timestamps=True)
+        super().__init__(self._file, every_steps=every_steps, has_timestamps=True)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-class RankedErrors:
+class RankErrorLines:
     """Sink of ranks other than 0: writes warnings and failures, each line with the rank."""
 
     def __init__(self, rank: int, stream: TextIO) -> None:
@@ -207,7 +219,7 @@ class RankedErrors:
 
     def on_event(self, event: Event) -> None:
         """Write warnings and failures; ignore other events."""
-        if isinstance(event, Warned | Failed):
+        if isinstance(event, WarningEvent | FailureEvent):
             for line in event.message.splitlines():
                 self._stream.write(f"[rank {self._rank}] {event.kind}: {line}\n")
             self._stream.flush()

@@ -12,42 +12,42 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.telemetry.events import (
-    MEASUREMENTS,
-    Checkpoint,
-    Evaluation,
+from shardwright.telemetry.event_log import (
+    MEASUREMENT_TYPES,
+    CheckpointEvent,
+    EvaluationEvent,
     Event,
-    Failed,
-    Preempted,
-    Profiled,
-    Resumed,
-    RolledBack,
-    RunFinished,
-    RunStarted,
-    SkippedStep,
-    Step,
-    Warned,
+    FailureEvent,
+    PreemptionEvent,
+    ProfileEvent,
+    ResumeEvent,
+    RollbackEvent,
+    RunFinishedEvent,
+    RunStartedEvent,
+    SkippedStepEvent,
+    StepEvent,
+    WarningEvent,
 )
-from shardwright.telemetry.meter import Progress
-from shardwright.telemetry.sinks import describe, format_loss, format_remaining
+from shardwright.telemetry.meter import RunProgress
+from shardwright.telemetry.sinks import describe_event, format_loss, format_remaining
 from shardwright.units import format_bytes, format_count
 
 _MIN_BAR_WIDTH = 12
 _MAX_BAR_WIDTH = 40
-_SECONDS_BETWEEN_DRAWINGS = 0.1
+_MIN_DRAW_INTERVAL_SECONDS = 0.1
 
-_STYLES: dict[type[Event], str] = {
-    RunStarted: "bold",
-    Evaluation: "cyan",
-    Checkpoint: "dim",
-    Profiled: "dim",
-    Resumed: "cyan",
-    RolledBack: "yellow",
-    SkippedStep: "yellow",
-    Warned: "yellow",
-    Preempted: "yellow",
-    Failed: "bold red",
-    RunFinished: "bold green",
+_EVENT_STYLES: dict[type[Event], str] = {
+    RunStartedEvent: "bold",
+    EvaluationEvent: "cyan",
+    CheckpointEvent: "dim",
+    ProfileEvent: "dim",
+    ResumeEvent: "cyan",
+    RollbackEvent: "yellow",
+    SkippedStepEvent: "yellow",
+    WarningEvent: "yellow",
+    PreemptionEvent: "yellow",
+    FailureEvent: "bold red",
+    RunFinishedEvent: "bold green",
 }
 
 
@@ -57,7 +57,7 @@ class StatusLine:
     On a narrow terminal MFU is dropped first and the loss last.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RunProgress) -> None:
         self.progress = progress
         self.memory_bytes = 0
 
@@ -68,12 +68,19 @@ class StatusLine:
         # By importance: a narrow terminal drops the last ones.
         segments: list[tuple[str, Text]] = []
         if math.isfinite(progress.loss):
-            segments.append(("loss", Text.assemble(("loss ", "dim"), (format_loss(progress.loss), "bold"))))
+            segments.append(
+                ("loss", Text.assemble(("loss ", "dim"), (format_loss(progress.loss), "bold")))
+            )
         time_left = format_remaining(progress)
         if time_left:
             segments.append(("left", Text.assemble(time_left, (" left", "dim"))))
         if math.isfinite(progress.tokens_per_second):
-            segments.append(("speed", Text.assemble(format_count(progress.tokens_per_second), (" tokens/s", "dim"))))
+            segments.append(
+                (
+                    "speed",
+                    Text.assemble(format_count(progress.tokens_per_second), (" tokens/s", "dim")),
+                )
+            )
         if self.memory_bytes:
             segments.append(("memory", Text(format_bytes(self.memory_bytes))))
         if math.isfinite(progress.mfu):
@@ -106,36 +113,45 @@ class Terminal:
     """
 
     def __init__(self, stream: TextIO, *, width: int | None = None) -> None:
-        self._console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
-        self._progress = Progress()
+        self._console = Console(
+            file=stream, width=width, highlight=False, markup=False, emoji=False
+        )
+        self._progress = RunProgress()
         self._line = StatusLine(self._progress)
         self._live: Live | None = None
-        self._drawn_at = -math.inf
+        self._last_draw_time = -math.inf
 
     def on_event(self, event: Event) -> None:
         """Update the bar for a step; print a line above it for any other event."""
         self._progress.on_event(event)
-        if isinstance(event, MEASUREMENTS):
+        if isinstance(event, MEASUREMENT_TYPES):
             return
-        if isinstance(event, Step):
+        if isinstance(event, StepEvent):
             if event.memory_bytes:
                 self._line.memory_bytes = max(event.memory_bytes)
-            self._draw(at_once=event.step == self._progress.total_steps)
+            self._draw(should_force=event.step == self._progress.total_steps)
             return
-        if isinstance(event, RunFinished | Failed):
+        if isinstance(event, RunFinishedEvent | FailureEvent):
             self.close()  # print the last line below the bar
-        stopped_early = isinstance(event, RunFinished) and event.status != "completed"
-        self._console.print(Text(describe(event), style="yellow" if stopped_early else _STYLES[type(event)]))
-        if isinstance(event, RunStarted | Resumed):
-            self._draw(at_once=True)
+        stopped_early = isinstance(event, RunFinishedEvent) and event.status != "completed"
+        self._console.print(
+            Text(
+                describe_event(event),
+                style="yellow" if stopped_early else _EVENT_STYLES[type(event)],
+            )
+        )
+        if isinstance(event, RunStartedEvent | ResumeEvent):
+            self._draw(should_force=True)
 
-    def _draw(self, *, at_once: bool) -> None:
+    def _draw(self, *, should_force: bool) -> None:
         now = time.monotonic()
-        if not at_once and now - self._drawn_at < _SECONDS_BETWEEN_DRAWINGS:
+        if not should_force and now - self._last_draw_time < _MIN_DRAW_INTERVAL_SECONDS:
             return
-        self._drawn_at = now
+        self._last_draw_time = now
         if self._live is None:
-            self._live = Live(self._line, console=self._console, auto_refresh=False, redirect_stdout=False)
+            self._live = Live(
+                self._line, console=self._console, auto_refresh=False, redirect_stdout=False
+            )
             self._live.start()
         self._live.refresh()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_PIDS_PER_RANK = 1000
+_PROCESS_IDS_PER_RANK = 1000
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RankTrace:
     """Seconds to add to the rank's wall clock to get rank 0's."""
 
 
-def merge_traces(traces: Iterable[RankTrace], out: Path) -> int:
+def merge_traces(traces: Iterable[RankTrace], output_path: Path) -> int:
     """Write one gzipped trace of all ranks and return its number of events.
 
     Processes are renamed to `rank 3: ...`, in rank order; flow ids are made unique per rank;
@@ -35,7 +35,7 @@ def merge_traces(traces: Iterable[RankTrace], out: Path) -> int:
     Raises:
         OSError, ValueError: a trace cannot be read, or the result cannot be written.
     """
-    partial = out.with_name(out.name + ".partial")
+    partial = output_path.with_name(output_path.name + ".partial")
     num_events = 0
     first: tuple[int, float] | None = None
     start = 0.0
@@ -47,28 +47,33 @@ def merge_traces(traces: Iterable[RankTrace], out: Path) -> int:
                 base = int(content.get("baseTimeNanoseconds", 0))
                 offset = 1e6 * trace.offset_seconds
                 if first is None:
-                    start = min((event["ts"] for event in content["traceEvents"] if event.get("ph") == "X"), default=0.0)
+                    start = min(
+                        (event["ts"] for event in content["traceEvents"] if event.get("ph") == "X"),
+                        default=0.0,
+                    )
                     first = base, offset
                 # Subtract the bases first: a float cannot represent nanoseconds since 1970.
                 shift = (base - first[0]) / 1000 + (offset - first[1]) - start
-                for event in _moved(content["traceEvents"], trace.rank, shift):
+                for event in _shift_events(content["traceEvents"], trace.rank, shift):
                     file.write((",\n" if num_events else "\n") + json.dumps(event))
                     num_events += 1
             file.write("\n]}\n")
-        partial.replace(out)
+        partial.replace(output_path)
     finally:
         partial.unlink(missing_ok=True)
     return num_events
 
 
-def _moved(events: list[dict[str, Any]], rank: int, shift_microseconds: float) -> Iterator[dict[str, Any]]:
+def _shift_events(
+    events: list[dict[str, Any]], rank: int, shift_microseconds: float
+) -> Iterator[dict[str, Any]]:
     """Yield the events with the rank's process ids and flow ids, and with shifted times."""
     pids: dict[Any, int] = {}
     named: set[int] = set()
     for event in events:
         if "pid" not in event:
             continue
-        pid = pids.setdefault(event["pid"], rank * _PIDS_PER_RANK + len(pids))
+        pid = pids.setdefault(event["pid"], rank * _PROCESS_IDS_PER_RANK + len(pids))
         shifted = event | {"pid": pid}
         if event.get("ph") == "M":
             name = event.get("args", {}).get("name", event["pid"])
@@ -84,4 +89,10 @@ def _moved(events: list[dict[str, Any]], rank: int, shift_microseconds: float) -
         yield shifted
     for original, pid in pids.items():
         if pid not in named:
-            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"rank {rank}: {original}"}}
+            yield {
+                "ph": "M",
+                "name": "process_name",
+                "pid": pid,
+                "tid": 0,
+                "args": {"name": f"rank {rank}: {original}"},
+            }

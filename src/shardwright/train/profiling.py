@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shardwright.telemetry.speaker import Speaker
+from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.trace import RankTrace, merge_traces
-from shardwright.train.clocks import SharedClock
-from shardwright.train.meeting import Meeting
+from shardwright.train.clock_sync import SharedClock
+from shardwright.train.rank_sync import RankSync
 
 logger = logging.getLogger(__name__)
 
 
-class ProfiledSteps:
+class StepProfiler:
     """Profiler of the steps in `run.profile_steps`, which are numbered from 1, as in events.
 
     A profiled step is slower than others. The run folder must be reachable from all ranks: each
@@ -39,35 +39,38 @@ class ProfiledSteps:
             *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
         ]
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return True if this step is profiled."""
         return step in self._steps
 
     @contextmanager
-    def profiling(self, step: int) -> Iterator[None]:
+    def profile_step(self, step: int) -> Iterator[None]:
         """Profile the step that runs in the block, and write its trace to the run folder."""
-        if not self.due(step):
+        if not self.is_due(step):
             yield
             return
         with profile(activities=self._activities) as recorded:
             yield
         try:
-            self._part(step, self._rank).parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(self._part(step, self._rank)))
+            self._get_part_path(step, self._rank).parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(self._get_part_path(step, self._rank)))
         except (OSError, RuntimeError) as error:
             logger.warning(
                 "step %d: the profile of rank %d cannot be written: %s", step, self._rank, error
             )
 
-    def gather(self, step: int, meeting: Meeting, clock: SharedClock, speaker: Speaker) -> None:
+    def merge_profiles(
+        self, step: int, rank_sync: RankSync, clock: SharedClock, event_logger: EventLogger
+    ) -> None:
         """Merge the ranks' traces on rank 0. Collective, called after the step."""
-        rows = meeting.gather(
+        rows = rank_sync.gather(
             [clock.wall_offset_seconds, clock.error_seconds]
         )  # all ranks have written by now
         if self._rank != 0:
             return
         traces = [
-            RankTrace(rank, self._part(step, rank), offset) for rank, (offset, _) in enumerate(rows)
+            RankTrace(rank, self._get_part_path(step, rank), offset)
+            for rank, (offset, _) in enumerate(rows)
         ]
         present = [trace for trace in traces if trace.path.is_file()]
         if len(present) < len(traces):
@@ -87,9 +90,9 @@ class ProfiledSteps:
             trace.path.unlink(missing_ok=True)
         error_seconds = max(error for _, error in rows)
         path = f"{self._folder.name}/{out.name}"
-        speaker.write(
+        event_logger.log(
             "profile", step=step, path=path, ranks=len(present), clock_error_seconds=error_seconds
         )
 
-    def _part(self, step: int, rank: int) -> Path:
+    def _get_part_path(self, step: int, rank: int) -> Path:
         return self._folder / f"step-{step:08d}.rank-{rank}.json"

@@ -17,10 +17,16 @@ from torch import Tensor
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import AXES, DATA_AXES
 from shardwright.model import DropoutKey
-from shardwright.numerics import LossScaler, agree_on_norm, clip_coefficient, global_norm, scale_
+from shardwright.numerics import (
+    LossScaler,
+    compute_clip_coefficient,
+    compute_global_norm,
+    scale_,
+    synchronise_norm,
+)
 from shardwright.optim import set_learning_rate
 from shardwright.parallel import ParallelModel
-from shardwright.train.experts import move_balance_biases
+from shardwright.train.expert_load import update_balance_biases
 
 
 class Objective(Protocol):
@@ -48,14 +54,14 @@ class TokenObjective:
 
     def arguments(self, batch: MicroBatch) -> dict[str, Any]:
         """Return ids, positions, documents, labels and loss weights."""
-        return batch.arguments()
+        return batch.build_model_arguments()
 
     def count(self, batch: MicroBatch) -> float:
         """Count the supervised tokens, or sum their loss weights."""
         return batch.num_supervised if batch.weights_BT is None else batch.weight_sum
 
 
-TOKENS = TokenObjective()
+TOKEN_OBJECTIVE = TokenObjective()
 
 
 @dataclass(frozen=True)
@@ -66,16 +72,16 @@ class StepLoss:
     """Summed loss (in nats for supervised tokens), a scalar on the device."""
     supervised_tokens: Tensor
     """Number of supervised tokens, a scalar on the device."""
-    routers: Tensor | None = None
-    """Router statistics of `RouterTally.take`, on the device. None for dense models."""
+    router_table: Tensor | None = None
+    """Router statistics of `RouterTotals.take`, on the device. None for dense models."""
 
-    count: Tensor | None = None
+    normaliser: Tensor | None = None
     """Normaliser if it is not the supervised tokens: pairs, or the sum of the loss weights."""
 
     def mean(self) -> float:
         """Return the loss per supervised token (nats) or per pair; synchronises the device."""
-        count = self.supervised_tokens if self.count is None else self.count
-        return float(self.loss_sum / _at_least_something(count))
+        count = self.supervised_tokens if self.normaliser is None else self.normaliser
+        return float(self.loss_sum / _replace_zero_by_one(count))
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class StepUpdate:
 
     gradient_norm: float
     """L2 norm of the whole model's gradient before clipping; inf or nan if it was skipped."""
-    skipped: bool
+    is_skipped: bool
 
 
 @dataclass
@@ -98,7 +104,7 @@ class StepTimes:
 
     device: torch.device
     _marks: list[tuple[str, float | torch.cuda.Event]] = field(default_factory=list)
-    _began: float = 0.0
+    _start_seconds: float = 0.0
 
     def mark(self, part: str) -> None:
         """End the interval since the last mark and assign it to `part`."""
@@ -109,13 +115,13 @@ class StepTimes:
         else:
             self._marks.append((part, time.perf_counter()))
 
-    def start(self) -> None:
+    def reset(self) -> None:
         """Forget the previous step and start timing."""
         self._marks.clear()
-        self._began = time.perf_counter()
+        self._start_seconds = time.perf_counter()
         self.mark("")
 
-    def spans(self) -> list[tuple[str, float, float]]:
+    def list_spans(self) -> list[tuple[str, float, float]]:
         """List the intervals as (part, start, end), in seconds of this process's perf_counter.
 
         On CUDA the device must be synchronised. Its clock is aligned with the host's at the
@@ -131,7 +137,7 @@ class StepTimes:
             return mark
         first = self._marks[0][1]
         assert isinstance(first, torch.cuda.Event)
-        return self._began + first.elapsed_time(mark) / 1000.0
+        return self._start_seconds + first.elapsed_time(mark) / 1000.0
 
     def seconds(self) -> dict[str, float]:
         """Return seconds of forward, backward, reduction, optimizer; under pp also waiting."""
@@ -155,7 +161,7 @@ def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) 
     return model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device))
 
 
-def count_work(
+def count_tokens_and_flops(
     model: ParallelModel,
     micro_batches: Sequence[MicroBatch],
     flops_per_token: Callable[[int], float],
@@ -177,14 +183,14 @@ def count_work(
     return int(all_tokens), all_flops / all_tokens
 
 
-def _count(
+def _count_objective(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], objective: Objective
 ) -> Tensor:
     number = sum(objective.count(batch) for batch in micro_batches)
     return model.sum_over_batch(torch.tensor(number, dtype=torch.float64, device=model.device))
 
 
-def _at_least_something(count: Tensor) -> Tensor:
+def _replace_zero_by_one(count: Tensor) -> Tensor:
     """Replace a count of zero by one: without supervised tokens the mean is 0, not nan."""
     return torch.where(count > 0, count, torch.ones_like(count))
 
@@ -197,7 +203,7 @@ def accumulate_gradients(
     step: int,
     loss_scale: float = 1.0,
     times: StepTimes | None = None,
-    objective: Objective = TOKENS,
+    objective: Objective = TOKEN_OBJECTIVE,
 ) -> StepLoss:
     """Compute the gradients of loss_sum / normaliser, times `loss_scale`, for a step.
 
@@ -211,16 +217,18 @@ def accumulate_gradients(
         micro_batches: Micro-batches of this rank; the same number on every rank.
         seed: Seed of the run, for dropout.
         step: Optimizer step, for dropout.
-        loss_scale: Loss scale of fp16; `update` divides by it.
+        loss_scale: Loss scale of fp16; `update_parameters` divides by it.
         times: Receives the marks of forward, backward and exposed reduction.
         objective: Loss to train.
     """
     times = times or StepTimes(torch.device("cpu"))
-    times.start()
+    times.reset()
     tokens = count_supervised(model, micro_batches)
-    plain = objective is TOKENS and all(batch.weights_BT is None for batch in micro_batches)
-    count = tokens if plain else _count(model, micro_batches, objective)
-    scale = loss_scale / _at_least_something(count).to(torch.float64)
+    plain = objective is TOKEN_OBJECTIVE and all(
+        batch.weights_BT is None for batch in micro_batches
+    )
+    count = tokens if plain else _count_objective(model, micro_batches, objective)
+    scale = loss_scale / _replace_zero_by_one(count).to(torch.float64)
     micro_batches = objective.prepare(micro_batches)
     routing: dict[str, Tensor] = {}
     if model.decoder.shape.experts is not None:
@@ -235,33 +243,33 @@ def accumulate_gradients(
         dropout = DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None
         return objective.arguments(batch) | routing | {"dropout": dropout}
 
-    loss_sum = model.differentiate(micro_batches, arguments, scale, times.mark)
+    loss_sum = model.forward_backward(micro_batches, arguments, scale, times.mark)
     model.finish_gradients()
     loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
-    routers = _sum_routers(model)
+    routers = _sum_router_tables(model)
     times.mark("reduction")
     return StepLoss(loss_sum, tokens, routers, count)
 
 
-def _sum_routers(model: ParallelModel) -> Tensor | None:
+def _sum_router_tables(model: ParallelModel) -> Tensor | None:
     """Sum router statistics over data and pipeline ranks; tensor-parallel ranks have copies."""
     shape = model.decoder.shape
     if shape.experts is None:
         return None
-    table = model.decoder.router_tally.take(
+    table = model.decoder.router_totals.pop_table(
         shape.num_layers, shape.experts.num_experts, model.device
     )
     return model.sum_over(table, ("pp", *DATA_AXES))
 
 
-def update(
+def update_parameters(
     model: ParallelModel,
     optimizer: torch.optim.Optimizer,
     *,
     learning_rate: float,
     max_grad_norm: float | None,
     scaler: LossScaler | None = None,
-    routers: Tensor | None = None,
+    router_table: Tensor | None = None,
     times: StepTimes | None = None,
 ) -> StepUpdate:
     """Clip the gradients, update the parameters and drop the gradients.
@@ -273,21 +281,21 @@ def update(
         learning_rate: Learning rate of this step, for every parameter group.
         max_grad_norm: Largest global gradient norm; None for no clipping.
         scaler: Loss scaler of fp16, whose scale the gradients still contain.
-        routers: `StepLoss.routers`, for the update of the balance biases.
+        router_table: `StepLoss.router_table`, for the update of the balance biases.
         times: Receives the mark of the optimizer.
     """
     loss_scale = 1.0 if scaler is None else scaler.scale
-    gradients = model.gradients()
+    gradients = model.list_gradients()
     norm = (
-        global_norm(
-            model.counted_gradients(),
+        compute_global_norm(
+            model.list_norm_gradients(),
             model.sum_over,
             stage_axes=model.stage_axes,
             device=model.device,
         )
         / loss_scale
     )
-    norm = agree_on_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
+    norm = synchronise_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
     gradient_norm = float(norm)
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
@@ -295,13 +303,13 @@ def update(
     if not skipped:
         factor = 1.0 / loss_scale
         if max_grad_norm is not None:
-            factor *= float(clip_coefficient(norm, max_grad_norm))
+            factor *= float(compute_clip_coefficient(norm, max_grad_norm))
         if factor != 1.0:
             scale_([gradient for gradient, _ in gradients if gradient is not None], factor)
         set_learning_rate(optimizer, learning_rate)
         optimizer.step()
-        if routers is not None:
-            move_balance_biases(model.decoder, routers)
+        if router_table is not None:
+            update_balance_biases(model.decoder, router_table)
     optimizer.zero_grad(set_to_none=True)
     if times is not None:
         times.mark("optimizer")

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from shardwright.errors import ExitCode
-from shardwright.train.outcome import launcher_process, note_outcome, note_process
-from shardwright.train.ranks import find_ranks
-from shardwright.train.signals import listening_for_stop, stop_without_parent
+from shardwright.launch.rank_environment import detect_rank_environment
+from shardwright.launch.rank_outcome import get_launcher_pid, write_outcome, write_pid
+from shardwright.launch.stop_signals import listen_for_stop, stop_when_parent_exits
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -25,18 +25,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Train as one rank and write its outcome for the launcher, which reports it."""
-    ranks = find_ranks()
+    ranks = detect_rank_environment()
     assert ranks is not None, "this module is started by launch_ranks"
     failure: BaseException | None = None
-    with listening_for_stop() as stop:
-        stop_without_parent(stop, launcher_process())
-        if note_process(ranks.rank):
+    with listen_for_stop() as stop:
+        stop_when_parent_exits(stop, get_launcher_pid())
+        if write_pid(ranks.rank):
             stop.cause = signal.SIGTERM
         try:
             from shardwright.config import load_recipe
-            from shardwright.train.start import train_rank
+            from shardwright.train.run import train_rank
 
-            options = _parser().parse_args()
+            options = _build_parser().parse_args()
             recipe = load_recipe(options.recipe)
             train_rank(
                 recipe,
@@ -48,7 +48,7 @@ def main() -> int:
             )
         except BaseException as error:
             failure = error
-    code = note_outcome(ranks.rank, failure)
+    code = write_outcome(ranks.rank, failure)
     # For the launcher a stopped rank succeeded; any other exit status ends all ranks.
     return ExitCode.DONE if code == ExitCode.PREEMPTED else code
 

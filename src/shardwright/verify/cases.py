@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from shardwright.architecture import ForeignShape, ModelShape
+from shardwright.architecture import HFShape, ModelShape
 from shardwright.config.layout import LayoutSection
-from shardwright.config.load import parse_layout
-from shardwright.config.schema import RecomputeKind
+from shardwright.config.recipe import RecomputeKind
+from shardwright.config.recipe_loading import parse_layout
 from shardwright.errors import ArchitectureError, LayoutError
 from shardwright.layout import Layout, resolve_layout
 from shardwright.model.routing import ExpertRules
 
-Dtype = Literal["float32", "float64"]
-DTYPES: tuple[Dtype, ...] = ("float32", "float64")
-DROPOUT = 0.1
+VerificationDtype = Literal["float32", "float64"]
+VERIFICATION_DTYPES: tuple[VerificationDtype, ...] = ("float32", "float64")
+DROPOUT_RATE = 0.1
 
 
 @dataclass(frozen=True)
-class Case:
+class VerificationCase:
     """Options of one training step.
 
     `documents` packs several documents into a row; `dropout` enables every dropout of the
@@ -61,11 +61,11 @@ class Case:
             return ExpertRules(capacity_factor=self.capacity_factor)
         return ExpertRules(0.5, 0.1, self.capacity_factor, bias_update_rate=0.02)
 
-    def shape(self, shape: ModelShape) -> ModelShape:
+    def apply_to_shape(self, shape: ModelShape) -> ModelShape:
         """Return the model's shape in this case; unchanged for a transformers class."""
-        if isinstance(shape, ForeignShape):
+        if isinstance(shape, HFShape):
             return shape
-        rate = DROPOUT if self.dropout else 0.0
+        rate = DROPOUT_RATE if self.dropout else 0.0
         return replace(
             shape,
             tied_embeddings=self.tied,
@@ -75,55 +75,57 @@ class Case:
         )
 
 
-def choose_cases(tied: bool, *, full: bool) -> list[Case]:
+def choose_cases(is_tied: bool, *, is_full: bool) -> list[VerificationCase]:
     """Choose three cases that cover every value of every option, or the whole product.
 
     >>> len(choose_cases(True, full=False)), len(choose_cases(True, full=True))
     (3, 36)
     """
     recomputes: tuple[RecomputeKind, ...] = ("none", "selective", "full")
-    if full:
+    if is_full:
         return [
-            Case(accumulation, recompute, tied_embeddings, dropout, documents=accumulation != 2)
+            VerificationCase(
+                accumulation, recompute, tied_embeddings, dropout, documents=accumulation != 2
+            )
             for accumulation, recompute, tied_embeddings, dropout in product(
-                (1, 2, 3), recomputes, (tied, not tied), (False, True)
+                (1, 2, 3), recomputes, (is_tied, not is_tied), (False, True)
             )
         ]
     return [
-        Case(1, "none", tied, dropout=False, documents=False),
-        Case(2, "selective", not tied, dropout=True, weights=True),
-        Case(3, "full", tied, dropout=False),
+        VerificationCase(1, "none", is_tied, dropout=False, documents=False),
+        VerificationCase(2, "selective", not is_tied, dropout=True, weights=True),
+        VerificationCase(3, "full", is_tied, dropout=False),
     ]
 
 
-def choose_foreign_cases(tied: bool, *, full: bool) -> list[Case]:
+def choose_hf_cases(is_tied: bool, *, is_full: bool) -> list[VerificationCase]:
     """Choose three cases, or the whole product, for a model of transformers' own class.
 
     Its class decides about tied embeddings and dropout.
 
-    >>> [str(case) for case in choose_foreign_cases(True, full=False)][1]
+    >>> [str(case) for case in choose_hf_cases(True, full=False)][1]
     'accumulation 2, selective recompute, tied, documents, loss weights'
     """
     recomputes: tuple[RecomputeKind, ...] = ("none", "selective", "full")
-    if full:
+    if is_full:
         return [
-            Case(accumulation, recompute, tied, documents=documents)
+            VerificationCase(accumulation, recompute, is_tied, documents=documents)
             for accumulation, recompute, documents in product((1, 2, 3), recomputes, (False, True))
         ]
     steps = enumerate(recomputes, start=1)
     return [
-        Case(number, recompute, tied, documents=number > 1, weights=number == 2)
+        VerificationCase(number, recompute, is_tied, documents=number > 1, weights=number == 2)
         for number, recompute in steps
     ]
 
 
-def choose_layouts(texts: Iterable[str], most_ranks: int, base: LayoutSection) -> list[Layout]:
+def choose_layouts(texts: Iterable[str], max_ranks: int, base: LayoutSection) -> list[Layout]:
     """Choose the layouts to verify.
 
     Args:
         texts: values of `--layout`. One without a data degree stands for every number of ranks
-            that fits it. Without any, all data-parallel layouts of 2 to `most_ranks` ranks.
-        most_ranks: largest number of ranks.
+            that fits it. Without any, all data-parallel layouts of 2 to `max_ranks` ranks.
+        max_ranks: largest number of ranks.
         base: the recipe's layout; its sizes (not degrees) are the defaults of `texts`.
 
     Raises:
@@ -142,30 +144,30 @@ def choose_layouts(texts: Iterable[str], most_ranks: int, base: LayoutSection) -
     if not texts:
         return [
             replace(layout, **sizes)
-            for ranks in range(2, most_ranks + 1)
-            for layout in _data_layouts(ranks)
+            for ranks in range(2, max_ranks + 1)
+            for layout in _list_data_layouts(ranks)
         ]
     layouts = []
     for text in texts:
         section = LayoutSection.model_validate(sizes | parse_layout(text))
-        layouts += _fitting(text, section, most_ranks)
+        layouts += _resolve_all_sizes(text, section, max_ranks)
     return list(dict.fromkeys(layouts))
 
 
-def _data_layouts(ranks: int) -> list[Layout]:
-    layouts = [Layout(dp_replicate=ranks)]
-    for shard in range(ranks, 1, -1):
-        if ranks % shard == 0:
+def _list_data_layouts(num_ranks: int) -> list[Layout]:
+    layouts = [Layout(dp_replicate=num_ranks)]
+    for shard in range(num_ranks, 1, -1):
+        if num_ranks % shard == 0:
             layouts += [
-                Layout(dp_replicate=ranks // shard, dp_shard=shard, zero_stage=stage)
+                Layout(dp_replicate=num_ranks // shard, dp_shard=shard, zero_stage=stage)
                 for stage in (1, 2, 3)
             ]
     return layouts
 
 
-def _fitting(text: str, section: LayoutSection, most_ranks: int) -> list[Layout]:
+def _resolve_all_sizes(text: str, section: LayoutSection, max_ranks: int) -> list[Layout]:
     layouts = []
-    for ranks in range(2, most_ranks + 1):
+    for ranks in range(2, max_ranks + 1):
         try:
             layouts.append(resolve_layout(section, ranks))
         except LayoutError:
@@ -173,7 +175,7 @@ def _fitting(text: str, section: LayoutSection, most_ranks: int) -> list[Layout]
     if not layouts:
         degrees = (section.dp_replicate or 1) * (section.dp_shard or 1)
         raise LayoutError(
-            f"no number of ranks from 2 to {most_ranks} fits this layout",
+            f"no number of ranks from 2 to {max_ranks} fits this layout",
             field="--layout",
             got=text,
             remedy=f"Raise --nproc: the layout needs a multiple of {degrees} ranks",
@@ -181,14 +183,14 @@ def _fitting(text: str, section: LayoutSection, most_ranks: int) -> list[Layout]
     return layouts
 
 
-def cut_shape(
+def shrink_shape(
     shape: ModelShape, *, num_layers: int | None = None, hidden_size: int | None = None
 ) -> ModelShape:
     """Shrink a model to its first layers, or to a width with fewer heads and a smaller MLP.
 
     Head size and query heads per key-value head stay the same.
     """
-    if isinstance(shape, ForeignShape) and (num_layers is not None or hidden_size is not None):
+    if isinstance(shape, HFShape) and (num_layers is not None or hidden_size is not None):
         raise ArchitectureError(
             f"a {shape.family} model runs through transformers' class and cannot be shrunk",
             field="--num-layers" if num_layers is not None else "--hidden-size",

@@ -17,38 +17,38 @@ from torch import Tensor
 
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.dataset import IGNORED_LABEL
-from shardwright.data.loader import MicroBatch, step_micro_batches
+from shardwright.data.loader import MicroBatch, read_step_micro_batches
 from shardwright.layout import Layout, RankGrid
-from shardwright.model.foreign import build_decoder
+from shardwright.model.hf_decoder import build_decoder
 from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.model import local_part
-from shardwright.parallel.reduce import narrow
-from shardwright.plan import Plan, row_multiple
-from shardwright.train.step import StepLoss, accumulate_gradients, update
-from shardwright.verify.oracle import (
+from shardwright.parallel.gradient_reduction import narrow_to_box
+from shardwright.parallel.parallel_model import get_local_tensor
+from shardwright.plan import Plan, compute_row_multiple
+from shardwright.train.step import StepLoss, accumulate_gradients, update_parameters
+from shardwright.verify.reference import (
     GRADIENT_STEPS,
     LEARNING_RATES,
     NUM_STEPS,
     SGD_LEARNING_RATE,
     WEIGHT_DECAY,
-    Problem,
-    initial_value,
+    VerificationProblem,
+    build_initial_value,
 )
 
-TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
-NEARLY_ZERO = 1e-8
+TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
+NEARLY_ZERO_SHARE = 1e-8
 """Share of the global norm; a smaller reference is compared absolutely, with that as limit."""
 _CHUNK_TOKENS = 7
 _LOSS_SCALE = 1024.0
 
-Mutation = Callable[[], AbstractContextManager[object]]
+MutationContext = Callable[[], AbstractContextManager[object]]
 """Factory of a context that adds a known bug to this process, for tests of the verifier."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class ComparisonResult:
     """Worst comparison of one quantity on this rank.
 
     `error` is relative unless `subject` says absolute; nan fails.
@@ -75,38 +75,41 @@ class Finding:
 
 
 def verify_cell(
-    problem: Problem, layout: Layout, reference_path: str, mutation: Mutation | None = None
-) -> list[Finding]:
+    problem: VerificationProblem,
+    layout: Layout,
+    reference_path: str,
+    mutation: MutationContext | None = None,
+) -> list[ComparisonResult]:
     """Compare one layout in one case with the reference; runs on every rank of the layout."""
     reference = load_file(Path(reference_path))
     with nullcontext() if mutation is None else mutation():
-        model = _build(problem, layout)
+        model = _build_model(problem, layout)
         initial = {
-            name: local_part(parameter).detach().clone()
+            name: get_local_tensor(parameter).detach().clone()
             for name, parameter in model.named_parameters()
         }
         findings = _verify_sgd(problem, layout, model, reference)
         if problem.dtype == "float64":
             with torch.no_grad():  # reuse the model: building it takes longer than a step
                 for name, parameter in model.named_parameters():
-                    local_part(parameter).copy_(initial[name])
+                    get_local_tensor(parameter).copy_(initial[name])
             findings += _verify_adamw(problem, layout, model, reference)
-        if has_rule(problem):
+        if should_verify_rule(problem):
             findings += _verify_rule(problem, layout, reference)
         if problem.optimizer.name == "adamw_8bit":
             findings += _verify_quantised_rule(problem, layout)
-        findings += _verify_odd_steps(problem, layout, model)
+        findings += _verify_exceptional_steps(problem, layout, model)
     return findings
 
 
 def _verify_sgd(
-    problem: Problem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
-) -> list[Finding]:
+    problem: VerificationProblem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
+) -> list[ComparisonResult]:
     """Compare losses, raw gradients, norms, and weights after a few steps of unclipped SGD.
 
     With plain SGD a wrong scale of the gradients shows in the weights.
     """
-    allowed = TOLERANCE[problem.dtype]
+    allowed = TOLERANCES[problem.dtype]
     section = OptimizerSection(name="sgd")
     optimizer = build_optimizer(
         model.named_parameters(), section, learning_rate=SGD_LEARNING_RATE, weight_decay=0.0
@@ -116,19 +119,19 @@ def _verify_sgd(
     norms = []
     routers = []
     for step in range(NUM_STEPS):
-        loss = _accumulate(problem, layout, model, step)
+        loss = _accumulate_step(problem, layout, model, step)
         if step in GRADIENT_STEPS:
             findings.append(_compare_gradients(model, reference, step, allowed))
-        result = update(
+        result = update_parameters(
             model,
             optimizer,
             learning_rate=SGD_LEARNING_RATE,
             max_grad_norm=None,
-            routers=loss.routers,
+            router_table=loss.router_table,
         )
         losses.append(loss.mean())
         norms.append(result.gradient_norm)
-        routers.append(torch.zeros(0) if loss.routers is None else loss.routers)
+        routers.append(torch.zeros(0) if loss.router_table is None else loss.router_table)
     findings.append(_compare_numbers("loss", losses, reference["loss"], allowed))
     findings.append(_compare_numbers("norm", norms, reference["norm"], allowed))
     findings.append(
@@ -141,10 +144,10 @@ def _verify_sgd(
 
 
 def _verify_adamw(
-    problem: Problem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
-) -> list[Finding]:
+    problem: VerificationProblem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
+) -> list[ComparisonResult]:
     """Compare weights after AdamW steps with clipping, decay, loss scale and varying rates."""
-    allowed = TOLERANCE[problem.dtype]
+    allowed = TOLERANCES[problem.dtype]
     section = problem.optimizer.model_copy(update={"name": "adamw"})
     optimizer = build_optimizer(
         model.named_parameters(),
@@ -157,26 +160,26 @@ def _verify_adamw(
     norms = []
     rates = []
     for step, rate in enumerate(LEARNING_RATES):
-        loss = _accumulate(problem, layout, model, step, loss_scale=scaler.scale)
+        loss = _accumulate_step(problem, layout, model, step, loss_scale=scaler.scale)
         limit = max_grad_norms[step]
-        result = update(
+        result = update_parameters(
             model,
             optimizer,
             learning_rate=rate,
             max_grad_norm=limit,
             scaler=scaler,
-            routers=loss.routers,
+            router_table=loss.router_table,
         )
         norms.append(result.gradient_norm)
         rates += [abs(group["lr"] - rate) / rate for group in optimizer.param_groups]
     return [
         _compare_numbers("norm under clipping", norms, reference["adamw_norm"], allowed),
-        Finding("learning rates", "worst parameter group", max(rates), 0.0),
+        ComparisonResult("learning rates", "worst parameter group", max(rates), 0.0),
         _compare_weights("weights after AdamW", model, reference, "adamw", allowed),
     ]
 
 
-def has_rule(problem: Problem) -> bool:
+def should_verify_rule(problem: VerificationProblem) -> bool:
     """Return True if the recipe's own update rule is compared with one process, too.
 
     Rules that read whole rows or matrices are, in float64. `adamw_8bit` is not: gradients that
@@ -186,7 +189,7 @@ def has_rule(problem: Problem) -> bool:
     return problem.dtype == "float64" and problem.optimizer.name in ("muon", "adafactor")
 
 
-def add_rule_reference(problem: Problem, reference_path: str) -> None:
+def add_rule_reference(problem: VerificationProblem, reference_path: str) -> None:
     """Add the weights after a few steps of the recipe's own rule (`rule.NAME`) to a reference.
 
     They are the engine's own on one process, not a plain implementation as for AdamW: here only
@@ -196,18 +199,20 @@ def add_rule_reference(problem: Problem, reference_path: str) -> None:
     reference = load_file(Path(reference_path))
     model = _run_rule(problem, Layout(), range(problem.batch.data_ranks))
     reference |= {
-        f"rule.{name}": model.full_parameter(name).detach().contiguous() for name in model.layouts
+        f"rule.{name}": model.gather_parameter(name).detach().contiguous() for name in model.layouts
     }
     save_file(reference, Path(reference_path))
 
 
-def _run_rule(problem: Problem, layout: Layout, data_ranks: Sequence[int]) -> ParallelModel:
+def _run_rule(
+    problem: VerificationProblem, layout: Layout, data_ranks: Sequence[int]
+) -> ParallelModel:
     """Train a model for a few steps with the recipe's rule on these data ranks' batches."""
-    model = _build(problem, layout)
+    model = _build_model(problem, layout)
     rate = LEARNING_RATES[0]
     named = model.named_parameters()
     optimizer = build_optimizer(
-        named, problem.optimizer, learning_rate=rate, weight_decay=WEIGHT_DECAY, cut=model
+        named, problem.optimizer, learning_rate=rate, weight_decay=WEIGHT_DECAY, model=model
     )
     for step, rate in enumerate(LEARNING_RATES):
         data = problem.dataset
@@ -215,52 +220,58 @@ def _run_rule(problem: Problem, layout: Layout, data_ranks: Sequence[int]) -> Pa
         micro_batches = [
             micro_batch
             for data_rank in data_ranks
-            for micro_batch in step_micro_batches(data, data.order, batch, step, data_rank)
+            for micro_batch in read_step_micro_batches(data, data.order, batch, step, data_rank)
         ]
         loss = accumulate_gradients(model, micro_batches, seed=problem.seed, step=step)
-        update(model, optimizer, learning_rate=rate, max_grad_norm=1.0, routers=loss.routers)
+        update_parameters(
+            model, optimizer, learning_rate=rate, max_grad_norm=1.0, router_table=loss.router_table
+        )
     return model
 
 
-def _verify_rule(problem: Problem, layout: Layout, reference: dict[str, Tensor]) -> list[Finding]:
+def _verify_rule(
+    problem: VerificationProblem, layout: Layout, reference: dict[str, Tensor]
+) -> list[ComparisonResult]:
     """Compare weights after a few steps of the recipe's rule with those of one process."""
-    model = _run_rule(problem, layout, [RankGrid(layout).data_rank(_rank(layout))])
+    model = _run_rule(problem, layout, [RankGrid(layout).data_rank(_get_rank(layout))])
     return [
         _compare_weights(
             f"weights after {problem.optimizer.name}",
             model,
             reference,
             "rule",
-            TOLERANCE[problem.dtype],
+            TOLERANCES[problem.dtype],
         )
     ]
 
 
-def _verify_quantised_rule(problem: Problem, layout: Layout) -> list[Finding]:
+def _verify_quantised_rule(problem: VerificationProblem, layout: Layout) -> list[ComparisonResult]:
     """Compare weights after steps of 8-bit AdamW with one process that gets the same gradients.
 
     They must be equal bit by bit. Other comparisons of the cell cover the gradients. Both
     together prove what a tolerance of the weights cannot prove
     (docs/decisions/0052-quantised-moments-proven.md).
     """
-    model = _build(problem, layout)
-    single = _build(problem, Layout())
+    model = _build_model(problem, layout)
+    single = _build_model(problem, Layout())
     options: dict[str, Any] = {"learning_rate": LEARNING_RATES[0], "weight_decay": WEIGHT_DECAY}
     section = problem.optimizer
-    optimizer = build_optimizer(model.named_parameters(), section, cut=model, **options)
-    single_optimizer = build_optimizer(single.named_parameters(), section, cut=single, **options)
+    optimizer = build_optimizer(model.named_parameters(), section, model=model, **options)
+    single_optimizer = build_optimizer(single.named_parameters(), section, model=single, **options)
     for step, rate in enumerate(LEARNING_RATES):
-        _accumulate(problem, layout, model, step)
+        _accumulate_step(problem, layout, model, step)
         for name, parameter in single.named_parameters():
-            parameter.grad = model.full_gradient(name)
-        update(model, optimizer, learning_rate=rate, max_grad_norm=None)
+            parameter.grad = model.gather_gradient(name)
+        update_parameters(model, optimizer, learning_rate=rate, max_grad_norm=None)
         set_learning_rate(single_optimizer, rate)
         single_optimizer.step()
-    expected = {f"rule.{name}": single.full_parameter(name).detach() for name in single.layouts}
+    expected = {f"rule.{name}": single.gather_parameter(name).detach() for name in single.layouts}
     return [_compare_weights("weights after adamw_8bit", model, expected, "rule", 0.0)]
 
 
-def _verify_odd_steps(problem: Problem, layout: Layout, model: ParallelModel) -> list[Finding]:
+def _verify_exceptional_steps(
+    problem: VerificationProblem, layout: Layout, model: ParallelModel
+) -> list[ComparisonResult]:
     """Check three steps: a non-finite gradient on one rank, no supervised token, a usual step.
 
     All ranks must skip the first. The current weights of the model do not matter.
@@ -271,17 +282,19 @@ def _verify_odd_steps(problem: Problem, layout: Layout, model: ParallelModel) ->
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf.
     inf_ranks = RankGrid(layout).group_of(layout.world_size - 1, ["pp"])
-    _accumulate(
-        problem, layout, model, 0, loss_scale=math.inf if _rank(layout) in inf_ranks else 1.0
+    _accumulate_step(
+        problem, layout, model, 0, loss_scale=math.inf if _get_rank(layout) in inf_ranks else 1.0
     )
-    skipped_update = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    skipped_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
     errors = [
-        not skipped_update.skipped,
+        not skipped_update.is_skipped,
         math.isfinite(skipped_update.gradient_norm),
-        _moved(model, before),
+        _has_changed(model, before),
     ]
     findings = [
-        Finding("skips together", f"rank {inf_ranks[-1]} not finite", float(sum(errors)), 0.0)
+        ComparisonResult(
+            "skips together", f"rank {inf_ranks[-1]} not finite", float(sum(errors)), 0.0
+        )
     ]
 
     unsupervised = [
@@ -291,45 +304,45 @@ def _verify_odd_steps(problem: Problem, layout: Layout, model: ParallelModel) ->
             num_supervised=0,
             weight_sum=0.0,
         )
-        for batch in _micro_batches(problem, layout, 0)
+        for batch in _read_micro_batches(problem, layout, 0)
     ]
     loss = accumulate_gradients(model, unsupervised, seed=problem.seed, step=0)
-    empty_update = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    empty_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
     errors = [
         loss.mean() != 0.0,
-        empty_update.skipped,
+        empty_update.is_skipped,
         empty_update.gradient_norm != 0.0,
-        _moved(model, before),
+        _has_changed(model, before),
     ]
-    findings.append(Finding("stands still", "nothing supervised", float(sum(errors)), 0.0))
+    findings.append(ComparisonResult("stands still", "nothing supervised", float(sum(errors)), 0.0))
 
-    _accumulate(problem, layout, model, 0)
-    usual_update = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    _accumulate_step(problem, layout, model, 0)
+    usual_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
     errors = [
-        usual_update.skipped,
+        usual_update.is_skipped,
         not math.isfinite(usual_update.gradient_norm),
-        not _moved(model, before),
+        not _has_changed(model, before),
     ]
-    findings.append(Finding("goes on", "after both", float(sum(errors)), 0.0))
+    findings.append(ComparisonResult("goes on", "after both", float(sum(errors)), 0.0))
     return findings
 
 
-def _moved(model: ParallelModel, before: dict[str, Tensor]) -> bool:
+def _has_changed(model: ParallelModel, before: dict[str, Tensor]) -> bool:
     """Return True if any bit of this rank's weights differs; nan differs."""
     # torch.equal of DTensors is a collective, and pipeline ranks have different parameters.
     return any(
-        not torch.equal(local_part(parameter), local_part(before[name]))
+        not torch.equal(get_local_tensor(parameter), get_local_tensor(before[name]))
         for name, parameter in model.named_parameters()
     )
 
 
-def _rank(layout: Layout) -> int:
+def _get_rank(layout: Layout) -> int:
     return dist.get_rank() if layout.world_size > 1 else 0
 
 
-def _build(problem: Problem, layout: Layout) -> ParallelModel:
+def _build_model(problem: VerificationProblem, layout: Layout) -> ParallelModel:
     """Build the model as the trainer does, from the meta device."""
-    shape = problem.case.shape(problem.shape)
+    shape = problem.case.apply_to_shape(problem.shape)
     with torch.device("meta"):
         decoder = build_decoder(
             shape,
@@ -339,35 +352,42 @@ def _build(problem: Problem, layout: Layout) -> ParallelModel:
             expert_rules=problem.case.expert_rules,
         )
     for name, parameter in decoder.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen)
-    specs = {spec.name: spec for spec in shape.parameters()}
+        parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen_names)
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     precision = PrecisionSection(kind="fp32" if problem.dtype == "float32" else "fp64")
     return apply_layout(
         decoder,
         Plan(layout, problem.batch, precision, problem.case.recompute),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initial_value(problem, specs[name], narrow),
+        read_slice=lambda name, narrow: build_initial_value(problem, specs[name], narrow),
     )
 
 
-def _micro_batches(problem: Problem, layout: Layout, step: int) -> list[MicroBatch]:
+def _read_micro_batches(
+    problem: VerificationProblem, layout: Layout, step: int
+) -> list[MicroBatch]:
     """Read micro-batches truncated to their longest row, unlike those of the reference."""
     dataset = problem.dataset
     batch = problem.batch
     if problem.shape.experts is None:  # router statistics count every token of a row
-        batch = replace(batch, row_multiple=row_multiple(layout))
-    return step_micro_batches(
-        dataset, dataset.order, batch, step, RankGrid(layout).data_rank(_rank(layout))
+        batch = replace(batch, row_multiple=compute_row_multiple(layout))
+    return read_step_micro_batches(
+        dataset, dataset.order, batch, step, RankGrid(layout).data_rank(_get_rank(layout))
     )
 
 
-def _accumulate(
-    problem: Problem, layout: Layout, model: ParallelModel, step: int, *, loss_scale: float = 1.0
+def _accumulate_step(
+    problem: VerificationProblem,
+    layout: Layout,
+    model: ParallelModel,
+    step: int,
+    *,
+    loss_scale: float = 1.0,
 ) -> StepLoss:
     return accumulate_gradients(
         model,
-        _micro_batches(problem, layout, step),
+        _read_micro_batches(problem, layout, step),
         seed=problem.seed,
         step=step,
         loss_scale=loss_scale,
@@ -376,22 +396,22 @@ def _accumulate(
 
 def _compare_gradients(
     model: ParallelModel, reference: dict[str, Tensor], step: int, allowed: float
-) -> Finding:
-    expected = _select(reference, f"gradient.{step}.")
+) -> ComparisonResult:
+    expected = _select_prefix(reference, f"gradient.{step}.")
     scale = float(reference["norm"][step])
-    pairs = ((name, model.full_gradient(name), expected.get(name)) for name in model.layouts)
-    finding = _worst("gradient", pairs, expected, scale, allowed)
+    pairs = ((name, model.gather_gradient(name), expected.get(name)) for name in model.layouts)
+    finding = _compare_tensors("gradient", pairs, expected, scale, allowed)
     local_gradients = {
         name: parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return _worse(
-        finding, _compare_held("gradient", model, local_gradients, expected, scale, allowed)
+    return _choose_worse(
+        finding, _compare_local("gradient", model, local_gradients, expected, scale, allowed)
     )
 
 
-def _select(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _select_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
@@ -400,85 +420,105 @@ def _select(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _compare_weights(
-    quantity: str, model: ParallelModel, reference: dict[str, Tensor], run: str, allowed: float
-) -> Finding:
-    expected = _select(reference, f"{run}.")
+    quantity: str, model: ParallelModel, reference: dict[str, Tensor], prefix: str, allowed: float
+) -> ComparisonResult:
+    expected = _select_prefix(reference, f"{prefix}.")
     scale = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
-    pairs = ((name, model.full_parameter(name), expected.get(name)) for name in model.layouts)
-    finding = _worst(quantity, pairs, expected, scale, allowed)
+    pairs = ((name, model.gather_parameter(name), expected.get(name)) for name in model.layouts)
+    finding = _compare_tensors(quantity, pairs, expected, scale, allowed)
     local_weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return _worse(finding, _compare_held(quantity, model, local_weights, expected, scale, allowed))
+    return _choose_worse(
+        finding, _compare_local(quantity, model, local_weights, expected, scale, allowed)
+    )
 
 
-def _compare_held(
+def _compare_local(
     quantity: str,
     model: ParallelModel,
     tensors: Mapping[str, Tensor],
-    wanted: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
     scale: float,
     allowed: float,
-) -> Finding:
+) -> ComparisonResult:
     """Compare this rank's local parts; full tensors are gathered from one replica only."""
-    worst = Finding(quantity, "every parameter", 0.0, allowed)
+    worst = ComparisonResult(quantity, "every parameter", 0.0, allowed)
     for name, tensor in tensors.items():
-        want = wanted.get(name)
-        local = local_part(tensor).double()
+        want = expected.get(name)
+        local = get_local_tensor(tensor).double()
         if want is None:
             continue  # the comparison of full tensors reports it
-        boxes = model.held(name)
+        boxes = model.local_boxes(name)
         squares = [
-            (narrow(local, box.local) - narrow(want, box.whole).double()).square().sum()
+            (
+                narrow_to_box(local, box.local_bounds)
+                - narrow_to_box(want, box.global_bounds).double()
+            )
+            .square()
+            .sum()
             for box in boxes
         ]
         distance = math.sqrt(float(sum(squares)))
         norm = float(want.double().norm())
-        subject = f"{name}, copy of rank {_rank(model.layout)}"
-        if norm <= NEARLY_ZERO * scale:
-            finding = Finding(quantity, f"{subject} (absolute)", distance, NEARLY_ZERO * scale)
+        subject = f"{name}, copy of rank {_get_rank(model.layout)}"
+        if norm <= NEARLY_ZERO_SHARE * scale:
+            finding = ComparisonResult(
+                quantity, f"{subject} (absolute)", distance, NEARLY_ZERO_SHARE * scale
+            )
         else:
-            finding = Finding(quantity, subject, distance / norm, allowed)
-        worst = _worse(worst, finding)
+            finding = ComparisonResult(quantity, subject, distance / norm, allowed)
+        worst = _choose_worse(worst, finding)
     return worst
 
 
-def _worse(one: Finding, other: Finding) -> Finding:
+def _choose_worse(first: ComparisonResult, second: ComparisonResult) -> ComparisonResult:
     """Choose the finding with the larger share of its allowed error."""
-    return max(one, other, key=lambda finding: finding.severity)
+    return max(first, second, key=lambda finding: finding.severity)
 
 
-def _worst(
+def _compare_tensors(
     quantity: str,
     pairs: Iterable[tuple[str, Tensor | None, Tensor | None]],
-    wanted: dict[str, Tensor],
+    expected: dict[str, Tensor],
     scale: float,
     allowed: float,
-) -> Finding:
+) -> ComparisonResult:
     """Choose the parameter with the largest share of its allowed error, not an average."""
-    worst = Finding(quantity, "every parameter", 0.0, allowed)
+    worst = ComparisonResult(quantity, "every parameter", 0.0, allowed)
     seen = set()
     for name, got, want in pairs:
         seen.add(name)
-        worst = _worse(worst, _compare_tensor(quantity, name, got, want, scale, allowed))
-    missing = sorted(set(wanted) - seen)
-    return Finding(quantity, f"{missing[0]}: absent", math.inf, allowed) if missing else worst
+        worst = _choose_worse(worst, _compare_tensor(quantity, name, got, want, scale, allowed))
+    missing = sorted(set(expected) - seen)
+    return (
+        ComparisonResult(quantity, f"{missing[0]}: absent", math.inf, allowed) if missing else worst
+    )
 
 
 def _compare_tensor(
-    quantity: str, name: str, got: Tensor | None, want: Tensor | None, scale: float, allowed: float
-) -> Finding:
-    if got is None and want is None:
-        return Finding(quantity, name, 0.0, allowed)
-    if got is None or want is None or got.shape != want.shape:
-        problem = "missing" if got is None else "unexpected" if want is None else "wrong shape"
-        return Finding(quantity, f"{name}: {problem}", math.inf, allowed)
-    norm = float(want.double().norm())
-    distance = float((got.double() - want.double()).norm())
-    if norm <= NEARLY_ZERO * scale:
-        return Finding(quantity, f"{name} (absolute)", distance, NEARLY_ZERO * scale)
-    return Finding(quantity, name, distance / norm, allowed)
+    quantity: str,
+    name: str,
+    actual: Tensor | None,
+    expected: Tensor | None,
+    scale: float,
+    allowed: float,
+) -> ComparisonResult:
+    if actual is None and expected is None:
+        return ComparisonResult(quantity, name, 0.0, allowed)
+    if actual is None or expected is None or actual.shape != expected.shape:
+        problem = (
+            "missing" if actual is None else "unexpected" if expected is None else "wrong shape"
+        )
+        return ComparisonResult(quantity, f"{name}: {problem}", math.inf, allowed)
+    norm = float(expected.double().norm())
+    distance = float((actual.double() - expected.double()).norm())
+    if norm <= NEARLY_ZERO_SHARE * scale:
+        return ComparisonResult(quantity, f"{name} (absolute)", distance, NEARLY_ZERO_SHARE * scale)
+    return ComparisonResult(quantity, name, distance / norm, allowed)
 
 
-def _compare_numbers(quantity: str, got: list[float], want: Tensor, allowed: float) -> Finding:
-    errors = [abs(a - b) / abs(b) for a, b in zip(got, want.tolist(), strict=True)]
+def _compare_numbers(
+    quantity: str, actual: list[float], expected: Tensor, allowed: float
+) -> ComparisonResult:
+    errors = [abs(a - b) / abs(b) for a, b in zip(actual, expected.tolist(), strict=True)]
     step = max(range(len(errors)), key=lambda index: (math.isnan(errors[index]), errors[index]))
-    return Finding(quantity, f"step {step}", errors[step], allowed)
+    return ComparisonResult(quantity, f"step {step}", errors[step], allowed)

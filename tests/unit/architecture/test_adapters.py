@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from shardwright.architecture import ModelShape, Uniform, read_config
-from shardwright.architecture.targets import choose_modules, with_adapters
-from shardwright.config.adapters import AdapterSection
-from shardwright.config.load import validate_recipe
+from shardwright.architecture import ModelShape, UniformInit, read_config
+from shardwright.architecture.adapter_targets import add_adapters, choose_modules
+from shardwright.config.adapter_section import AdapterSection
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import RecipeError
-from shardwright.layout import Layout, Section, Shard
-from shardwright.placement import place
+from shardwright.layout import DimSection, Layout, Shard
+from shardwright.placement import build_parameter_layouts
 from tests.reference.cases import CASES
 
 LLAMA = read_config(CASES["llama-padding-row"])
@@ -22,8 +22,10 @@ MOE = read_config(CASES["qwen3_moe"])
 
 
 def parts(shape: ModelShape, **section: Any) -> dict[str, tuple[int, ...]]:
-    adapted = with_adapters(shape, AdapterSection.model_validate(section))
-    return {spec.name: spec.shape for spec in adapted.parameters() if spec.part is not None}
+    adapted = add_adapters(shape, AdapterSection.model_validate(section))
+    return {
+        spec.name: spec.shape for spec in adapted.list_parameters() if spec.adapter_part is not None
+    }
 
 
 def test_every_projection_by_default() -> None:
@@ -35,7 +37,9 @@ def test_every_projection_by_default() -> None:
 
 def test_patterns_are_held_against_names_and_their_ends() -> None:
     layers = range(LLAMA.num_layers)
-    assert choose_modules(LLAMA, ("q_proj",)) == {f"model.layers.{layer}.self_attn.q_proj" for layer in layers}
+    assert choose_modules(LLAMA, ("q_proj",)) == {
+        f"model.layers.{layer}.self_attn.q_proj" for layer in layers
+    }
     assert choose_modules(LLAMA, ("model.layers.1.*",), ("mlp.*",)) == {
         f"model.layers.1.self_attn.{name}_proj" for name in ("q", "k", "v", "o")
     }
@@ -44,39 +48,53 @@ def test_patterns_are_held_against_names_and_their_ends() -> None:
 def test_sizes_and_names_are_pefts() -> None:
     found = parts(MOE, rank=4, targets=("k_proj", "experts.down_proj"))
     assert MOE.experts is not None
-    experts, inner, width = MOE.experts.num_experts, MOE.experts.intermediate_size, MOE.hidden_size
+    experts = MOE.experts.num_experts
+    inner = MOE.experts.intermediate_size
+    width = MOE.hidden_size
     assert found["model.layers.1.self_attn.k_proj.lora_A.weight"] == (4, width)
     assert found["model.layers.1.self_attn.k_proj.lora_B.weight"] == (MOE.kv_width, 4)
     assert found["model.layers.1.mlp.experts.down_proj_lora_A"] == (experts, 4, inner)
     assert found["model.layers.1.mlp.experts.down_proj_lora_B"] == (experts, width, 4)
     gpt2 = parts(read_config(CASES["gpt2"]), kind="dora", rank=2, targets=("c_fc",))
-    assert gpt2["transformer.h.0.mlp.c_fc.lora_magnitude_vector"] == gpt2["transformer.h.0.mlp.c_fc.lora_B.weight"][:1]
+    assert (
+        gpt2["transformer.h.0.mlp.c_fc.lora_magnitude_vector"]
+        == gpt2["transformer.h.0.mlp.c_fc.lora_B.weight"][:1]
+    )
 
 
 def test_the_start_and_the_scale() -> None:
-    shape = with_adapters(LLAMA, AdapterSection(rank=8, alpha=4.0, targets=("down_proj",)))
-    spec = next(spec for spec in shape.parameters() if spec.part == "lora_A")
-    assert spec.init == Uniform(1 / math.sqrt(LLAMA.intermediate_size))
+    shape = add_adapters(LLAMA, AdapterSection(rank=8, alpha=4.0, targets=("down_proj",)))
+    spec = next(spec for spec in shape.list_parameters() if spec.adapter_part == "lora_A")
+    assert spec.init == UniformInit(1 / math.sqrt(LLAMA.intermediate_size))
     assert shape.adapters is not None
-    assert (shape.adapters.scale, replace(shape.adapters, kind="rslora").scale) == (0.5, 4.0 / math.sqrt(8))
+    assert (shape.adapters.scale, replace(shape.adapters, kind="rslora").scale) == (
+        0.5,
+        4.0 / math.sqrt(8),
+    )
 
 
 def test_frozen_matrices_cost_no_gradient() -> None:
-    whole, adapted = LLAMA.flops_per_token(16), with_adapters(LLAMA, AdapterSection(rank=1)).flops_per_token(16)
+    whole = LLAMA.count_flops_per_token(16)
+    adapted = add_adapters(LLAMA, AdapterSection(rank=1)).count_flops_per_token(16)
     assert 0.66 * whole < adapted < 0.85 * whole
 
 
 def test_adapters_are_cut_with_their_matrix() -> None:
-    layouts = place(with_adapters(LLAMA, AdapterSection(kind="dora", rank=3)), Layout(tp=2, dp_replicate=2))
-    query, out = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
-    whole = Section(0, LLAMA.query_width, 2)
+    layouts = build_parameter_layouts(
+        add_adapters(LLAMA, AdapterSection(kind="dora", rank=3)), Layout(tp=2, dp_replicate=2)
+    )
+    query = "model.layers.0.self_attn.q_proj"
+    out = "model.layers.0.self_attn.o_proj"
+    whole = DimSection(0, LLAMA.query_width, 2)
     assert (
-        layouts[f"{query}.lora_B.weight"].shards == layouts[f"{query}.lora_magnitude_vector"].shards == (Shard("tp", 0, (whole,)),)
+        layouts[f"{query}.lora_B.weight"].shards
+        == layouts[f"{query}.lora_magnitude_vector"].shards
+        == (Shard("tp", 0, (whole,)),)
     )
     assert layouts[f"{out}.lora_A.weight"].shards == (Shard("tp", 1, (whole,)),)
     for name in (f"{query}.lora_A.weight", f"{out}.lora_B.weight", f"{out}.lora_magnitude_vector"):
         assert layouts[name].shards == ()
-        assert set(layouts[name].sum_axes) == {"dp_replicate", "tp"}
+        assert set(layouts[name].reduced_axes) == {"dp_replicate", "tp"}
 
 
 @pytest.mark.parametrize(
@@ -88,14 +106,18 @@ def test_adapters_are_cut_with_their_matrix() -> None:
         (LLAMA, {"targets": ("input_layernorm",)}, "cannot have an adapter"),
         (MOE, {"targets": ("mlp.gate",)}, "mlp.gate is not a projection"),
         (LLAMA, {"exclude": ("nothing_*",)}, "adapters.exclude"),
-        (LLAMA, {"targets": ("q_proj",), "exclude": ("self_attn.*",)}, "the patterns leave no matrix"),
+        (
+            LLAMA,
+            {"targets": ("q_proj",), "exclude": ("self_attn.*",)},
+            "the patterns leave no matrix",
+        ),
         (MOE, {"kind": "dora"}, "not supported for stacked experts"),
         (MOE, {"dropout": 0.1}, r"exclude: \[experts"),
     ],
 )
 def test_refusals_name_what_is_wrong(shape: ModelShape, section: dict[str, Any], told: str) -> None:
     with pytest.raises(RecipeError, match=told):
-        with_adapters(shape, AdapterSection.model_validate(section))
+        add_adapters(shape, AdapterSection.model_validate(section))
 
 
 @pytest.mark.parametrize(
@@ -109,5 +131,10 @@ def test_a_recipe_says_it_once(adapters: dict[str, Any], model: dict[str, Any], 
     training = {"sequence_length": 8, "micro_batch_size": 1, "max_steps": 1, "learning_rate": 1.0}
     with pytest.raises(RecipeError, match=told):
         validate_recipe(
-            {"model": {"config": {}} | model, "data": {"sources": "unread"}, "training": training, "adapters": adapters}
+            {
+                "model": {"config": {}} | model,
+                "data": {"sources": "unread"},
+                "training": training,
+                "adapters": adapters,
+            }
         )

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from shardwright.architecture import FAMILIES, INERT_FIELDS, OFF_FIELDS, cut, read_config
+from shardwright.architecture import (
+    INERT_FIELDS,
+    MODEL_FAMILIES,
+    OFF_FIELDS,
+    read_config,
+    shrink_model,
+)
 from shardwright.errors import ArchitectureError
 from tests.reference.cases import CASES
 
@@ -56,7 +62,7 @@ def test_other_families_are_refused(family: str | None, remedy: str) -> None:
     with pytest.raises(ArchitectureError, match=remedy) as caught:
         read_config({**LLAMA, "model_type": family})
     assert caught.value.field == "model_type"
-    assert all(known in str(caught.value.allowed) for known in FAMILIES)
+    assert all(known in str(caught.value.allowed) for known in MODEL_FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +110,17 @@ def test_inert_fields_change_nothing(field: str) -> None:
     assert read_config({**LLAMA, field: "anything"}) == read_config(LLAMA)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(MODEL_FAMILIES))
 def test_features_that_are_off_change_nothing(family: str) -> None:
     plain = next(case for case in CASES.values() if case["model_type"] == family)
     for field, values in OFF_FIELDS.items():
         # A family's own field has its own defaults: null there need not mean off.
-        if field in plain or field in ("layer_types", "head_dim", "sliding_window", "attn_logit_softcapping"):
+        if field in plain or field in (
+            "layer_types",
+            "head_dim",
+            "sliding_window",
+            "attn_logit_softcapping",
+        ):
             continue
         if field in ("final_logit_softcapping", "attention_bias", "partial_rotary_factor"):
             continue
@@ -120,7 +131,13 @@ def test_features_that_are_off_change_nothing(family: str) -> None:
 
 
 def test_a_missing_size_is_not_guessed() -> None:
-    for field in ("hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings", "vocab_size"):
+    for field in (
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "max_position_embeddings",
+        "vocab_size",
+    ):
         config = {name: value for name, value in LLAMA.items() if name != field}
         with pytest.raises(ArchitectureError, match="missing") as caught:
             read_config(config)
@@ -140,15 +157,22 @@ def test_key_heads_are_guessed_only_where_transformers_takes_the_query_heads() -
         assert caught.value.field == "num_key_value_heads"
 
 
-@pytest.mark.parametrize(("case", "row"), [("llama", None), ("gemma2", 0), ("olmo2", 1), ("gpt2", None), ("gpt_neox", None)])
-def test_the_familys_padding_token_holds_where_the_file_is_silent(case: str, row: int | None) -> None:
+@pytest.mark.parametrize(
+    ("case", "row"),
+    [("llama", None), ("gemma2", 0), ("olmo2", 1), ("gpt2", None), ("gpt_neox", None)],
+)
+def test_the_familys_padding_token_holds_where_the_file_is_silent(
+    case: str, row: int | None
+) -> None:
     shape = read_config(without(case, "pad_token_id"))
     assert shape.padding_row == row
     assert "pad_token_id" not in shape.to_config()
 
 
 @pytest.mark.parametrize(("case", "row"), [("smollm3", 128004), ("phi3", 32000)])
-def test_a_padding_token_outside_a_small_vocabulary_is_written_back_as_null(case: str, row: int) -> None:
+def test_a_padding_token_outside_a_small_vocabulary_is_written_back_as_null(
+    case: str, row: int
+) -> None:
     config = without(case, "pad_token_id")
     assert read_config(config | {"vocab_size": 130_000}).padding_row == row
     shape = read_config(config)
@@ -170,8 +194,15 @@ def test_sequences_beyond_the_positions_are_refused() -> None:
 
 
 def test_older_and_newer_spellings_agree() -> None:
-    older = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16"}
-    newer = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "dtype": "bfloat16"}
+    older = {
+        "rope_theta": 5e5,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "torch_dtype": "bfloat16",
+    }
+    newer = {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        "dtype": "bfloat16",
+    }
     assert read_config(LLAMA | older) == read_config(LLAMA | newer)
 
 
@@ -182,9 +213,18 @@ def test_older_and_newer_spellings_agree() -> None:
         ({"type": "linear"}, "rope_scaling.factor"),
         ({"type": "linear", "factor": 2.0, "extra": 1}, "rope_scaling.extra"),
         ({"type": "linear", "factor": 0}, "rope_scaling.factor"),
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}, "rope_scaling.high_freq_factor"),
-        ({"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 6}, "rope_scaling.short_factor"),
-        ({"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [0.0] * 6}, "rope_scaling.long_factor"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
+            "rope_scaling.high_freq_factor",
+        ),
+        (
+            {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 6},
+            "rope_scaling.short_factor",
+        ),
+        (
+            {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [0.0] * 6},
+            "rope_scaling.long_factor",
+        ),
         ("linear", "rope_scaling"),
         ({"full_attention": {"rope_type": "default"}}, "rope_scaling.full_attention"),
     ],
@@ -196,7 +236,10 @@ def test_wrong_rope_scaling_is_refused(rope: Any, field: str) -> None:
 
 
 def test_two_spellings_that_contradict_are_refused() -> None:
-    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+    both = {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+    }
     with pytest.raises(ArchitectureError, match="contradict"):
         read_config(LLAMA | both)
 
@@ -210,33 +253,54 @@ def test_windows_by_family() -> None:
     assert windows("gemma2") == [6, None, 6, None]
     assert [layer.rope for layer in read_config(CASES["smollm3"]).layers] == [0, None, 0, None]
     # Absent is not null: Mistral's class default is a window of 4096.
-    absent = {name: value for name, value in CASES["mistral-window"].items() if name != "sliding_window"}
+    absent = {
+        name: value for name, value in CASES["mistral-window"].items() if name != "sliding_window"
+    }
     assert {layer.window for layer in read_config(absent).layers} == {4096}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_cut_keeps_the_odd_features(case: str) -> None:
     shape = read_config(CASES[case])
-    small = cut(shape, num_layers=2, hidden_size=16, vocab_size=50, sequence_length=8)
-    assert (small.family, small.num_layers, small.hidden_size, small.vocab_size) == (shape.family, 2, 16, 50)
+    small = shrink_model(shape, num_layers=2, hidden_size=16, vocab_size=50, sequence_length=8)
+    assert (small.family, small.num_layers, small.hidden_size, small.vocab_size) == (
+        shape.family,
+        2,
+        16,
+        50,
+    )
     assert small.num_heads / small.num_kv_heads == shape.num_heads / shape.num_kv_heads
     assert (small.query_width > small.hidden_size) == (shape.query_width > shape.hidden_size)
     kinds = {(layer.window is None, layer.rope, layer.sparse) for layer in shape.layers}
     assert {(layer.window is None, layer.rope, layer.sparse) for layer in small.layers} == kinds
     assert all(layer.window is None or layer.window < 8 for layer in small.layers)
-    same = ("names", "qk_norm", "tied_embeddings", "qkv_bias", "mlp_bias", "attention_soft_cap", "final_soft_cap", "norm_offset")
+    same = (
+        "names",
+        "qk_norm",
+        "tied_embeddings",
+        "qkv_bias",
+        "mlp_bias",
+        "attention_soft_cap",
+        "final_soft_cap",
+        "norm_offset",
+    )
     assert all(getattr(small, name) == getattr(shape, name) for name in same)
-    assert cut(shape, num_layers=99, hidden_size=4096) == shape
+    assert shrink_model(shape, num_layers=99, hidden_size=4096) == shape
 
 
 def test_cut_refuses_a_width_that_heads_do_not_divide() -> None:
     with pytest.raises(ArchitectureError, match="multiple of"):
-        cut(read_config(LLAMA), hidden_size=13)
+        shrink_model(read_config(LLAMA), hidden_size=13)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_hidden_layers", 10**9), ("vocab_size", 2**62), ("rms_norm_eps", float("nan")), ("rms_norm_eps", 10**400)],
+    [
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", 2**62),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", 10**400),
+    ],
 )
 def test_numbers_beyond_any_model_are_refused(field: str, value: float) -> None:
     """A billion layers would be described one by one."""

@@ -1,4 +1,6 @@
-"""The benchmarks' own promises: everybody reads the same tokens, goals missed are told, the GPU's cases can be rehearsed here."""
+"""The benchmarks' own promises: everybody reads the same tokens, goals missed are told, the GPU's
+cases can be rehearsed here.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,33 @@ import pytest
 import torch
 
 from shardwright.architecture import read_config
-from shardwright.data.order import SampleOrder
+from shardwright.data.sample_order import SampleOrder
 from shardwright.hardware import ElementwiseRate, MeasuredProfile
-from shardwright.hardware.load import find_accelerator
-from shardwright.planner.achieved import load_efficiencies
+from shardwright.hardware.catalog_loading import find_accelerator
+from shardwright.planner.calibration import load_efficiencies
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # `benchmarks` is a program of the checkout, not a part of the package
+sys.path.insert(
+    0, str(ROOT)
+)  # `benchmarks` is a program of the checkout, not a part of the package
 
-from benchmarks import cpu, fit_cpu, gpu, launch, table  # noqa: E402
-from benchmarks.case import LLAMA_29M, Case, batch_of_step, shifted_labels, synthetic_tokens  # noqa: E402
-from benchmarks.contenders import CONTENDERS, TITLES  # noqa: E402
-from benchmarks.cut_cases import ENTRIES  # noqa: E402
-from benchmarks.cut_page import page  # noqa: E402
-from benchmarks.pace import Pace, high_water_bytes  # noqa: E402
-from benchmarks.predicted import ranks_of  # noqa: E402
-from benchmarks.shapes import SHAPES, TINY  # noqa: E402
+from benchmarks import cpu, fit_cpu, gpu, launch, table
+from benchmarks.case import LLAMA_29M, Case, batch_of_step, shifted_labels, synthetic_tokens
+from benchmarks.contenders import CONTENDERS, TITLES
+from benchmarks.cut_cases import ENTRIES
+from benchmarks.cut_page import page
+from benchmarks.pace import Pace, high_water_bytes
+from benchmarks.predicted import ranks_of
+from benchmarks.shapes import SHAPES, TINY
 
 
 def make_case(**fields: Any) -> Case:
-    defaults: dict[str, Any] = {"contender": "shardwright", "zero_stage": 0, "precision": "fp32", "weights_dir": "weights"}
+    defaults: dict[str, Any] = {
+        "contender": "shardwright",
+        "zero_stage": 0,
+        "precision": "fp32",
+        "weights_dir": "weights",
+    }
     return Case(**(defaults | fields))
 
 
@@ -45,18 +54,24 @@ def test_a_case_travels_as_json() -> None:
 
 
 def test_ranks_read_their_slices_of_the_global_batch_in_order() -> None:
-    case, tokens = make_case(micro_batch_size=2), torch.arange(10)[:, None]
-    read = [batch_of_step(tokens, case, step, rank).flatten().tolist() for step in range(3) for rank in range(2)]
+    case = make_case(micro_batch_size=2)
+    tokens = torch.arange(10)[:, None]
+    read = [
+        batch_of_step(tokens, case, step, rank).flatten().tolist()
+        for step in range(3)
+        for rank in range(2)
+    ]
     assert read == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [0, 1]]
 
 
 def test_shardwright_reads_what_the_others_read() -> None:
     from benchmarks.contenders.with_shardwright import SEED, SyntheticDataset
 
-    dataset, tokens = SyntheticDataset(64, 8), synthetic_tokens(64, 8)
+    dataset = SyntheticDataset(64, 8)
+    tokens = synthetic_tokens(64, 8)
     order = SampleOrder(SEED, len(dataset))
     for position in (0, 1, 7, len(dataset) + 3):
-        sample = dataset.sample(order.index_at(position), order.epoch_at(position))
+        sample = dataset.get_sample(order.get_index(position), order.get_epoch(position))
         expected_T = tokens[position % len(dataset)]
         assert torch.equal(torch.from_numpy(sample.input_ids), expected_T)
         assert torch.equal(torch.from_numpy(sample.labels), shifted_labels(expected_T[None])[0])
@@ -66,7 +81,11 @@ def test_the_recipe_is_one_that_a_person_could_write() -> None:
     from benchmarks.contenders.with_shardwright import recipe_of
 
     recipe = recipe_of(make_case(zero_stage=3, precision="bf16"))
-    assert (recipe.layout.zero_stage, recipe.precision.kind, recipe.training.micro_batch_size) == (3, "bf16", 4)
+    assert (recipe.layout.zero_stage, recipe.precision.kind, recipe.training.micro_batch_size) == (
+        3,
+        "bf16",
+        4,
+    )
 
 
 def test_the_clock_counts_blocks_and_stops_on_command() -> None:
@@ -94,7 +113,10 @@ def test_a_rank_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
 
 
 def test_a_contender_that_does_other_work_is_no_row() -> None:
-    rows = {name: {"warmup": [{"losses": [loss]}]} for name, loss in (("a", 9.0), ("b", 9.0), ("c", 9.1))}
+    rows = {
+        name: {"warmup": [{"losses": [loss]}]}
+        for name, loss in (("a", 9.0), ("b", 9.0), ("c", 9.1))
+    }
     comparison = cpu.Comparison(0, "fp32", ("a", "b", "c"))
     with pytest.raises(launch.RanksFailed, match="first losses differ"):
         cpu.check_first_losses(comparison, rows)
@@ -104,7 +126,11 @@ def test_a_contender_that_does_other_work_is_no_row() -> None:
 
 def test_names_agree() -> None:
     assert CONTENDERS.keys() == TITLES.keys()
-    named = {contender for comparison in (*cpu.DEFAULT, *cpu.ON_REQUEST) for contender in comparison.contenders}
+    named = {
+        contender
+        for comparison in (*cpu.DEFAULT, *cpu.ON_REQUEST)
+        for contender in comparison.contenders
+    }
     assert named | set(gpu.NEEDS) <= CONTENDERS.keys()
     assert named - {"shardwright"} == table.CPU_GOALS.keys()
 
@@ -114,7 +140,7 @@ def test_flops_are_the_architecture_s(name: str) -> None:
     shape = (SHAPES | TINY)[name]
     for length in shape.micro_batch_sizes:
         counted = gpu.count_flops_per_token(gpu.GpuCase(name, shape, length, ""))
-        assert counted == pytest.approx(read_config(shape.config).flops_per_token(length))
+        assert counted == pytest.approx(read_config(shape.config).count_flops_per_token(length))
 
 
 def test_the_cpu_model_is_the_one_it_says() -> None:
@@ -153,9 +179,17 @@ def make_cpu_result(speed: float, memory: float) -> dict[str, Any]:
         "rounds": 5,
         "steps_per_round": 2,
         "warmup_steps": 2,
-        "contenders": {"shardwright": row(1000.0 * speed, 1e9 * memory), "deepspeed": row(1000.0, 1e9)},
+        "contenders": {
+            "shardwright": row(1000.0 * speed, 1e9 * memory),
+            "deepspeed": row(1000.0, 1e9),
+        },
     }
-    return {"conditions": conditions, "num_parameters": 29_500_000, "skipped": {"trainer": "not here"}, "comparisons": [comparison]}
+    return {
+        "conditions": conditions,
+        "num_parameters": 29_500_000,
+        "skipped": {"trainer": "not here"},
+        "comparisons": [comparison],
+    }
 
 
 def test_a_missed_goal_is_told_with_its_size() -> None:
@@ -174,32 +208,55 @@ def test_met_goals_are_said_to_be_met() -> None:
 
 def test_gpu_cases_cover_what_was_promised() -> None:
     listed = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--list"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "benchmarks.gpu", "--list"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     names = listed.stdout.split()
     assert len(names) == 3 * 2 * 4
-    assert {"llama-3.2-1b-4096", "llama-3.2-3b-8192-compile", "llama-3-8b-12-layers-8192-compile-recompute"} <= set(names)
+    assert {
+        "llama-3.2-1b-4096",
+        "llama-3.2-3b-8192-compile",
+        "llama-3-8b-12-layers-8192-compile-recompute",
+    } <= set(names)
 
 
-def test_a_contender_s_missing_package_is_a_skip_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "pydantic" else object())
+def test_a_contender_s_missing_package_is_a_skip_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        gpu.importlib.util, "find_spec", lambda name: None if name == "pydantic" else object()
+    )
     contenders, skipped = gpu.find_contenders([])
     assert "shardwright" not in contenders
     assert skipped["shardwright"] == "not installed: pydantic"
 
 
-def test_a_case_that_breaks_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_case_that_breaks_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def measure(case: gpu.GpuCase, *_: Any) -> dict[str, Any]:
         if case.variant:
             raise RuntimeError("broken on purpose")
         keys = ("sequence_length", "micro_batch_size", "compile", "recompute")
-        return {"name": case.name, "shape": "tiny", "matmul_flops_per_second": 1.0, "contenders": {}} | dict.fromkeys(keys, 0)
+        return {
+            "name": case.name,
+            "shape": "tiny",
+            "matmul_flops_per_second": 1.0,
+            "contenders": {},
+        } | dict.fromkeys(keys, 0)
 
     ceiling = {"name": "some", "matmul_flops_per_second": 1.0, "copy_bytes_per_second": 1.0}
     monkeypatch.setattr(gpu, "measure", measure)
     monkeypatch.setattr(gpu, "measure_ceiling", lambda device, precision: ceiling)
-    cases = [gpu.GpuCase("tiny", TINY["tiny"], 64, variant) for variant in ("-compile", "", "-recompute")]
-    assert gpu.measure_cases(cases, [], {}, argparse.Namespace(device="cpu", precision="fp32", out=tmp_path))
+    cases = [
+        gpu.GpuCase("tiny", TINY["tiny"], 64, variant) for variant in ("-compile", "", "-recompute")
+    ]
+    assert gpu.measure_cases(
+        cases, [], {}, argparse.Namespace(device="cpu", precision="fp32", out=tmp_path)
+    )
     result = json.loads((tmp_path / "one-gpu.json").read_text())
     assert [case["name"] for case in result["cases"]] == ["tiny-64"]
     assert result["skipped"].keys() == {"tiny-64-compile", "tiny-64-recompute"}
@@ -207,7 +264,9 @@ def test_a_case_that_breaks_leaves_the_others(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_gpu_benchmark_starts_without_our_packages() -> None:
-    """A borrowed machine's Python may lack what ours needs; then the others are measured, and ours is named as skipped."""
+    """A borrowed machine's Python may lack what ours needs; then the others are measured, and ours
+    is named as skipped.
+    """
     program = (
         "import sys\n"
         "for name in ('pydantic', 'yaml', 'rich', 'safetensors', 'psutil'): sys.modules[name] = None\n"
@@ -227,7 +286,10 @@ def test_predictions_stand_beside_measurements() -> None:
     result["comparisons"][0]["name"] = "zero3-bf16"
     assert "| zero3-bf16 | 1,000 | 800 | +25% | 100 | 90 | -10.0% |" in table.render(result)
     ours["peak_reserved_bytes"] = 110 * 2**20
-    assert "| zero3-bf16 | 1,000 | 800 | +25% | 100 | 90 | -10.0% | 110 | 99 | -10.0% |" in table.render(result)
+    assert (
+        "| zero3-bf16 | 1,000 | 800 | +25% | 100 | 90 | -10.0% | 110 | 99 | -10.0% |"
+        in table.render(result)
+    )
 
 
 def test_every_cut_s_prediction_stands_beside_its_measurement() -> None:
@@ -241,7 +303,10 @@ def test_every_cut_s_prediction_stands_beside_its_measurement() -> None:
     conditions = make_cpu_result(1.0, 1.0)["conditions"] | {"rounds": 3, "load_average": [0.1, 0.2]}
     rows = [row("one process", 4.0), row("dp_shard=2,zero_stage=3", 2.0)]
     told = page(
-        {"name": "cuts-two-ranks", "groups": {"dense fp32": {"conditions": conditions, "profile": None, "rows": rows}}},
+        {
+            "name": "cuts-two-ranks",
+            "groups": {"dense fp32": {"conditions": conditions, "profile": None, "rows": rows}},
+        },
         "Because of the weather.",
     )
     assert "| dense fp32 | dp_shard=2,zero_stage=3 | 2.00 | 2.00 | 1.00 | 1.00 |" in told
@@ -251,13 +316,34 @@ def test_every_cut_s_prediction_stands_beside_its_measurement() -> None:
 
 
 def test_a_fit_finds_what_made_the_rows() -> None:
-    start = replace(load_efficiencies().of(find_accelerator("CPU")), bytes_share=1.5, handoff_seconds=0.002)
+    start = replace(
+        load_efficiencies().get_efficiency(find_accelerator("CPU")),
+        bytes_share=1.5,
+        handoff_seconds=0.002,
+    )
     made_with = replace(start, bytes_share=4.5, handoff_seconds=0.004)
     elementwise = tuple(ElementwiseRate(kind, 512, 384, 1e10, 1e10) for kind in ("fp32", "bf16"))
-    profile = MeasuredProfile("some", "EPYC-9654", "2026-01-01", 2**34, 2e10, elementwise=elementwise, handoff_seconds=1e-3)
+    profile = MeasuredProfile(
+        "some",
+        "EPYC-9654",
+        "2026-01-01",
+        2**34,
+        2e10,
+        elementwise=elementwise,
+        handoff_seconds=1e-3,
+    )
     rows = []
-    for entry in [entry for entry in ENTRIES if entry.model == "dense" and entry.layout.pp == 1][:4]:
-        row = fit_cpu.Row(entry.group, str(entry), entry.shape, entry.candidate, ranks_of(entry.layout.world_size, profile), 1.0)
+    for entry in [entry for entry in ENTRIES if entry.model == "dense" and entry.layout.pp == 1][
+        :4
+    ]:
+        row = fit_cpu.Row(
+            entry.group,
+            str(entry),
+            entry.shape,
+            entry.candidate,
+            ranks_of(entry.layout.world_size, profile),
+            1.0,
+        )
         rows.append(replace(row, seconds=exp(row.error(made_with))))
     assert max(abs(row.error(start)) for row in rows) > 0.2
     found = fit_cpu.fit(rows, start)

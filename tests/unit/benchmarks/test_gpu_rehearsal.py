@@ -1,4 +1,6 @@
-"""`make gpu` from its beginning to its end without a GPU: exit codes, and figures in the results file."""
+"""`make gpu` from its beginning to its end without a GPU: exit codes, and figures in the results
+file.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # `benchmarks` is a program of the checkout, not a part of the package
+sys.path.insert(
+    0, str(ROOT)
+)  # `benchmarks` is a program of the checkout, not a part of the package
 
-from benchmarks import gpu  # noqa: E402
+from benchmarks import gpu
 
 QUICK = ["--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--steps", "2", "--warmup", "1"]
 TINY_VOCABULARY = 512
@@ -36,7 +40,9 @@ def read_cases(folder: Path) -> dict[str, Any]:
 def check_figures(case: dict[str, Any], row: dict[str, Any]) -> None:
     assert "failed" not in row, row
     assert row["tokens_per_second"] > 0
-    assert row["mfu"] == pytest.approx(row["tokens_per_second"] * case["flops_per_token"] / case["matmul_flops_per_second"])
+    assert row["mfu"] == pytest.approx(
+        row["tokens_per_second"] * case["flops_per_token"] / case["matmul_flops_per_second"]
+    )
     assert 0 < row["mfu"] < 1
     assert row["peak_rss_bytes"] > 2**26
     assert row["first_loss"] == pytest.approx(log(TINY_VOCABULARY), rel=0.02)
@@ -65,14 +71,21 @@ def test_every_case_runs_to_the_end(tmp_path: Path) -> None:
     ran = make_gpu(*QUICK, "--no-tests", "--time-limit", "600", "--out", str(tmp_path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     cases = read_cases(tmp_path)
-    assert cases.keys() == {"tiny-64", "tiny-64-compile", "tiny-64-recompute", "tiny-64-compile-recompute"}
+    assert cases.keys() == {
+        "tiny-64",
+        "tiny-64-compile",
+        "tiny-64-recompute",
+        "tiny-64-compile-recompute",
+    }
     for case in cases.values():
         for row in case["contenders"].values():
             check_figures(case, row)
 
 
 @pytest.mark.timeout(600)
-def test_a_contender_that_breaks_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_breaks_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here a package of ours that is installed, and raises when it is imported."""
     broken = tmp_path / "site" / "pydantic"
     broken.mkdir(parents=True)
@@ -80,7 +93,15 @@ def test_a_contender_that_breaks_fails_the_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PYTHONPATH", str(broken.parent), prepend=os.pathsep)
     ceiling = {"name": "CPU", "matmul_flops_per_second": 1e11, "copy_bytes_per_second": 1e10}
     monkeypatch.setattr(gpu, "measure_ceiling", lambda device, precision: ceiling)
-    chosen = ["--no-tests", "--case", "tiny-64", "--contender", "shardwright", "--out", str(tmp_path)]
+    chosen = [
+        "--no-tests",
+        "--case",
+        "tiny-64",
+        "--contender",
+        "shardwright",
+        "--out",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", ["gpu", *QUICK, *chosen])
     assert gpu.main() == 1
     failure = read_cases(tmp_path)["tiny-64"]["contenders"]["shardwright"]["failed"]
@@ -90,9 +111,17 @@ def test_a_contender_that_breaks_fails_the_run(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--case", "no-such-case"], "No case matches"), (["--shapes", "imaginary"], "invalid choice")],
+    [
+        (["--case", "no-such-case"], "No case matches"),
+        (["--shapes", "imaginary"], "invalid choice"),
+    ],
 )
 def test_arguments_that_name_nothing_are_refused(arguments: list[str], said: str) -> None:
-    ran = subprocess.run([sys.executable, "-m", "benchmarks.gpu", *arguments], cwd=ROOT, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 2
     assert said in ran.stderr

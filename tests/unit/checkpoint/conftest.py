@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from tests.unit.checkpoint.some_values import run_values
 
 
@@ -25,7 +25,9 @@ def prepared_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 10, 20, 30; 10 is the best."""
     root = tmp_path_factory.mktemp("prepared") / "checkpoints"
     for step in (10, 20, 30):
-        save_checkpoint(root, step, some_tensors(), run_values(step) | {"note": "ü"}, best=step == 10)
+        save_checkpoint(
+            root, step, some_tensors(), run_values(step) | {"note": "ü"}, is_best=step == 10
+        )
     return root
 
 

@@ -1,6 +1,8 @@
-"""Kill a save before each of its operations on disk, and cut the power there; what is found afterwards must be whole.
+"""Kill a save before each of its operations on disk, and cut the power there; what is found
+afterwards must be whole.
 
-Run as a program: it imports torch once and forks a process per death. Prints the number of operations of a save as JSON.
+Run as a program: it imports torch once and forks a process per death. Prints the number of
+operations of a save as JSON.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.commit import Keep
+from shardwright.checkpoint.commit import RetentionPolicy
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 
-OLD, NEW = 20, 30
+OLD = 20
+NEW = 30
 SCRATCH = "/dev/shm" if os.path.isdir("/dev/shm") else None
-"""In memory where there is such a place: the order of operations is what counts here, and a real fsync takes milliseconds."""
+"""In memory where there is such a place: the order of operations is what counts here, and a real
+fsync takes milliseconds.
+"""
 
 
 class CountingDisk(Disk):
@@ -97,7 +102,9 @@ class KillingDisk(CountingDisk):
 
 @dataclass
 class Name:
-    """A name that its folder may forget: made, or moved from `source` in the place of a file that held `replaced`."""
+    """A name that its folder may forget: made, or moved from `source` in the place of a file that
+    held `replaced`.
+    """
 
     path: Path
     source: Path | None = None
@@ -115,8 +122,8 @@ class Name:
 
 
 class PowerCut(KillingDisk):
-    """Dies like a machine that loses power: bytes that were not synced are gone, and with `lose_names` so are all names
-    made or moved since their folder was synced."""
+    """Dies like a machine that loses power: bytes that were not synced are gone, and with
+    `lose_names` so are all names made or moved since their folder was synced."""
 
     def __init__(self, death: int, lose_names: bool) -> None:
         super().__init__(death)
@@ -164,29 +171,46 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def prepare(root: Path, *, damaged: bool) -> None:
-    """Two old checkpoints; with `damaged` also one of the step that is saved next, broken as a fallback would have found it."""
-    save_checkpoint(root, 10, tensors_of(10), {"step": 10}, best=True)
+    """Two old checkpoints; with `damaged` also one of the step that is saved next, broken as a
+    fallback would have found it.
+    """
+    save_checkpoint(root, 10, tensors_of(10), {"step": 10}, is_best=True)
     save_checkpoint(root, OLD, tensors_of(OLD), {"step": OLD})
     if damaged:
-        broken = save_checkpoint(root, NEW, tensors_of(NEW), {"step": NEW}).path / "shard-00000.safetensors"
+        broken = (
+            save_checkpoint(root, NEW, tensors_of(NEW), {"step": NEW}).path
+            / "shard-00000.safetensors"
+        )
         data = bytearray(broken.read_bytes())
         data[-1] ^= 1
         broken.write_bytes(data)
 
 
 def save_new(root: Path, disk: Disk) -> None:
-    save_checkpoint(root, NEW, tensors_of(NEW), {"step": NEW}, keep=Keep(1), best=True, disk=disk)
+    save_checkpoint(
+        root,
+        NEW,
+        tensors_of(NEW),
+        {"step": NEW},
+        retention=RetentionPolicy(1),
+        is_best=True,
+        disk=disk,
+    )
 
 
 def check_after(root: Path) -> int:
-    """The newest checkpoint is the old or the new one, bit-equal; saving again works and leaves nothing behind. Its step."""
-    found = newest_checkpoint(root)
+    """The newest checkpoint is the old or the new one, bit-equal; saving again works and leaves
+    nothing behind. Its step.
+    """
+    found = find_newest_checkpoint(root)
     assert found is not None, "no checkpoint left"
     assert found.step in (OLD, NEW), found
     tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()}
     assert load_checkpoint(found, tensors) == {"step": found.step}
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in tensors_of(found.step).items())
-    save_checkpoint(root, NEW + 10, tensors_of(NEW + 10), {}, keep=Keep(1))
+    assert all(
+        torch.equal(tensors[name], tensor) for name, tensor in tensors_of(found.step).items()
+    )
+    save_checkpoint(root, NEW + 10, tensors_of(NEW + 10), {}, retention=RetentionPolicy(1))
     left = sorted(path.name for path in root.iterdir())
     best = (root / "best").read_text().strip()
     assert left == sorted({"best", "latest", "step-00000040", best}), left
@@ -214,17 +238,25 @@ def sweep(make_disk: Callable[[int], CountingDisk], *, damaged: bool) -> dict[st
             try:
                 found[check_after(root)] += 1
             except Exception as error:
-                raise AssertionError(f"died before operation {death} of {counting.count}") from error
+                raise AssertionError(
+                    f"died before operation {death} of {counting.count}"
+                ) from error
             shutil.rmtree(root)
     return {"operations": counting.count, "old": found[OLD], "new": found[NEW]}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    result = {f"kill damaged={damaged}": sweep(KillingDisk, damaged=damaged) for damaged in (False, True)}
+    result = {
+        f"kill damaged={damaged}": sweep(KillingDisk, damaged=damaged) for damaged in (False, True)
+    }
     result["power"] = sweep(lambda death: PowerCut(death, lose_names=False), damaged=False)
-    result["power lose_names"] = sweep(lambda death: PowerCut(death, lose_names=True), damaged=False)
-    result["power lose_names damaged"] = sweep(lambda death: PowerCut(death, lose_names=True), damaged=True)
+    result["power lose_names"] = sweep(
+        lambda death: PowerCut(death, lose_names=True), damaged=False
+    )
+    result["power lose_names damaged"] = sweep(
+        lambda death: PowerCut(death, lose_names=True), damaged=True
+    )
     sys.stdout.write(json.dumps(result) + "\n")
 
 

@@ -31,5 +31,9 @@ def run_values(step: int) -> dict[str, Any]:
         "run": run,
         "recipe": {"recompute": "none"},
         "drift": [],
-        "optimizer": {"rule": "adamw", "steps": {"w": step}, "hyperparameters": {"w": {"lr": 1e-3}}},
+        "optimizer": {
+            "rule": "adamw",
+            "steps": {"w": step},
+            "hyperparameters": {"w": {"lr": 1e-3}},
+        },
     }

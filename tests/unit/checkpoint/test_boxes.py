@@ -10,22 +10,37 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.checkpoint.boxes import Box, Cut, boxes_of, fault_of_cover, whole
+from shardwright.checkpoint.boxes import (
+    Box,
+    DimSplit,
+    build_full_box,
+    compute_boxes,
+    find_cover_fault,
+)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.data())
 def test_cover_is_judged_as_by_counting(shape: list[int], data: st.DataObject) -> None:
-    """Random boxes, often a random partition with one box moved, against a count of every element."""
-    box = st.tuples(*(st.integers(0, size) for size in shape)), st.tuples(*(st.integers(1, 5) for _ in shape))
+    """Random boxes, often a random partition with one box moved, against a count of every
+    element.
+    """
+    box = (
+        st.tuples(*(st.integers(0, size) for size in shape)),
+        st.tuples(*(st.integers(1, 5) for _ in shape)),
+    )
     boxes = [Box(*pair) for pair in data.draw(st.lists(st.tuples(*box), max_size=4))]
     if data.draw(st.booleans()):
-        boxes += partition(whole(shape), data)
-    inside = [b for b in boxes if all(o + n <= s for o, n, s in zip(b.offsets, b.lengths, shape, strict=True))]
+        boxes += partition(build_full_box(shape), data)
+    inside = [
+        b
+        for b in boxes
+        if all(o + n <= s for o, n, s in zip(b.offsets, b.lengths, shape, strict=True))
+    ]
     count = np.zeros(shape, dtype=int)
     for b in inside:
         count[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.lengths, strict=True))] += 1
     exact = len(inside) == len(boxes) and bool((count == 1).all())
-    assert (fault_of_cover(shape, boxes) is None) == exact
+    assert (find_cover_fault(shape, boxes) is None) == exact
 
 
 def partition(box: Box, data: st.DataObject) -> list[Box]:
@@ -52,14 +67,14 @@ def partition(box: Box, data: st.DataObject) -> list[Box]:
     ],
 )
 def test_wrong_covers_are_named(boxes: list[Box], fault: str) -> None:
-    assert fault in str(fault_of_cover((4,), boxes))
+    assert fault in str(find_cover_fault((4,), boxes))
 
 
 def test_many_slices_are_judged_in_linear_time() -> None:
     columns = [Box((0, column), (10**9, 1)) for column in range(20_000)]
     began = time.process_time()
-    assert fault_of_cover((10**9, 20_000), columns) is None
-    assert "overlap" in str(fault_of_cover((10**9, 20_000), [*columns[:-1], columns[0]]))
+    assert find_cover_fault((10**9, 20_000), columns) is None
+    assert "overlap" in str(find_cover_fault((10**9, 20_000), [*columns[:-1], columns[0]]))
     assert time.process_time() - began < 10
 
 
@@ -67,19 +82,30 @@ def test_many_slices_are_judged_in_linear_time() -> None:
 def test_plain_cuts_are_torch_chunks(size: int, num_chunks: int) -> None:
     chunks = torch.arange(size).chunk(num_chunks)
     for index in range(num_chunks):
-        boxes = boxes_of((size,), [Cut(0, num_chunks, index)])
+        boxes = compute_boxes((size,), [DimSplit(0, num_chunks, index)])
         wanted = chunks[index].tolist() if index < len(chunks) else []
-        assert [i for b in boxes for i in range(b.offsets[0], b.offsets[0] + b.lengths[0])] == wanted
+        assert [
+            i for b in boxes for i in range(b.offsets[0], b.offsets[0] + b.lengths[0])
+        ] == wanted
 
 
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 4))
-def test_a_strided_cut_rejoined_by_the_second_is_the_two_cuts_in_the_other_order(size: int, outer: int, inner: int) -> None:
+def test_a_strided_cut_rejoined_by_the_second_is_the_two_cuts_in_the_other_order(
+    size: int, outer: int, inner: int
+) -> None:
     for a in range(outer):
         for b in range(inner):
             chunks = torch.arange(size).chunk(inner)
             part = chunks[b].chunk(outer) if b < len(chunks) else ()
             wanted = part[a].tolist() if a < len(part) else []
-            # An uneven strided cut is rejoined by sizes, not by origin, so only even ones must agree.
+            # An uneven strided cut is rejoined by sizes, not by origin, so only even ones must
+            # agree.
             if size % (outer * inner) == 0:
-                boxes = boxes_of((size,), [Cut(0, outer, a, stride=inner), Cut(0, inner, b)])
-                assert [i for box in boxes for i in range(box.offsets[0], box.offsets[0] + box.lengths[0])] == wanted
+                boxes = compute_boxes(
+                    (size,), [DimSplit(0, outer, a, stride=inner), DimSplit(0, inner, b)]
+                )
+                assert [
+                    i
+                    for box in boxes
+                    for i in range(box.offsets[0], box.offsets[0] + box.lengths[0])
+                ] == wanted

@@ -1,4 +1,6 @@
-"""Damaged, foreign and hostile checkpoints are refused by name; loading falls back to the newest whole one."""
+"""Damaged, foreign and hostile checkpoints are refused by name; loading falls back to the newest
+whole one.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint
-from shardwright.checkpoint.manifest import MANIFEST_HASH_NAME, MANIFEST_NAME, parse_manifest, read_manifest
-from shardwright.checkpoint.verify import newest_whole, verify_checkpoint
+from shardwright.checkpoint.integrity import find_newest_whole, verify_checkpoint
+from shardwright.checkpoint.manifest import (
+    MANIFEST_HASH_NAME,
+    MANIFEST_NAME,
+    parse_manifest,
+    read_manifest,
+)
+from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_checkpoint
 from shardwright.errors import CheckpointError
 from tests.unit.checkpoint.conftest import some_tensors
 
@@ -34,7 +41,9 @@ def rewrite(folder: Path, change: Callable[[Any], Any]) -> None:
 
 def write_manifest(folder: Path, text: bytes) -> None:
     (folder / MANIFEST_NAME).write_bytes(text)
-    (folder / MANIFEST_HASH_NAME).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST_NAME}\n")
+    (folder / MANIFEST_HASH_NAME).write_text(
+        f"{hashlib.sha256(text).hexdigest()}  {MANIFEST_NAME}\n"
+    )
 
 
 def rewrite_shard(folder: Path, data: bytes) -> None:
@@ -59,12 +68,18 @@ def flip(path: Path, position: int) -> None:
         (lambda f: flip(f / MANIFEST_NAME, 60), "manifest.json is damaged"),
         (lambda f: flip(f / MANIFEST_HASH_NAME, 0), "manifest.json is damaged"),
         (lambda f: os.truncate(f / SHARD, 100), f"{SHARD} has 100 bytes"),
-        (lambda f: (f / SHARD).write_bytes(bytes((f / SHARD).stat().st_size)), f"{SHARD} is damaged"),
+        (
+            lambda f: (f / SHARD).write_bytes(bytes((f / SHARD).stat().st_size)),
+            f"{SHARD} is damaged",
+        ),
         (lambda f: (f / SHARD).unlink(), f"{SHARD} is missing"),
         (lambda f: (f / MANIFEST_NAME).unlink(), "no manifest"),
         (lambda f: (f / MANIFEST_HASH_NAME).unlink(), "manifest.sha256 cannot be opened"),
         (lambda f: (f / "extra.bin").write_bytes(b"x"), "extra.bin is surplus"),
-        (lambda f: f.rename(f.with_name("elsewhere")), "latest names it, but the folder does not exist"),
+        (
+            lambda f: f.rename(f.with_name("elsewhere")),
+            "latest names it, but the folder does not exist",
+        ),
     ],
 )
 def test_damage_is_named_and_the_one_before_is_taken(
@@ -72,14 +87,14 @@ def test_damage_is_named_and_the_one_before_is_taken(
 ) -> None:
     damage(root / "step-00000030")
     with caplog.at_level(logging.WARNING):
-        found = newest_checkpoint(root)
+        found = find_newest_checkpoint(root)
     assert found is not None
     assert found.step == 20
     assert reason in found.refused[0].reason
     (line,) = caplog.messages
     assert "falling back" in line
     assert reason in line
-    alone, refused = newest_whole(root)
+    alone, refused = find_newest_whole(root)
     assert alone is not None
     assert (alone.path, refused) == (found.path, list(found.refused))
 
@@ -95,7 +110,7 @@ def test_a_damaged_checkpoint_is_not_loaded(root: Path) -> None:
 def test_a_checkpoint_under_another_name_is_refused(root: Path) -> None:
     (root / "step-00000030").rename(root / "step-00000031")
     (root / "latest").unlink()
-    found = newest_checkpoint(root)
+    found = find_newest_checkpoint(root)
     assert found is not None
     assert found.step == 20
     assert found.refused[0].reason == "its manifest is of step 30"
@@ -104,9 +119,9 @@ def test_a_checkpoint_under_another_name_is_refused(root: Path) -> None:
 def test_none_whole_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     for folder in root.glob("step-*"):
         (folder / SHARD).unlink()
-    assert newest_checkpoint(root) is None
+    assert find_newest_checkpoint(root) is None
     assert "no checkpoint" in caplog.text
-    assert newest_checkpoint(root / "nowhere") is None
+    assert find_newest_checkpoint(root / "nowhere") is None
 
 
 def set_in(*place: Any, value: Any) -> Callable[[Any], None]:
@@ -142,7 +157,12 @@ ENTRY = {"size_bytes": 1, "sha256": "0" * 64}
         (set_in(*EMBEDDING, "slices", 0, "file", value="/etc/passwd"), "not one of its files"),
         (set_in(*EMBEDDING, "slices", 0, "file", value="values.json"), "not one of its files"),
         (set_in(*EMBEDDING, "slices", value=[]), "slices hold 0 of 60"),
-        (lambda m: m["tensors"]["model.embedding"]["slices"].append(m["tensors"]["model.embedding"]["slices"][0]), "overlap"),
+        (
+            lambda m: m["tensors"]["model.embedding"]["slices"].append(
+                m["tensors"]["model.embedding"]["slices"][0]
+            ),
+            "overlap",
+        ),
         (set_in(*EMBEDDING, "slices", 0, "offsets", value=[1, 0]), "outside the shape"),
         (set_in(*EMBEDDING, "slices", 0, "lengths", value=[11, 5]), "slices hold 55 of 60"),
         (set_in(*EMBEDDING, "shape", value=[2**63, 5]), "as shape"),
@@ -155,7 +175,9 @@ ENTRY = {"size_bytes": 1, "sha256": "0" * 64}
         (lambda m: [m], "no JSON object"),
     ],
 )
-def test_hostile_manifests_are_refused(root: Path, change: Callable[[Any], Any], reason: str) -> None:
+def test_hostile_manifests_are_refused(
+    root: Path, change: Callable[[Any], Any], reason: str
+) -> None:
     folder = root / "step-00000030"
     manifest = json.loads((folder / MANIFEST_NAME).read_bytes())
     changed = change(manifest)
@@ -194,8 +216,10 @@ def test_links_pipes_and_folders_are_refused(root: Path, name: str, kind: str) -
     else:
         path.mkdir()
     _, faults = verify_checkpoint(root / "step-00000030")
-    assert any("symbolic link" in f or "not a regular file" in f or "no manifest" in f for f in faults)
-    found = newest_checkpoint(root)
+    assert any(
+        "symbolic link" in f or "not a regular file" in f or "no manifest" in f for f in faults
+    )
+    found = find_newest_checkpoint(root)
     assert found is not None
     assert found.step == 20
 
@@ -203,15 +227,18 @@ def test_links_pipes_and_folders_are_refused(root: Path, name: str, kind: str) -
 def test_a_folder_that_is_a_link_is_no_checkpoint(root: Path) -> None:
     (root / "step-00000030").rename(root / "elsewhere")
     (root / "step-00000030").symlink_to(root / "elsewhere")
-    found = newest_checkpoint(root)
+    found = find_newest_checkpoint(root)
     assert found is not None
     assert found.step == 20
 
 
-@pytest.mark.parametrize("pointer", ["../outside", "/etc", "step-00000099", "", "step-00000020/../step-00000010", "\udcff"])
+@pytest.mark.parametrize(
+    "pointer",
+    ["../outside", "/etc", "step-00000099", "", "step-00000020/../step-00000010", "\udcff"],
+)
 def test_a_wrong_pointer_is_not_followed(root: Path, pointer: str) -> None:
     (root / "latest").write_bytes(pointer.encode("utf-8", errors="surrogateescape"))
-    found = newest_checkpoint(root)
+    found = find_newest_checkpoint(root)
     assert found is not None
     assert found.step == 30
 
@@ -233,8 +260,16 @@ def test_hostile_headers_are_refused(root: Path, header: bytes, reason: str) -> 
     assert reason in faults[0]
 
 
-def entry_of(name: str, start: int, stop: int, shape: list[int] | None = None, dtype: str = "F32") -> dict[str, Any]:
-    return {name: {"dtype": dtype, "shape": shape or [(stop - start) // 4], "data_offsets": [start, stop]}}
+def entry_of(
+    name: str, start: int, stop: int, shape: list[int] | None = None, dtype: str = "F32"
+) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": dtype,
+            "shape": shape or [(stop - start) // 4],
+            "data_offsets": [start, stop],
+        }
+    }
 
 
 @pytest.mark.parametrize(
@@ -249,7 +284,9 @@ def entry_of(name: str, start: int, stop: int, shape: list[int] | None = None, d
         ({"a": 5}, 0, "malformed"),
     ],
 )
-def test_hostile_header_entries_are_refused(root: Path, entries: dict[str, Any], num_bytes: int, reason: str) -> None:
+def test_hostile_header_entries_are_refused(
+    root: Path, entries: dict[str, Any], num_bytes: int, reason: str
+) -> None:
     text = json.dumps(entries).encode()
     rewrite_shard(root / "step-00000030", struct.pack("<Q", len(text)) + text + bytes(num_bytes))
     manifest, faults = verify_checkpoint(root / "step-00000030")
@@ -277,18 +314,27 @@ def mutated(text: bytes, source: random.Random) -> bytes:
             b"\xff",
             data[:stop],
         ]
-        data[start:stop] = source.choice([*poison, bytes(source.randrange(256) for _ in range(3)), data[start:stop] * 2])
+        data[start:stop] = source.choice(
+            [*poison, bytes(source.randrange(256) for _ in range(3)), data[start:stop] * 2]
+        )
     return bytes(data)
 
 
 def fuzz(root: Path, rounds: int) -> int:
-    """Mutated manifests with a right hash, and mutated headers that the manifest vouches for: refused or harmless, and quickly.
+    """Mutated manifests with a right hash, and mutated headers that the manifest vouches for:
+    refused or harmless, and quickly.
 
     Returns how many were refused.
     """
-    folder, source = root / "step-00000030", random.Random(4)
-    manifest_text, shard = (folder / MANIFEST_NAME).read_bytes(), (folder / SHARD).read_bytes()
-    before = {path: path.stat().st_mtime_ns for path in root.parent.rglob("*") if folder not in path.parents}
+    folder = root / "step-00000030"
+    source = random.Random(4)
+    manifest_text = (folder / MANIFEST_NAME).read_bytes()
+    shard = (folder / SHARD).read_bytes()
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in root.parent.rglob("*")
+        if folder not in path.parents
+    }
     header_bytes = 8 + struct.unpack("<Q", shard[:8])[0]
     refused = 0
     for turn in range(rounds):
@@ -320,7 +366,9 @@ def test_fuzzed_manifests_and_headers(root: Path) -> None:
 def test_many_fuzzed_manifests_and_headers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused = fuzz(root, 10_000)
     with capsys.disabled():
-        sys.stdout.write(f"\n10000 fuzzed manifests and headers: {refused} refused, the others harmless\n")
+        sys.stdout.write(
+            f"\n10000 fuzzed manifests and headers: {refused} refused, the others harmless\n"
+        )
 
 
 def test_a_manifest_reads_back_as_it_was_written(root: Path) -> None:

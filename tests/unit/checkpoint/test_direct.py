@@ -1,4 +1,6 @@
-"""Large files past the page cache: the same bytes and hashes, on file systems that can and on those that cannot."""
+"""Large files past the page cache: the same bytes and hashes, on file systems that can and on those
+that cannot.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint import direct
-from shardwright.checkpoint.direct import DirectFile, new_file
+from shardwright.checkpoint import direct_io
+from shardwright.checkpoint.direct_io import DirectFile, create_hashed_file
 from shardwright.checkpoint.disk import LOCAL_DISK, HashedFile
-from shardwright.checkpoint.load import open_checkpoint, read_tensor
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.checkpoint.tensor_loading import open_checkpoint, read_tensor
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 
 BLOCK = 4096
 
@@ -24,15 +26,16 @@ BLOCK = 4096
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one page, and every file is large."""
-    monkeypatch.setattr(direct, "_PART_BYTES", BLOCK)
-    monkeypatch.setattr(direct, "_spare", [])
-    monkeypatch.setattr(direct, "LARGE_BYTES", 1)
+    monkeypatch.setattr(direct_io, "_BLOCK_PART_BYTES", BLOCK)
+    monkeypatch.setattr(direct_io, "_free_blocks", [])
+    monkeypatch.setattr(direct_io, "LARGE_BYTES", 1)
 
 
 @pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 77])
 @pytest.mark.parametrize("piece", [1000, BLOCK, 3 * BLOCK])
 def test_bytes_and_hash_are_those_that_were_given(tmp_path: Path, size: int, piece: int) -> None:
-    data, given = os.urandom(size), bytearray(piece)
+    data = os.urandom(size)
+    given = bytearray(piece)
     with DirectFile(tmp_path / "file", LOCAL_DISK) as file:
         for start in range(0, size, piece):
             part = data[start : start + piece]
@@ -44,8 +47,11 @@ def test_bytes_and_hash_are_those_that_were_given(tmp_path: Path, size: int, pie
     assert (file.size_bytes, sha256) == (size, hashlib.sha256(data).hexdigest())
 
 
-def test_a_device_that_wants_other_sizes_gets_the_rest_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, direct_writes = os.write, []
+def test_a_device_that_wants_other_sizes_gets_the_rest_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    direct_writes = []
 
     def strict(descriptor: int, data: Any) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
@@ -78,14 +84,18 @@ def test_other_errors_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_checkpoint_of_large_files_reads_back(tmp_path: Path) -> None:
-    tensors = {"wide": torch.randn(77, 123), "odd": torch.randn(3001).to(torch.bfloat16), "none": torch.zeros(0, 4)}
+    tensors = {
+        "wide": torch.randn(77, 123),
+        "odd": torch.randn(3001).to(torch.bfloat16),
+        "none": torch.zeros(0, 4),
+    }
     saved = save_checkpoint(tmp_path, 1, tensors, {})
     found = open_checkpoint(saved.path)
     assert all(torch.equal(read_tensor(found, name), tensor) for name, tensor in tensors.items())
 
 
 def test_small_files_go_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(direct_io, "LARGE_BYTES", 1000)
     for size, kind in ((999, HashedFile), (1000, DirectFile)):
-        with new_file(tmp_path / str(size), LOCAL_DISK, size) as file:
+        with create_hashed_file(tmp_path / str(size), LOCAL_DISK, size) as file:
             assert type(file) is kind

@@ -1,4 +1,6 @@
-"""Checkpoints behind an fsspec URL: the same promises as on a disk where an object store can give them."""
+"""Checkpoints behind an fsspec URL: the same promises as on a disk where an object store can give
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import fsspec
 import pytest
 import torch
 
-from shardwright.checkpoint.background import BackgroundSaver
-from shardwright.checkpoint.commit import Keep, read_pointer, step_folders
-from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint
-from shardwright.checkpoint.place import RemotePath, place_of
-from shardwright.checkpoint.remote import REMOTE_DISK, RemoteDisk
-from shardwright.checkpoint.save import save_checkpoint
-from shardwright.checkpoint.verify import verify_checkpoint
+from shardwright.checkpoint.background_save import BackgroundSaver
+from shardwright.checkpoint.commit import RetentionPolicy, list_step_folders, read_pointer
+from shardwright.checkpoint.integrity import verify_checkpoint
+from shardwright.checkpoint.object_store import OBJECT_STORE_DISK, ObjectStoreDisk
+from shardwright.checkpoint.storage_path import RemotePath, parse_storage_path
+from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_checkpoint
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.cli.main import run
 from shardwright.errors import CheckpointError, SaveFailed
 from tests.unit.checkpoint.conftest import some_tensors
@@ -29,18 +31,18 @@ URL = "memory://bucket/run"
 def root() -> Iterator[RemotePath]:
     """Nothing is in the bucket."""
     fsspec.filesystem("memory").store.clear()
-    place = place_of(URL)
+    place = parse_storage_path(URL)
     assert isinstance(place, RemotePath)
     yield place
     fsspec.filesystem("memory").store.clear()
 
 
 def names(root: RemotePath) -> list[str]:
-    return sorted(root.sizes())
+    return sorted(root.list_sizes())
 
 
 def loaded(root: RemotePath) -> tuple[int, dict[str, torch.Tensor]]:
-    found = newest_checkpoint(URL)
+    found = find_newest_checkpoint(URL)
     assert found is not None
     tensors = {name: torch.zeros_like(tensor) for name, tensor in some_tensors().items()}
     assert load_checkpoint(found, tensors) == {"step": found.step}
@@ -53,12 +55,19 @@ def save(step: int, **options: Any) -> None:
 
 def test_saves_are_kept_pruned_and_read_back(root: RemotePath) -> None:
     for step in (1, 2, 3, 4, 5):
-        save(step, keep=Keep(1, every=2), best=step == 1)
-    assert names(root) == ["best", "latest", "step-00000001", "step-00000002", "step-00000004", "step-00000005"]
+        save(step, retention=RetentionPolicy(1, every_steps=2), is_best=step == 1)
+    assert names(root) == [
+        "best",
+        "latest",
+        "step-00000001",
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
     step, tensors = loaded(root)
     assert step == 5
     assert all(torch.equal(tensors[name], tensor) for name, tensor in some_tensors().items())
-    save(5, keep=Keep(1))
+    save(5, retention=RetentionPolicy(1))
     assert names(root)[-1] == "step-00000005.1"
     assert verify_checkpoint(root / "step-00000005.1")[1] == []
 
@@ -71,12 +80,12 @@ def test_damage_is_found_and_the_one_before_is_taken(root: RemotePath) -> None:
     data[-1] ^= 1
     shard.file_system.pipe_file(shard.path, bytes(data))
     (manifest,) = [root / "step-00000002" / "manifest.json"]
-    REMOTE_DISK.remove(manifest)
+    OBJECT_STORE_DISK.remove(manifest)
     assert loaded(root)[0] == 1
     assert "SHA-256" in str(verify_checkpoint(root / "step-00000003")[1])
 
 
-class Dying(RemoteDisk):
+class Dying(ObjectStoreDisk):
     """Dies before the n-th operation: an error that nothing of the save catches."""
 
     def __init__(self, death: int) -> None:
@@ -109,28 +118,31 @@ class Dying(RemoteDisk):
         super().remove(path)
 
 
-def test_wherever_a_save_dies_a_whole_checkpoint_is_found_and_the_next_save_clears_up(root: RemotePath) -> None:
-    death, found = 0, set()
+def test_wherever_a_save_dies_a_whole_checkpoint_is_found_and_the_next_save_clears_up(
+    root: RemotePath,
+) -> None:
+    death = 0
+    found = set()
     while True:
         death += 1
         root.file_system.store.clear()
-        save(1, best=True)
+        save(1, is_best=True)
         save(2)
         try:
-            save(3, keep=Keep(1), disk=Dying(death))
+            save(3, retention=RetentionPolicy(1), disk=Dying(death))
         except KeyboardInterrupt:
             found.add(loaded(root)[0])
         else:
             break
-        assert step_folders(root)[0].step == 1
-        save(4, keep=Keep(1))
+        assert list_step_folders(root)[0].step == 1
+        save(4, retention=RetentionPolicy(1))
         assert names(root) == ["best", "latest", "step-00000001", "step-00000004"], death
     assert found == {2, 3}
     assert death > 15
 
 
 def test_a_store_that_refuses_is_a_failed_save(root: RemotePath) -> None:
-    class Refusing(RemoteDisk):
+    class Refusing(ObjectStoreDisk):
         def sync(self, descriptor: int) -> None:
             raise OSError("the bucket is read-only")
 
@@ -166,4 +178,4 @@ def test_the_verb_reads_it(root: RemotePath, capsys: pytest.CaptureFixture[str])
 def test_wrong_urls_are_wrong_input() -> None:
     for url in ("nosuch://bucket/x", "s4://a"):
         with pytest.raises(CheckpointError, match="cannot be used"):
-            place_of(url)
+            parse_storage_path(url)

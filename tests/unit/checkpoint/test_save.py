@@ -10,11 +10,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from shardwright.checkpoint.commit import Keep, prune, remove_checkpoints
-from shardwright.checkpoint.drift import differences
-from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint, read_values
-from shardwright.checkpoint.pieces import DTYPE_NAMES
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.checkpoint.commit import RetentionPolicy, prune_checkpoints, remove_checkpoints
+from shardwright.checkpoint.drift import find_differences
+from shardwright.checkpoint.local_tensors import DTYPE_NAMES
+from shardwright.checkpoint.tensor_loading import (
+    find_newest_checkpoint,
+    load_checkpoint,
+    read_values,
+)
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.errors import CheckpointError, SaveFailed
 
 
@@ -28,8 +32,15 @@ def save(root: Path, step: int, **options: Any) -> None:
 
 def test_every_dtype_comes_back_and_safetensors_reads_it(tmp_path: Path) -> None:
     bytes_8 = torch.arange(64, dtype=torch.uint8)
-    tensors = {str(dtype): (bytes_8 % 2).bool() if dtype == torch.bool else bytes_8.view(dtype) for dtype in DTYPE_NAMES}
-    tensors |= {"transposed": torch.randn(5, 7).t(), "strided": torch.randn(40, 9)[::3, ::2], "scalar": torch.tensor(1.5)}
+    tensors = {
+        str(dtype): (bytes_8 % 2).bool() if dtype == torch.bool else bytes_8.view(dtype)
+        for dtype in DTYPE_NAMES
+    }
+    tensors |= {
+        "transposed": torch.randn(5, 7).t(),
+        "strided": torch.randn(40, 9)[::3, ::2],
+        "scalar": torch.tensor(1.5),
+    }
     path = save_checkpoint(tmp_path, 1, tensors, {}).path
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     assert load_checkpoint(path, loaded) == {}
@@ -50,9 +61,9 @@ def test_loading_into_parameters_and_views_fills_them_in_place(tmp_path: Path) -
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     for step in range(1, 6):
-        save(tmp_path, step, keep=Keep(2), best=step == 2)
+        save(tmp_path, step, retention=RetentionPolicy(2), is_best=step == 2)
     assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000005"]
-    save(tmp_path, 6, keep=Keep(2), best=True)
+    save(tmp_path, 6, retention=RetentionPolicy(2), is_best=True)
     assert names(tmp_path) == ["best", "latest", "step-00000005", "step-00000006"]
     assert (tmp_path / "best").read_text() == "step-00000006\n"
 
@@ -61,9 +72,12 @@ def test_none_is_removed_unless_asked(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     assert len(names(tmp_path)) == 4
-    assert [path.name for path in prune(tmp_path, Keep(1))] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in prune_checkpoints(tmp_path, RetentionPolicy(1))] == [
+        "step-00000001",
+        "step-00000002",
+    ]
     with pytest.raises(CheckpointError, match="keep_last"):
-        prune(tmp_path, Keep(0))
+        prune_checkpoints(tmp_path, RetentionPolicy(0))
 
 
 def test_going_back_leaves_the_course_that_was_given_up(tmp_path: Path) -> None:
@@ -71,19 +85,19 @@ def test_going_back_leaves_the_course_that_was_given_up(tmp_path: Path) -> None:
         save(tmp_path, step)
     remove_checkpoints(tmp_path, [tmp_path / "step-00000020"])
     (tmp_path / "latest").write_text("step-00000010\n")
-    found = newest_checkpoint(tmp_path)
+    found = find_newest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 10
-    save(tmp_path, 15, keep=Keep(2))
+    save(tmp_path, 15, retention=RetentionPolicy(2))
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
 
 
 def test_a_step_saved_again_is_the_one_that_counts(tmp_path: Path) -> None:
     for value in (1, 2, 3):
-        save_checkpoint(tmp_path, 7, {"x": torch.tensor(value)}, {}, keep=Keep(2))
+        save_checkpoint(tmp_path, 7, {"x": torch.tensor(value)}, {}, retention=RetentionPolicy(2))
     assert names(tmp_path) == ["latest", "step-00000007.2"]
     tensors = {"x": torch.tensor(0)}
-    found = newest_checkpoint(tmp_path)
+    found = find_newest_checkpoint(tmp_path)
     assert found is not None
     load_checkpoint(found, tensors)
     assert tensors["x"] == 3
@@ -98,7 +112,9 @@ def test_a_step_saved_again_is_the_one_that_counts(tmp_path: Path) -> None:
         (Path("a"), "values.deep[1].x"),
     ],
 )
-def test_values_that_json_cannot_hold_are_refused_by_place(tmp_path: Path, value: object, place: str) -> None:
+def test_values_that_json_cannot_hold_are_refused_by_place(
+    tmp_path: Path, value: object, place: str
+) -> None:
     with pytest.raises(SaveFailed, match="rank 0: values") as caught:
         save_checkpoint(tmp_path / "root", 1, {}, {"deep": [0, {"x": value}]})
     assert place in str(caught.value)
@@ -106,9 +122,16 @@ def test_values_that_json_cannot_hold_are_refused_by_place(tmp_path: Path, value
 
 
 def test_values_come_back_equal(tmp_path: Path) -> None:
-    values = {"f": 0.1 + 0.2, "big": 2**200, "none": None, "text": "zażółć\n", "list": [True, {"a": []}], "small": 5e-324}
+    values = {
+        "f": 0.1 + 0.2,
+        "big": 2**200,
+        "none": None,
+        "text": "zażółć\n",
+        "list": [True, {"a": []}],
+        "small": 5e-324,
+    }
     save_checkpoint(tmp_path, 1, {}, values)
-    found = newest_checkpoint(tmp_path)
+    found = find_newest_checkpoint(tmp_path)
     assert found is not None
     assert read_values(found) == values
     assert json.loads((found.path / "values.json").read_text()) == values
@@ -123,7 +146,7 @@ def test_a_root_that_cannot_be_made_is_a_failed_save(tmp_path: Path) -> None:
 def test_drift_is_told_field_by_field() -> None:
     saved = {"seed": 1, "model": {"width": 4, "bias": True}, "order": [1, 2], "gone": 0}
     current = {"seed": 1, "model": {"width": 8, "bias": 1}, "order": (1, 2), "new": None}
-    assert [str(difference) for difference in differences(saved, current)] == [
+    assert [str(difference) for difference in find_differences(saved, current)] == [
         "gone: saved 0, now absent",
         "model.bias: saved True, now 1",
         "model.width: saved 4, now 8",
@@ -133,5 +156,5 @@ def test_drift_is_told_field_by_field() -> None:
 
 def test_every_so_many_steps_stay_for_ever(tmp_path: Path) -> None:
     for step in range(1, 8):
-        save(tmp_path, step, keep=Keep(2, every=3))
+        save(tmp_path, step, retention=RetentionPolicy(2, every_steps=3))
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000006", "step-00000007"]

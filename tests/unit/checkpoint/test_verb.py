@@ -63,12 +63,25 @@ def rewrite_values(folder: Path, values: dict[str, Any]) -> None:
     """Change the values and let the manifest agree with them."""
     data = json.dumps(values).encode()
     (folder / "values.json").write_bytes(data)
-    rewrite(folder, set_in("files", "values.json", value={"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}))
+    rewrite(
+        folder,
+        set_in(
+            "files",
+            "values.json",
+            value={"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+        ),
+    )
 
 
-@pytest.mark.parametrize("odd", ["[/x]", "[bold]", ":smile:", "\x1b[2J", "\ud800", "{0}", "\u202e", "a\tb"])
-def test_odd_text_is_shown_as_it_is(root: Path, capfdbinary: pytest.CaptureFixture[bytes], odd: str) -> None:
-    """In names of tensors, of folders and in values: neither markup nor a code for the terminal, and printable in any case."""
+@pytest.mark.parametrize(
+    "odd", ["[/x]", "[bold]", ":smile:", "\x1b[2J", "\ud800", "{0}", "\u202e", "a\tb"]
+)
+def test_odd_text_is_shown_as_it_is(
+    root: Path, capfdbinary: pytest.CaptureFixture[bytes], odd: str
+) -> None:
+    """In names of tensors, of folders and in values: neither markup nor a code for the terminal,
+    and printable in any case.
+    """
     folder = root / "step-00000030"
     rewrite(root / "step-00000010", set_in(odd, value=1))  # a problem that `list` shows
     if odd != "\ud800":  # no JSON may hold it
@@ -91,7 +104,9 @@ def test_odd_text_is_shown_as_it_is(root: Path, capfdbinary: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("verb", ["list", "verify", "inspect"])
-def test_what_is_no_checkpoint_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_what_is_no_checkpoint_is_wrong_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         assert answer(capsys, verb, str(path))[0] == 2
 
@@ -102,5 +117,7 @@ def test_it_starts_without_torch(root: Path) -> None:
         f"codes = [run(['checkpoint', verb, {str(root)!r}]) for verb in ('list', 'verify', 'inspect')]\n"
         "assert codes == [0, 0, 0] and 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

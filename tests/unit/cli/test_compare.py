@@ -18,7 +18,9 @@ def test_runs_that_agree_leave_with_0(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "within the tolerance" in capsys.readouterr().out
 
 
-def test_a_run_that_leaves_leaves_with_1_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_leaves_leaves_with_1_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "a", 500, lambda step: falling(step) * (1.05 if step > 300 else 1.0))
     reference = write_run(tmp_path / "b", 500)
     with pytest.raises(typer.Exit) as leaving:
@@ -39,4 +41,6 @@ def test_a_wider_tolerance_lets_it_pass(tmp_path: Path) -> None:
 
 def test_runs_that_cannot_be_compared_are_wrong_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="global_batch_tokens"):
-        compare_command(write_run(tmp_path / "a", 5, global_batch_tokens=1), write_run(tmp_path / "b", 5))
+        compare_command(
+            write_run(tmp_path / "a", 5, global_batch_tokens=1), write_run(tmp_path / "b", 5)
+        )

@@ -10,11 +10,17 @@ import pytest
 import yaml
 from rich.console import Console
 
-from shardwright.cli.data import as_json, data_command, render, run_length, show_samples
+from shardwright.cli.data import (
+    build_json,
+    compute_training_length,
+    data_command,
+    decode_samples,
+    render_report,
+)
 from shardwright.config import Recipe
-from shardwright.config.load import validate_recipe
 from shardwright.config.model import TokenizerSection
-from shardwright.data.fit import prepare_for_model
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.data.model_data import prepare_for_model
 from shardwright.data.preview import read_spans
 from shardwright.errors import ArchitectureError, InputError, RecipeError
 from tests.unit.data.recipes import story, write_json_lines
@@ -31,7 +37,9 @@ MODEL = {
 
 
 def document_of(folder: Path, **data: Any) -> dict[str, Any]:
-    path = write_json_lines(folder / "a.jsonl", [story(number, 1 + number % 7) for number in range(80)])
+    path = write_json_lines(
+        folder / "a.jsonl", [story(number, 1 + number % 7) for number in range(80)]
+    )
     with open(path, "a") as stream:
         stream.write("not json\n")
     return {
@@ -46,7 +54,12 @@ def document_of(folder: Path, **data: Any) -> dict[str, Any]:
             "max_broken_fraction": 0.02,
             **data,
         },
-        "training": {"sequence_length": 32, "micro_batch_size": 2, "max_steps": 30, "learning_rate": 1e-3},
+        "training": {
+            "sequence_length": 32,
+            "micro_batch_size": 2,
+            "max_steps": 30,
+            "learning_rate": 1e-3,
+        },
     }
 
 
@@ -56,9 +69,13 @@ def recipe_of(folder: Path, **data: Any) -> Recipe:
 
 def printed(recipe: Recipe, **show: Any) -> str:
     prepared = prepare_for_model(recipe)[1]
-    shown = show_samples(recipe, prepared, show.get("side", "train"), show.get("position", 0), 2)
-    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render(recipe, prepared, run_length(recipe, len(prepared.train), None), shown))
+    shown = decode_samples(recipe, prepared, show.get("side", "train"), show.get("position", 0), 2)
+    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))
+    console.print(
+        render_report(
+            recipe, prepared, compute_training_length(recipe, len(prepared.train), None), shown
+        )
+    )
     console.file.close()
     return console.export_text(styles=bool(show.get("styles")))
 
@@ -67,25 +84,25 @@ def test_spans_are_the_sample_as_text(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     prepared = prepare_for_model(recipe)[1]
     for index in range(len(prepared.train)):
-        sample = prepared.train.sample(index)
+        sample = prepared.train.get_sample(index)
         spans = read_spans(sample, prepared.tokenizer)
-        supervised = sum(span.num_tokens for span in spans if span.supervised)
+        supervised = sum(span.num_tokens for span in spans if span.is_supervised)
         assert supervised == int((sample.labels != -100).sum())
         by_document: dict[int, list[Any]] = {}
         for span in spans:
             by_document.setdefault(span.document, []).append(span)
         for document in by_document.values():
-            assert not document[0].supervised, "nothing predicts the first token of a document"
-            assert all(span.supervised for span in document[1:])
+            assert not document[0].is_supervised, "nothing predicts the first token of a document"
+            assert all(span.is_supervised for span in document[1:])
             assert document[-1].text == "<|endoftext|>"
-        assert len(spans) - len(by_document) + sample.num_free == 32
+        assert len(spans) - len(by_document) + sample.num_padding == 32
 
 
 def test_a_character_of_several_tokens_is_one_span(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "b.jsonl", ["abc \N{GRINNING FACE} größe"])
     recipe = recipe_of(tmp_path, sources=path, validation_fraction=0.0)
     prepared = prepare_for_model(recipe)[1]
-    spans = read_spans(prepared.train.sample(0), prepared.tokenizer)
+    spans = read_spans(prepared.train.get_sample(0), prepared.tokenizer)
     assert "".join(span.text for span in spans) == "abc \N{GRINNING FACE} größe<|endoftext|>"
     assert any(span.num_tokens > 1 and "\N{GRINNING FACE}" in span.text for span in spans)
 
@@ -126,10 +143,10 @@ def test_a_corpus_cannot_steer_the_terminal(tmp_path: Path) -> None:
 def test_samples_are_those_of_the_run(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     prepared = prepare_for_model(recipe)[1]
-    from_start = show_samples(recipe, prepared, "train", 0, 4)
-    later = show_samples(recipe, prepared, "train", 2, 2)
+    from_start = decode_samples(recipe, prepared, "train", 0, 4)
+    later = decode_samples(recipe, prepared, "train", 2, 2)
     assert from_start[2:] == later
-    validation = show_samples(recipe, prepared, "validation", 0, 10_000)
+    validation = decode_samples(recipe, prepared, "validation", 0, 10_000)
     assert prepared.validation is not None
     assert [sample.index for sample in validation] == list(range(len(prepared.validation)))
 
@@ -143,41 +160,68 @@ def test_samples_are_those_of_the_run(tmp_path: Path) -> None:
         ({"global_batch_size": 30, "num_epochs": 1.0, "max_steps": 9}, 2, (30, 2, 3, 0.9)),
     ],
 )
-def test_run_length(tmp_path: Path, training: dict[str, Any], num_ranks: int | None, expected: tuple[Any, ...]) -> None:
+def test_run_length(
+    tmp_path: Path, training: dict[str, Any], num_ranks: int | None, expected: tuple[Any, ...]
+) -> None:
     document = document_of(tmp_path)
     document["training"] = {"sequence_length": 32, "learning_rate": 1e-3, **training}
-    length = run_length(validate_recipe(document), 100, num_ranks)
-    assert (length.global_batch_size, length.data_ranks, length.num_steps, length.num_epochs) == pytest.approx(expected)
+    length = compute_training_length(validate_recipe(document), 100, num_ranks)
+    assert (
+        length.global_batch_size,
+        length.data_ranks,
+        length.num_steps,
+        length.num_epochs,
+    ) == pytest.approx(expected)
 
 
 def test_json_holds_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(document_of(tmp_path)))
-    data_command(path, overrides=["seed=5"], samples=1, position=0, validation=False, nproc=None, json_output=True)
+    data_command(
+        path,
+        overrides=["seed=5"],
+        samples=1,
+        position=0,
+        validation=False,
+        nproc=None,
+        json_output=True,
+    )
     output = capsys.readouterr()
     found = json.loads(output.out)
     assert found["schema_version"] == 1
     assert found["records"]["broken"][0] | {"reason": ""} == {
         "record": 80, "file": "a.jsonl", "line": 81, "reason": "", "harmless": False
     }  # fmt: skip
-    assert found["train"]["counts"]["num_documents"] + found["validation"]["counts"]["num_documents"] == 80
+    assert (
+        found["train"]["counts"]["num_documents"] + found["validation"]["counts"]["num_documents"]
+        == 80
+    )
     assert found["run"]["num_steps"] == 30
     (sample,) = found["samples"]
-    assert sum(span["num_tokens"] for span in sample["spans"] if span["supervised"]) == sample["num_supervised"]
+    assert (
+        sum(span["num_tokens"] for span in sample["spans"] if span["supervised"])
+        == sample["num_supervised"]
+    )
 
 
-def test_people_get_text_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_get_text_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(document_of(tmp_path)))
-    data_command(path, overrides=None, samples=0, position=0, validation=False, nproc=None, json_output=False)
+    data_command(
+        path, overrides=None, samples=0, position=0, validation=False, nproc=None, json_output=False
+    )
     assert "stories" in capsys.readouterr().out
 
 
 def test_json_is_json_whatever_was_measured(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     prepared = prepare_for_model(recipe)[1]
-    shown = show_samples(recipe, prepared, "train", 0, 3)
-    content = as_json(recipe, prepared, run_length(recipe, len(prepared.train), None), shown)
+    shown = decode_samples(recipe, prepared, "train", 0, 3)
+    content = build_json(
+        recipe, prepared, compute_training_length(recipe, len(prepared.train), None), shown
+    )
     assert json.loads(json.dumps(content, allow_nan=False)) == json.loads(json.dumps(content))
 
 
@@ -192,16 +236,33 @@ def test_wrong_input_is_told(tmp_path: Path) -> None:
         prepare_for_model(validate_recipe(document))
     recipe = recipe_of(tmp_path, validation_fraction=0.0)
     with pytest.raises(RecipeError, match="no validation data"):
-        show_samples(recipe, prepare_for_model(recipe)[1], "validation", 0, 1)
+        decode_samples(recipe, prepare_for_model(recipe)[1], "validation", 0, 1)
 
 
 def test_a_documents_last_unlearnt_token_is_no_free_position(tmp_path: Path) -> None:
-    """The tokens that end a packed row may have id 0 and be seen only; free positions are told by their document."""
+    """The tokens that end a packed row may have id 0 and be seen only; free positions are told by
+    their document.
+    """
     path = tmp_path / "ids.jsonl"
-    path.write_text(json.dumps({"input_ids": [5, 6, 0, 0, 0], "completion_mask": [0, 1, 1, 0, 0]}) + "\n")
-    recipe = recipe_of(tmp_path, sources=str(path), validation_fraction=0.0, cache_dir=str(tmp_path / "other"))
-    recipe = recipe.model_copy(update={"tokenizer": TokenizerSection(path=str(save_folder(sentencepiece_like(), tmp_path / "t")))})
+    path.write_text(
+        json.dumps({"input_ids": [5, 6, 0, 0, 0], "completion_mask": [0, 1, 1, 0, 0]}) + "\n"
+    )
+    recipe = recipe_of(
+        tmp_path, sources=str(path), validation_fraction=0.0, cache_dir=str(tmp_path / "other")
+    )
+    recipe = recipe.model_copy(
+        update={
+            "tokenizer": TokenizerSection(
+                path=str(save_folder(sentencepiece_like(), tmp_path / "t"))
+            )
+        }
+    )
     prepared = prepare_for_model(recipe)[1]
-    sample = prepared.train.sample(0)
-    assert sample.num_free == 32 - 4
-    assert [span.supervised for span in read_spans(sample, prepared.tokenizer)] == [False, True, True, False]
+    sample = prepared.train.get_sample(0)
+    assert sample.num_padding == 32 - 4
+    assert [span.is_supervised for span in read_spans(sample, prepared.tokenizer)] == [
+        False,
+        True,
+        True,
+        False,
+    ]

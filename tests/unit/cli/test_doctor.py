@@ -1,4 +1,6 @@
-"""The doctor's words: tables that fit the terminal, exit codes, and options that contradict each other."""
+"""The doctor's words: tables that fit the terminal, exit codes, and options that contradict each
+other.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from shardwright.cli.doctor import doctor_command
-from shardwright.cli.doctor_table import show
+from shardwright.cli.doctor_table import print_findings
 from shardwright.cli.main import run
+from shardwright.doctor.collective_bandwidth import GroupTime, judge_collectives
+from shardwright.doctor.examination import CALIBRATION_SECONDS
+from shardwright.doctor.finding import Finding
 from shardwright.errors import ExitCode
-from shardwright.probe.bandwidth import GroupTime, judge_collectives
-from shardwright.probe.examination import CALIBRATION_SECONDS
-from shardwright.probe.finding import Finding
 
 RANKS = tuple(range(8))
 TRAFFIC = judge_collectives(
@@ -32,7 +34,11 @@ TRAFFIC = judge_collectives(
 FINDINGS = [
     Finding("host", "cores", "pass", "32 cores for 8 ranks"),
     Finding(
-        "devices", "throttling, rank 3", "fail", "thermal slowdown (hardware) at 91 C", "Cool it: fans, air flow, inlet temperature"
+        "devices",
+        "throttling, rank 3",
+        "fail",
+        "thermal slowdown (hardware) at 91 C",
+        "Cool it: fans, air flow, inlet temperature",
     ),
     *TRAFFIC,
 ]
@@ -41,12 +47,16 @@ FINDINGS = [
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_the_tables_fit_and_say_what_to_do(width: int) -> None:
     page = io.StringIO()
-    show(FINDINGS, Console(width=width, file=page))
+    print_findings(FINDINGS, Console(width=width, file=page))
     lines = page.getvalue().splitlines()
     assert max(len(line) for line in lines) <= width
     words = " ".join(page.getvalue().split())
     assert "-> Cool it: fans, air flow, inlet temperature" in words
-    assert ("64.00 KiB 1.00 MiB 16.00 MiB 256 MiB of peak" if width >= 80 else "64.00 KiB 256 MiB of peak") in words
+    assert (
+        "64.00 KiB 1.00 MiB 16.00 MiB 256 MiB of peak"
+        if width >= 80
+        else "64.00 KiB 256 MiB of peak"
+    ) in words
     assert ("2 more sizes" in words) == (width < 80)
     assert " all_reduce " in words  # names are whole, however narrow
     assert "NCCL_DEBUG=INFO" in words  # beneath the row of the collective that falls short
@@ -64,7 +74,9 @@ def test_the_tables_fit_and_say_what_to_do(width: int) -> None:
         (["--recipe", "no-such.yaml"], "no-such.yaml"),
     ],
 )
-def test_wrong_words_are_told_before_anything_starts(words: list[str], field: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_told_before_anything_starts(
+    words: list[str], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["doctor", *words]) == ExitCode.WRONG_INPUT
     assert field in capsys.readouterr().err
 
@@ -73,7 +85,9 @@ def test_the_budget_is_that_of_an_order() -> None:
     assert inspect.signature(doctor_command).parameters["budget"].default == CALIBRATION_SECONDS
 
 
-def test_a_checklist_that_fails_leaves_with_1_and_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checklist_that_fails_leaves_with_1_and_one_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "r.yaml").write_text(
         "model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
         " vocab_size: 64, max_position_embeddings: 32}}\n"
@@ -82,7 +96,10 @@ def test_a_checklist_that_fails_leaves_with_1_and_one_object(tmp_path: Path, cap
         f"run: {{dir: {tmp_path / 'run'}}}\n"
         "training: {sequence_length: 32, micro_batch_size: 2, max_steps: 4, learning_rate: 1e-3}\n"
     )
-    assert run(["doctor", "--checklist", str(tmp_path / "r.yaml"), "--nproc", "1", "--json"]) == ExitCode.CHECK_FAILED
+    assert (
+        run(["doctor", "--checklist", str(tmp_path / "r.yaml"), "--nproc", "1", "--json"])
+        == ExitCode.CHECK_FAILED
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["schema_version"] == 1
     failed = [finding for finding in told["findings"] if finding["verdict"] == "fail"]

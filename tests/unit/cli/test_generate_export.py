@@ -1,4 +1,6 @@
-"""The verbs `generate` and `export`: what they print, and how they end. Exports held to transformers are tests/reference's."""
+"""The verbs `generate` and `export`: what they print, and how they end. Exports held to
+transformers are tests/reference's.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_text_goes_to_standard_output(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shardwright(["generate", str(run), "--prompt", "abc", "--max-new-tokens", "7"]) == ExitCode.DONE
+    assert (
+        shardwright(["generate", str(run), "--prompt", "abc", "--max-new-tokens", "7"])
+        == ExitCode.DONE
+    )
     captured = capsys.readouterr()
     assert captured.out.startswith("abc")
     assert len(captured.out) == 3 + 7 + 1
@@ -27,29 +32,62 @@ def test_text_goes_to_standard_output(run: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_generate_json_is_one_object(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["generate", str(run), "--prompt", "abc", "--max-new-tokens", "100", "--checkpoint", "best", "--json"]
+    words = [
+        "generate",
+        str(run),
+        "--prompt",
+        "abc",
+        "--max-new-tokens",
+        "100",
+        "--checkpoint",
+        "best",
+        "--json",
+    ]
     assert shardwright(words) == ExitCode.DONE
     told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["step"], told["prompt"], told["stopped"]) == (1, 2, "abc", "positions")
+    assert (told["schema_version"], told["step"], told["prompt"], told["stopped"]) == (
+        1,
+        2,
+        "abc",
+        "positions",
+    )
     assert len(told["text"]) == told["num_new_tokens"] == 24 + 1 - 3
     assert shardwright([*words, "--slide"]) == ExitCode.DONE
     assert json.loads(capsys.readouterr().out)["num_new_tokens"] == 100
 
 
-def test_an_exported_run_generates_what_the_run_does(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_run_generates_what_the_run_does(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    assert shardwright(["export", str(run), "--out", str(out), "--dtype", "fp32", "--no-check", "--json"]) == ExitCode.DONE
+    assert (
+        shardwright(
+            ["export", str(run), "--out", str(out), "--dtype", "fp32", "--no-check", "--json"]
+        )
+        == ExitCode.DONE
+    )
     told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["step"], told["dtype"], told["checked"]) == (1, 3, "fp32", False)
+    assert (told["schema_version"], told["step"], told["dtype"], told["checked"]) == (
+        1,
+        3,
+        "fp32",
+        False,
+    )
     texts = []
     for source in (run, out):
-        assert shardwright(["generate", str(source), "--prompt", "abc", "--seed", "5", "--json"]) == ExitCode.DONE
+        assert (
+            shardwright(["generate", str(source), "--prompt", "abc", "--seed", "5", "--json"])
+            == ExitCode.DONE
+        )
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1]
 
 
 def test_export_takes_the_precision_of_the_training(run: Path, tmp_path: Path) -> None:
-    assert shardwright(["export", str(run), "--out", str(tmp_path / "out"), "--no-check"]) == ExitCode.DONE
+    assert (
+        shardwright(["export", str(run), "--out", str(tmp_path / "out"), "--no-check"])
+        == ExitCode.DONE
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -66,7 +104,9 @@ def test_export_takes_the_precision_of_the_training(run: Path, tmp_path: Path) -
         (["export", "RUN", "--out", "x", "--max-shard-gb", "0"], "max-shard-gb"),
     ],
 )
-def test_wrong_input(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+def test_wrong_input(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
     words = [{"RUN": str(run), "TAKEN": str(run)}.get(word, word) for word in words]
     assert shardwright(words) == ExitCode.WRONG_INPUT
     captured = capsys.readouterr()

@@ -15,9 +15,16 @@ from shardwright.errors import ExitCode
 
 @pytest.mark.parametrize(
     "words",
-    [["train", "r.yaml", "--bogus", "--json"], ["tarin", "--json"], ["checkpoint", "bogus", "x", "--json"], ["train", "--json"]],
+    [
+        ["train", "r.yaml", "--bogus", "--json"],
+        ["tarin", "--json"],
+        ["checkpoint", "bogus", "x", "--json"],
+        ["train", "--json"],
+    ],
 )
-def test_what_the_parser_refuses_is_an_object_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_parser_refuses_is_an_object_too(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(words) == ExitCode.WRONG_INPUT
     captured = capsys.readouterr()
     told = json.loads(captured.out)
@@ -35,7 +42,10 @@ def test_what_the_parser_refuses_is_an_object_too(words: list[str], capsys: pyte
     ],
 )
 def test_what_no_verb_expects_is_exit_code_3(
-    raised: BaseException, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    raised: BaseException,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def load() -> Callable[..., None]:
         def verb() -> None:
@@ -60,8 +70,12 @@ def test_schema_is_one_object_either_way(capsys: pytest.CaptureFixture[str]) -> 
     assert for_people["schema_version"] == 1
 
 
-@pytest.mark.parametrize("verb", [["report"], ["generate", "--prompt", "x"], ["export", "--out", "x"], ["watch"]])
-def test_paths_that_cannot_be_followed_are_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]) -> None:
+@pytest.mark.parametrize(
+    "verb", [["report"], ["generate", "--prompt", "x"], ["export", "--out", "x"], ["watch"]]
+)
+def test_paths_that_cannot_be_followed_are_wrong_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     for path in ("a" * 5000, "a/" * 3000, str(loop)):

@@ -10,18 +10,23 @@ import pytest
 
 from shardwright.cli.main import run
 from shardwright.config import load_recipe
-from shardwright.config.load import validate_recipe
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import ExitCode, LayoutError, RecipeError
+from shardwright.launch.auto_layout import resolve_auto_layout
 from shardwright.layout import resolve_layout
-from shardwright.planner.automatic import choose_layout, cluster_of
-from shardwright.train.automatic import resolve_auto
+from shardwright.planner.auto_layout import build_cluster, choose_layout
 from tests.unit.planner import models
 
 RECIPE: dict[str, Any] = {
     "name": "thirteen",
     "model": {"config": models.LLAMA2_13B},
     "data": {"sources": "nowhere"},
-    "training": {"sequence_length": 4096, "global_batch_size": 64, "max_steps": 100, "learning_rate": 1e-5},
+    "training": {
+        "sequence_length": 4096,
+        "global_batch_size": 64,
+        "max_steps": 100,
+        "learning_rate": 1e-5,
+    },
     "precision": "bf16",
 }
 A100 = ["--cluster", "8xA100-80GB"]
@@ -38,7 +43,9 @@ def told(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_best_layouts_of_a_13b_on_eight_gpus(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_layouts_of_a_13b_on_eight_gpus(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["plan", str(recipe), *A100, "--top", "5", "--json"]) == ExitCode.DONE
     answer = told(capsys)
     assert answer["schema_version"] == 1
@@ -49,13 +56,17 @@ def test_the_best_layouts_of_a_13b_on_eight_gpus(recipe: Path, capsys: pytest.Ca
     assert chosen["tokens_per_second"] >= speeds[0] / 1.03
     assert chosen["memory_bytes"]["total"] <= chosen["memory_bytes"]["capacity"]
     parts = chosen["step_seconds"]
-    exposed = sum(value for part, value in parts.items() if part != "total" and not part.startswith("hidden_"))
+    exposed = sum(
+        value for part, value in parts.items() if part != "total" and not part.startswith("hidden_")
+    )
     assert exposed == pytest.approx(parts["total"])
     assert chosen["days"] == pytest.approx(100 * parts["total"] / 86400)
     assert chosen["gpu_hours"] == pytest.approx(100 * parts["total"] * 8 / 3600)
 
 
-def test_tight_layouts_are_named_and_passed_over(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tight_layouts_are_named_and_passed_over(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["plan", str(recipe), "--cluster", "4xA100-80GB", "--json"]) == ExitCode.DONE
     answer = told(capsys)
     assert answer["layouts"][0]["tight"]
@@ -71,12 +82,17 @@ def test_tight_layouts_are_named_and_passed_over(recipe: Path, capsys: pytest.Ca
 
 
 def test_a_tight_choice_is_warned_of(
-    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for module in ("prediction", "search"):
         monkeypatch.setattr(f"shardwright.planner.{module}.MEMORY_ERROR_SHARE", 20.0)
     assert run(["plan", str(recipe), *A100]) == ExitCode.DONE
-    assert "warning: the chosen layout may run out of memory: " in " ".join(capsys.readouterr().out.split())
+    assert "warning: the chosen layout may run out of memory: " in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert run(["plan", str(recipe), *A100, "--json"]) == ExitCode.DONE
     shown = capsys.readouterr()
     assert "warning: the chosen layout may run out of memory: " in shown.err
@@ -84,11 +100,15 @@ def test_a_tight_choice_is_warned_of(
     assert json.loads(shown.out)["chosen"]["tight"]
     document = RECIPE | {"layout": "auto", "cluster": "8xA100-80GB"}
     with caplog.at_level("WARNING"):
-        assert not resolve_auto(validate_recipe(document), 8).layout.auto
-    assert "no layout fits with memory to spare; the chosen one may run out of memory" in caplog.text
+        assert not resolve_auto_layout(validate_recipe(document), 8).layout.auto
+    assert (
+        "no layout fits with memory to spare; the chosen one may run out of memory" in caplog.text
+    )
 
 
-def test_textbook_layouts_that_do_not_fit_say_why_and_what_would_help(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_textbook_layouts_that_do_not_fit_say_why_and_what_would_help(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(["plan", str(recipe), *A100, "--json"])
     rejected = {entry["name"]: entry for entry in told(capsys)["rejected"]}
     assert {"one GPU", "DDP"} <= set(rejected)
@@ -99,23 +119,47 @@ def test_textbook_layouts_that_do_not_fit_say_why_and_what_would_help(recipe: Pa
     assert rejected["DDP"]["changed"]["fits"]
 
 
-def test_tables_fit_eighty_columns(recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_fit_eighty_columns(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["plan", str(recipe), *A100, "--gpus", "4,8,16", "--explain"]) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
-    for words in ("layouts that fit", "memory per GPU, GiB", "time per step, seconds", "rejected", "scaling", "why", "chosen: "):
+    for words in (
+        "layouts that fit",
+        "memory per GPU, GiB",
+        "time per step, seconds",
+        "rejected",
+        "scaling",
+        "why",
+        "chosen: ",
+    ):
         assert words in text
     assert "Low-rank adapters (rank 16)" in text
 
 
-def test_adapters_and_other_precisions_can_be_asked_for(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_and_other_precisions_can_be_asked_for(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(["plan", str(recipe), *A100, "--json", "--top", "1"])
     full = told(capsys)["layouts"][0]
     run(["plan", str(recipe), *A100, "--json", "--top", "1", "--lora", "16"])
     lora = told(capsys)["layouts"][0]
-    run(["plan", str(recipe), "--cluster", "8xH100-80GB", "--json", "--top", "1", "--precision", "fp8"])
+    run(
+        [
+            "plan",
+            str(recipe),
+            "--cluster",
+            "8xH100-80GB",
+            "--json",
+            "--top",
+            "1",
+            "--precision",
+            "fp8",
+        ]
+    )
     fp8 = told(capsys)["layouts"][0]
     assert lora["tokens_per_second"] > full["tokens_per_second"]
     assert lora["adapter"]["rank"] == 16
@@ -133,7 +177,10 @@ def test_precision_auto_goes_by_the_planned_hardware(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: str, kind: str, reason: str
 ) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps({key: value for key, value in RECIPE.items() if key != "precision"}), encoding="utf-8")
+    path.write_text(
+        json.dumps({key: value for key, value in RECIPE.items() if key != "precision"}),
+        encoding="utf-8",
+    )
     run(["plan", str(path), "--cluster", cluster, "--json", "--top", "1", "--lora", "16"])
     answer = told(capsys)
     assert {layout["precision"] for layout in answer["layouts"]} == {kind}
@@ -146,7 +193,10 @@ def test_precision_auto_goes_by_the_planned_hardware(
     ("words", "message"),
     [
         (["--cluster", "8xH10-80GB"], "closest: "),
-        (["--cluster", "8xA100-80GB", "--nodes", "2", "--link", "ib4000"], "this link is not in the catalogue"),
+        (
+            ["--cluster", "8xA100-80GB", "--nodes", "2", "--link", "ib4000"],
+            "this link is not in the catalogue",
+        ),
         (["--cluster", "8xA100-80GB", "--precision", "int3"], "not a precision"),
         (["--cluster", "8xA100-80GB", "--precision", "fp8"], "no hardware support for fp8"),
         (["--cluster", "8xA100-80GB", "--gpus", "eight"], "expected numbers of GPUs"),
@@ -155,10 +205,19 @@ def test_precision_auto_goes_by_the_planned_hardware(
         (["--cluster", "8xA100-80GB", "--gpus", "9" * 5000], "expected numbers of GPUs"),
         (["--cluster", "8xA100-80GB", "--nodes", "1000000"], "allowed: at most 262,144"),
         (["--cluster", "99999999999999999999xA100-80GB"], "allowed: at most 262,144"),
-        (["--cluster", "8xA100-80GB", "--set", f"training.global_batch_size={10**17}"], "too many sequences to plan"),
-        (["--cluster", "8xA100-80GB", "--set", "model.config.num_hidden_layers=9999"], "too many layers to plan"),
+        (
+            ["--cluster", "8xA100-80GB", "--set", f"training.global_batch_size={10**17}"],
+            "too many sequences to plan",
+        ),
+        (
+            ["--cluster", "8xA100-80GB", "--set", "model.config.num_hidden_layers=9999"],
+            "too many layers to plan",
+        ),
         (["--cluster", "8xA100-80GB", "--quantised"], "Add --lora RANK"),
-        (["--cluster", "8xA100-80GB", "--set", "model.config.num_attention_heads=null"], "num_attention_heads"),
+        (
+            ["--cluster", "8xA100-80GB", "--set", "model.config.num_attention_heads=null"],
+            "num_attention_heads",
+        ),
     ],
 )
 def test_wrong_input_is_told_with_what_would_be_right(
@@ -168,7 +227,9 @@ def test_wrong_input_is_told_with_what_would_be_right(
     assert message in capsys.readouterr().err
 
 
-def test_a_config_without_its_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_without_its_vocabulary_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {key: value for key, value in models.LLAMA2_13B.items() if key != "vocab_size"}
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(RECIPE | {"model": {"config": config}}), encoding="utf-8")
@@ -176,7 +237,9 @@ def test_a_config_without_its_vocabulary_is_refused(tmp_path: Path, capsys: pyte
     assert "model.config.vocab_size" in capsys.readouterr().err
 
 
-def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_told(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_told(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["plan", str(recipe), "--cluster", "2xA100-40GB"]) == ExitCode.WRONG_INPUT
     error = capsys.readouterr().err
     assert "no layout fits on 2xA100-40GB" in error
@@ -189,19 +252,21 @@ def test_layout_auto_puts_the_choice_into_the_recipe() -> None:
     assert recipe.cluster is not None
     with pytest.raises(LayoutError, match="must be resolved first"):
         resolve_layout(recipe.layout, 8)
-    chosen, prediction = choose_layout(recipe, cluster_of(recipe.cluster, 8), 8)
+    chosen, prediction = choose_layout(recipe, build_cluster(recipe.cluster, 8), 8)
     assert not chosen.layout.auto
     layout = resolve_layout(chosen.layout, 8)
     assert layout == prediction.candidate.layout
     assert chosen.recompute == prediction.candidate.recompute
     assert chosen.training.micro_batch_size == prediction.candidate.micro_batch_size
-    assert prediction.candidate.runnable
+    assert prediction.candidate.is_runnable
 
 
 def test_layout_auto_keeps_what_the_recipe_says() -> None:
     training = RECIPE["training"] | {"micro_batch_size": 1}
     recipe = validate_recipe(RECIPE | {"layout": "auto", "recompute": "full", "training": training})
-    chosen, _ = choose_layout(recipe, cluster_of(validate_recipe(RECIPE | {"cluster": "8xA100-80GB"}).cluster, 8), 8)  # type: ignore[arg-type]
+    chosen, _ = choose_layout(
+        recipe, build_cluster(validate_recipe(RECIPE | {"cluster": "8xA100-80GB"}).cluster, 8), 8
+    )  # type: ignore[arg-type]
     assert (chosen.training.micro_batch_size, chosen.recompute) == (1, "full")
 
 
@@ -211,8 +276,13 @@ def test_layout_auto_and_degrees_contradict_each_other(recipe: Path) -> None:
     assert load_recipe(recipe, [], "auto").layout.auto
 
 
-def test_a_recipe_that_cannot_run_as_it_stands_says_why(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", str(recipe), *A100, "--set", "layout.pp=1000", "--top", "1", "--json"]) == ExitCode.DONE
+def test_a_recipe_that_cannot_run_as_it_stands_says_why(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(["plan", str(recipe), *A100, "--set", "layout.pp=1000", "--top", "1", "--json"])
+        == ExitCode.DONE
+    )
     answer = told(capsys)
     assert answer["as_the_recipe_has_it"] is None
     assert "1000 does not divide 8 ranks" in answer["why_not_as_the_recipe_has_it"]
@@ -221,7 +291,10 @@ def test_a_recipe_that_cannot_run_as_it_stands_says_why(recipe: Path, capsys: py
 def test_a_number_of_gpus_that_nothing_divides_names_the_nearest_that_something_does(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["plan", str(recipe), "--cluster", "7xA100-80GB", "--nodes", "11"]) == ExitCode.WRONG_INPUT
+    assert (
+        run(["plan", str(recipe), "--cluster", "7xA100-80GB", "--nodes", "11"])
+        == ExitCode.WRONG_INPUT
+    )
     error = capsys.readouterr().err
     assert "no layout is possible on 11 x 7xA100-80GB-SXM" in error
     assert "multiply to 77; 76 or 78 GPUs would work" in error, (

@@ -1,4 +1,6 @@
-"""`shardwright predict`: a table in, a table out; rows that cannot be predicted are told, and results are never looked at."""
+"""`shardwright predict`: a table in, a table out; rows that cannot be predicted are told, and
+results are never looked at.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,27 @@ from tests.unit.planner.test_measurements import OUTCOMES, ROW
 
 def _write(path: Path, rows: list[dict[str, str]]) -> Path:
     with open(path, "w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
+        table = csv.DictWriter(
+            file, fieldnames=list(dict.fromkeys(key for row in rows for key in row))
+        )
         table.writeheader()
         table.writerows(rows)
     return path
 
 
-def _predict(tmp_path: Path, rows: list[dict[str, str]], name: str = "out.csv") -> list[dict[str, str]]:
+def _predict(
+    tmp_path: Path, rows: list[dict[str, str]], name: str = "out.csv"
+) -> list[dict[str, str]]:
     predict_command(_write(tmp_path / "rows.csv", rows), tmp_path / name)
     with open(tmp_path / name, encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def test_a_row_is_predicted_with_speed_memory_and_whether_it_fits(tmp_path: Path) -> None:
-    plain, large = _predict(tmp_path, [ROW, ROW | {"id": "some-0002", "tp": "1", "pp": "1", "dp": "64", "micro_batch": "8"}])
+    plain, large = _predict(
+        tmp_path,
+        [ROW, ROW | {"id": "some-0002", "tp": "1", "pp": "1", "dp": "64", "micro_batch": "8"}],
+    )
     assert list(plain) == ["id", "pred_tok", "pred_mem", "fits"]
     assert 500 < float(plain["pred_tok"]) < 5000
     assert 10 < float(plain["pred_mem"]) < 80
@@ -46,13 +55,27 @@ def test_changing_results_changes_nothing(tmp_path: Path) -> None:
     before = _predict(tmp_path, [ROW], "before.csv")
     told = ROW | OUTCOMES | {"notes": f"OOM; {ROW['notes']}; aggregate 4.4 PFLOP/s"}
     assert _predict(tmp_path, [told], "after.csv") == before
-    slower = told | {"step_time_s": "99", "tokens_per_sec_per_gpu": "1", "peak_memory_gib_per_gpu": "1", "verification": "x"}
+    slower = told | {
+        "step_time_s": "99",
+        "tokens_per_sec_per_gpu": "1",
+        "peak_memory_gib_per_gpu": "1",
+        "verification": "x",
+    }
     assert _predict(tmp_path, [slower], "slower.csv") == before
 
 
-def test_a_row_that_says_too_little_is_told_and_left_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    unknown = dict.fromkeys(ROW, "") | {"id": "x", "model_name": "Mystery", "gpu": "H100", "gpus": "8"}
-    predict_command(_write(tmp_path / "rows.csv", [unknown, ROW]), tmp_path / "out.csv", as_json=True)
+def test_a_row_that_says_too_little_is_told_and_left_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = dict.fromkeys(ROW, "") | {
+        "id": "x",
+        "model_name": "Mystery",
+        "gpu": "H100",
+        "gpus": "8",
+    }
+    predict_command(
+        _write(tmp_path / "rows.csv", [unknown, ROW]), tmp_path / "out.csv", as_json=True
+    )
     captured = capsys.readouterr()
     assert "1 row not predicted (x): measurements.hidden: neither the model's name" in captured.err
     told = json.loads(captured.out)
@@ -66,7 +89,10 @@ def test_rows_that_cannot_be_predicted_never_stop_the_others_and_are_named_once_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strange = [ROW | {"id": f"tpu-{i}", "gpu": "TPU v4"} for i in range(7)]
-    other = [ROW | {"id": "half", "gpu": "A100", "precision": "fp8"}, ROW | {"id": "rl", "task": "GRPO"}]
+    other = [
+        ROW | {"id": "half", "gpu": "A100", "precision": "fp8"},
+        ROW | {"id": "rl", "task": "GRPO"},
+    ]
     written = _predict(tmp_path, [*strange, ROW, *other])
     assert [row["id"] for row in written if row["pred_tok"]] == [ROW["id"]]
     told = capsys.readouterr().err.splitlines()

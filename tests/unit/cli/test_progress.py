@@ -6,13 +6,13 @@ import logging
 
 import pytest
 
-from shardwright.cli.progress import data_progress
+from shardwright.cli.data_progress import show_data_progress
 
 
 def test_warnings_are_shown_after_the_bar(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("shardwright.data.listing")
+    log = logging.getLogger("shardwright.data.file_listing")
     with caplog.at_level(logging.INFO, logger="shardwright"):
-        with data_progress():
+        with show_data_progress():
             log.warning("a file was passed over")
             log.info("a detail")
             assert not caplog.messages

@@ -12,16 +12,27 @@ from shardwright.errors import InputError
 from tests.unit.report.samples import write_eventful_run, write_run
 
 
-def test_the_page_goes_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_goes_into_the_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_eventful_run(tmp_path / "run")
     report_command([run])
     assert (run / "report.html").read_text().startswith("<!doctype html>")
     said = capsys.readouterr().out
-    for words in ("run  (completed)", "300 of 300", "best validation", "1 skipped step", "on rank 1", "report.html"):
+    for words in (
+        "run  (completed)",
+        "300 of 300",
+        "best validation",
+        "1 skipped step",
+        "on rank 1",
+        "report.html",
+    ):
         assert words in said
 
 
-def test_json_is_one_object_and_all_else_goes_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_and_all_else_goes_to_standard_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [write_run(tmp_path / name, 30) for name in ("a", "b")]
     report_command(runs, as_json=True)
     captured = capsys.readouterr()
@@ -46,7 +57,9 @@ def test_a_page_that_cannot_be_written_is_wrong_input(tmp_path: Path) -> None:
         report_command([run], out=tmp_path / "absent" / "page.html")
 
 
-def test_a_folder_without_events_is_shown_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_events_is_shown_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report_command([tmp_path])
     assert "no events to show yet" in capsys.readouterr().out
     assert (tmp_path / "report.html").exists()

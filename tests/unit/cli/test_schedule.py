@@ -11,11 +11,22 @@ from shardwright.cli.main import run
 from shardwright.errors import ExitCode
 
 
-def test_a_named_schedule_is_shown_with_its_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_named_schedule_is_shown_with_its_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     picture = tmp_path / "out.svg"
-    assert run(["schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--svg", str(picture)]) == ExitCode.DONE
+    assert (
+        run(["schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--svg", str(picture)])
+        == ExitCode.DONE
+    )
     shown = capsys.readouterr().out
-    for words in ("no deadlock", "72.7%; m / (m + p - 1) = 8 / 11 = 72.7%", "37.5%", "4 3 2 1", "rank 3 ······F0B0"):
+    for words in (
+        "no deadlock",
+        "72.7%; m / (m + p - 1) = 8 / 11 = 72.7%",
+        "37.5%",
+        "4 3 2 1",
+        "rank 3 ······F0B0",
+    ):
         assert words in shown
     assert "warning" not in shown
     assert picture.read_text().startswith("<svg")
@@ -23,11 +34,26 @@ def test_a_named_schedule_is_shown_with_its_numbers(capsys: pytest.CaptureFixtur
 
 def test_too_few_micro_batches_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     run(["schedule", "zb_h1", "--stages", "4", "--micro-batches", "4"])
-    assert "warning: 4 micro-batches on 4 pipeline ranks: utilisation at most 4 / 7 = 57%" in capsys.readouterr().out
+    assert (
+        "warning: 4 micro-batches on 4 pipeline ranks: utilisation at most 4 / 7 = 57%"
+        in capsys.readouterr().out
+    )
 
 
 def test_json_is_all_of_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["schedule", "interleaved_1f1b", "--stages", "2", "--micro-batches", "2", "--virtual-stages", "3", "--json"])
+    run(
+        [
+            "schedule",
+            "interleaved_1f1b",
+            "--stages",
+            "2",
+            "--micro-batches",
+            "2",
+            "--virtual-stages",
+            "3",
+            "--json",
+        ]
+    )
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert told["schema_version"] == 1
@@ -48,7 +74,19 @@ def test_text_goes_round_through_a_file(capsys: pytest.CaptureFixture[str], tmp_
 def test_times_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
     steps = []
     for times in ("1,1,1", "1,1,1,0.5", "2,2,2"):
-        run(["schedule", "1f1b", "--stages", "2", "--micro-batches", "4", "--times", times, "--json"])
+        run(
+            [
+                "schedule",
+                "1f1b",
+                "--stages",
+                "2",
+                "--micro-batches",
+                "4",
+                "--times",
+                times,
+                "--json",
+            ]
+        )
         steps.append(json.loads(capsys.readouterr().out)["step_time"])
     assert steps[0] < steps[1] < steps[2] == 2 * steps[0]
 
@@ -60,19 +98,46 @@ def test_times_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
         (["2f2b", "--stages", "4", "--micro-batches", "4"], "allowed: gpipe, 1f1b"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "1,x"], "--times"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "0,0,0"], "--times"),
-        (["1f1b", "--stages", "2", "--micro-batches", "4", "--text", "--json"], "--text and --json both use standard output"),
-        (["1f1b", "--stages", "2", "--micro-batches", "4", "--svg", "/nowhere/at/all.svg"], "cannot be written"),
-        (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "1e308,1e308,1e308"], "--times"),
-        (["1f1b", "--stages", "100000", "--micro-batches", "100000"], "too large to build and check"),
-        (["interleaved_1f1b", "--stages", "4", "--micro-batches", "8", "--virtual-stages", str(10**8)], "too large to build"),
+        (
+            ["1f1b", "--stages", "2", "--micro-batches", "4", "--text", "--json"],
+            "--text and --json both use standard output",
+        ),
+        (
+            ["1f1b", "--stages", "2", "--micro-batches", "4", "--svg", "/nowhere/at/all.svg"],
+            "cannot be written",
+        ),
+        (
+            ["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "1e308,1e308,1e308"],
+            "--times",
+        ),
+        (
+            ["1f1b", "--stages", "100000", "--micro-batches", "100000"],
+            "too large to build and check",
+        ),
+        (
+            [
+                "interleaved_1f1b",
+                "--stages",
+                "4",
+                "--micro-batches",
+                "8",
+                "--virtual-stages",
+                str(10**8),
+            ],
+            "too large to build",
+        ),
     ],
 )
-def test_wrong_input_is_told(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_told(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["schedule", *arguments]) == ExitCode.WRONG_INPUT
     assert words in capsys.readouterr().err
 
 
-def test_a_broken_file_is_refused_by_its_first_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_broken_file_is_refused_by_its_first_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "broken.csv"
     path.write_text("0F0,0F1,0B1,0B0\n1F0,1B0,1F1\n")
     assert run(["schedule", str(path)]) == ExitCode.WRONG_INPUT

@@ -13,7 +13,7 @@ from rich.table import Table
 import shardwright
 from shardwright.cli.console import open_console
 from shardwright.cli.main import run
-from shardwright.cli.streams import escape_unencodable
+from shardwright.cli.text_streams import escape_unencodable
 
 ODD = "[/x] [bold]b[/] :smile: \x1b[2J \ud800"
 
@@ -33,7 +33,9 @@ def test_the_console_shows_strings_literally(monkeypatch: pytest.MonkeyPatch) ->
     assert told.count("[/x] [bold]b[/] :smile: ␛[2J \\ud800") == 4
 
 
-def test_an_error_steers_no_terminal_and_is_written_in_any_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_steers_no_terminal_and_is_written_in_any_encoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written, encoding="ascii", errors="strict"))
     assert run(["plan", "ü[/x] :smile: \x1b[2J \udcff", "--cluster", "8xH100-80GB"]) == 2
@@ -44,13 +46,21 @@ def test_an_error_steers_no_terminal_and_is_written_in_any_encoding(monkeypatch:
 
 
 def test_no_verb_makes_a_console_of_its_own() -> None:
-    """Only these two know how to print foreign text: the verbs' console, and the live line of a run."""
+    """Only these two know how to print foreign text: the verbs' console, and the live line of a
+    run.
+    """
     root = Path(shardwright.__file__).parent
     makers = {
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if (isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "Console")
-        or (isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == "Console" for base in node.bases))
+        if (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", getattr(node.func, "attr", "")) == "Console"
+        )
+        or (
+            isinstance(node, ast.ClassDef)
+            and any(getattr(base, "id", "") == "Console" for base in node.bases)
+        )
     }
     assert makers == {"cli/console.py", "telemetry/terminal.py"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from shardwright.config import Recipe, load_recipe
-from shardwright.config.document import dump_yaml, find_line, parse_yaml
+from shardwright.config.yaml_document import dump_yaml, find_line, parse_yaml
 from shardwright.errors import InputError, RecipeError
 
 RECIPE = """\
@@ -41,7 +41,23 @@ NUMBERS = [
     ("1_0.2_5e+1", 102.5),
     ("-.inf", float("-inf")),
 ]
-TEXTS = ["0b", "0x", "0b_", "0x_", "._", ".", "1__0", "010", "08", "12:30", "2024-13-01", "2024-01-01", "=", "<<", "1e"]
+TEXTS = [
+    "0b",
+    "0x",
+    "0b_",
+    "0x_",
+    "._",
+    ".",
+    "1__0",
+    "010",
+    "08",
+    "12:30",
+    "2024-13-01",
+    "2024-01-01",
+    "=",
+    "<<",
+    "1e",
+]
 
 
 @pytest.mark.parametrize(("text", "value"), NUMBERS)
@@ -63,7 +79,11 @@ def test_what_is_no_number_there_is_text(text: str) -> None:
         ("!!int x", 7, "cannot be read as int"),
         ("!!bool x", 7, "cannot be read as bool"),
         ("!!float x", 7, "cannot be read as float"),
-        ("!!timestamp 2024-13-01", 7, "values of type 'tag:yaml.org,2002:timestamp' are not supported"),
+        (
+            "!!timestamp 2024-13-01",
+            7,
+            "values of type 'tag:yaml.org,2002:timestamp' are not supported",
+        ),
         ("!!binary x", 7, "are not supported"),
         ("!!set {a, b}", 7, "are not supported"),
         ("!!map x", 7, "expected a mapping"),
@@ -79,7 +99,9 @@ def test_what_is_no_yaml_is_told_with_its_place(text: str, column: int | None, w
     with pytest.raises(RecipeError) as caught:
         parse_yaml(f"first: 1\nseed: {text}", "run.yaml")
     assert words in caught.value.problem
-    assert str(caught.value.field).startswith("run.yaml, line 2, column " + ("" if column is None else f"{column}"))
+    assert str(caught.value.field).startswith(
+        "run.yaml, line 2, column " + ("" if column is None else f"{column}")
+    )
     assert caught.value.remedy or caught.value.allowed
     assert len(str(caught.value)) < 400
 
@@ -96,7 +118,15 @@ def test_merge_keys_bring_defaults() -> None:
     assert parse_yaml(text, "here")["b"] == {"x": 1, "y": 3}
 
 
-@given(st.recursive(st.text() | st.integers(-(2**63) + 1, 2**63 - 1) | st.booleans() | st.floats(allow_nan=False), st.lists))
+@given(
+    st.recursive(
+        st.text()
+        | st.integers(-(2**63) + 1, 2**63 - 1)
+        | st.booleans()
+        | st.floats(allow_nan=False),
+        st.lists,
+    )
+)
 @example("1e5")
 @example("010")
 @example("2024-01-01")
@@ -125,12 +155,19 @@ def test_lines_are_found_by_key() -> None:
         ("sources: corpus.txt", 'sources: corpus.txt\n  cache_dir: "a\\0b"', "data.cache_dir", 6),
         ("sources: corpus.txt", 'sources: {path: "a\\ud800"}', "data.sources.path", 5),
         ("sources: corpus.txt", f"sources: {'a/' * 3000}", "data.sources.0.path", 5),
-        ("sources: corpus.txt", f"sources: corpus.txt\n  cache_dir: {'a' * 300}", "data.cache_dir", 6),
+        (
+            "sources: corpus.txt",
+            f"sources: corpus.txt\n  cache_dir: {'a' * 300}",
+            "data.cache_dir",
+            6,
+        ),
         ("sources: corpus.txt", "sources: ''", "data.sources.0.path", 5),
         ("name: small", f"name: {'a' * 300}", "name", 1),
     ],
 )
-def test_a_wrong_value_is_told_with_its_line(tmp_path: Path, old: str, new: str, field: str, line: int) -> None:
+def test_a_wrong_value_is_told_with_its_line(
+    tmp_path: Path, old: str, new: str, field: str, line: int
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RECIPE.replace(old, new))
     with pytest.raises(RecipeError) as caught:
@@ -174,8 +211,10 @@ def test_only_files_and_pipes_are_recipes(tmp_path: Path) -> None:
         os.close(read)
 
 
-def test_a_pipe_without_a_writer_is_waited_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.config.load._PIPE_SECONDS", 0.05)
+def test_a_pipe_without_a_writer_is_waited_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwright.config.recipe_loading._PIPE_TIMEOUT_SECONDS", 0.05)
     os.mkfifo(tmp_path / "run.yaml")
     with pytest.raises(RecipeError, match="nothing was written to this pipe"):
         load_recipe(tmp_path / "run.yaml")
@@ -203,7 +242,11 @@ ODD = [
     "!!int x", "!!python/none", "&a [*a]", "*a", "!", "!!", "|", ">", "- a", "a: b", "@", "`", "%", "\t", "'", '"', "[", "}",
     "#", "\\", "://", "s3://", "~nobody-here/x",
 ]  # fmt: skip
-SCALARS = st.sampled_from(ODD) | st.text(max_size=12) | st.from_regex(r"[-+]?[0-9._:xbeEoTZ-]{1,12}", fullmatch=True)
+SCALARS = (
+    st.sampled_from(ODD)
+    | st.text(max_size=12)
+    | st.from_regex(r"[-+]?[0-9._:xbeEoTZ-]{1,12}", fullmatch=True)
+)
 
 
 def with_value(key: str, value: str) -> str:
@@ -234,9 +277,12 @@ def read_or_refuse(path: Path, overrides: list[str]) -> None:
 
 @settings(max_examples=100)
 @given(key=st.sampled_from(sorted(keys_of(Recipe))), value=SCALARS)
-def test_no_value_of_any_key_is_a_traceback(tmp_path_factory: pytest.TempPathFactory, key: str, value: str) -> None:
+def test_no_value_of_any_key_is_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, key: str, value: str
+) -> None:
     folder = tmp_path_factory.getbasetemp()
-    odd, plain = folder / "odd.yaml", folder / "plain.yaml"
+    odd = folder / "odd.yaml"
+    plain = folder / "plain.yaml"
     odd.write_text(with_value(key, value), encoding="utf-8", errors="surrogatepass")
     plain.write_text(RECIPE)
     read_or_refuse(odd, [])

@@ -8,13 +8,18 @@ import pytest
 import yaml
 
 from shardwright.config import apply_overrides, dump_recipe, load_recipe, parse_layout
-from shardwright.config.load import validate_recipe
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import LayoutError, RecipeError
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}},
     "data": {"sources": "corpus.txt"},
-    "training": {"sequence_length": 8, "max_steps": 3, "learning_rate": 1e-3, "micro_batch_size": 1},
+    "training": {
+        "sequence_length": 8,
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "micro_batch_size": 1,
+    },
 }
 
 
@@ -41,7 +46,13 @@ def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
 def test_overrides_win_and_leave_the_document_alone(tmp_path: Path) -> None:
     path = write(tmp_path, yaml.safe_dump(MINIMAL))
     recipe = load_recipe(
-        path, ["training.learning_rate=1e-4", "precision=bf16", "precision.reduce_dtype=bf16", "layout.zero_stage=2"]
+        path,
+        [
+            "training.learning_rate=1e-4",
+            "precision=bf16",
+            "precision.reduce_dtype=bf16",
+            "layout.zero_stage=2",
+        ],
     )
     assert recipe.training.learning_rate == 1e-4
     assert (recipe.precision.kind, recipe.precision.reduce_dtype) == ("bf16", "bf16")
@@ -59,7 +70,11 @@ def test_layout_is_written_the_same_everywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "field", "words"),
     [
-        (with_("training", seqence_length=4), "training.seqence_length", "Did you mean `sequence_length`?"),
+        (
+            with_("training", seqence_length=4),
+            "training.seqence_length",
+            "Did you mean `sequence_length`?",
+        ),
         ({**MINIMAL, "learning_rate": 1}, "learning_rate", "training.learning_rate"),
         ({**MINIMAL, "lerning_rate": 1}, "lerning_rate", "training.learning_rate"),
         (with_("model", path="x"), "model", "exactly one of"),
@@ -71,7 +86,11 @@ def test_layout_is_written_the_same_everywhere(tmp_path: Path) -> None:
         (with_("training", max_steps="7"), "training.max_steps", "valid integer"),
         (with_("training", decay_steps=3), "training", "warmup_stable_decay"),
         (with_("training", base_batch_size=3), "training", "batch_scaling"),
-        (with_("training", schedule="constant", min_learning_rate=1e-5), "training", "does not decay"),
+        (
+            with_("training", schedule="constant", min_learning_rate=1e-5),
+            "training",
+            "does not decay",
+        ),
         (with_("optimizer", momentum=0.9), "optimizer", "has no effect with `name: adamw`"),
         (with_("optimizer", name="sgd", beta2=0.99), "optimizer", "has no effect with `name: sgd`"),
         (with_("precision", kind="bf16", initial_loss_scale=8.0), "precision", "for `kind: fp16`"),
@@ -117,7 +136,9 @@ def test_missing_file(tmp_path: Path) -> None:
         load_recipe(tmp_path / "absent.yaml")
 
 
-def test_environment_is_expanded_or_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_expanded_or_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     document = with_("data", sources="${CORPUS_HOME}/a.txt")
     monkeypatch.setenv("CORPUS_HOME", "/corpus")
     assert validate_recipe(document).data.sources[0].path == "/corpus/a.txt"
@@ -127,7 +148,10 @@ def test_environment_is_expanded_or_asked_for(tmp_path: Path, monkeypatch: pytes
     assert caught.value.field == "data.sources"
 
 
-@pytest.mark.parametrize("text", ["tp", "tp=two", "tpp=2", "tp=2,tp=4", "zero_stage=4", "tp=0", "tp=\u00b2", "tp=" + "9" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    ["tp", "tp=two", "tpp=2", "tp=2,tp=4", "zero_stage=4", "tp=0", "tp=\u00b2", "tp=" + "9" * 5000],
+)
 def test_bad_layouts_are_refused(text: str) -> None:
     with pytest.raises(LayoutError):
         parse_layout(text)

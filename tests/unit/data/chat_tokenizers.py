@@ -7,7 +7,9 @@ from pathlib import Path
 
 import tokenizers
 
-END, START, OTHER_END = "<|im_end|>", "<|im_start|>", "<|eot|>"
+END = "<|im_end|>"
+START = "<|im_start|>"
+OTHER_END = "<|eot|>"
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = (
@@ -24,16 +26,22 @@ MARKED = (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}"
 ) + PROMPT
-FORGETS_REASONING = CHATML.replace("{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}")
+FORGETS_REASONING = CHATML.replace(
+    "{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}"
+)
 FINAL_TOKEN = CHATML.removesuffix("{% endif %}") + "{% else %}{{ '<|eot|>' }}{% endif %}"
 ALWAYS_PROMPTS = (
-    CHATML.removesuffix(PROMPT).replace("m.role + '\n'", "m.role + '<|eot|>\n'") + "{{ '<|im_start|>assistant<|eot|>\n' }}"
+    CHATML.removesuffix(PROMPT).replace("m.role + '\n'", "m.role + '<|eot|>\n'")
+    + "{{ '<|im_start|>assistant<|eot|>\n' }}"
 )
 NO_END = (
     "{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
-THROWS = "{%- for m in messages %}{% if 'bomb' in m.content %}{{ raise_exception('no bombs') }}{% endif %}{% endfor %}" + CHATML
+THROWS = (
+    "{%- for m in messages %}{% if 'bomb' in m.content %}{{ raise_exception('no bombs') }}{% endif %}{% endfor %}"
+    + CHATML
+)
 SPACE_BEFORE_ANSWER = (
     "{%- for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -41,7 +49,9 @@ SPACE_BEFORE_ANSWER = (
 
 
 def chat_folder(folder: Path, template: str | None = CHATML, *, text: str = "") -> Path:
-    """A folder with a byte-level BPE of a few merges, ChatML's control tokens, and a chat template."""
+    """A folder with a byte-level BPE of a few merges, ChatML's control tokens, and a chat
+    template.
+    """
     fast = tokenizers.Tokenizer(tokenizers.models.BPE())
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
@@ -51,22 +61,41 @@ def chat_folder(folder: Path, template: str | None = CHATML, *, text: str = "") 
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    fast.train_from_iterator([text or "the user and the assistant talk about the weather, the answer and the end\n" * 20], trainer)
+    fast.train_from_iterator(
+        [
+            text
+            or "the user and the assistant talk about the weather, the answer and the end\n" * 20
+        ],
+        trainer,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     fast.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | ({"chat_template": template} if template else {})))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | ({"chat_template": template} if template else {}))
+    )
     return folder
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     """User and assistant in turns."""
     first = [{"role": "system", "content": system}] if system else []
-    return first + [{"role": ("user", "assistant")[number % 2], "content": content} for number, content in enumerate(contents)]
+    return first + [
+        {"role": ("user", "assistant")[number % 2], "content": content}
+        for number, content in enumerate(contents)
+    ]
 
 
 def write_records(path: Path, *records: object) -> str:
     """JSON lines of the records; a string is a line as it stands."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    path.write_text(
+        "".join(
+            (record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records
+        )
+    )
     return str(path)

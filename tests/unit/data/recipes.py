@@ -7,11 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.config import Recipe
-from shardwright.config.load import validate_recipe
+from shardwright.config.recipe_loading import validate_recipe
 
 
-def recipe_of(folder: Path, sources: Any, *, seed: int = 0, tokenizer: Any = "character", length: int = 8, **data: Any) -> Recipe:
-    """A recipe that reads `sources` and keeps its cache below `folder`; `data` are further keys of its data section."""
+def recipe_of(
+    folder: Path,
+    sources: Any,
+    *,
+    seed: int = 0,
+    tokenizer: Any = "character",
+    length: int = 8,
+    **data: Any,
+) -> Recipe:
+    """A recipe that reads `sources` and keeps its cache below `folder`; `data` are further keys of
+    its data section.
+    """
     return validate_recipe(
         {
             "seed": seed,
@@ -19,7 +29,12 @@ def recipe_of(folder: Path, sources: Any, *, seed: int = 0, tokenizer: Any = "ch
             "tokenizer": {"kind": tokenizer} if isinstance(tokenizer, str) else tokenizer,
             "data": {"sources": sources, "cache_dir": str(folder / "cache"), **data},
             "precision": "fp32",
-            "training": {"sequence_length": length, "micro_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3},
+            "training": {
+                "sequence_length": length,
+                "micro_batch_size": 2,
+                "max_steps": 1,
+                "learning_rate": 1e-3,
+            },
         }
     )
 

@@ -1,4 +1,6 @@
-"""Inputs that never end, have no line ends, or cannot be opened: each is a message, in a time that does not depend on them."""
+"""Inputs that never end, have no line ends, or cannot be opened: each is a message, in a time that
+does not depend on them.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ import pyarrow.parquet
 import pytest
 
 from shardwright import files
-from shardwright.config.data import Source
-from shardwright.data import records, sources, store, tokenize
-from shardwright.data.listing import list_files
-from shardwright.data.prepare import prepare
-from shardwright.data.records import read_rows
-from shardwright.data.sources import Broken, Piece, read_files
-from shardwright.data.tokenize import train_bpe
+from shardwright.config.data import DataSource
+from shardwright.data import record_files, sources, token_store, tokenizer_loading
+from shardwright.data.file_listing import list_files
+from shardwright.data.preparation import prepare_data
+from shardwright.data.record_files import read_rows
+from shardwright.data.sources import BrokenRecord, TextPiece, read_files
+from shardwright.data.tokenizer_loading import train_bpe
 from shardwright.errors import DataError, InputError
 from tests.unit.data.recipes import recipe_of, story, write_json_lines
 from tests.unit.data.test_tokenize import save_folder, sentencepiece_like
@@ -46,12 +48,16 @@ def bound_socket(path: Path) -> None:
             os.close(here)
 
 
-IRREGULAR: dict[str, Callable[[Path], None]] = {"FIFO": fifo, "character device": zeros, "socket": bound_socket}
+IRREGULAR: dict[str, Callable[[Path], None]] = {
+    "FIFO": fifo,
+    "character device": zeros,
+    "socket": bound_socket,
+}
 
 
 def refusal(folder: Path, path: Any, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
-        prepare(recipe_of(folder, path, **options))
+        prepare_data(recipe_of(folder, path, **options))
     return str(caught.value)
 
 
@@ -64,19 +70,24 @@ def test_a_source_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_among_files_it_is_passed_over_with_a_warning(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_among_files_it_is_passed_over_with_a_warning(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     write_json_lines(tmp_path / "set" / "a.jsonl", [story(1), story(2)])
     IRREGULAR[kind](tmp_path / "set" / "b.jsonl")
     (tmp_path / "set" / "more").symlink_to(tmp_path)
     with caplog.at_level(logging.WARNING, logger="shardwright"):
-        assert prepare(recipe_of(tmp_path, str(tmp_path / "set"))).report.num_files == 1
-    assert f"skipped, because they are not regular files: b.jsonl (a {kind}), more (a link to a folder)" in caplog.text
+        assert prepare_data(recipe_of(tmp_path, str(tmp_path / "set"))).report.num_files == 1
+    assert (
+        f"skipped, because they are not regular files: b.jsonl (a {kind}), more (a link to a folder)"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
 def test_a_file_that_turns_into_something_else_is_not_waited_for(tmp_path: Path, kind: str) -> None:
     path = Path(write_json_lines(tmp_path / "a.jsonl", [story(1)]))
-    listed = list_files([Source(path=str(path))], "data.sources")
+    listed = list_files([DataSource(path=str(path))], "data.sources")
     path.unlink()
     IRREGULAR[kind](path)
     with pytest.raises(DataError, match="not a regular file"):
@@ -105,13 +116,14 @@ def test_files_around_the_data_are_not_waited_for(tmp_path: Path, name: str) -> 
         chat = tmp_path / "chat.jsonl"
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         chat.write_text(json.dumps({"messages": turns}))
-        path, options = str(chat), {"chat_template": str(tmp_path / "template")}
+        path = str(chat)
+        options = {"chat_template": str(tmp_path / "template")}
     else:
         (folder / name).unlink()
         (folder / name).symlink_to("/dev/zero")
     tokenizer = {"kind": "huggingface", "path": str(folder)}
     with pytest.raises(InputError):
-        prepare(recipe_of(tmp_path, path, tokenizer=tokenizer, **options), 1)
+        prepare_data(recipe_of(tmp_path, path, tokenizer=tokenizer, **options), 1)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json"])
@@ -126,7 +138,9 @@ def test_lines_may_end_with_carriage_returns_only(tmp_path: Path, form: str) -> 
 
 def test_line_ends_of_all_kinds_may_be_mixed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\r{"a": "\xe2\x80\xa8\xc2\x85"}\n{"a": "\xff"}\r{"a": 5')
+    path.write_bytes(
+        b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\r{"a": "\xe2\x80\xa8\xc2\x85"}\n{"a": "\xff"}\r{"a": 5'
+    )
     rows = list(read_rows(path, "jsonl", None))
     assert [row.line for row in rows] == [1, 2, 4, 5, 6]
     assert [row.value for row in rows[:3]] == [{"a": 1}, {"a": 2}, {"a": "\u2028\u0085"}]
@@ -134,14 +148,19 @@ def test_line_ends_of_all_kinds_may_be_mixed(tmp_path: Path) -> None:
     assert rows[4].reason.startswith("not JSON")
 
 
-def test_a_line_without_an_end_is_an_error_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_an_end_is_an_error_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a bomb of a few kilobytes that decompresses to a line of terabytes."""
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
-    monkeypatch.setattr(records, "_SKIPPED_AT_A_TIME", 1000)
-    monkeypatch.setattr(records, "_MAX_SKIPPED_CHARACTERS", 10_000)
+    monkeypatch.setattr(record_files, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(record_files, "_CHARACTERS_PER_SKIP", 1000)
+    monkeypatch.setattr(record_files, "_MAX_SKIPPED_CHARACTERS", 10_000)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' + b"x" * 8000 + b"\n"))
-    assert [row.reason for row in read_rows(path, "jsonl", "gzip")] == ["", "longer than 1,000 characters"]
+    assert [row.reason for row in read_rows(path, "jsonl", "gzip")] == [
+        "",
+        "longer than 1,000 characters",
+    ]
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' + b"x" * 20_000))
     with pytest.raises(DataError, match="a line does not end") as caught:
         list(read_rows(path, "jsonl", "gzip"))
@@ -149,9 +168,11 @@ def test_a_line_without_an_end_is_an_error_at_last(tmp_path: Path, monkeypatch: 
     assert "10,000 characters" in str(caught.value)
 
 
-def test_text_without_a_place_to_cut_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 64)
-    monkeypatch.setattr(sources, "MAX_STRETCH_CHARACTERS", 4000)
+def test_text_without_a_place_to_cut_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 64)
+    monkeypatch.setattr(sources, "MAX_UNSPLIT_CHARACTERS", 4000)
     path = tmp_path / "a.txt"
     path.write_text("some words\n" * 3 + "x" * 5000)
     told = refusal(tmp_path, str(path))
@@ -160,50 +181,75 @@ def test_text_without_a_place_to_cut_has_a_limit(tmp_path: Path, monkeypatch: py
     assert "4,000 characters" in told
     for name, texts in (("words", ["word " * 2000]), ("unbroken", ["fine"] * 200 + ["x" * 5000])):
         written = write_json_lines(tmp_path / f"{name}.jsonl", texts)
-        found = list(read_files(list_files([Source(path=written)], "data.sources")))
-        pieces = [item for item in found if isinstance(item, Piece)]
-        broken = [item for item in found if isinstance(item, Broken)]
+        found = list(read_files(list_files([DataSource(path=written)], "data.sources")))
+        pieces = [item for item in found if isinstance(item, TextPiece)]
+        broken = [item for item in found if isinstance(item, BrokenRecord)]
         if name == "words":
             assert "".join(piece.text for piece in pieces) == texts[0]
             assert max(len(piece.text) for piece in pieces) < 3 * 16 * 64
-            assert [piece.begins for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-            assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+            assert [piece.is_document_start for piece in pieces] == [True] + [False] * (
+                len(pieces) - 1
+            )
+            assert [piece.is_document_end for piece in pieces] == [False] * (len(pieces) - 1) + [
+                True
+            ]
         else:
             assert len(pieces) == 200
             assert [item.line for item in broken] == [201]
             assert "4,000 characters without a space" in broken[0].reason
 
 
-def test_long_records_in_pieces_give_the_ids_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_json_lines(tmp_path / "a.jsonl", [" ".join(story(number) for number in range(300)), "short"])
+def test_long_records_in_pieces_give_the_ids_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_json_lines(
+        tmp_path / "a.jsonl", [" ".join(story(number) for number in range(300)), "short"]
+    )
     tokenizer = {"kind": "bpe", "vocab_size": 350}
-    whole = prepare(recipe_of(tmp_path / "whole", path, tokenizer=tokenizer))
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 16)
-    pieces = prepare(recipe_of(tmp_path / "pieces", path, tokenizer=tokenizer))
+    whole = prepare_data(recipe_of(tmp_path / "whole", path, tokenizer=tokenizer))
+    monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 16)
+    pieces = prepare_data(recipe_of(tmp_path / "pieces", path, tokenizer=tokenizer))
     assert pieces.train.tokens.tolist() == whole.train.tokens.tolist()  # type: ignore[attr-defined]
     assert pieces.report.train.counts.num_documents == 2
 
 
-def test_a_tokenizer_that_takes_documents_whole_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 64)
-    monkeypatch.setattr(store, "MAX_RECORD_BYTES", 1000)
+def test_a_tokenizer_that_takes_documents_whole_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 64)
+    monkeypatch.setattr(token_store, "MAX_RECORD_BYTES", 1000)
     fast = sentencepiece_like()
     fast.pre_tokenizer = None
     folder = save_folder(fast, tmp_path / "tokenizer", eos_token="</s>")
     (tmp_path / "a.txt").write_text("ab ab\n" * 1000)
-    told = refusal(tmp_path, str(tmp_path / "a.txt"), tokenizer={"kind": "huggingface", "path": str(folder)})
+    told = refusal(
+        tmp_path, str(tmp_path / "a.txt"), tokenizer={"kind": "huggingface", "path": str(folder)}
+    )
     assert "too long for this tokenizer" in told
     assert "1,000 characters" in told
 
 
 def test_merges_of_long_words_are_learnt_from_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of the trainer grows by the square of a word's length: a megabyte without a space took hours."""
+    """The time of the trainer grows by the square of a word's length: a megabyte without a space
+    took hours.
+    """
     given: list[str] = []
-    bounded = tokenize._with_bounded_words
-    monkeypatch.setattr(tokenize, "_with_bounded_words", lambda texts: (given.append(part) or part for part in bounded(texts)))
-    texts = ["a short text", "x" * 50_000 + " end" + " " * 20_000, "y" * tokenize.LONGEST_WORD]
+    bounded = tokenizer_loading._split_long_words
+    monkeypatch.setattr(
+        tokenizer_loading,
+        "_split_long_words",
+        lambda texts: (given.append(part) or part for part in bounded(texts)),
+    )
+    texts = [
+        "a short text",
+        "x" * 50_000 + " end" + " " * 20_000,
+        "y" * tokenizer_loading.MAX_WORD_CHARACTERS,
+    ]
     tokenizer = train_bpe(iter(texts), 300)
-    assert max(len(run) for part in given for run in re.findall(r"\S+|\s+", part)) == tokenize.LONGEST_WORD
+    assert (
+        max(len(run) for part in given for run in re.findall(r"\S+|\s+", part))
+        == tokenizer_loading.MAX_WORD_CHARACTERS
+    )
     assert "".join(given) == "".join(texts)
     assert len(tokenizer.encode("x" * 1024)) == 1
 
@@ -213,7 +259,9 @@ def test_an_object_of_many_fields_is_read_once(tmp_path: Path) -> None:
     fields = ", ".join(f'"k{number}": 0' for number in range(100_000))
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{{fields}, "twice": 1, "twice": 2}}\n')
-    assert [row.reason for row in read_rows(path, "jsonl", None)] == ["the field 'twice' occurs twice"]
+    assert [row.reason for row in read_rows(path, "jsonl", None)] == [
+        "the field 'twice' occurs twice"
+    ]
 
 
 def test_numbers_of_many_digits_are_told_by_line(tmp_path: Path) -> None:
@@ -230,17 +278,26 @@ def test_numbers_of_many_digits_are_told_by_line(tmp_path: Path) -> None:
 def test_an_array_behind_much_white_space_is_read_in_one_pass(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(" \n" * 400_000 + '[{"a": 1},' + " " * 400_000 + '{"a": 2}]')
-    assert [(row.line, row.value) for row in read_rows(path, "json", None)] == [(400_001, {"a": 1}), (400_001, {"a": 2})]
+    assert [(row.line, row.value) for row in read_rows(path, "json", None)] == [
+        (400_001, {"a": 1}),
+        (400_001, {"a": 2}),
+    ]
 
 
-def test_rows_of_large_texts_are_made_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_MAX_BATCH_BYTES", 1000)
+def test_rows_of_large_texts_are_made_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "_MAX_BATCH_BYTES", 1000)
     monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 3000)
     texts = ["short", "word " * 300, "word " * 900]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    found = list(read_files(list_files([Source(path=str(tmp_path / "a.parquet"))], "data.sources")))
-    assert [item.text for item in found if isinstance(item, Piece)] == texts[:2]
-    assert [item.reason for item in found if isinstance(item, Broken)] == ["longer than 3,000 characters"]
+    found = list(
+        read_files(list_files([DataSource(path=str(tmp_path / "a.parquet"))], "data.sources"))
+    )
+    assert [item.text for item in found if isinstance(item, TextPiece)] == texts[:2]
+    assert [item.reason for item in found if isinstance(item, BrokenRecord)] == [
+        "longer than 3,000 characters"
+    ]
 
 
 def test_reasons_have_a_length_to_print(tmp_path: Path) -> None:
@@ -254,11 +311,11 @@ def test_reasons_have_a_length_to_print(tmp_path: Path) -> None:
 def test_damaged_memories_of_hashes_are_made_again(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "a.jsonl", [story(1), story(2)])
     os.utime(path, (1, 1))
-    first = prepare(recipe_of(tmp_path, path))
+    first = prepare_data(recipe_of(tmp_path, path))
     (memory,) = (tmp_path / "cache" / "hashes").iterdir()
     for content in ("[]", "null", json.dumps({path: 3}), "[" * 5000):
         memory.write_text(content)
-        assert prepare(recipe_of(tmp_path, path)).content_hash == first.content_hash
+        assert prepare_data(recipe_of(tmp_path, path)).content_hash == first.content_hash
 
 
 def test_a_text_file_has_a_largest_size(tmp_path: Path) -> None:
@@ -268,4 +325,4 @@ def test_a_text_file_has_a_largest_size(tmp_path: Path) -> None:
         files.read_text(tmp_path / "a", max_bytes=5)
     with pytest.raises(OSError, match="null byte"):
         files.read_text("a\0b")
-    assert files.file_kind(tmp_path / "absent") == "absent"
+    assert files.detect_file_kind(tmp_path / "absent") == "absent"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.config.data import Source
-from shardwright.data import cache
-from shardwright.data.cache import build_once, cache_root, fingerprint
-from shardwright.data.listing import list_files
+from shardwright.config.data import DataSource
+from shardwright.data import data_cache
+from shardwright.data.data_cache import build_once, find_cache_root, fingerprint_files
+from shardwright.data.file_listing import list_files
 from shardwright.errors import DataError
 from tests.unit.data.recipes import write_text
 
@@ -72,7 +72,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 RACER = """
 import sys, time
 from pathlib import Path
-from shardwright.data.cache import build_once
+from shardwright.data.data_cache import build_once
 
 root = Path(sys.argv[1])
 
@@ -87,7 +87,12 @@ print((build_once(root, "key", build, poll_seconds=0.01) / "answer").read_text()
 
 
 def test_of_several_processes_one_works_and_the_others_wait(tmp_path: Path) -> None:
-    racers = [subprocess.Popen([sys.executable, "-c", RACER, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
     assert [racer.communicate(timeout=250)[0].strip() for racer in racers] == ["42"] * 4
     assert (tmp_path / "calls").read_text() == "x"
     assert left_over(tmp_path) == ["answer", "calls", "key"]
@@ -106,8 +111,10 @@ def test_a_killed_process_holds_nobody_up(tmp_path: Path) -> None:
     assert left_over(tmp_path) == ["answer", "calls", "key"]
 
 
-def test_a_lock_of_another_machine_is_taken_over_once_it_no_longer_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "STALE_SECONDS", 0.3)
+def test_a_lock_of_another_machine_is_taken_over_once_it_no_longer_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_cache, "STALE_SECONDS", 0.3)
     (tmp_path / "key.lock").write_text("elsewhere 1 abcd")
     started = time.monotonic()
     build_once(tmp_path, "key", write_answer, poll_seconds=0.01)
@@ -116,7 +123,9 @@ def test_a_lock_of_another_machine_is_taken_over_once_it_no_longer_beats(tmp_pat
 
 
 def test_who_takes_over_leaves_alone_what_another_makes(tmp_path: Path) -> None:
-    """Two may take over from one that was killed: the one that comes second removes what that one left, and no more."""
+    """Two may take over from one that was killed: the one that comes second removes what that one
+    left, and no more.
+    """
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     (tmp_path / "key.lock").write_text(f"{socket.gethostname()} {gone.pid} dead")
@@ -127,10 +136,13 @@ def test_who_takes_over_leaves_alone_what_another_makes(tmp_path: Path) -> None:
 
 
 class Clock:
-    """The module `time`, whose monotonic clock moves when it is told to; `looks` counts how often somebody slept."""
+    """The module `time`, whose monotonic clock moves when it is told to; `looks` counts how often
+    somebody slept.
+    """
 
     def __init__(self) -> None:
-        self.now, self.looks = 0.0, 0
+        self.now = 0.0
+        self.looks = 0
 
     def monotonic(self) -> float:
         return self.now
@@ -141,10 +153,12 @@ class Clock:
 
 
 def test_a_lock_that_beats_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, lock, order = Clock(), tmp_path / "key.lock", list[str]()
-    monkeypatch.setattr(cache, "STALE_SECONDS", 3.0)
-    monkeypatch.setattr(cache, "HEARTBEAT_SECONDS", 0.02)
-    monkeypatch.setattr(cache, "time", clock)
+    clock = Clock()
+    lock = tmp_path / "key.lock"
+    order = list[str]()
+    monkeypatch.setattr(data_cache, "STALE_SECONDS", 3.0)
+    monkeypatch.setattr(data_cache, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(data_cache, "time", clock)
 
     def slow(folder: Path) -> None:
         for _ in range(4):
@@ -169,7 +183,9 @@ def test_a_lock_that_beats_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_fingerprints_go_by_content(tmp_path: Path) -> None:
     def now() -> list[list[str]]:
-        return fingerprint(list_files([Source(path=str(tmp_path / "in"))], "data.sources"), tmp_path / "cache")
+        return fingerprint_files(
+            list_files([DataSource(path=str(tmp_path / "in"))], "data.sources"), tmp_path / "cache"
+        )
 
     write_text(tmp_path / "in" / "a.txt", "one")
     first = now()
@@ -185,23 +201,23 @@ def test_fingerprints_go_by_content(tmp_path: Path) -> None:
 
 def test_settled_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(write_text(tmp_path / "a.txt", "one"))
-    files = list_files([Source(path=str(path))], "data.sources")
+    files = list_files([DataSource(path=str(path))], "data.sources")
     hashed = []
-    monkeypatch.setattr(cache, "_SETTLED_SECONDS", 3600.0)
-    monkeypatch.setattr(cache, "_hash", lambda path: hashed.append(path) or "digest")
+    monkeypatch.setattr(data_cache, "_SETTLED_SECONDS", 3600.0)
+    monkeypatch.setattr(data_cache, "_hash_file", lambda path: hashed.append(path) or "digest")
     for _ in range(2):  # changed just now: it may change again within the clock's grain
-        fingerprint(files, tmp_path / "cache")
+        fingerprint_files(files, tmp_path / "cache")
     assert len(hashed) == 2
     os.utime(path, (1, 1))
     for _ in range(3):
-        fingerprint(files, tmp_path / "cache")
+        fingerprint_files(files, tmp_path / "cache")
     assert len(hashed) == 3
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_root(str(tmp_path)) == tmp_path
+    assert find_cache_root(str(tmp_path)) == tmp_path
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "all"))
-    assert cache_root(None) == tmp_path / "all" / "data"
+    assert find_cache_root(None) == tmp_path / "all" / "data"
     monkeypatch.delenv("SHARDWRIGHT_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_root(None) == tmp_path / ".cache" / "shardwright" / "data"
+    assert find_cache_root(None) == tmp_path / ".cache" / "shardwright" / "data"

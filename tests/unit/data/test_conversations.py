@@ -1,4 +1,6 @@
-"""From files of conversations to samples: through the split, the cache and the packing, with everything counted."""
+"""From files of conversations to samples: through the split, the cache and the packing, with
+everything counted.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +17,52 @@ import yaml
 
 from shardwright.cli.data import data_command
 from shardwright.config import Recipe
-from shardwright.data.chat import load_chat_template
+from shardwright.data.chat_template import load_chat_template
 from shardwright.data.dataset import IGNORED_LABEL, TokenDataset
-from shardwright.data.loader import collate, step_micro_batches
-from shardwright.data.order import SampleOrder
-from shardwright.data.pack import PackedDataset
-from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.loader import collate, read_step_micro_batches
+from shardwright.data.packed_dataset import PackedDataset
+from shardwright.data.preparation import PreparedData, prepare_data
+from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import DataError, TokenizerError
 from shardwright.plan import BatchPlan
-from tests.unit.data.chat_tokenizers import CHATML, NO_END, THROWS, chat_folder, turns, write_records
+from tests.unit.data.chat_tokenizers import (
+    CHATML,
+    NO_END,
+    THROWS,
+    chat_folder,
+    turns,
+    write_records,
+)
 from tests.unit.data.recipes import recipe_of, write_json_lines
 
-CHATS = [{"messages": turns(f"question {number}", f"answer {number}" * (1 + number % 5))} for number in range(40)]
+CHATS = [
+    {"messages": turns(f"question {number}", f"answer {number}" * (1 + number % 5))}
+    for number in range(40)
+]
 
 
-def chat_recipe(folder: Path, sources: Any, *, template: str | None = CHATML, length: int = 64, **data: Any) -> Recipe:
+def chat_recipe(
+    folder: Path, sources: Any, *, template: str | None = CHATML, length: int = 64, **data: Any
+) -> Recipe:
     tokenizer = chat_folder(folder / "tokenizer", template)
-    return recipe_of(folder, sources, tokenizer={"kind": "huggingface", "path": str(tokenizer)}, length=length, **data)
+    return recipe_of(
+        folder,
+        sources,
+        tokenizer={"kind": "huggingface", "path": str(tokenizer)},
+        length=length,
+        **data,
+    )
 
 
-def learnt(prepared: Prepared, dataset: TokenDataset | None = None) -> list[str]:
+def learnt(prepared: PreparedData, dataset: TokenDataset | None = None) -> list[str]:
     """The supervised stretches of all samples as text, sorted."""
     dataset = dataset or prepared.train
     found = []
     for index in range(len(dataset)):
-        sample = dataset.sample(index)
-        documents = np.zeros_like(sample.labels) if sample.document_ids is None else sample.document_ids
+        sample = dataset.get_sample(index)
+        documents = (
+            np.zeros_like(sample.labels) if sample.document_ids is None else sample.document_ids
+        )
         for number in range(int(documents.max()) + 1):
             here = (documents == number) & (sample.labels != IGNORED_LABEL)
             if here.any():
@@ -53,20 +75,30 @@ def answers(records: list[dict[str, Any]]) -> list[str]:
 
 
 def test_conversations_become_packed_rows(tmp_path: Path) -> None:
-    prepared = prepare(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS)))
+    prepared = prepare_data(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS)))
     assert isinstance(prepared.train, PackedDataset)
     assert learnt(prepared) == answers(CHATS)
     report = prepared.report
-    assert (report.packing, report.supervise, report.template) == ("documents", "assistant", "the tokenizer's own")
-    assert (report.sources[0].records, report.sources[0].columns) == ("messages", (("messages", "messages"),))
+    assert (report.packing, report.supervise, report.template) == (
+        "documents",
+        "assistant",
+        "the tokenizer's own",
+    )
+    assert (report.sources[0].records, report.sources[0].columns) == (
+        "messages",
+        (("messages", "messages"),),
+    )
     assert report.train.num_supervised == sum(
-        int((prepared.train.sample(index).labels != IGNORED_LABEL).sum()) for index in range(len(prepared.train))
+        int((prepared.train.get_sample(index).labels != IGNORED_LABEL).sum())
+        for index in range(len(prepared.train))
     )
 
 
 @pytest.mark.parametrize("form", ["json", "parquet", "datasets"])
 def test_every_file_format_gives_the_same_samples(tmp_path: Path, form: str) -> None:
-    expected = prepare(chat_recipe(tmp_path / "jsonl", write_records(tmp_path / "a.jsonl", *CHATS)))
+    expected = prepare_data(
+        chat_recipe(tmp_path / "jsonl", write_records(tmp_path / "a.jsonl", *CHATS))
+    )
     table = pyarrow.Table.from_pylist(CHATS)
     if form == "json":
         path = tmp_path / "a.json"
@@ -77,21 +109,32 @@ def test_every_file_format_gives_the_same_samples(tmp_path: Path, form: str) -> 
     else:
         path = tmp_path / "set"
         path.mkdir()
-        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
-        with pyarrow.OSFile(str(path / "data-0.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        (path / "state.json").write_text(
+            json.dumps({"_data_files": [{"filename": "data-0.arrow"}]})
+        )
+        with (
+            pyarrow.OSFile(str(path / "data-0.arrow"), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(table)
-    found = prepare(chat_recipe(tmp_path / form, str(path)))
+    found = prepare_data(chat_recipe(tmp_path / form, str(path)))
     assert len(found.train) == len(expected.train)
     for index in range(len(found.train)):
-        for one, other in zip(found.train.sample(index), expected.train.sample(index), strict=True):
+        for one, other in zip(
+            found.train.get_sample(index), expected.train.get_sample(index), strict=True
+        ):
             assert np.array_equal(np.asarray(one), np.asarray(other))
 
 
-def test_the_second_time_nothing_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), validation_fraction=0.2)
-    first = prepare(recipe)
-    monkeypatch.setattr("shardwright.data.prepare.Encoder", None)
-    second = prepare(recipe)
+def test_the_second_time_nothing_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = chat_recipe(
+        tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), validation_fraction=0.2
+    )
+    first = prepare_data(recipe)
+    monkeypatch.setattr("shardwright.data.preparation.RecordEncoder", None)
+    second = prepare_data(recipe)
     assert second.content_hash == first.content_hash
     assert second.report == first.report
     assert learnt(second) == learnt(first)
@@ -99,21 +142,34 @@ def test_the_second_time_nothing_is_encoded(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     "change",
-    [{"supervise": "all"}, {"overlong": "drop"}, {"packing": "none"}, {"template_variables": {"x": 1}}, {"chat_template": "other"}],
+    [
+        {"supervise": "all"},
+        {"overlong": "drop"},
+        {"packing": "none"},
+        {"template_variables": {"x": 1}},
+        {"chat_template": "other"},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_what_changes_the_samples_changes_the_hash(tmp_path: Path, change: dict[str, Any]) -> None:
     path = write_records(tmp_path / "a.jsonl", *CHATS)
     if "chat_template" in change:
-        (tmp_path / "other.jinja").write_text(CHATML.replace("role + '\n'", "role + ':\n'").replace("assistant\n", "assistant:\n"))
+        (tmp_path / "other.jinja").write_text(
+            CHATML.replace("role + '\n'", "role + ':\n'").replace("assistant\n", "assistant:\n")
+        )
         change = {"chat_template": str(tmp_path / "other.jinja")}
-    assert prepare(chat_recipe(tmp_path, path)).content_hash != prepare(chat_recipe(tmp_path, path, **change)).content_hash
+    assert (
+        prepare_data(chat_recipe(tmp_path, path)).content_hash
+        != prepare_data(chat_recipe(tmp_path, path, **change)).content_hash
+    )
 
 
 def test_a_given_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "chatml.jinja").write_text(CHATML)
     path = write_records(tmp_path / "a.jsonl", *CHATS)
-    prepared = prepare(chat_recipe(tmp_path, path, template=None, chat_template=str(tmp_path / "chatml.jinja")))
+    prepared = prepare_data(
+        chat_recipe(tmp_path, path, template=None, chat_template=str(tmp_path / "chatml.jinja"))
+    )
     assert learnt(prepared) == answers(CHATS)
     prepared.tokenizer.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == CHATML
@@ -123,9 +179,12 @@ def test_a_given_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
 def test_validation_holds_whole_conversations(tmp_path: Path, split: str) -> None:
     records = CHATS * 2 if split == "documents" else CHATS
     path = write_records(tmp_path / "a.jsonl", *records)
-    prepared = prepare(chat_recipe(tmp_path, path, validation_fraction=0.33, validation_split=split))
+    prepared = prepare_data(
+        chat_recipe(tmp_path, path, validation_fraction=0.33, validation_split=split)
+    )
     assert prepared.validation is not None
-    train, held_out = learnt(prepared), learnt(prepared, prepared.validation)
+    train = learnt(prepared)
+    held_out = learnt(prepared, prepared.validation)
     assert train
     assert held_out
     assert not set(train) & set(held_out)
@@ -143,102 +202,160 @@ def test_broken_records_are_counted_named_and_bounded(tmp_path: Path) -> None:
         {"messages": [*turns("a"), {"role": "assistant", "content": "b", "loss_weight": 0}]},
     ]
     path = write_records(tmp_path / "a.jsonl", *CHATS[:20], *bad, *CHATS[20:])
-    prepared = prepare(chat_recipe(tmp_path, path, template=THROWS, max_broken_fraction=0.2))
+    prepared = prepare_data(chat_recipe(tmp_path, path, template=THROWS, max_broken_fraction=0.2))
     records = prepared.report.records
     assert (records.num_records, records.num_broken) == (47, 7)
     found = {item.line: item.reason for item in records.broken}
     for line, words in zip(
         range(21, 28),
-        ["is empty", "out of order", "no field 'messages'", "not JSON", "no bombs", "control token", "nothing in it is supervised"],
+        [
+            "is empty",
+            "out of order",
+            "no field 'messages'",
+            "not JSON",
+            "no bombs",
+            "control token",
+            "nothing in it is supervised",
+        ],
         strict=True,
     ):
         assert words in found[line], found
     assert learnt(prepared) == answers(CHATS)
     with pytest.raises(DataError, match=r"too many records.*a\.jsonl:21.*7 of 47 broken"):
-        prepare(chat_recipe(tmp_path, path, template=THROWS, max_broken_fraction=0.1))
+        prepare_data(chat_recipe(tmp_path, path, template=THROWS, max_broken_fraction=0.1))
 
 
 def test_broken_when_encoded_counts_as_broken(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.jsonl", *CHATS, {"messages": turns("a bomb", "b")})
     recipe = chat_recipe(tmp_path, path, template=THROWS)
     for _ in range(2):  # the second time out of the cache
-        with pytest.raises(DataError, match=r"a\.jsonl:41 the chat template raises TemplateError: no bombs.*1 of 41"):
-            prepare(recipe)
+        with pytest.raises(
+            DataError,
+            match=r"a\.jsonl:41 the chat template raises TemplateError: no bombs.*1 of 41",
+        ):
+            prepare_data(recipe)
 
 
 def weighted(weight: object) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c", "loss_weight": weight}]}
+    return {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b c", "loss_weight": weight},
+        ]
+    }
 
 
 def test_a_weight_that_is_none_sets_the_record_aside(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.jsonl", *CHATS, weighted("much"))
     with pytest.raises(DataError, match=r"a\.jsonl:41 turn 2 has the loss weight 'much'"):
-        prepare(chat_recipe(tmp_path, path))
+        prepare_data(chat_recipe(tmp_path, path))
 
 
 @pytest.mark.parametrize("packing", ["documents", "none"])
 def test_loss_weights_reach_the_tokens_of_their_turns(tmp_path: Path, packing: str) -> None:
-    """Of 43 conversations three have weights: their tokens weigh so, all others 1, and batches add up what is learnt of them."""
+    """Of 43 conversations three have weights: their tokens weigh so, all others 1, and batches add
+    up what is learnt of them.
+    """
     weights = [0.25, 3.0, 0.5]
     path = write_records(tmp_path / "a.jsonl", *CHATS, *map(weighted, weights))
     for _ in range(2):  # the second time out of the cache
-        prepared = prepare(chat_recipe(tmp_path, path, packing=packing))
-    dataset, encode = prepared.train, prepared.tokenizer.encode
-    assert all(sample.weights is not None for sample in map(dataset.sample, range(len(dataset))))
-    batch = collate([dataset.sample(index) for index in range(len(dataset))], range(len(dataset)))
+        prepared = prepare_data(chat_recipe(tmp_path, path, packing=packing))
+    dataset = prepared.train
+    encode = prepared.tokenizer.encode
+    assert all(
+        sample.weights is not None for sample in map(dataset.get_sample, range(len(dataset)))
+    )
+    batch = collate(
+        [dataset.get_sample(index) for index in range(len(dataset))], range(len(dataset))
+    )
     assert batch.weights_BT is not None
     learnt_weights = batch.weights_BT[batch.labels_BT != -100]
     num_tokens = len(encode("b c")) + 1
     assert sorted(learnt_weights[learnt_weights != 1].tolist()) == sorted(num_tokens * weights)
     assert prepared.report.train.counts.num_weighted == num_tokens * 3
     assert batch.num_supervised == dataset.num_supervised
-    assert batch.weight_sum == batch.num_supervised + num_tokens * sum(weight - 1 for weight in weights)
-    assert batch.arguments()["weights_BT"] is batch.weights_BT
+    assert batch.weight_sum == batch.num_supervised + num_tokens * sum(
+        weight - 1 for weight in weights
+    )
+    assert batch.build_model_arguments()["weights_BT"] is batch.weights_BT
 
 
 def test_an_enormous_record_is_set_aside_by_file_and_line(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.jsonl", *CHATS, {"messages": turns("a", "b" * 5000)})
-    with pytest.raises(DataError, match=r"a\.jsonl:41 5,\d+ characters, but data\.max_record_characters allows 5,000.*1 of 41"):
-        prepare(chat_recipe(tmp_path, path, max_record_characters=5000))
-    prepared = prepare(chat_recipe(tmp_path, path, max_record_characters=5000, max_broken_fraction=0.03))
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl:41 5,\d+ characters, but data\.max_record_characters allows 5,000.*1 of 41",
+    ):
+        prepare_data(chat_recipe(tmp_path, path, max_record_characters=5000))
+    prepared = prepare_data(
+        chat_recipe(tmp_path, path, max_record_characters=5000, max_broken_fraction=0.03)
+    )
     assert learnt(prepared) == answers(CHATS)
-    assert prepare(chat_recipe(tmp_path, path, max_record_characters=None)).report.records.num_broken == 0
+    assert (
+        prepare_data(
+            chat_recipe(tmp_path, path, max_record_characters=None)
+        ).report.records.num_broken
+        == 0
+    )
 
 
 def test_without_weights_nothing_is_weighed(tmp_path: Path) -> None:
-    unheard = [{"role": "user", "content": "a", "loss_weight": 0.0}, {"role": "assistant", "content": "b"}]
+    unheard = [
+        {"role": "user", "content": "a", "loss_weight": 0.0},
+        {"role": "assistant", "content": "b"},
+    ]
     path = write_records(tmp_path / "a.jsonl", *CHATS, weighted(1), {"messages": unheard})
-    prepared = prepare(chat_recipe(tmp_path, path))
-    assert prepared.train.sample(0).weights is None
+    prepared = prepare_data(chat_recipe(tmp_path, path))
+    assert prepared.train.get_sample(0).weights is None
     assert not list((tmp_path / "cache").rglob("*.weights"))
 
 
 def test_no_end_token_stops_before_anything_is_trained(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="no end-of-turn token"):
-        prepare(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), template=NO_END))
+        prepare_data(
+            chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), template=NO_END)
+        )
 
 
 def test_everything_supervised_by_accident_is_an_error(tmp_path: Path) -> None:
-    path = write_records(tmp_path / "a.jsonl", *[{"prompt": "", "completion": f"text {number}"} for number in range(9)])
-    with pytest.raises(DataError, match=r"every token of the train records is supervised.*supervise: all"):
-        prepare(chat_recipe(tmp_path, path))
-    assert prepare(chat_recipe(tmp_path, path, supervise="all")).train.num_supervised > 0
+    path = write_records(
+        tmp_path / "a.jsonl",
+        *[{"prompt": "", "completion": f"text {number}"} for number in range(9)],
+    )
+    with pytest.raises(
+        DataError, match=r"every token of the train records is supervised.*supervise: all"
+    ):
+        prepare_data(chat_recipe(tmp_path, path))
+    assert prepare_data(chat_recipe(tmp_path, path, supervise="all")).train.num_supervised > 0
 
 
 def test_windows_over_conversations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="windows would cross the boundaries"):
-        prepare(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), packing="windows"))
+        prepare_data(
+            chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), packing="windows")
+        )
 
 
 def test_given_ids_beyond_the_tokenizer_are_refused(tmp_path: Path) -> None:
-    fits = [{"input_ids": [1, 2, 3, number], "labels": [-100, -100, 3, number]} for number in range(9)]
-    prepared = prepare(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *fits)))
+    fits = [
+        {"input_ids": [1, 2, 3, number], "labels": [-100, -100, 3, number]} for number in range(9)
+    ]
+    prepared = prepare_data(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *fits)))
     assert prepared.train.num_supervised == 18
     assert prepared.report.sources[0].records == "tokens"
     with pytest.raises(TokenizerError, match=r"token id 70000"):
-        prepare(chat_recipe(tmp_path, write_records(tmp_path / "b.jsonl", *fits, {"input_ids": [1, 70000]})))
+        prepare_data(
+            chat_recipe(
+                tmp_path, write_records(tmp_path / "b.jsonl", *fits, {"input_ids": [1, 70000]})
+            )
+        )
     with pytest.raises(TokenizerError, match=r"token id 9000"):
-        prepare(chat_recipe(tmp_path, write_records(tmp_path / "c.jsonl", *fits, {"input_ids": [1, 9000]})), 400)
+        prepare_data(
+            chat_recipe(
+                tmp_path, write_records(tmp_path / "c.jsonl", *fits, {"input_ids": [1, 9000]})
+            ),
+            400,
+        )
 
 
 @pytest.mark.parametrize("overlong", ["cut", "drop", "refuse"])
@@ -248,9 +365,9 @@ def test_overlong_conversations(tmp_path: Path, overlong: str) -> None:
     recipe = chat_recipe(tmp_path, path, overlong=overlong)
     if overlong == "refuse":
         with pytest.raises(DataError, match=r"longer than a row.*2 of 42 documents"):
-            prepare(recipe)
+            prepare_data(recipe)
         return
-    prepared = prepare(recipe)
+    prepared = prepare_data(recipe)
     side = prepared.report.train
     if overlong == "drop":
         assert (side.num_cut, side.num_dropped) == (0, 2)
@@ -262,7 +379,9 @@ def test_overlong_conversations(tmp_path: Path, overlong: str) -> None:
 
 
 def test_unpacked_rows_hold_a_document_each(tmp_path: Path) -> None:
-    prepared = prepare(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), packing="none"))
+    prepared = prepare_data(
+        chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), packing="none")
+    )
     assert len(prepared.train) == len(CHATS)
     assert learnt(prepared) == answers(CHATS)
     assert prepared.report.train.padding_fraction > 0.3
@@ -270,18 +389,31 @@ def test_unpacked_rows_hold_a_document_each(tmp_path: Path) -> None:
 
 def test_text_and_conversations_side_by_side(tmp_path: Path) -> None:
     texts = write_json_lines(tmp_path / "b.jsonl", ["the end", "the weather"])
-    prepared = prepare(chat_recipe(tmp_path, [write_records(tmp_path / "a.jsonl", *CHATS), texts]))
+    prepared = prepare_data(
+        chat_recipe(tmp_path, [write_records(tmp_path / "a.jsonl", *CHATS), texts])
+    )
     # Nothing predicts the first token of a text; everything else of it is learnt, its end too.
-    tails = [prepared.tokenizer.decode(prepared.tokenizer.encode(text)[1:]) + "<|im_end|>" for text in ("the end", "the weather")]
+    tails = [
+        prepared.tokenizer.decode(prepared.tokenizer.encode(text)[1:]) + "<|im_end|>"
+        for text in ("the end", "the weather")
+    ]
     assert learnt(prepared) == sorted(answers(CHATS) + tails)
     assert [source.records for source in prepared.report.sources] == ["messages", "text"]
     assert [source.num_documents for source in prepared.report.sources] == [40, 2]
 
 
 def test_a_named_text_field_asks_for_text(tmp_path: Path) -> None:
-    path = write_records(tmp_path / "a.jsonl", *[record | {"body": f"the text {number}"} for number, record in enumerate(CHATS)])
-    assert prepare(chat_recipe(tmp_path, path)).report.sources[0].records == "messages"
-    assert prepare(chat_recipe(tmp_path, {"path": path, "text_field": "body"})).report.sources[0].records == "text"
+    path = write_records(
+        tmp_path / "a.jsonl",
+        *[record | {"body": f"the text {number}"} for number, record in enumerate(CHATS)],
+    )
+    assert prepare_data(chat_recipe(tmp_path, path)).report.sources[0].records == "messages"
+    assert (
+        prepare_data(chat_recipe(tmp_path, {"path": path, "text_field": "body"}))
+        .report.sources[0]
+        .records
+        == "text"
+    )
 
 
 def test_a_trained_tokenizer_with_a_template_of_plain_words(tmp_path: Path) -> None:
@@ -290,10 +422,19 @@ def test_a_trained_tokenizer_with_a_template_of_plain_words(tmp_path: Path) -> N
         "{% for m in messages %}{{ m.role + ':\\n' + m.content + (eos_token if m.role == 'assistant' else '\\n') }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
     )
-    path, template = write_records(tmp_path / "a.jsonl", *CHATS), str(tmp_path / "plain.jinja")
-    recipe = recipe_of(tmp_path, path, tokenizer={"kind": "bpe", "vocab_size": 300}, length=64, chat_template=template)
-    prepared = prepare(recipe)
-    assert learnt(prepared) == sorted(record["messages"][-1]["content"] + "<|endoftext|>" for record in CHATS)
+    path = write_records(tmp_path / "a.jsonl", *CHATS)
+    template = str(tmp_path / "plain.jinja")
+    recipe = recipe_of(
+        tmp_path,
+        path,
+        tokenizer={"kind": "bpe", "vocab_size": 300},
+        length=64,
+        chat_template=template,
+    )
+    prepared = prepare_data(recipe)
+    assert learnt(prepared) == sorted(
+        record["messages"][-1]["content"] + "<|endoftext|>" for record in CHATS
+    )
     prepared.tokenizer.save(tmp_path / "saved")
     assert load_chat_template(tmp_path / "saved", None, {}, None) is not None
 
@@ -301,7 +442,7 @@ def test_a_trained_tokenizer_with_a_template_of_plain_words(tmp_path: Path) -> N
 def test_weighted_turns_as_llama_factory_has_them(tmp_path: Path, outside_data: Path) -> None:
     """500 conversations whose contents are lists of parts and whose turns carry loss weights."""
     path = outside_data / "sft" / "v1_sft_demo.jsonl"
-    prepared = prepare(chat_recipe(tmp_path, str(path), length=4096, validation_fraction=0.1))
+    prepared = prepare_data(chat_recipe(tmp_path, str(path), length=4096, validation_fraction=0.1))
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     expected = [row["messages"][1]["content"][0]["value"] + "<|im_end|>" for row in rows]
     assert {turn["loss_weight"] for row in rows for turn in row["messages"]} == {0.0, 1.0}
@@ -312,62 +453,114 @@ def test_weighted_turns_as_llama_factory_has_them(tmp_path: Path, outside_data: 
 def test_gsm8k_batches_supervise_the_answers(tmp_path: Path, outside_data: Path) -> None:
     """Token counts of every batch are those of a plain reading of the file."""
     path = outside_data / "sft" / "gsm8k_test.jsonl"
-    recipe = recipe_of(tmp_path, str(path), tokenizer={"kind": "bpe", "vocab_size": 400}, length=512, packing="none")
-    prepared = prepare(recipe)
+    recipe = recipe_of(
+        tmp_path,
+        str(path),
+        tokenizer={"kind": "bpe", "vocab_size": 400},
+        length=512,
+        packing="none",
+    )
+    prepared = prepare_data(recipe)
     encode = prepared.tokenizer.encode
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     plain = [len(encode(row["answer"])) + 1 for row in rows]
-    fits = [len(encode(row["question"] + "\n")) + count - 1 <= 512 for row, count in zip(rows, plain, strict=True)]
+    fits = [
+        len(encode(row["question"] + "\n")) + count - 1 <= 512
+        for row, count in zip(rows, plain, strict=True)
+    ]
     assert prepared.report.train.num_cut == fits.count(False)
     assert prepared.report.train.counts.num_answered_supervised == sum(plain)
     short = [number for number, fit in enumerate(fits) if fit]
     assert len(short) > 1000
     short_only = recipe_of(
-        tmp_path, str(path), tokenizer={"kind": "bpe", "vocab_size": 400}, length=512, packing="none", overlong="drop"
+        tmp_path,
+        str(path),
+        tokenizer={"kind": "bpe", "vocab_size": 400},
+        length=512,
+        packing="none",
+        overlong="drop",
     )
-    dataset = prepare(short_only).train
+    dataset = prepare_data(short_only).train
     assert len(dataset) == len(short)
-    order, batch = SampleOrder(0, len(dataset)), BatchPlan(512, 4, 2, 2)
+    order = SampleOrder(0, len(dataset))
+    batch = BatchPlan(512, 4, 2, 2)
     for step in (0, 7, 50):
         for rank in range(2):
-            for number, micro in enumerate(step_micro_batches(dataset, order, batch, step, rank)):
+            for number, micro in enumerate(
+                read_step_micro_batches(dataset, order, batch, step, rank)
+            ):
                 first = step * 16 + (number * 2 + rank) * 4
-                chosen = [short[order.index_at(position)] for position in range(first, first + 4)]
+                chosen = [short[order.get_index(position)] for position in range(first, first + 4)]
                 assert micro.num_supervised == sum(plain[row] for row in chosen)
 
 
 def test_packed_gsm8k_loses_nothing(tmp_path: Path, outside_data: Path) -> None:
     path = outside_data / "sft" / "gsm8k_test.jsonl"
-    recipe = recipe_of(tmp_path, str(path), tokenizer={"kind": "bpe", "vocab_size": 400}, length=1024)
-    prepared = prepare(recipe)
+    recipe = recipe_of(
+        tmp_path, str(path), tokenizer={"kind": "bpe", "vocab_size": 400}, length=1024
+    )
+    prepared = prepare_data(recipe)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert prepared.report.train.num_cut == 0
-    assert prepared.train.num_supervised == sum(len(prepared.tokenizer.encode(row["answer"])) + 1 for row in rows)
+    assert prepared.train.num_supervised == sum(
+        len(prepared.tokenizer.encode(row["answer"])) + 1 for row in rows
+    )
     assert learnt(prepared) == sorted(row["answer"] + "<|endoftext|>" for row in rows)
     assert prepared.report.train.padding_fraction < 0.02
 
 
-def test_the_terminal_shows_format_template_and_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_format_template_and_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), overlong="drop")
     document = recipe.model_dump(mode="json", exclude_defaults=True)
     document["model"] = {"config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
                                     "num_attention_heads": 2, "max_position_embeddings": 64}}  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
-    data_command(tmp_path / "recipe.yaml", overrides=None, samples=1, position=0, validation=False, nproc=None, json_output=False)
+    data_command(
+        tmp_path / "recipe.yaml",
+        overrides=None,
+        samples=1,
+        position=0,
+        validation=False,
+        nproc=None,
+        json_output=False,
+    )
     text = capsys.readouterr().out
-    for words in ("conversations (messages)", "assistant turns", "chat template", "padding", "answer"):
+    for words in (
+        "conversations (messages)",
+        "assistant turns",
+        "chat template",
+        "padding",
+        "answer",
+    ):
         assert words in text, text
-    data_command(tmp_path / "recipe.yaml", overrides=None, samples=1, position=0, validation=False, nproc=None, json_output=True)
+    data_command(
+        tmp_path / "recipe.yaml",
+        overrides=None,
+        samples=1,
+        position=0,
+        validation=False,
+        nproc=None,
+        json_output=True,
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["sources"][0]["records"] == "messages"
     assert found["train"]["num_supervised"] > 0
-    supervised = "".join(span["text"] for span in found["samples"][0]["spans"] if span["supervised"])
+    supervised = "".join(
+        span["text"] for span in found["samples"][0]["spans"] if span["supervised"]
+    )
     assert re.fullmatch(r"((answer \d+)+<\|im_end\|>)+", supervised)
 
 
 def test_masks_do_not_move_with_the_width_of_ids(tmp_path: Path) -> None:
     """Ids of four bytes: the mask stays one byte a token."""
-    wide = [{"input_ids": [1, 2, 3], "completion_mask": [0, 1, 0]}, {"input_ids": [4, 5, 6], "completion_mask": [0, 0, 1]}]
-    prepared = prepare(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *wide)))
-    labels = np.concatenate([prepared.train.sample(index).labels for index in range(len(prepared.train))])
+    wide = [
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 0]},
+        {"input_ids": [4, 5, 6], "completion_mask": [0, 0, 1]},
+    ]
+    prepared = prepare_data(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *wide)))
+    labels = np.concatenate(
+        [prepared.train.get_sample(index).labels for index in range(len(prepared.train))]
+    )
     assert sorted(labels[labels != IGNORED_LABEL].tolist()) == [2, 6]

@@ -10,22 +10,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwright.config.data import DataSection
-from shardwright.data.corpus import Corpus, Side, divide, weigh
-from shardwright.data.listing import list_files
+from shardwright.data.corpus import Corpus, Side, scan_records, split_corpus
+from shardwright.data.file_listing import list_files
 from shardwright.errors import DataError
 from tests.unit.data.recipes import story, write_json_lines, write_text
 
 
 def corpus_of(sources: Any, **data: Any) -> Corpus:
     section = DataSection(sources=sources, **data)
-    training = weigh(list_files(section.sources, "data.sources"), lambda done: None)
-    validation = weigh(list_files(section.validation, "data.validation"), lambda done: None) if section.validation else None
-    return divide(training, validation, section)
+    training = scan_records(list_files(section.sources, "data.sources"), lambda done: None)
+    validation = (
+        scan_records(list_files(section.validation, "data.validation"), lambda done: None)
+        if section.validation
+        else None
+    )
+    return split_corpus(training, validation, section)
 
 
 def texts(corpus: Corpus, side: Side) -> list[str]:
     found: dict[int, str] = {}
-    for piece in corpus.pieces(side):
+    for piece in corpus.iterate_pieces(side):
         found[piece.record] = found.get(piece.record, "") + piece.text
     return list(found.values())
 
@@ -33,7 +37,8 @@ def texts(corpus: Corpus, side: Side) -> list[str]:
 def test_documents_fall_on_one_side_each_and_duplicates_together(tmp_path: Path) -> None:
     stories = [story(number % 150) for number in range(300)]
     corpus = corpus_of(write_json_lines(tmp_path / "a.jsonl", stories), validation_fraction=0.2)
-    train, validation = texts(corpus, "train"), texts(corpus, "validation")
+    train = texts(corpus, "train")
+    validation = texts(corpus, "validation")
     assert sorted(train + validation) == sorted(stories)
     assert not set(train) & set(validation)
     assert 0.1 < len(validation) / 300 < 0.3
@@ -41,15 +46,23 @@ def test_documents_fall_on_one_side_each_and_duplicates_together(tmp_path: Path)
 
 
 def test_documents_keep_their_side_as_a_corpus_grows(tmp_path: Path) -> None:
-    small = corpus_of(write_json_lines(tmp_path / "a.jsonl", [story(n) for n in range(100)]), validation_fraction=0.2)
-    large = corpus_of(write_json_lines(tmp_path / "b.jsonl", [story(n) for n in range(200)]), validation_fraction=0.2)
+    small = corpus_of(
+        write_json_lines(tmp_path / "a.jsonl", [story(n) for n in range(100)]),
+        validation_fraction=0.2,
+    )
+    large = corpus_of(
+        write_json_lines(tmp_path / "b.jsonl", [story(n) for n in range(200)]),
+        validation_fraction=0.2,
+    )
     assert set(texts(small, "validation")) <= set(texts(large, "validation"))
     assert set(texts(small, "train")) <= set(texts(large, "train"))
 
 
 @pytest.mark.parametrize("fraction", [1e-6, 0.999999])
 def test_neither_side_is_empty_with_two_documents(tmp_path: Path, fraction: float) -> None:
-    corpus = corpus_of(write_json_lines(tmp_path / "a.jsonl", ["one", "two", "one"]), validation_fraction=fraction)
+    corpus = corpus_of(
+        write_json_lines(tmp_path / "a.jsonl", ["one", "two", "one"]), validation_fraction=fraction
+    )
     assert set(texts(corpus, "train")) | set(texts(corpus, "validation")) == {"one", "two"}
     assert len(set(texts(corpus, "train"))) == len(set(texts(corpus, "validation"))) == 1
 
@@ -62,19 +75,30 @@ def test_one_document_cannot_be_split_by_documents(tmp_path: Path, stories: list
 
 def test_tail_cuts_by_characters_as_nanogpt_does(tmp_path: Path) -> None:
     text = "".join(chr(ord("a") + number % 26) for number in range(9_999))
-    corpus = corpus_of(write_text(tmp_path / "a.txt", text), validation_fraction=0.1, validation_split="tail")
+    corpus = corpus_of(
+        write_text(tmp_path / "a.txt", text), validation_fraction=0.1, validation_split="tail"
+    )
     (train,), (validation,) = texts(corpus, "train"), texts(corpus, "validation")
     assert train == text[: int(9_999 * 0.9)]
     assert train + validation == text
-    assert (corpus.characters("train"), corpus.characters("validation")) == (len(train), len(validation))
+    assert (corpus.count_characters("train"), corpus.count_characters("validation")) == (
+        len(train),
+        len(validation),
+    )
 
 
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     fraction=st.floats(0.05, 0.95),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_tail_gives_each_character_to_one_side(tmp_path: Path, lengths: list[int], fraction: float) -> None:
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_tail_gives_each_character_to_one_side(
+    tmp_path: Path, lengths: list[int], fraction: float
+) -> None:
     stories = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
     whole = "".join(stories)
     boundary = int(len(whole) * (1.0 - fraction))
@@ -86,15 +110,20 @@ def test_tail_gives_each_character_to_one_side(tmp_path: Path, lengths: list[int
     corpus = corpus_of(path, validation_fraction=fraction, validation_split="tail")
     assert "".join(texts(corpus, "train")) == whole[:boundary]
     assert "".join(texts(corpus, "validation")) == whole[boundary:]
-    assert corpus.characters("train") == boundary
-    assert corpus.characters("validation") == len(whole) - boundary
+    assert corpus.count_characters("train") == boundary
+    assert corpus.count_characters("validation") == len(whole) - boundary
 
 
 def test_the_halves_of_a_cut_document_have_no_false_ends(tmp_path: Path) -> None:
-    corpus = corpus_of(write_text(tmp_path / "a.txt", "x" * 100), validation_fraction=0.5, validation_split="tail")
-    (head,), (tail,) = list(corpus.pieces("train")), list(corpus.pieces("validation"))
-    assert (head.begins, head.ends) == (True, False)
-    assert (tail.begins, tail.ends) == (False, True)
+    corpus = corpus_of(
+        write_text(tmp_path / "a.txt", "x" * 100), validation_fraction=0.5, validation_split="tail"
+    )
+    (head,), (tail,) = (
+        list(corpus.iterate_pieces("train")),
+        list(corpus.iterate_pieces("validation")),
+    )
+    assert (head.is_document_start, head.is_document_end) == (True, False)
+    assert (tail.is_document_start, tail.is_document_end) == (False, True)
 
 
 def test_tail_drops_what_is_also_learnt_from(tmp_path: Path) -> None:
@@ -104,7 +133,8 @@ def test_tail_drops_what_is_also_learnt_from(tmp_path: Path) -> None:
     assert texts(corpus, "train") == stories[:4]
     assert texts(corpus, "validation") == ["eeee", "ffff"]
     assert corpus.num_duplicates_dropped == 2
-    # The boundary inside the third document: its copy at the end is half learnt from, so it goes too.
+    # The boundary inside the third document: its copy at the end is half learnt from, so it goes
+    # too.
     cut = corpus_of(path, validation_fraction=22 / 32, validation_split="tail")
     assert texts(cut, "train") == ["aaaa", "bbbb", "cc"]
     assert texts(cut, "validation") == ["cc", "dddd", "eeee", "ffff"]
@@ -127,7 +157,7 @@ def test_explicit_validation_drops_what_is_also_learnt_from(tmp_path: Path) -> N
     assert texts(corpus, "train") == ["one", "two", "three"]
     assert texts(corpus, "validation") == ["four", "five"]
     assert corpus.num_duplicates_dropped == 2
-    assert (corpus.characters("train"), corpus.characters("validation")) == (11, 8)
+    assert (corpus.count_characters("train"), corpus.count_characters("validation")) == (11, 8)
     with pytest.raises(DataError, match="is also in the training sources"):
         corpus_of(training, validation=training)
 
@@ -135,7 +165,7 @@ def test_explicit_validation_drops_what_is_also_learnt_from(tmp_path: Path) -> N
 def test_without_validation_everything_is_learnt_from(tmp_path: Path) -> None:
     corpus = corpus_of(write_json_lines(tmp_path / "a.jsonl", ["one", "two"]))
     assert texts(corpus, "train") == ["one", "two"]
-    assert corpus.characters("validation") == 0
+    assert corpus.count_characters("validation") == 0
 
 
 def test_broken_records_are_passed_over_and_counted(tmp_path: Path) -> None:
@@ -145,18 +175,26 @@ def test_broken_records_are_passed_over_and_counted(tmp_path: Path) -> None:
     write_text(tmp_path / "d.txt", "")
     corpus = corpus_of(str(tmp_path))
     assert texts(corpus, "train") == ["one", "two", "three"]
-    records = corpus.training.records
+    records = corpus.training.statistics
     assert (records.num_records, records.num_broken, records.num_empty_files) == (5, 2, 1)
-    assert [(item.file, item.line) for item in records.broken] == [("a.jsonl", 2), ("b.txt", 40_001)]
+    assert [(item.file, item.line) for item in records.broken] == [
+        ("a.jsonl", 2),
+        ("b.txt", 40_001),
+    ]
     records.check(0.4, "data.sources")
-    with pytest.raises(DataError, match=r"a\.jsonl:2 not JSON.*b\.txt:40001.*2 of 5 broken, 40\.0%.*39\.0%") as caught:
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:2 not JSON.*b\.txt:40001.*2 of 5 broken, 40\.0%.*39\.0%"
+    ) as caught:
         records.check(0.39, "data.sources")
     assert caught.value.remedy is not None
 
 
 def test_a_thousand_broken_records_are_told_short(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("nonsense\n" * 1000)
-    records = weigh(list_files([DataSection(sources=str(tmp_path)).sources[0]], "data.sources"), lambda done: None).records
+    records = scan_records(
+        list_files([DataSection(sources=str(tmp_path)).sources[0]], "data.sources"),
+        lambda done: None,
+    ).statistics
     assert records.num_broken == 1000
     with pytest.raises(DataError, match="and 996 more") as caught:
         records.check(0.5, "data.sources")

@@ -1,4 +1,6 @@
-"""Micro-batches: any layout sees the same batches, and the data cursor is one integer (silent-gradient family: the cursor)."""
+"""Micro-batches: any layout sees the same batches, and the data cursor is one integer
+(silent-gradient family: the cursor).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.data.dataset import IGNORED_LABEL, WindowDataset
-from shardwright.data.loader import MicroBatch, evaluation_micro_batches, step_micro_batches
-from shardwright.data.order import SampleOrder
-from shardwright.data.pack import PackedDataset, pack_documents
+from shardwright.data.loader import (
+    MicroBatch,
+    iterate_evaluation_micro_batches,
+    read_step_micro_batches,
+)
+from shardwright.data.packed_dataset import PackedDataset, pack_documents
+from shardwright.data.sample_order import SampleOrder
 from shardwright.plan import BatchPlan
 
 LENGTH = 4
 WINDOWS = WindowDataset(np.arange(500, dtype=np.uint16), LENGTH, seed=1)
 ORDER = SampleOrder(seed=1, num_samples=len(WINDOWS))
-PACKED = PackedDataset(np.arange(300, dtype=np.uint16), pack_documents(np.arange(0, 301, 3, dtype=np.uint64), LENGTH), LENGTH)
+PACKED = PackedDataset(
+    np.arange(300, dtype=np.uint16),
+    pack_documents(np.arange(0, 301, 3, dtype=np.uint64), LENGTH),
+    LENGTH,
+)
 
 
 def layouts_of(global_batch_size: int) -> list[BatchPlan]:
@@ -38,7 +48,10 @@ def rows(batch: MicroBatch) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]
     return [
         (int(position), tuple(inputs), tuple(labels))
         for position, inputs, labels in zip(
-            batch.sample_indices_B, batch.input_ids_BT.tolist(), batch.labels_BT.tolist(), strict=True
+            batch.sample_indices_B,
+            batch.input_ids_BT.tolist(),
+            batch.labels_BT.tolist(),
+            strict=True,
         )
     ]
 
@@ -47,7 +60,7 @@ def read_step(plan: BatchPlan, step: int) -> Counter[tuple[int, tuple[int, ...],
     return Counter(
         row
         for data_rank in range(plan.data_ranks)
-        for batch in step_micro_batches(WINDOWS, ORDER, plan, step, data_rank)
+        for batch in read_step_micro_batches(WINDOWS, ORDER, plan, step, data_rank)
         for row in rows(batch)
     )
 
@@ -57,7 +70,9 @@ def test_every_layout_reads_the_same_global_batch(step: int) -> None:
     batches = [read_step(plan, step) for plan in layouts_of(12)]
     assert len(batches) > 10
     assert all(batch == batches[0] for batch in batches)
-    assert sorted(position for position, _, _ in batches[0]) == list(range(step * 12, step * 12 + 12))
+    assert sorted(position for position, _, _ in batches[0]) == list(
+        range(step * 12, step * 12 + 12)
+    )
 
 
 def test_steps_follow_the_order_without_gap_or_repeat() -> None:
@@ -65,37 +80,43 @@ def test_steps_follow_the_order_without_gap_or_repeat() -> None:
     read = {position: inputs for step in range(20) for position, inputs, _ in read_step(plan, step)}
     assert sorted(read) == list(range(240))
     for position, inputs in read.items():
-        expected = WINDOWS.sample(ORDER.index_at(position), ORDER.epoch_at(position)).input_ids
+        expected = WINDOWS.get_sample(
+            ORDER.get_index(position), ORDER.get_epoch(position)
+        ).input_ids
         assert inputs == tuple(expected.tolist())
 
 
 def test_micro_batches_lie_where_the_contract_says() -> None:
     plan = BatchPlan(LENGTH, micro_batch_size=2, gradient_accumulation_steps=3, data_ranks=4)
-    batches = step_micro_batches(WINDOWS, ORDER, plan, step=5, data_rank=3)
+    batches = read_step_micro_batches(WINDOWS, ORDER, plan, step=5, data_rank=3)
     assert [batch.sample_indices_B.tolist() for batch in batches] == [
         [5 * 24 + a * 8 + 3 * 2 + i for i in range(2)] for a in range(3)
     ]
 
 
 def test_a_resumed_run_needs_nothing_but_the_step() -> None:
-    """Nothing is remembered between calls: reading steps 0 to 5 first changes nothing about step 6."""
+    """Nothing is remembered between calls: reading steps 0 to 5 first changes nothing about step
+    6.
+    """
     plan = BatchPlan(LENGTH, 2, 2, 2)
     for step in range(6):
         read_step(plan, step)
     fresh = SampleOrder(seed=1, num_samples=len(WINDOWS))
     for data_rank in range(2):
-        here = step_micro_batches(WINDOWS, ORDER, plan, 6, data_rank)
-        there = step_micro_batches(WINDOWS, fresh, plan, 6, data_rank)
+        here = read_step_micro_batches(WINDOWS, ORDER, plan, 6, data_rank)
+        there = read_step_micro_batches(WINDOWS, fresh, plan, 6, data_rank)
         for a, b in zip(here, there, strict=True):
             assert torch.equal(a.input_ids_BT, b.input_ids_BT)
 
 
 @given(num_tokens=st.integers(2, 120), micro=st.integers(1, 5), ranks=st.integers(1, 5))
 @settings(max_examples=80, deadline=None)
-def test_evaluation_reads_everything_once_in_equally_many_batches(num_tokens: int, micro: int, ranks: int) -> None:
-    dataset = WindowDataset(np.arange(num_tokens, dtype=np.uint16), LENGTH, whole=True)
+def test_evaluation_reads_everything_once_in_equally_many_batches(
+    num_tokens: int, micro: int, ranks: int
+) -> None:
+    dataset = WindowDataset(np.arange(num_tokens, dtype=np.uint16), LENGTH, is_evaluation=True)
     plan = BatchPlan(LENGTH, micro, 1, ranks)
-    by_rank = [list(evaluation_micro_batches(dataset, plan, rank)) for rank in range(ranks)]
+    by_rank = [list(iterate_evaluation_micro_batches(dataset, plan, rank)) for rank in range(ranks)]
     assert len({len(batches) for batches in by_rank}) == 1
     every = [batch for batches in by_rank for batch in batches]
     labels = torch.cat([batch.labels_BT.flatten() for batch in every])
@@ -106,22 +127,35 @@ def test_evaluation_reads_everything_once_in_equally_many_batches(num_tokens: in
 
 def test_max_batches_stops_every_rank() -> None:
     plan = BatchPlan(LENGTH, 2, 1, 2)
-    assert [len(list(evaluation_micro_batches(WINDOWS, plan, rank, max_batches=3))) for rank in range(2)] == [3, 3]
+    assert [
+        len(list(iterate_evaluation_micro_batches(WINDOWS, plan, rank, max_batches=3)))
+        for rank in range(2)
+    ] == [3, 3]
 
 
 def test_packed_batches_carry_their_boundaries() -> None:
-    (batch,) = step_micro_batches(PACKED, SampleOrder(0, len(PACKED)), BatchPlan(LENGTH, 3, 1, 1), 0, 0)
+    (batch,) = read_step_micro_batches(
+        PACKED, SampleOrder(0, len(PACKED)), BatchPlan(LENGTH, 3, 1, 1), 0, 0
+    )
     assert batch.document_ids_BT is not None
     assert batch.document_ids_BT.tolist() == [[0, 0, 1, 1]] * 3
     assert batch.positions_BT.tolist() == [[0, 1, 0, 1]] * 3
-    (batch,) = step_micro_batches(WINDOWS, ORDER, BatchPlan(LENGTH, 3, 1, 1), 0, 0)
+    (batch,) = read_step_micro_batches(WINDOWS, ORDER, BatchPlan(LENGTH, 3, 1, 1), 0, 0)
     assert batch.document_ids_BT is None
 
 
 def test_a_batch_moves_whole() -> None:
-    (batch,) = step_micro_batches(PACKED, SampleOrder(0, len(PACKED)), BatchPlan(LENGTH, 3, 1, 1), 0, 0)
+    (batch,) = read_step_micro_batches(
+        PACKED, SampleOrder(0, len(PACKED)), BatchPlan(LENGTH, 3, 1, 1), 0, 0
+    )
     moved = batch.to("meta")
-    for name in ("input_ids_BT", "labels_BT", "positions_BT", "document_ids_BT", "sample_indices_B"):
+    for name in (
+        "input_ids_BT",
+        "labels_BT",
+        "positions_BT",
+        "document_ids_BT",
+        "sample_indices_B",
+    ):
         assert getattr(moved, name).device.type == "meta"
         assert getattr(moved, name).dtype == torch.int64
     assert moved.num_supervised == batch.num_supervised == 12
@@ -130,4 +164,4 @@ def test_a_batch_moves_whole() -> None:
 @pytest.mark.parametrize("data_rank", [-1, 2])
 def test_a_data_rank_that_does_not_exist_is_refused(data_rank: int) -> None:
     with pytest.raises(ValueError, match="data rank"):
-        step_micro_batches(WINDOWS, ORDER, BatchPlan(LENGTH, 1, 1, 2), 0, data_rank)
+        read_step_micro_batches(WINDOWS, ORDER, BatchPlan(LENGTH, 1, 1, 2), 0, data_rank)

@@ -1,4 +1,6 @@
-"""Sources mixed by weight: a function of seed, index and epoch; every sample of a part once before any twice."""
+"""Sources mixed by weight: a function of seed, index and epoch; every sample of a part once before
+any twice.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.config.load import validate_recipe
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.dataset import WindowDataset
-from shardwright.data.mix import MixedDataset, apportion
-from shardwright.data.order import SampleOrder
-from shardwright.data.prepare import prepare
+from shardwright.data.mixed_dataset import MixedDataset, apportion
+from shardwright.data.preparation import prepare_data
+from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import RecipeError
 from tests.unit.data.recipes import recipe_of, write_json_lines, write_text
 
 
 def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> MixedDataset:
     """Parts of one-token windows; the tokens of part i lie around 1000 x i."""
-    parts = [WindowDataset(np.arange(1000 * i, 1000 * i + n + 1, dtype=np.uint16), 1, whole=True) for i, n in enumerate(sizes)]
+    parts = [
+        WindowDataset(np.arange(1000 * i, 1000 * i + n + 1, dtype=np.uint16), 1, is_evaluation=True)
+        for i, n in enumerate(sizes)
+    ]
     return MixedDataset(tuple(parts), tuple(weights), seed)
 
 
@@ -39,21 +44,25 @@ def test_shares_add_up_and_are_nearest(total: int, weights: list[float]) -> None
     seed=st.integers(0, 2**40),
 )
 @settings(max_examples=30)
-def test_each_part_goes_round_whole_before_it_repeats(sizes: list[int], data: st.DataObject, seed: int) -> None:
+def test_each_part_goes_round_whole_before_it_repeats(
+    sizes: list[int], data: st.DataObject, seed: int
+) -> None:
     weights = [data.draw(st.floats(0.05, 10)) for _ in sizes]
     dataset = mixed(sizes, weights, seed)
     drawn: list[list[int]] = [[] for _ in sizes]
     for epoch in range(4):
         here = Counter()
         for index in range(len(dataset)):
-            part, inner, _ = dataset.locate(index, epoch)
-            assert dataset.sample(index, epoch).input_ids[0] == 1000 * part + inner
+            part, inner, _ = dataset.locate_sample(index, epoch)
+            assert dataset.get_sample(index, epoch).input_ids[0] == 1000 * part + inner
             drawn[part].append(inner)
             here[part] += 1
         assert tuple(here[part] for part in range(len(sizes))) == apportion(sum(sizes), weights)
     for size, inner in zip(sizes, drawn, strict=True):
         for first in range(0, len(inner) - size + 1, size):
-            assert sorted(inner[first : first + size]) == list(range(size)), "a pass is a permutation"
+            assert sorted(inner[first : first + size]) == list(range(size)), (
+                "a pass is a permutation"
+            )
 
 
 def test_the_shares_hold_for_any_stretch_of_the_run() -> None:
@@ -61,20 +70,24 @@ def test_the_shares_hold_for_any_stretch_of_the_run() -> None:
     order = SampleOrder(3, len(dataset))
     for first in (0, 300, 1500):
         found = Counter(
-            dataset.locate(order.index_at(position), order.epoch_at(position))[0] for position in range(first, first + 200)
+            dataset.locate_sample(order.get_index(position), order.get_epoch(position))[0]
+            for position in range(first, first + 200)
         )
         assert [found[part] / 200 for part in range(3)] == pytest.approx([0.25, 0.25, 0.5], abs=0.1)
 
 
 def test_another_seed_draws_otherwise() -> None:
-    one, other = mixed([50, 50], [1, 3], 0), mixed([50, 50], [1, 3], 1)
-    assert [one.locate(index, 0) for index in range(100)] != [other.locate(index, 0) for index in range(100)]
+    one = mixed([50, 50], [1, 3], 0)
+    other = mixed([50, 50], [1, 3], 1)
+    assert [one.locate_sample(index, 0) for index in range(100)] != [
+        other.locate_sample(index, 0) for index in range(100)
+    ]
 
 
 def test_indices_outside_are_refused() -> None:
     for index in (-1, 7):
         with pytest.raises(IndexError):
-            mixed([3, 4], [1, 1]).sample(index)
+            mixed([3, 4], [1, 1]).get_sample(index)
 
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])
@@ -83,28 +96,39 @@ def test_a_recipe_mixes_its_sources(tmp_path: Path, packing: str) -> None:
         {"path": write_json_lines(tmp_path / "a.jsonl", ["aaaaaaaaaa"] * 30), "weight": 1},
         {"path": write_text(tmp_path / "b.txt", "b" * 50), "weight": 3},
     ]
-    prepared = prepare(recipe_of(tmp_path, sources, packing=packing, length=8))
+    prepared = prepare_data(recipe_of(tmp_path, sources, packing=packing, length=8))
     assert isinstance(prepared.train, MixedDataset)
     found = Counter()
     for index in range(len(prepared.train)):
-        labels = prepared.train.sample(index).labels
+        labels = prepared.train.get_sample(index).labels
         (letter,) = {prepared.tokenizer.decode([label]) for label in labels if label >= 0}
         found[letter] += 1
-    assert (found["a"], found["b"]) == prepared.train.counts
+    assert (found["a"], found["b"]) == prepared.train.num_samples_per_part
     assert found["b"] / len(prepared.train) == pytest.approx(0.75, abs=0.02)
-    assert [source.share for source in prepared.report.sources] == [n / len(prepared.train) for n in prepared.train.counts]
+    assert [source.share for source in prepared.report.sources] == [
+        n / len(prepared.train) for n in prepared.train.num_samples_per_part
+    ]
     assert [source.num_documents for source in prepared.report.sources] == [30, 1]
     heavier = [sources[0], sources[1] | {"weight": 4}]
-    assert prepare(recipe_of(tmp_path, heavier, packing=packing)).content_hash != prepared.content_hash
+    assert (
+        prepare_data(recipe_of(tmp_path, heavier, packing=packing)).content_hash
+        != prepared.content_hash
+    )
 
 
 def test_the_same_files_as_one_source_and_as_two(tmp_path: Path) -> None:
-    """What was tokenised as one source does not stand in for two: nothing would say where the second begins."""
-    paths = [write_json_lines(tmp_path / "set" / f"{name}.jsonl", [name * 20] * 10) for name in "ab"]
-    together = prepare(recipe_of(tmp_path, str(tmp_path / "set"), packing="documents"))
+    """What was tokenised as one source does not stand in for two: nothing would say where the
+    second begins.
+    """
+    paths = [
+        write_json_lines(tmp_path / "set" / f"{name}.jsonl", [name * 20] * 10) for name in "ab"
+    ]
+    together = prepare_data(recipe_of(tmp_path, str(tmp_path / "set"), packing="documents"))
     assert [source.num_documents for source in together.report.sources] == [20]
-    weighted = [{"path": path, "weight": weight} for path, weight in zip(paths, (1, 3), strict=True)]
-    apart = prepare(recipe_of(tmp_path, weighted, packing="documents"))
+    weighted = [
+        {"path": path, "weight": weight} for path, weight in zip(paths, (1, 3), strict=True)
+    ]
+    apart = prepare_data(recipe_of(tmp_path, weighted, packing="documents"))
     assert [source.num_documents for source in apart.report.sources] == [10, 10]
 
 

@@ -1,4 +1,6 @@
-"""Files as people have them: what is wrong is told by file and line, and nothing is learnt by accident or dropped in silence."""
+"""Files as people have them: what is wrong is told by file and line, and nothing is learnt by
+accident or dropped in silence.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shardwright.data.prepare import Prepared, prepare
+from shardwright.data.preparation import PreparedData, prepare_data
 from shardwright.errors import DataError, InputError, TokenizerError
 from tests.unit.data.chat_tokenizers import turns, write_records
 from tests.unit.data.test_conversations import chat_recipe
@@ -19,8 +21,8 @@ from tests.unit.data.test_conversations import chat_recipe
 CHATS = [{"messages": turns(f"question {number}", f"answer {number}")} for number in range(6)]
 
 
-def prepared(folder: Path, sources: Any, **options: Any) -> Prepared:
-    return prepare(chat_recipe(folder, sources, **options))
+def prepared(folder: Path, sources: Any, **options: Any) -> PreparedData:
+    return prepare_data(chat_recipe(folder, sources, **options))
 
 
 def refusal(folder: Path, sources: Any, **options: Any) -> str:
@@ -32,7 +34,12 @@ def refusal(folder: Path, sources: Any, **options: Any) -> str:
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(CHATS).slice(0, 0) if not rows else pyarrow.Table.from_pylist(rows), path)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(CHATS).slice(0, 0)
+        if not rows
+        else pyarrow.Table.from_pylist(rows),
+        path,
+    )
     return str(path)
 
 
@@ -49,16 +56,22 @@ def test_text_among_conversations_has_to_be_asked_for(tmp_path: Path) -> None:
     assert prepared(tmp_path, both).report.train.counts.num_documents == len(CHATS) + 1
 
 
-def test_files_that_are_passed_over_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_are_passed_over_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_records(tmp_path / "set" / "a.jsonl", *CHATS)
     for name in ("b.csv", "c.csv", "d.png", "dataset_infos.json"):
         (tmp_path / "set" / name).write_text("a,b")
     with caplog.at_level(logging.WARNING, logger="shardwright"):
         prepared(tmp_path, str(tmp_path / "set"))
-    assert "data.sources.0.path: skipped files of unsupported formats: 2 .csv, 1 .png" in caplog.text
+    assert (
+        "data.sources.0.path: skipped files of unsupported formats: 2 .csv, 1 .png" in caplog.text
+    )
 
 
-def test_a_source_that_is_there_twice_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_source_that_is_there_twice_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_records(tmp_path / "set" / "a.jsonl", *CHATS)
     with caplog.at_level(logging.WARNING, logger="shardwright"):
         prepared(tmp_path, [path, str(tmp_path / "set")])
@@ -66,7 +79,8 @@ def test_a_source_that_is_there_twice_is_told(tmp_path: Path, caplog: pytest.Log
 
 
 def test_a_table_without_rows_is_an_empty_file(tmp_path: Path) -> None:
-    empty, full = parquet(tmp_path / "empty.parquet", []), parquet(tmp_path / "full.parquet", CHATS)
+    empty = parquet(tmp_path / "empty.parquet", [])
+    full = parquet(tmp_path / "full.parquet", CHATS)
     assert "contain no text" in refusal(tmp_path, empty)
     report = prepared(tmp_path, [empty, full]).report
     assert (report.records.num_empty_files, report.train.counts.num_documents) == (1, len(CHATS))
@@ -83,17 +97,27 @@ def test_objects_over_several_lines_are_no_json_lines(tmp_path: Path) -> None:
 
 
 def test_a_template_that_is_none_is_no_fault_of_the_records(tmp_path: Path) -> None:
-    told = refusal(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), template="{% for m in messages %}\n{{ m")
+    told = refusal(
+        tmp_path,
+        write_records(tmp_path / "a.jsonl", *CHATS),
+        template="{% for m in messages %}\n{{ m",
+    )
     assert told.startswith("data.chat_template: the chat template is not valid Jinja")
     assert "line 2: {{ m" in told
 
 
 def test_an_id_of_another_tokenizer_is_named_by_file_and_line(tmp_path: Path) -> None:
-    path = write_records(tmp_path / "a.jsonl", *[{"input_ids": [1, 2, 3]}] * 4, {"input_ids": [1, 999_999]})
+    path = write_records(
+        tmp_path / "a.jsonl", *[{"input_ids": [1, 2, 3]}] * 4, {"input_ids": [1, 999_999]}
+    )
     assert "token id 999999 in a.jsonl:5" in refusal(tmp_path, path)
 
 
 def test_a_truth_value_is_no_id(tmp_path: Path) -> None:
-    path = write_records(tmp_path / "a.jsonl", *[{"input_ids": [1, 2, 3]}] * 4, {"input_ids": [True, 2]})
+    path = write_records(
+        tmp_path / "a.jsonl", *[{"input_ids": [1, 2, 3]}] * 4, {"input_ids": [True, 2]}
+    )
     found = prepared(tmp_path, path, max_broken_fraction=0.5).report.records
-    assert [(item.line, item.reason) for item in found.broken] == [(5, "'input_ids' is not a list of integers")]
+    assert [(item.line, item.reason) for item in found.broken] == [
+        (5, "'input_ids' is not a list of integers")
+    ]

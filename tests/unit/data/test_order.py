@@ -1,4 +1,6 @@
-"""The order of samples: a permutation per epoch, a function of seed and position, the same on every layout."""
+"""The order of samples: a permutation per epoch, a function of seed and position, the same on every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.order import SampleOrder, permute
+from shardwright.data.sample_order import SampleOrder, permute
 
 sizes = st.integers(min_value=1, max_value=3000)
 keys = st.integers(min_value=0, max_value=2**64 - 1)
@@ -34,13 +36,13 @@ def test_every_epoch_reads_every_sample_once(size: int, seed: int) -> None:
     order = SampleOrder(seed, size)
     for epoch in range(3):
         positions = range(epoch * size, (epoch + 1) * size)
-        assert {order.epoch_at(position) for position in positions} == {epoch}
-        assert sorted(order.index_at(position) for position in positions) == list(range(size))
+        assert {order.get_epoch(position) for position in positions} == {epoch}
+        assert sorted(order.get_index(position) for position in positions) == list(range(size))
 
 
 def test_epochs_and_seeds_differ() -> None:
     def read(seed: int, epoch: int) -> list[int]:
-        return [SampleOrder(seed, 100).index_at(epoch * 100 + i) for i in range(100)]
+        return [SampleOrder(seed, 100).get_index(epoch * 100 + i) for i in range(100)]
 
     orders = [tuple(read(seed, epoch)) for seed in range(4) for epoch in range(4)]
     assert len(set(orders)) == len(orders)
@@ -49,19 +51,46 @@ def test_epochs_and_seeds_differ() -> None:
 def test_order_never_changes() -> None:
     """Numbers written down: a run resumed by a later version must read on where it stopped."""
     order = SampleOrder(seed=1234, num_samples=10)
-    assert [order.index_at(position) for position in range(20)] == [4, 3, 5, 1, 6, 9, 2, 0, 7, 8, 9, 1, 0, 6, 8, 2, 3, 5, 7, 4]
+    assert [order.get_index(position) for position in range(20)] == [
+        4,
+        3,
+        5,
+        1,
+        6,
+        9,
+        2,
+        0,
+        7,
+        8,
+        9,
+        1,
+        0,
+        6,
+        8,
+        2,
+        3,
+        5,
+        7,
+        4,
+    ]
 
 
 def test_order_is_shuffled_well() -> None:
-    """Every sample is equally likely at every place: 4,000 seeds of 5 samples, chi-square of 24 cells' worth of freedom."""
-    counts = Counter((place, SampleOrder(seed, 5).index_at(place)) for seed in range(4000) for place in range(5))
-    chi_square = sum((counts[place, index] - 800) ** 2 / 800 for place in range(5) for index in range(5))
+    """Every sample is equally likely at every place: 4,000 seeds of 5 samples, chi-square of 24
+    cells' worth of freedom.
+    """
+    counts = Counter(
+        (place, SampleOrder(seed, 5).get_index(place)) for seed in range(4000) for place in range(5)
+    )
+    chi_square = sum(
+        (counts[place, index] - 800) ** 2 / 800 for place in range(5) for index in range(5)
+    )
     assert chi_square < 60
 
 
 def test_neighbours_are_torn_apart() -> None:
     order = SampleOrder(seed=5, num_samples=10_000)
-    indices = [order.index_at(position) for position in range(10_000)]
+    indices = [order.get_index(position) for position in range(10_000)]
     together = sum(abs(a - b) == 1 for a, b in pairwise(indices))
     assert together < 20  # 2 are expected of a random order
 

@@ -1,4 +1,6 @@
-"""Packed documents never see or predict each other (silent-gradient family: packing leaks across documents)."""
+"""Packed documents never see or predict each other (silent-gradient family: packing leaks across
+documents).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.data.dataset import IGNORED_LABEL, Sample
-from shardwright.data.pack import PackedDataset, Packing, pack_documents
+from shardwright.data.packed_dataset import PackedDataset, Packing, pack_documents
 from shardwright.errors import DataError
 
 lengths_of_documents = st.lists(st.integers(min_value=0, max_value=40), min_size=1, max_size=30)
@@ -26,32 +28,48 @@ def pack(lengths: list[int], sequence_length: int) -> PackedDataset:
 
 def predictions(sample: Sample) -> list[tuple[int, int]]:
     """(input token, label) wherever something is supervised."""
-    return [(int(i), int(t)) for i, t in zip(sample.input_ids, sample.labels, strict=True) if t != IGNORED_LABEL]
+    return [
+        (int(i), int(t))
+        for i, t in zip(sample.input_ids, sample.labels, strict=True)
+        if t != IGNORED_LABEL
+    ]
 
 
 @given(lengths=lengths_of_documents, sequence_length=st.integers(1, 24))
 @settings(max_examples=150, deadline=None)
-def test_each_token_is_predicted_once_from_its_own_document(lengths: list[int], sequence_length: int) -> None:
+def test_each_token_is_predicted_once_from_its_own_document(
+    lengths: list[int], sequence_length: int
+) -> None:
     dataset = pack(lengths, sequence_length)
-    found = Counter(pair for index in range(len(dataset)) for pair in predictions(dataset.sample(index)))
+    found = Counter(
+        pair for index in range(len(dataset)) for pair in predictions(dataset.get_sample(index))
+    )
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    wanted = Counter((token, token + 1) for s, e in zip(starts, ends, strict=True) for token in range(int(s) + 1, int(e)))
+    wanted = Counter(
+        (token, token + 1)
+        for s, e in zip(starts, ends, strict=True)
+        for token in range(int(s) + 1, int(e))
+    )
     assert found == wanted
     assert dataset.num_supervised == sum(wanted.values())
 
 
 @given(lengths=lengths_of_documents, sequence_length=st.integers(1, 24))
 @settings(max_examples=150, deadline=None)
-def test_document_ids_and_positions_mark_every_boundary(lengths: list[int], sequence_length: int) -> None:
+def test_document_ids_and_positions_mark_every_boundary(
+    lengths: list[int], sequence_length: int
+) -> None:
     dataset = pack(lengths, sequence_length)
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     for index in range(len(dataset)):
-        sample = dataset.sample(index)
+        sample = dataset.get_sample(index)
         assert sample.document_ids is not None
         for number in range(int(sample.document_ids.max()) + 1):
             here = np.flatnonzero(sample.document_ids == number)
-            assert here.tolist() == list(range(here[0], here[0] + len(here))), "a document lies in one stretch"
+            assert here.tolist() == list(range(here[0], here[0] + len(here))), (
+                "a document lies in one stretch"
+            )
             assert sample.positions[here].tolist() == list(range(len(here)))
             inside = sample.input_ids[here]
             if sample.labels[here[0]] == IGNORED_LABEL:  # free positions
@@ -72,7 +90,9 @@ def test_a_document_that_fits_is_never_cut(lengths: list[int], sequence_length: 
     for start, length in zip(documents[:-1].tolist(), lengths, strict=True):
         if 2 <= length <= sequence_length + 1:
             assert starts[start] == 1
-            assert packing.piece_lengths_P[packing.piece_starts_P.tolist().index(start)] == length - 1
+            assert (
+                packing.piece_lengths_P[packing.piece_starts_P.tolist().index(start)] == length - 1
+            )
 
 
 def test_rows_fill_up() -> None:
@@ -84,7 +104,8 @@ def test_rows_fill_up() -> None:
 
 def test_packing_is_a_function_of_its_arguments_and_survives_the_file(tmp_path: Path) -> None:
     documents = np.cumsum([0, 5, 9, 2, 30, 4]).astype(np.uint64)
-    first, second = pack_documents(documents, 8), pack_documents(documents, 8)
+    first = pack_documents(documents, 8)
+    second = pack_documents(documents, 8)
     first.save(tmp_path / "packing.npz")
     read = Packing.load(tmp_path / "packing.npz")
     for name in ("piece_starts_P", "piece_lengths_P", "row_starts_R1"):
@@ -100,25 +121,38 @@ def test_indices_outside_are_refused() -> None:
     dataset = pack([5, 5], 8)
     for index in (-1, len(dataset)):
         with pytest.raises(IndexError):
-            dataset.sample(index)
+            dataset.get_sample(index)
 
 
-@given(lengths=lengths_of_documents, sequence_length=st.integers(1, 12), data=st.data(), alone=st.booleans())
+@given(
+    lengths=lengths_of_documents,
+    sequence_length=st.integers(1, 12),
+    data=st.data(),
+    alone=st.booleans(),
+)
 @settings(max_examples=150, deadline=None)
-def test_a_mask_decides_what_is_learnt(lengths: list[int], sequence_length: int, data: st.DataObject, alone: bool) -> None:
+def test_a_mask_decides_what_is_learnt(
+    lengths: list[int], sequence_length: int, data: st.DataObject, alone: bool
+) -> None:
     total = sum(lengths)
-    mask = np.array(data.draw(st.lists(st.integers(0, 1), min_size=total, max_size=total)), dtype=np.uint8)
+    mask = np.array(
+        data.draw(st.lists(st.integers(0, 1), min_size=total, max_size=total)), dtype=np.uint8
+    )
     documents = np.cumsum([0, *lengths]).astype(np.uint64)
-    packing = pack_documents(documents, sequence_length, supervised=mask, alone=alone)
+    packing = pack_documents(documents, sequence_length, supervised_mask=mask, is_unpacked=alone)
     dataset = PackedDataset(np.arange(total, dtype=np.uint32), packing, sequence_length, mask)
     firsts = set(documents[:-1].tolist())
     expected = sorted(token for token in range(total) if mask[token] and token not in firsts)
-    labels = [dataset.sample(index).labels for index in range(len(dataset))]
-    assert sorted(int(label) for row in labels for label in row if label != IGNORED_LABEL) == expected
+    labels = [dataset.get_sample(index).labels for index in range(len(dataset))]
+    assert (
+        sorted(int(label) for row in labels for label in row if label != IGNORED_LABEL) == expected
+    )
     assert dataset.num_supervised == len(expected)
     for index in range(len(dataset)):
-        pieces = list(dataset.pieces(index))
-        assert all(mask[start + 1 : start + length + 1].any() for start, length in pieces), "a piece with nothing to learn"
+        pieces = list(dataset.iterate_pieces(index))
+        assert all(mask[start + 1 : start + length + 1].any() for start, length in pieces), (
+            "a piece with nothing to learn"
+        )
         assert len(pieces) == 1 or not alone
     whole = pack_documents(documents, sequence_length)
     assert packing.num_unsupervised == len(whole.piece_starts_P) - len(packing.piece_starts_P)
@@ -126,19 +160,31 @@ def test_a_mask_decides_what_is_learnt(lengths: list[int], sequence_length: int,
 
 @pytest.mark.parametrize(("overlong", "cut", "dropped"), [("cut", 2, 0), ("drop", 0, 2)])
 def test_documents_longer_than_a_row_are_counted(overlong: str, cut: int, dropped: int) -> None:
-    documents = np.cumsum([0, 9, 10, 20, 3]).astype(np.uint64)  # a document of 9 tokens has 8 predictions and fits
+    documents = np.cumsum([0, 9, 10, 20, 3]).astype(
+        np.uint64
+    )  # a document of 9 tokens has 8 predictions and fits
     packing = pack_documents(documents, 8, overlong=overlong)  # type: ignore[arg-type]
-    assert (packing.num_cut, packing.num_dropped) == (cut, dropped)
+    assert (packing.num_split, packing.num_dropped) == (cut, dropped)
     assert int(packing.piece_lengths_P.sum()) == (8 + 9 + 19 + 2 if overlong == "cut" else 8 + 2)
 
 
 def test_documents_longer_than_a_row_may_be_refused() -> None:
-    with pytest.raises(DataError, match=r"1 of 2 documents, the longest of 10 tokens.*9 tokens: training\.sequence_length"):
+    with pytest.raises(
+        DataError,
+        match=r"1 of 2 documents, the longest of 10 tokens.*9 tokens: training\.sequence_length",
+    ):
         pack_documents(np.cumsum([0, 9, 10]).astype(np.uint64), 8, overlong="refuse")
-    assert len(pack_documents(np.cumsum([0, 9, 9]).astype(np.uint64), 8, overlong="refuse").piece_starts_P) == 2
+    assert (
+        len(
+            pack_documents(
+                np.cumsum([0, 9, 9]).astype(np.uint64), 8, overlong="refuse"
+            ).piece_starts_P
+        )
+        == 2
+    )
 
 
 def test_rows_of_their_own_keep_the_order_of_the_documents() -> None:
-    packing = pack_documents(np.cumsum([0, 4, 12, 3]).astype(np.uint64), 8, alone=True)
+    packing = pack_documents(np.cumsum([0, 4, 12, 3]).astype(np.uint64), 8, is_unpacked=True)
     assert packing.piece_starts_P.tolist() == [0, 4, 12, 16]
     assert packing.row_starts_R1.tolist() == [0, 1, 2, 3, 4]

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from shardwright.config import Recipe
-from shardwright.data import assemble, sources
-from shardwright.data import prepare as prepare_module
+from shardwright.data import dataset_assembly, preparation, sources
 from shardwright.data.dataset import IGNORED_LABEL, TokenDataset, WindowDataset
-from shardwright.data.listing import list_files
-from shardwright.data.pack import PackedDataset
-from shardwright.data.prepare import Prepared, prepare
-from shardwright.data.tokenize import load_tokenizer
+from shardwright.data.file_listing import list_files
+from shardwright.data.packed_dataset import PackedDataset
+from shardwright.data.preparation import PreparedData, prepare_data
+from shardwright.data.tokenizer_loading import load_tokenizer
 from shardwright.errors import DataError, RecipeError, TokenizerError
 from tests.unit.data.recipes import recipe_of, story, write_json_lines, write_text
 from tests.unit.data.test_tokenize import save_folder, sentencepiece_like
@@ -31,28 +30,32 @@ def stories_at(folder: Path) -> str:
     return write_json_lines(folder / "stories.jsonl", STORIES)
 
 
-def text_of(prepared: Prepared, dataset: TokenDataset | None) -> str:
+def text_of(prepared: PreparedData, dataset: TokenDataset | None) -> str:
     assert isinstance(dataset, WindowDataset | PackedDataset)
     return prepared.tokenizer.decode(dataset.tokens.tolist())
 
 
-def supervised_texts(prepared: Prepared, dataset: PackedDataset) -> list[str]:
+def supervised_texts(prepared: PreparedData, dataset: PackedDataset) -> list[str]:
     """Each piece of every row as text: its first token and its labels."""
     found = []
     for index in range(len(dataset)):
-        sample = dataset.sample(index)
+        sample = dataset.get_sample(index)
         assert sample.document_ids is not None
         for number in range(int(sample.document_ids.max()) + 1):
             here = (sample.document_ids == number) & (sample.labels != IGNORED_LABEL)
             if here.any():
-                found.append(prepared.tokenizer.decode([int(sample.input_ids[here][0]), *sample.labels[here].tolist()]))
+                found.append(
+                    prepared.tokenizer.decode(
+                        [int(sample.input_ids[here][0]), *sample.labels[here].tolist()]
+                    )
+                )
     return found
 
 
 def test_the_published_character_set_up(outside_data: Path, tmp_path: Path) -> None:
     path = str(outside_data / "text" / "tinyshakespeare.txt")
     recipe = recipe_of(tmp_path, path, length=64, validation_fraction=0.1, validation_split="tail")
-    prepared = prepare(recipe, 65)
+    prepared = prepare_data(recipe, 65)
     assert prepared.tokenizer.vocab_size == 65
     assert isinstance(prepared.train, WindowDataset)
     assert isinstance(prepared.validation, WindowDataset)
@@ -64,28 +67,39 @@ def test_the_published_character_set_up(outside_data: Path, tmp_path: Path) -> N
 
 def test_tokens_go_from_sources_to_samples(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "a.jsonl", ["cab", "bad"])
-    prepared = prepare(recipe_of(tmp_path, path, length=4))
-    sample = prepared.train.sample(0)
+    prepared = prepare_data(recipe_of(tmp_path, path, length=4))
+    sample = prepared.train.get_sample(0)
     assert prepared.tokenizer.decode(sample.input_ids.tolist()) in ("caba", "abba", "bbad")
-    assert prepared.report.train.counts.num_tokens == prepared.report.train.counts.num_characters == 6
+    assert (
+        prepared.report.train.counts.num_tokens == prepared.report.train.counts.num_characters == 6
+    )
     assert prepared.validation is None
 
 
 @pytest.mark.parametrize("tokenizer", ["character", {"kind": "bpe", "vocab_size": 300}])
-def test_the_second_time_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    recipe = recipe_of(tmp_path, stories_at(tmp_path), tokenizer=tokenizer, validation_fraction=0.2, packing="documents")
-    first = prepare(recipe)
-    monkeypatch.setattr(prepare_module, "weigh", None)
-    monkeypatch.setattr(prepare_module, "write_tokens", None)
-    monkeypatch.setattr(assemble, "pack_documents", None)
-    second = prepare(recipe)
+def test_the_second_time_nothing_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    recipe = recipe_of(
+        tmp_path,
+        stories_at(tmp_path),
+        tokenizer=tokenizer,
+        validation_fraction=0.2,
+        packing="documents",
+    )
+    first = prepare_data(recipe)
+    monkeypatch.setattr(preparation, "scan_records", None)
+    monkeypatch.setattr(preparation, "write_tokens", None)
+    monkeypatch.setattr(dataset_assembly, "pack_documents", None)
+    second = prepare_data(recipe)
     assert second.report == first.report
     assert second.content_hash == first.content_hash
     assert second.tokenizer.content_hash == first.tokenizer.content_hash
     for side in ("train", "validation"):
-        ours, theirs = getattr(first, side), getattr(second, side)
+        ours = getattr(first, side)
+        theirs = getattr(second, side)
         for index in range(len(ours)):
-            for a, b in zip(ours.sample(index), theirs.sample(index), strict=True):
+            for a, b in zip(ours.get_sample(index), theirs.get_sample(index), strict=True):
                 assert np.array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -104,25 +118,39 @@ def test_what_changes_the_samples_changes_the_hash(tmp_path: Path, change: dict[
     given: dict[str, Any] = {"sources": stories_at(tmp_path), "validation_fraction": 0.2}
     other = write_json_lines(tmp_path / "other.jsonl", [*STORIES[:-1], "changed"])
     changed = given | ({"sources": other} if change.get("sources") else change)
-    hashes = [prepare(recipe_of(tmp_path, **keys)).content_hash for keys in (given, changed, given)]
+    hashes = [
+        prepare_data(recipe_of(tmp_path, **keys)).content_hash for keys in (given, changed, given)
+    ]
     assert hashes[0] == hashes[2] != hashes[1]
 
 
 def test_a_bpe_never_sees_validation_text(tmp_path: Path) -> None:
     training = write_json_lines(tmp_path / "train.jsonl", STORIES)
-    validation = write_json_lines(tmp_path / "validation.jsonl", [f"zqzqzq {number} zqzqzq" for number in range(200)])
-    recipe = recipe_of(tmp_path, training, tokenizer={"kind": "bpe", "vocab_size": 400}, validation=validation)
-    prepared = prepare(recipe)
+    validation = write_json_lines(
+        tmp_path / "validation.jsonl", [f"zqzqzq {number} zqzqzq" for number in range(200)]
+    )
+    recipe = recipe_of(
+        tmp_path, training, tokenizer={"kind": "bpe", "vocab_size": 400}, validation=validation
+    )
+    prepared = prepare_data(recipe)
     tokens = [prepared.tokenizer.decode([index]) for index in range(prepared.tokenizer.vocab_size)]
     assert not any("zq" in token for token in tokens)
     assert any(" w" in token for token in tokens)
-    seen = prepare(recipe_of(tmp_path, [training, validation], tokenizer={"kind": "bpe", "vocab_size": 400}))
+    seen = prepare_data(
+        recipe_of(tmp_path, [training, validation], tokenizer={"kind": "bpe", "vocab_size": 400})
+    )
     assert any("zq" in seen.tokenizer.decode([index]) for index in range(400)), "the test can fail"
 
 
 def test_the_alphabet_covers_validation(tmp_path: Path) -> None:
-    training, validation = write_text(tmp_path / "a.txt", "abcabcabc"), write_text(tmp_path / "b.txt", "abxy")
-    assert prepare(recipe_of(tmp_path, training, length=4, validation=validation)).tokenizer.vocab_size == 5
+    training = write_text(tmp_path / "a.txt", "abcabcabc")
+    validation = write_text(tmp_path / "b.txt", "abxy")
+    assert (
+        prepare_data(
+            recipe_of(tmp_path, training, length=4, validation=validation)
+        ).tokenizer.vocab_size
+        == 5
+    )
 
 
 def test_held_out_documents_are_in_no_training_sample(tmp_path: Path) -> None:
@@ -134,7 +162,7 @@ def test_held_out_documents_are_in_no_training_sample(tmp_path: Path) -> None:
         validation_fraction=0.2,
         packing="documents",
     )
-    prepared = prepare(recipe)
+    prepared = prepare_data(recipe)
     assert isinstance(prepared.train, PackedDataset)
     assert isinstance(prepared.validation, PackedDataset)
     train = supervised_texts(prepared, prepared.train)
@@ -148,22 +176,33 @@ def test_packed_documents_with_a_tokenizer_that_frames_them(tmp_path: Path) -> N
     folder = save_folder(sentencepiece_like(), tmp_path / "tokenizer", eos_token="</s>")
     path = write_json_lines(tmp_path / "a.jsonl", ["ab", "a", "bb"])
     tokenizer = {"kind": "huggingface", "path": str(folder)}
-    prepared = prepare(recipe_of(tmp_path, path, tokenizer=tokenizer, packing="documents"), 6)
+    prepared = prepare_data(recipe_of(tmp_path, path, tokenizer=tokenizer, packing="documents"), 6)
     assert isinstance(prepared.train, PackedDataset)
-    assert sorted(supervised_texts(prepared, prepared.train)) == ["<s> a</s>", "<s> ab</s>", "<s> bb</s>"]
+    assert sorted(supervised_texts(prepared, prepared.train)) == [
+        "<s> a</s>",
+        "<s> ab</s>",
+        "<s> bb</s>",
+    ]
 
 
-def test_reading_in_pieces_gives_the_ids_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_in_pieces_gives_the_ids_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "\n".join(f"{story(number)}\n\n    indented {number}" for number in range(300))
     path = write_text(tmp_path / "a.txt", text)
     framed = save_folder(sentencepiece_like(), tmp_path / "tokenizer", eos_token="</s>")
-    for tokenizer in ({"kind": "bpe", "vocab_size": 350}, {"kind": "huggingface", "path": str(framed)}):
-        whole = prepare(recipe_of(tmp_path / "whole", path, tokenizer=tokenizer))
+    for tokenizer in (
+        {"kind": "bpe", "vocab_size": 350},
+        {"kind": "huggingface", "path": str(framed)},
+    ):
+        whole = prepare_data(recipe_of(tmp_path / "whole", path, tokenizer=tokenizer))
         with monkeypatch.context() as patch:
-            patch.setattr(sources, "PIECE_CHARACTERS", 256)
+            patch.setattr(sources, "PIECE_NUM_CHARACTERS", 256)
             recipe = recipe_of(tmp_path / "pieces", path, tokenizer=tokenizer)
-            assert len(list(sources.read_files(list_files(recipe.data.sources, "data.sources")))) > 20
-            pieces = prepare(recipe)
+            assert (
+                len(list(sources.read_files(list_files(recipe.data.sources, "data.sources")))) > 20
+            )
+            pieces = prepare_data(recipe)
         assert isinstance(whole.train, WindowDataset)
         assert isinstance(pieces.train, WindowDataset)
         assert np.array_equal(whole.train.tokens, pieces.train.tokens)
@@ -172,7 +211,11 @@ def test_reading_in_pieces_gives_the_ids_of_the_whole(tmp_path: Path, monkeypatc
 def test_a_tail_cut_keeps_true_ends_only(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.txt", STORIES[0] * 20)
     tokenizer = {"kind": "bpe", "vocab_size": 300}
-    prepared = prepare(recipe_of(tmp_path, path, tokenizer=tokenizer, validation_fraction=0.5, validation_split="tail"))
+    prepared = prepare_data(
+        recipe_of(
+            tmp_path, path, tokenizer=tokenizer, validation_fraction=0.5, validation_split="tail"
+        )
+    )
     assert "<|endoftext|>" not in text_of(prepared, prepared.train)
     assert text_of(prepared, prepared.validation).endswith("<|endoftext|>")
     assert prepared.report.validation is not None
@@ -181,12 +224,13 @@ def test_a_tail_cut_keeps_true_ends_only(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_does_not_fit_its_model(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, stories_at(tmp_path))
-    size = prepare(recipe).tokenizer.vocab_size
-    prepare(recipe, size)
+    size = prepare_data(recipe).tokenizer.vocab_size
+    prepare_data(recipe, size)
     with pytest.raises(
-        TokenizerError, match=rf"token id {size - 1} in stories.jsonl:1, from a tokenizer of {size} ids.*vocab_size of {size - 1}"
+        TokenizerError,
+        match=rf"token id {size - 1} in stories.jsonl:1, from a tokenizer of {size} ids.*vocab_size of {size - 1}",
     ):
-        prepare(recipe, size - 1)
+        prepare_data(recipe, size - 1)
 
 
 def test_only_tokens_that_occur_must_fit(tmp_path: Path) -> None:
@@ -194,7 +238,7 @@ def test_only_tokens_that_occur_must_fit(tmp_path: Path) -> None:
     folder = save_folder(sentencepiece_like(), tmp_path / "tokenizer", eos_token="</s>")
     path = write_json_lines(tmp_path / "a.jsonl", ["aaaaaaaaaaaa"])
     recipe = recipe_of(tmp_path, path, tokenizer={"kind": "huggingface", "path": str(folder)})
-    assert prepare(recipe, 5).tokenizer.vocab_size == 6
+    assert prepare_data(recipe, 5).tokenizer.vocab_size == 6
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
@@ -202,26 +246,35 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     fast.add_tokens([f"<extra {number}>" for number in range(2**16)])
     folder = save_folder(fast, tmp_path / "tokenizer")
     path = write_json_lines(tmp_path / "a.jsonl", ["a" * 20, f"<extra {2**16 - 1}>"])
-    prepared = prepare(recipe_of(tmp_path, path, tokenizer={"kind": "huggingface", "path": str(folder)}))
+    prepared = prepare_data(
+        recipe_of(tmp_path, path, tokenizer={"kind": "huggingface", "path": str(folder)})
+    )
     assert prepared.report.train.counts.dtype == "<u4"
     assert prepared.report.train.counts.max_id == 2**16 + 5
 
 
 def test_too_little_text_is_told_in_numbers(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.sources: .*shorter than one window.*got 5 tokens in 1 documents.*9 tokens or more"):
-        prepare(recipe_of(tmp_path, write_text(tmp_path / "a.txt", "hello"), length=8))
+    with pytest.raises(
+        DataError,
+        match=r"data\.sources: .*shorter than one window.*got 5 tokens in 1 documents.*9 tokens or more",
+    ):
+        prepare_data(recipe_of(tmp_path, write_text(tmp_path / "a.txt", "hello"), length=8))
     training = write_text(tmp_path / "b.txt", "hello" * 9)
     with pytest.raises(DataError, match=r"data\.validation: .*shorter than one window.*1 tokens"):
-        prepare(recipe_of(tmp_path, training, validation=write_text(tmp_path / "c.txt", "h")))
+        prepare_data(recipe_of(tmp_path, training, validation=write_text(tmp_path / "c.txt", "h")))
 
 
 def test_nothing_supervised_is_an_error(tmp_path: Path) -> None:
-    path = write_json_lines(tmp_path / "a.jsonl", ["a", "b", "c"])  # a token each, and no end-of-text to predict
+    path = write_json_lines(
+        tmp_path / "a.jsonl", ["a", "b", "c"]
+    )  # a token each, and no end-of-text to predict
     with pytest.raises(DataError, match="no token of the train documents is supervised"):
-        prepare(recipe_of(tmp_path, path, packing="documents"))
+        prepare_data(recipe_of(tmp_path, path, packing="documents"))
 
 
-def test_broken_records_are_reported_also_from_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_records_are_reported_also_from_the_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lines = [json.dumps({"text": text}) for text in STORIES]
     lines[4] = "not json"
     path = write_text(tmp_path / "a.jsonl", "\n".join(lines))
@@ -230,70 +283,89 @@ def test_broken_records_are_reported_also_from_the_cache(tmp_path: Path, caplog:
         return recipe_of(tmp_path, path, max_broken_fraction=limit)
 
     with pytest.raises(DataError, match=r"a\.jsonl:5 not JSON"):
-        prepare(of(0.0))
+        prepare_data(of(0.0))
     for _ in range(2):
         caplog.clear()
-        report = prepare(of(0.01)).report
+        report = prepare_data(of(0.01)).report
         assert (report.records.num_records, report.records.num_broken) == (120, 1)
         assert [(item.file, item.line) for item in report.records.broken] == [("a.jsonl", 5)]
         assert "skipped 1 of 120 records" in caplog.text
     with pytest.raises(DataError, match=r"a\.jsonl:5 not JSON"):
-        prepare(of(0.0))
+        prepare_data(of(0.0))
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "problem"),
-    [("huggingface", "no tokenizer is set"), ({"kind": "huggingface", "path": "absent"}, "no such folder")],
+    [
+        ("huggingface", "no tokenizer is set"),
+        ({"kind": "huggingface", "path": "absent"}, "no such folder"),
+    ],
 )
 def test_a_tokenizer_that_is_not_there(tmp_path: Path, tokenizer: Any, problem: str) -> None:
     with pytest.raises(TokenizerError, match=problem):
-        prepare(recipe_of(tmp_path, stories_at(tmp_path), tokenizer=tokenizer))
+        prepare_data(recipe_of(tmp_path, stories_at(tmp_path), tokenizer=tokenizer))
 
 
 def test_damaged_token_files_are_noticed(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, stories_at(tmp_path))
-    prepare(recipe)
+    prepare_data(recipe)
     (tokens,) = (tmp_path / "cache" / "tokens").glob("*/train.tokens")
     tokens.write_bytes(tokens.read_bytes()[:-2])
     with pytest.raises(DataError, match=r"damaged.*Delete"):
-        prepare(recipe)
+        prepare_data(recipe)
 
 
 def test_progress_is_told_while_there_is_work(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    recipe = recipe_of(tmp_path, stories_at(tmp_path), tokenizer={"kind": "bpe", "vocab_size": 300}, validation_fraction=0.2)
-    prepare(recipe, progress=lambda *state: told.append(state))
+    recipe = recipe_of(
+        tmp_path,
+        stories_at(tmp_path),
+        tokenizer={"kind": "bpe", "vocab_size": 300},
+        validation_fraction=0.2,
+    )
+    prepare_data(recipe, progress=lambda *state: told.append(state))
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
-    assert stages == ["reading", "training the tokenizer", "tokenising train", "tokenising validation"]
+    assert stages == [
+        "reading",
+        "training the tokenizer",
+        "tokenising train",
+        "tokenising validation",
+    ]
     assert all(0 <= done <= total for _, done, total in told)
     told.clear()
-    prepare(recipe, progress=lambda *state: told.append(state))
+    prepare_data(recipe, progress=lambda *state: told.append(state))
     assert told == []
 
 
 def test_the_trained_tokenizer_lies_in_the_cache_for_others(tmp_path: Path) -> None:
-    prepared = prepare(recipe_of(tmp_path, stories_at(tmp_path), tokenizer={"kind": "bpe", "vocab_size": 300}))
+    prepared = prepare_data(
+        recipe_of(tmp_path, stories_at(tmp_path), tokenizer={"kind": "bpe", "vocab_size": 300})
+    )
     (folder,) = (tmp_path / "cache" / "tokens").glob("*/tokenizer")
     assert load_tokenizer(folder).content_hash == prepared.tokenizer.content_hash
 
 
 def test_two_ways_to_validate_contradict_each_other(tmp_path: Path) -> None:
     path = stories_at(tmp_path)
-    with pytest.raises(RecipeError, match="not both"):
+    with pytest.raises(RecipeError, match="exclude each other"):
         recipe_of(tmp_path, path, validation=path, validation_fraction=0.1)
 
 
 def test_preparing_data_needs_no_torch(tmp_path: Path) -> None:
-    """`shardwright data` and the check before a start answer at once; only the loader makes tensors."""
+    """`shardwright data` and the check before a start answer at once; only the loader makes
+    tensors.
+    """
     path = write_text(tmp_path / "a.txt", "hello " * 20)
     script = (
         "import sys; from pathlib import Path\n"
         "from tests.unit.data.recipes import recipe_of\n"
-        "from shardwright.data.prepare import prepare\n"
-        f"prepare(recipe_of(Path({str(tmp_path)!r}), {path!r}))\n"
+        "from shardwright.data.preparation import prepare_data\n"
+        f"prepare_data(recipe_of(Path({str(tmp_path)!r}), {path!r}))\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -303,13 +375,17 @@ def test_a_disk_that_refuses_is_told_and_nothing_half_written_stays(tmp_path: Pa
         "import resource; from pathlib import Path\n"
         "from shardwright.errors import DataError\n"
         "from tests.unit.data.recipes import recipe_of\n"
-        "from shardwright.data.prepare import prepare\n"
+        "from shardwright.data.preparation import prepare_data\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"
-        f"    prepare(recipe_of(Path({str(tmp_path)!r}), {path!r}))\n"
+        f"    prepare_data(recipe_of(Path({str(tmp_path)!r}), {path!r}))\n"
         "except DataError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.stdout.startswith("data.cache_dir: the cache of tokenised data cannot be written: File too large"), done
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.stdout.startswith(
+        "data.cache_dir: the cache of tokenised data cannot be written: File too large"
+    ), done
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []

@@ -10,42 +10,60 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shardwright.config.data import Source
-from shardwright.data import records
-from shardwright.data.listing import list_files
-from shardwright.data.records import Row, read_rows
-from shardwright.data.sources import Broken, Piece, identify, read_files
+from shardwright.config.data import DataSource
+from shardwright.data import record_files
+from shardwright.data.file_listing import list_files
+from shardwright.data.record_files import RecordRow, read_rows
+from shardwright.data.sources import BrokenRecord, TextPiece, detect_schemas, read_files
 from shardwright.errors import DataError
 
-ROWS: list[dict[str, Any]] = [{"a": "x" * 50, "b": [1, 2.5]}, {"a": "é\n}{"}, {"c": {"d": None}}, {"e": 1}]
+ROWS: list[dict[str, Any]] = [
+    {"a": "x" * 50, "b": [1, 2.5]},
+    {"a": "é\n}{"},
+    {"c": {"d": None}},
+    {"e": 1},
+]
 
 
-def rows_of(path: Path, form: str) -> list[Row]:
+def rows_of(path: Path, form: str) -> list[RecordRow]:
     return list(read_rows(path, form, None))
 
 
 def write_arrow(folder: Path, tables: list[pyarrow.Table]) -> str:
-    """What `datasets.save_to_disk` leaves: stream files named by state.json, beside a description."""
+    """What `datasets.save_to_disk` leaves: stream files named by state.json, beside a
+    description.
+    """
     folder.mkdir(parents=True)
     names = []
     for number, table in enumerate(tables):
         names.append(f"data-{number:05}-of-{len(tables):05}.arrow")
-        with pyarrow.OSFile(str(folder / names[-1]), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        with (
+            pyarrow.OSFile(str(folder / names[-1]), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"})
+    )
     (folder / "dataset_info.json").write_text("{}")
     return str(folder)
 
 
-def read(source: Source) -> list[Piece | Broken]:
-    return list(read_files(identify(list_files([source], "data.sources"), [source], "data.sources")))
+def read(source: DataSource) -> list[TextPiece | BrokenRecord]:
+    return list(
+        read_files(detect_schemas(list_files([source], "data.sources"), [source], "data.sources"))
+    )
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("block", [1, 7, 1 << 18])
-def test_an_array_is_streamed_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, block: int) -> None:
-    monkeypatch.setattr(records, "_BLOCK_CHARACTERS", block)
-    (tmp_path / "a.json").write_text("\n\n" + json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8")
+def test_an_array_is_streamed_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, block: int
+) -> None:
+    monkeypatch.setattr(record_files, "_BLOCK_NUM_CHARACTERS", block)
+    (tmp_path / "a.json").write_text(
+        "\n\n" + json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8"
+    )
     found = rows_of(tmp_path / "a.json", "json")
     assert [row.value for row in found] == ROWS
     if indent is None:
@@ -79,16 +97,20 @@ def test_an_array_that_is_damaged_inside_is_an_error_with_its_line(tmp_path: Pat
 def test_a_field_that_is_there_twice_is_not_read_as_its_last(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one", "text": "two"}\n{"text": "three"}\n')
     first, second = rows_of(tmp_path / "a.jsonl", "jsonl")
-    assert first == Row(1, None, "the field 'text' occurs twice")
+    assert first == RecordRow(1, None, "the field 'text' occurs twice")
     assert second.value == {"text": "three"}
 
 
 @pytest.mark.parametrize("block", [2, 7, 1 << 18])
-def test_so_it_is_in_an_array_and_what_follows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(records, "_BLOCK_CHARACTERS", block)
-    (tmp_path / "a.json").write_text('[{"text": "one"},\n{"b": {"c": 1, "c": [2, 3]}, "d": 4},\n{"text": "three"}]')
+def test_so_it_is_in_an_array_and_what_follows_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(record_files, "_BLOCK_NUM_CHARACTERS", block)
+    (tmp_path / "a.json").write_text(
+        '[{"text": "one"},\n{"b": {"c": 1, "c": [2, 3]}, "d": 4},\n{"text": "three"}]'
+    )
     first, second, third = rows_of(tmp_path / "a.json", "json")
-    assert second == Row(2, None, "the field 'c' occurs twice")
+    assert second == RecordRow(2, None, "the field 'c' occurs twice")
     assert [first.value, third.value] == [{"text": "one"}, {"text": "three"}]
 
 
@@ -99,9 +121,13 @@ def test_another_encoding_is_named_once(tmp_path: Path, form: str, encoding: str
         rows_of(tmp_path / "a", form)
 
 
-def test_an_enormous_line_is_set_aside_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 100)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 350}) + "\n" + json.dumps({"text": "y"}) + "\n")
+def test_an_enormous_line_is_set_aside_without_being_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "MAX_RECORD_BYTES", 100)
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": "x" * 350}) + "\n" + json.dumps({"text": "y"}) + "\n"
+    )
     first, second = rows_of(tmp_path / "a.jsonl", "jsonl")
     assert (first.line, first.value) == (1, None)
     assert (second.line, second.value) == (2, {"text": "y"})
@@ -114,23 +140,38 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, form: str) -> N
     if form == "parquet":
         pyarrow.parquet.write_table(table, path)
     else:
-        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        with (
+            pyarrow.OSFile(str(path), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(table)
     with pytest.raises(DataError, match=r"same name.*text"):
         rows_of(path, form)
 
 
 def test_a_datasets_folder_is_read_in_the_order_of_its_state(tmp_path: Path) -> None:
-    tables = [pyarrow.table({"text": [f"{part} {row}" for row in range(300)], "id": range(300)}) for part in "ba"]
-    found = read(Source(path=write_arrow(tmp_path / "set", tables)))
-    assert [piece.text for piece in found if isinstance(piece, Piece)] == [f"{part} {row}" for part in "ba" for row in range(300)]
+    tables = [
+        pyarrow.table({"text": [f"{part} {row}" for row in range(300)], "id": range(300)})
+        for part in "ba"
+    ]
+    found = read(DataSource(path=write_arrow(tmp_path / "set", tables)))
+    assert [piece.text for piece in found if isinstance(piece, TextPiece)] == [
+        f"{part} {row}" for part in "ba" for row in range(300)
+    ]
 
 
 def test_a_datasets_folder_written_as_a_file_of_batches(tmp_path: Path) -> None:
     table = pyarrow.table({"text": ["one", "two"]})
-    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+    with (
+        pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file,
+        pyarrow.ipc.new_file(file, table.schema) as writer,
+    ):
         writer.write_table(table)
-    assert [piece.text for piece in read(Source(path=str(tmp_path / "a.arrow"))) if isinstance(piece, Piece)] == ["one", "two"]
+    assert [
+        piece.text
+        for piece in read(DataSource(path=str(tmp_path / "a.arrow")))
+        if isinstance(piece, TextPiece)
+    ] == ["one", "two"]
 
 
 def test_of_several_splits_one_has_to_be_named(tmp_path: Path) -> None:
@@ -138,9 +179,9 @@ def test_of_several_splits_one_has_to_be_named(tmp_path: Path) -> None:
         write_arrow(tmp_path / "set" / split, [pyarrow.table({"text": [split]})])
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DataError, match=r"several splits.*set/test, .*set/train"):
-        read(Source(path=str(tmp_path / "set")))
-    (piece,) = read(Source(path=str(tmp_path / "set" / "test")))
-    assert isinstance(piece, Piece)
+        read(DataSource(path=str(tmp_path / "set")))
+    (piece,) = read(DataSource(path=str(tmp_path / "set" / "test")))
+    assert isinstance(piece, TextPiece)
     assert piece.text == "test"
 
 
@@ -153,4 +194,4 @@ def test_a_damaged_datasets_folder_is_an_error(tmp_path: Path, damage: str) -> N
     else:
         file.unlink()
     with pytest.raises(DataError, match=r"arrow"):
-        read(Source(path=path))
+        read(DataSource(path=path))

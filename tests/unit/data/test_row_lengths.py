@@ -1,4 +1,6 @@
-"""Rows that end with the longest of their micro-batch: the same samples, loss and gradients, fewer tokens to compute."""
+"""Rows that end with the longest of their micro-batch: the same samples, loss and gradients, fewer
+tokens to compute.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,43 @@ from torch import Tensor
 
 from shardwright.architecture import read_config
 from shardwright.data.dataset import WindowDataset
-from shardwright.data.loader import MicroBatch, collate, evaluation_micro_batches, step_micro_batches
-from shardwright.data.mix import MixedDataset
-from shardwright.data.order import SampleOrder
-from shardwright.data.pack import PackedDataset, pack_documents
+from shardwright.data.loader import (
+    MicroBatch,
+    collate,
+    iterate_evaluation_micro_batches,
+    read_step_micro_batches,
+)
+from shardwright.data.mixed_dataset import MixedDataset
+from shardwright.data.packed_dataset import PackedDataset, pack_documents
+from shardwright.data.sample_order import SampleOrder
 from shardwright.model.decoder import Decoder
 from shardwright.plan import BatchPlan
 
-LENGTH, GLOBAL = 48, 12
+LENGTH = 48
+GLOBAL = 12
 LENGTHS = np.random.default_rng(0).integers(2, 50, size=30)
 STARTS = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.uint64)
 TOKENS = np.random.default_rng(1).integers(1, 61, size=int(STARTS[-1])).astype(np.uint16)
-LLAMA = {"model_type": "llama", "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
+LLAMA = {
+    "model_type": "llama",
+    "num_key_value_heads": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 61,
+}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": LLAMA | SIZES | {"max_position_embeddings": LENGTH},
     "learned positions": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": 61,
                           "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "windows": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 7, "max_position_embeddings": LENGTH} | SIZES,
-    # Which frequencies a document has depends on whether it is longer than 24 tokens, however long its row is.
+    # Which frequencies a document has depends on whether it is longer than 24 tokens, however long
+    # its row is.
     "longrope": {"model_type": "phi3", "num_key_value_heads": 1, "max_position_embeddings": LENGTH, "pad_token_id": 0,
                  "original_max_position_embeddings": 24, "rope_theta": 10_000.0,
                  "rope_scaling": {"type": "longrope", **FACTORS}} | SIZES,
@@ -39,19 +58,27 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def dataset() -> PackedDataset:
-    return PackedDataset(TOKENS, pack_documents(STARTS, LENGTH, alone=True), LENGTH, alone=True)
+    return PackedDataset(
+        TOKENS, pack_documents(STARTS, LENGTH, is_unpacked=True), LENGTH, is_unpacked=True
+    )
 
 
 def read(plan: BatchPlan, step: int, data: PackedDataset | MixedDataset) -> list[MicroBatch]:
     order = SampleOrder(3, len(data))
-    return [batch for rank in range(plan.data_ranks) for batch in step_micro_batches(data, order, plan, step, rank)]
+    return [
+        batch
+        for rank in range(plan.data_ranks)
+        for batch in read_step_micro_batches(data, order, plan, step, rank)
+    ]
 
 
 def rows(batches: list[MicroBatch]) -> Counter[tuple[Any, ...]]:
     """Global position, and what is seen and learnt there."""
     found: Counter[tuple[Any, ...]] = Counter()
     for batch in batches:
-        for position, ids, labels in zip(batch.sample_indices_B, batch.input_ids_BT, batch.labels_BT, strict=True):
+        for position, ids, labels in zip(
+            batch.sample_indices_B, batch.input_ids_BT, batch.labels_BT, strict=True
+        ):
             learnt = labels != -100
             found[int(position), tuple(ids[learnt].tolist()), tuple(labels[learnt].tolist())] += 1
     return found
@@ -62,10 +89,15 @@ PLANS = [(12, 1, 1), (3, 4, 1), (3, 2, 2), (1, 4, 3), (2, 1, 6)]
 
 @pytest.mark.parametrize(("micro", "accumulation", "ranks"), PLANS)
 @pytest.mark.parametrize("step", [0, 2, 3])  # an epoch of 30 rows ends within step 2
-def test_every_layout_reads_the_same_rows_as_with_full_ones(micro: int, accumulation: int, ranks: int, step: int) -> None:
+def test_every_layout_reads_the_same_rows_as_with_full_ones(
+    micro: int, accumulation: int, ranks: int, step: int
+) -> None:
     full = rows(read(BatchPlan(LENGTH, GLOBAL, 1, 1), step, dataset()))
     assert sum(full.values()) == GLOBAL
-    assert rows(read(BatchPlan(LENGTH, micro, accumulation, ranks, row_multiple=4), step, dataset())) == full
+    assert (
+        rows(read(BatchPlan(LENGTH, micro, accumulation, ranks, row_multiple=4), step, dataset()))
+        == full
+    )
 
 
 def test_rows_end_with_the_longest_of_their_micro_batch() -> None:
@@ -76,12 +108,14 @@ def test_rows_end_with_the_longest_of_their_micro_batch() -> None:
     assert sum(lengths) < len(lengths) * LENGTH * 0.8
     # Ranks that wait for each other have rows of neighbouring lengths, and the longest come first.
     assert lengths[0] >= lengths[2] >= lengths[1] >= lengths[3]
-    assert all(batch.document_ids_BT is None for batch in batches), "one document in a row needs no mask"
+    assert all(batch.document_ids_BT is None for batch in batches), (
+        "one document in a row needs no mask"
+    )
 
 
 def test_a_length_is_rounded_up_to_what_the_layout_divides_and_to_the_row_at_most() -> None:
     data = dataset()
-    sample = data.sample(int(LENGTHS[:30].argmin()))
+    sample = data.get_sample(int(LENGTHS[:30].argmin()))
     assert collate([sample], [0], 5).input_ids_BT.shape == (1, 5)
     assert collate([sample], [0], 32).input_ids_BT.shape == (1, 32)
     assert collate([sample], [0], 7 * LENGTH).input_ids_BT.shape == (1, LENGTH)
@@ -92,10 +126,16 @@ def test_evaluation_reads_the_same_rows_too() -> None:
     for ranks in (1, 2, 4):
         plan = BatchPlan(LENGTH, 4, 1, ranks)
         full, short = (
-            [b for rank in range(ranks) for b in evaluation_micro_batches(dataset(), given, rank)]
+            [
+                b
+                for rank in range(ranks)
+                for b in iterate_evaluation_micro_batches(dataset(), given, rank)
+            ]
             for given in (plan, BatchPlan(LENGTH, 4, 1, ranks, row_multiple=4))
         )
-        assert sum(b.input_ids_BT.numel() for b in short) < sum(b.input_ids_BT.numel() for b in full)
+        assert sum(b.input_ids_BT.numel() for b in short) < sum(
+            b.input_ids_BT.numel() for b in full
+        )
         assert rows(short) == rows(full)
 
 
@@ -109,7 +149,7 @@ def test_only_rows_that_differ_much_are_put_in_order() -> None:
     mixed = MixedDataset((dataset(), dataset()), (1.0, 2.0), seed=0)
     assert mixed.is_uneven
     batches = read(BatchPlan(LENGTH, 2, 3, 2, row_multiple=4), 1, mixed)
-    used = [mixed.num_used(*(f(int(p)) for f in (SampleOrder(3, 60).index_at, SampleOrder(3, 60).epoch_at)))
+    used = [mixed.count_used_positions(*(f(int(p)) for f in (SampleOrder(3, 60).get_index, SampleOrder(3, 60).get_epoch)))
             for b in (batches[i] for i in (0, 3, 1, 4, 2, 5)) for p in b.sample_indices_B]  # fmt: skip
     assert used == sorted(used, reverse=True)
 
@@ -122,7 +162,13 @@ def gradients(config: dict[str, Any], batches: list[MicroBatch]) -> tuple[float,
             parameter.normal_(0.0, 0.3, generator=generator)
     total = 0.0
     for batch in batches:
-        loss = decoder(**{name: value for name, value in batch.arguments().items() if value is not None})
+        loss = decoder(
+            **{
+                name: value
+                for name, value in batch.build_model_arguments().items()
+                if value is not None
+            }
+        )
         loss.backward()
         total += float(loss.detach())
     return total, {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
@@ -130,18 +176,32 @@ def gradients(config: dict[str, Any], batches: list[MicroBatch]) -> tuple[float,
 
 @pytest.mark.parametrize("config", list(MODELS.values()), ids=list(MODELS))
 def test_loss_and_gradients_are_those_of_full_rows_with_masks(config: dict[str, Any]) -> None:
-    masked = PackedDataset(TOKENS, pack_documents(STARTS, LENGTH, alone=True), LENGTH)  # what is free is a document of its own
+    masked = PackedDataset(
+        TOKENS, pack_documents(STARTS, LENGTH, is_unpacked=True), LENGTH
+    )  # what is free is a document of its own
     wanted, expected = gradients(config, read(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, masked))
     found, got = gradients(config, read(BatchPlan(LENGTH, 3, 4, 1, row_multiple=4), 0, dataset()))
     assert found == pytest.approx(wanted, rel=1e-12)
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient,
+            expected[name],
+            rtol=1e-9,
+            atol=1e-10,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def test_the_comparison_sees_a_row_that_is_cut_too_short() -> None:
     (batch,) = read(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, dataset())
     end = int((batch.labels_BT != -100).sum(1).max()) - 1
-    ids_BT, labels_BT, positions_BT = batch.input_ids_BT[:, :end], batch.labels_BT[:, :end], batch.positions_BT[:, :end]
-    short = MicroBatch(ids_BT, labels_BT, positions_BT, None, batch.sample_indices_B, batch.num_supervised - 1)
-    assert gradients(MODELS["rotary"], [short])[0] != pytest.approx(gradients(MODELS["rotary"], [batch])[0], rel=1e-6)
+    ids_BT = batch.input_ids_BT[:, :end]
+    labels_BT = batch.labels_BT[:, :end]
+    positions_BT = batch.positions_BT[:, :end]
+    short = MicroBatch(
+        ids_BT, labels_BT, positions_BT, None, batch.sample_indices_B, batch.num_supervised - 1
+    )
+    assert gradients(MODELS["rotary"], [short])[0] != pytest.approx(
+        gradients(MODELS["rotary"], [batch])[0], rel=1e-6
+    )

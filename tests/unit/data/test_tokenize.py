@@ -11,8 +11,13 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.tokenize import END_OF_TEXT, load_tokenizer, train_bpe, train_characters
 from shardwright.data.tokenizer import CharacterTokenizer, FastTokenizer, Tokenizer
+from shardwright.data.tokenizer_loading import (
+    END_OF_TEXT,
+    load_tokenizer,
+    train_bpe,
+    train_characters,
+)
 from shardwright.errors import TokenizerError
 from tests.unit.data.recipes import story
 
@@ -24,15 +29,23 @@ def bpe() -> FastTokenizer:
 
 
 def sentencepiece_like(**config: object) -> tokenizers.Tokenizer:
-    """A tokenizer that frames documents itself and marks the start of every text, as Llama 2's does."""
+    """A tokenizer that frames documents itself and marks the start of every text, as Llama 2's
+    does.
+    """
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "a": 4, "b": 5}
-    fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    fast = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>")
+    )
     fast.add_special_tokens(["<unk>", "<s>", "</s>"])
     fast.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
     )
-    fast.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse()])
-    fast.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse()]
+    )
+    fast.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return fast
 
 
@@ -65,7 +78,8 @@ def test_characters_come_back(text: str) -> None:
 
 
 def test_bpe_is_deterministic_and_learns_whole_words() -> None:
-    first, second = bpe(), bpe()
+    first = bpe()
+    second = bpe()
     assert first.content_hash == second.content_hash
     assert first.vocab_size == 400
     assert first.eos_id == 0
@@ -101,7 +115,9 @@ def test_text_without_enough_pairs_gives_fewer_tokens() -> None:
     assert train_bpe(iter(["ab ab ab"]), 1000).vocab_size < 300
 
 
-@pytest.mark.parametrize("tokenizer", [CharacterTokenizer("hello wörld\n"), BPE], ids=["character", "bpe"])
+@pytest.mark.parametrize(
+    "tokenizer", [CharacterTokenizer("hello wörld\n"), BPE], ids=["character", "bpe"]
+)
 def test_saving_changes_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save(tmp_path / "first")
     loaded = load_tokenizer(tmp_path / "first")
@@ -115,7 +131,9 @@ def test_saving_changes_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_a_folder_is_copied_as_it_stands(tmp_path: Path) -> None:
-    folder = save_folder(sentencepiece_like(), tmp_path / "first", eos_token="</s>", model_max_length=7)
+    folder = save_folder(
+        sentencepiece_like(), tmp_path / "first", eos_token="</s>", model_max_length=7
+    )
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     load_tokenizer(folder).save(tmp_path / "second")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -124,11 +142,15 @@ def test_a_folder_is_copied_as_it_stands(tmp_path: Path) -> None:
 
 def test_frames_are_the_tokenizers_own(tmp_path: Path) -> None:
     fast = sentencepiece_like()
-    tokenizer = load_tokenizer(save_folder(fast, tmp_path / "begin", eos_token={"content": "</s>", "special": True}))
+    tokenizer = load_tokenizer(
+        save_folder(fast, tmp_path / "begin", eos_token={"content": "</s>", "special": True})
+    )
     assert (tokenizer.prefix_ids, tokenizer.suffix_ids, tokenizer.eos_id) == ((1,), (2,), 2)
     assert tokenizer.encode("ab") == [1, 3, 4, 5], "a prompt begins and does not end"
     assert [ids.tolist() for ids in tokenizer.encode_pieces(["ab", "b"])] == [[3, 4, 5], [3, 5]]
-    fast.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    fast.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     tokenizer = load_tokenizer(save_folder(fast, tmp_path / "both", eos_token="</s>"))
     assert (tokenizer.prefix_ids, tokenizer.suffix_ids) == ((1,), (2,)), "the end is not put twice"
 
@@ -136,13 +158,17 @@ def test_frames_are_the_tokenizers_own(tmp_path: Path) -> None:
 def test_frames_are_found_without_a_latin_letter(tmp_path: Path) -> None:
     vocabulary = {"<s>": 0, "</s>": 1, "я": 2}
     fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    fast.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    fast.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     tokenizer = load_tokenizer(save_folder(fast, tmp_path))
     assert (tokenizer.prefix_ids, tokenizer.suffix_ids) == ((0,), (1,))
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_switched_off(tmp_path: Path) -> None:
-    """A tokenizer.json saved from a fine-tuning run often truncates: silently, it would cut every document."""
+    """A tokenizer.json saved from a fine-tuning run often truncates: silently, it would cut every
+    document.
+    """
     fast = sentencepiece_like()
     fast.enable_truncation(max_length=4)
     fast.enable_padding(length=4)
@@ -169,7 +195,9 @@ def test_unknown_text_is_told_by_its_id(tmp_path: Path) -> None:
         ({"config.json": {"eos_token_id": 99}}, None),
     ],
 )
-def test_where_the_end_of_text_is_named(tmp_path: Path, files: dict[str, object], expected: int | None) -> None:
+def test_where_the_end_of_text_is_named(
+    tmp_path: Path, files: dict[str, object], expected: int | None
+) -> None:
     save_folder(sentencepiece_like(), tmp_path)
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -177,17 +205,19 @@ def test_where_the_end_of_text_is_named(tmp_path: Path, files: dict[str, object]
 
 
 def test_pieces_are_cut_only_where_ids_stay_the_same(tmp_path: Path) -> None:
-    assert BPE.may_cut("a word\n", "another")
-    assert not BPE.may_cut("a wo", "rd")
-    assert not BPE.may_cut("blank\n\n", "lines")
+    assert BPE.is_split_safe("a word\n", "another")
+    assert not BPE.is_split_safe("a wo", "rd")
+    assert not BPE.is_split_safe("blank\n\n", "lines")
     # Marks the start of every text with a space: two pieces would get two.
-    assert not load_tokenizer(save_folder(sentencepiece_like(), tmp_path)).may_cut("ab\n", "ab")
+    assert not load_tokenizer(save_folder(sentencepiece_like(), tmp_path)).is_split_safe(
+        "ab\n", "ab"
+    )
 
 
 @given(left=st.text("ab \n.'", max_size=12), right=st.text("ab \n.'", max_size=12))
 @settings(max_examples=300, deadline=None)
 def test_a_cut_that_is_allowed_changes_no_id(left: str, right: str) -> None:
-    if BPE.may_cut(left, right):
+    if BPE.is_split_safe(left, right):
         assert BPE.encode(left) + BPE.encode(right) == BPE.encode(left + right)
 
 
@@ -197,7 +227,9 @@ def test_gpt2_files_without_tokenizer_json(tmp_path: Path) -> None:
     for prefix, folder in (("", tmp_path / "plain"), ("gpt2_", tmp_path / "prefixed")):
         folder.mkdir()
         (folder / f"{prefix}vocab.json").write_text(json.dumps(model["vocab"]))
-        (folder / f"{prefix}merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+        (folder / f"{prefix}merges.txt").write_text(
+            "\n".join(" ".join(pair) for pair in model["merges"])
+        )
         tokenizer = load_tokenizer(folder)
         assert tokenizer.encode(TEXTS[3]) == BPE.encode(TEXTS[3])
         assert tokenizer.eos_id == BPE.eos_id
@@ -221,7 +253,9 @@ def test_folders_that_hold_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{ damaged")
     with pytest.raises(TokenizerError, match="cannot be read"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Unheard"}, "added_tokens": []}')
+    (tmp_path / "tokenizer.json").write_text(
+        '{"version": "1.0", "model": {"type": "Unheard"}, "added_tokens": []}'
+    )
     with pytest.raises(TokenizerError, match="cannot be read"):
         load_tokenizer(tmp_path)
 

@@ -8,33 +8,35 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.data import workers
-from shardwright.data.chat import load_chat_template
-from shardwright.data.sources import Piece
-from shardwright.data.supervision import Encoder
-from shardwright.data.tokenize import load_tokenizer
-from shardwright.data.workers import encode_in_order
+from shardwright.data import encoding_workers
+from shardwright.data.chat_template import load_chat_template
+from shardwright.data.encoding_workers import encode_in_order
+from shardwright.data.sources import TextPiece
+from shardwright.data.supervision import RecordEncoder
+from shardwright.data.tokenizer_loading import load_tokenizer
 from shardwright.errors import TokenizerError
 from tests.unit.data.chat_tokenizers import CHATML, NO_END, THROWS, chat_folder, turns
 
 
-def encoder_of(folder: Path, template: str) -> Encoder:
+def encoder_of(folder: Path, template: str) -> RecordEncoder:
     path = chat_folder(folder, template)
-    return Encoder(load_tokenizer(path), load_chat_template(path, None, {}, None), "assistant")
+    return RecordEncoder(
+        load_tokenizer(path), load_chat_template(path, None, {}, None), "assistant"
+    )
 
 
-def pieces(count: int, drawn: list[int] | None = None) -> Iterator[Piece]:
+def pieces(count: int, drawn: list[int] | None = None) -> Iterator[TextPiece]:
     for number in range(count):
         if drawn is not None:
             drawn.append(number)
         question = "a bomb" if number % 50 == 7 else f"question {number}"
         content = json.dumps({"messages": turns(question, f"answer {number}")})
-        yield Piece(content, number, True, True, "chat", "a.jsonl", number + 1)
+        yield TextPiece(content, number, True, True, "chat", "a.jsonl", number + 1)
 
 
 def test_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "RECORDS_BEFORE_PROCESSES", 30)
-    monkeypatch.setattr(workers, "RECORDS_AT_A_TIME", 7)
+    monkeypatch.setattr(encoding_workers, "RECORDS_BEFORE_WORKERS", 30)
+    monkeypatch.setattr(encoding_workers, "RECORDS_PER_BATCH", 7)
     encoder = encoder_of(tmp_path, THROWS)
     alone = list(encode_in_order(encoder, pieces(300), 1))
     drawn: list[int] = []
@@ -50,15 +52,17 @@ def test_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.Monke
             assert one == other
         else:
             assert one.ids.tolist() == other.ids.tolist()
-            assert one.supervised.tolist() == other.supervised.tolist()
+            assert one.supervised_mask.tolist() == other.supervised_mask.tolist()
 
 
-def test_an_error_of_the_template_comes_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "RECORDS_BEFORE_PROCESSES", 0)
+def test_an_error_of_the_template_comes_back_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding_workers, "RECORDS_BEFORE_WORKERS", 0)
     with pytest.raises(TokenizerError, match=r"data\.chat_template: no end-of-turn token"):
         list(encode_in_order(encoder_of(tmp_path, NO_END), pieces(20), 2))
 
 
 def test_few_records_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", None)
+    monkeypatch.setattr(encoding_workers, "ProcessPoolExecutor", None)
     assert len(list(encode_in_order(encoder_of(tmp_path, CHATML), pieces(100), 8))) == 100

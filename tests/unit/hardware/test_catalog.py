@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.hardware import Cluster, accelerators, find_accelerator, find_link, find_node, links, parse_cluster
+from shardwright.hardware import (
+    Cluster,
+    find_accelerator,
+    find_link,
+    find_node,
+    list_accelerators,
+    list_links,
+    parse_cluster,
+)
 from shardwright.units import GIB_BYTES
 
 
@@ -39,55 +47,74 @@ def test_spellings_of_data_sheets_drivers_and_published_tables(spelling: str, na
     assert find_accelerator(spelling).name == name
 
 
-@pytest.mark.parametrize("name", accelerators())
+@pytest.mark.parametrize("name", list_accelerators())
 def test_every_entry_is_whole_and_says_where_its_numbers_stand(name: str) -> None:
     node = find_node(name)
     device = node.accelerator
-    numbers = {"memory_bytes", "memory_bytes_per_second", "power_watts", *device.peak_flops_per_second}
+    numbers = {
+        "memory_bytes",
+        "memory_bytes_per_second",
+        "power_watts",
+        *device.peak_flops_per_second,
+    }
     numbers |= {f"sustained {precision}" for precision in device.sustained_flops_per_second}
     assert set(device.sources) == numbers
-    assert all(any(year in text for year in map(str, range(2015, 2027))) for text in device.sources.values()), "a date for each"
+    assert all(
+        any(year in text for year in map(str, range(2015, 2027)))
+        for text in device.sources.values()
+    ), "a date for each"
     assert 14 * GIB_BYTES < device.memory_bytes < 400 * GIB_BYTES
     assert 2e11 < device.memory_bytes_per_second < 1e13
     peaks = device.peak_flops_per_second
     if device.kind == "gpu" and device.vendor != "Intel":
         assert peaks["fp16"] >= 1.9 * peaks["fp32"]
-        assert peaks.get("fp8", 2 * peaks["fp16"]) == pytest.approx(2 * peaks["fp16"], rel=0.02), "dense, not sparse"
+        assert peaks.get("fp8", 2 * peaks["fp16"]) == pytest.approx(2 * peaks["fp16"], rel=0.02), (
+            "dense, not sparse"
+        )
     assert all(
-        0.4 * peaks[precision] < reached < peaks[precision] for precision, reached in device.sustained_flops_per_second.items()
+        0.4 * peaks[precision] < reached < peaks[precision]
+        for precision, reached in device.sustained_flops_per_second.items()
     )
     assert node.intra.bytes_per_second > node.inter.bytes_per_second
 
 
 def test_every_file_means_itself_by_its_own_name_and_by_its_parts() -> None:
-    for name in accelerators():
+    for name in list_accelerators():
         assert find_accelerator(name).name == name
-        assert find_accelerator(f"NVIDIA {name.replace('-', ' ')} GPU").name == name, "the same, read part by part"
+        assert find_accelerator(f"NVIDIA {name.replace('-', ' ')} GPU").name == name, (
+            "the same, read part by part"
+        )
 
 
 def test_a_links_rate_is_one_direction_of_one_accelerator() -> None:
     assert find_link("nvlink4", 8).bytes_per_second == 450e9
     assert find_link("ib400", 8).bytes_per_second == 50e9
     assert find_link("eth100", 8).bytes_per_second == pytest.approx(100e9 / 8 / 8)
-    assert find_link("8xib200", 8).bytes_per_second == find_link("ib200", 8).bytes_per_second == 25e9
+    assert (
+        find_link("8xib200", 8).bytes_per_second == find_link("ib200", 8).bytes_per_second == 25e9
+    )
     assert find_link("4xopa100", 8).bytes_per_second == 6.25e9
-    assert all(find_link(name, 8).sources for name in links())
+    assert all(find_link(name, 8).sources for name in list_links())
 
 
 def test_a_cluster_as_it_is_written() -> None:
-    cluster = parse_cluster("8xH100-80GB", nodes=4, link="ib400")
-    assert (cluster.num_gpus, cluster.domain_size, cluster.name) == (32, 8, "4 x 8xH100-80GB-SXM over ib400")
-    assert cluster.link(8, 1).kind == "nvlink"
-    assert cluster.link(9, 1).kind == "infiniband"
-    assert cluster.link(2, 8).kind == "infiniband"
-    assert cluster.link(4, 2).kind == "nvlink"
+    cluster = parse_cluster("8xH100-80GB", num_nodes=4, link="ib400")
+    assert (cluster.num_gpus, cluster.domain_size, cluster.name) == (
+        32,
+        8,
+        "4 x 8xH100-80GB-SXM over ib400",
+    )
+    assert cluster.get_link(8, 1).kind == "nvlink"
+    assert cluster.get_link(9, 1).kind == "infiniband"
+    assert cluster.get_link(2, 8).kind == "infiniband"
+    assert cluster.get_link(4, 2).kind == "nvlink"
 
 
 def test_a_rack_is_one_domain() -> None:
-    cluster = parse_cluster("4xGB200", nodes=32)
+    cluster = parse_cluster("4xGB200", num_nodes=32)
     assert cluster.domain_size == 72
-    assert cluster.link(64, 1).kind == "nvlink"
-    assert cluster.link(128, 1).kind == "infiniband"
+    assert cluster.get_link(64, 1).kind == "nvlink"
+    assert cluster.get_link(128, 1).kind == "infiniband"
 
 
 def test_one_machine_needs_no_link_and_two_do() -> None:

@@ -1,4 +1,6 @@
-"""Measured profiles: what is written comes back, what is broken is refused by name, look-ups interpolate."""
+"""Measured profiles: what is written comes back, what is broken is refused by name, look-ups
+interpolate.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,24 @@ PROFILE = MeasuredProfile(
     measured_at="2026-11-21T00:00:00Z",
     memory_bytes=150_000_000_000,
     memory_bytes_per_second=4.3e12,
-    matmuls=(MatmulRate("bf16", 1024, 1024, 1024, 3e14), MatmulRate("bf16", 8192, 8192, 8192, 7.9e14)),
-    collectives=(CollectiveRate("all_reduce", 8, 8, 1_000, 2e-5), CollectiveRate("all_reduce", 8, 8, 1_001_000, 1.2e-4)),
+    matmuls=(
+        MatmulRate("bf16", 1024, 1024, 1024, 3e14),
+        MatmulRate("bf16", 8192, 8192, 8192, 7.9e14),
+    ),
+    collectives=(
+        CollectiveRate("all_reduce", 8, 8, 1_000, 2e-5),
+        CollectiveRate("all_reduce", 8, 8, 1_001_000, 1.2e-4),
+    ),
     software={"torch": "2.13"},
     attention=(
         AttentionRate("bf16", 512, 128, 2e14, 1e14),
         AttentionRate("bf16", 8192, 128, 6e14, 5e14),
         AttentionRate("bf16", 2048, 64, 3e14, 2e14),
     ),
-    elementwise=(ElementwiseRate("bf16", 1024, 512, 2e12, 1e12), ElementwiseRate("bf16", 8192, 4096, 3e12, 2e12)),
+    elementwise=(
+        ElementwiseRate("bf16", 1024, 512, 2e12, 1e12),
+        ElementwiseRate("bf16", 8192, 4096, 3e12, 2e12),
+    ),
     handoff_seconds=0.0,
 )
 
@@ -45,24 +56,28 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_the_nearest_product_and_sizes_between() -> None:
-    assert PROFILE.matmul_flops_per_second("bf16", 900, 1200, 1024) == 3e14
-    assert PROFILE.matmul_flops_per_second("bf16", 16384, 4096, 8192) == 7.9e14
-    assert PROFILE.matmul_flops_per_second("fp8", 8192, 8192, 8192) is None
-    assert PROFILE.collective_seconds("all_reduce", 8, 8, 10) == 2e-5
-    assert PROFILE.collective_seconds("all_reduce", 8, 8, 501_000) == pytest.approx(7e-5)
-    assert PROFILE.collective_seconds("all_reduce", 8, 8, 2_002_000) == pytest.approx(2.4e-4)
-    assert PROFILE.collective_seconds("all_reduce", 16, 8, 1_000) is None
+    assert PROFILE.find_matmul_flops_per_second("bf16", 900, 1200, 1024) == 3e14
+    assert PROFILE.find_matmul_flops_per_second("bf16", 16384, 4096, 8192) == 7.9e14
+    assert PROFILE.find_matmul_flops_per_second("fp8", 8192, 8192, 8192) is None
+    assert PROFILE.find_collective_seconds("all_reduce", 8, 8, 10) == 2e-5
+    assert PROFILE.find_collective_seconds("all_reduce", 8, 8, 501_000) == pytest.approx(7e-5)
+    assert PROFILE.find_collective_seconds("all_reduce", 8, 8, 2_002_000) == pytest.approx(2.4e-4)
+    assert PROFILE.find_collective_seconds("all_reduce", 16, 8, 1_000) is None
 
 
 def test_element_wise_operations_of_the_nearest_size() -> None:
-    assert PROFILE.elementwise_bytes_per_second("bf16", 512, 1024, backward=False) == 2e12
-    assert PROFILE.elementwise_bytes_per_second("bf16", 8192, 2048, backward=True) == 2e12
-    assert PROFILE.elementwise_bytes_per_second("fp32", 512, 1024, backward=False) is None
+    assert PROFILE.find_elementwise_bytes_per_second("bf16", 512, 1024, is_backward=False) == 2e12
+    assert PROFILE.find_elementwise_bytes_per_second("bf16", 8192, 2048, is_backward=True) == 2e12
+    assert PROFILE.find_elementwise_bytes_per_second("fp32", 512, 1024, is_backward=False) is None
 
 
 def test_attention_of_the_nearest_width_between_measured_rows() -> None:
-    def rate(row_tokens: float, head_dim: int, *, backward: bool = False, precision: str = "bf16") -> float | None:
-        return PROFILE.attention_flops_per_second(precision, row_tokens, head_dim, backward=backward)
+    def rate(
+        row_tokens: float, head_dim: int, *, backward: bool = False, precision: str = "bf16"
+    ) -> float | None:
+        return PROFILE.find_attention_flops_per_second(
+            precision, row_tokens, head_dim, is_backward=backward
+        )
 
     assert rate(512, 128) == 2e14
     assert rate(2048, 128) == pytest.approx(4e14)  # halfway from 512 to 8192 by the logarithm
@@ -99,11 +114,16 @@ def test_the_planner_takes_measured_memory() -> None:
         ({"memory_bytes_per_second": None}, "profile.memory_bytes_per_second"),
         ({"accelerator": ""}, "profile.accelerator"),
         ({"matmuls": {}}, "profile.matmuls"),
-        ({"matmuls": [{"precision": "bf16", "m": 1, "n": 1, "k": True, "flops_per_second": 1}]}, "profile.matmuls.k"),
+        (
+            {"matmuls": [{"precision": "bf16", "m": 1, "n": 1, "k": True, "flops_per_second": 1}]},
+            "profile.matmuls.k",
+        ),
         ({"collectives": [{"kind": "gossip"}]}, "profile.collectives.kind"),
     ],
 )
-def test_a_broken_profile_is_refused_by_field(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+def test_a_broken_profile_is_refused_by_field(
+    tmp_path: Path, change: dict[str, Any], field: str
+) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(PROFILE.as_dict() | change))
     with pytest.raises(InputError) as refused:

@@ -1,4 +1,6 @@
-"""Names of arguments that torchtitan and Megatron take, with where they stand: what `plan --emit` writes is held to them."""
+"""Names of arguments that torchtitan and Megatron take, with where they stand: what `plan --emit`
+writes is held to them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ TORCHTITAN = frozenset(
         "lr-scheduler.min-lr-factor",
     }
 )
-"""torchtitan 0.3.0 on PyPI: torchtitan/config/configs.py and torchtitan/components/optimizer/lr_scheduler.py."""
+"""torchtitan 0.3.0 on PyPI: torchtitan/config/configs.py and
+torchtitan/components/optimizer/lr_scheduler.py.
+"""
 
 MEGATRON_CORE = frozenset(
     {
@@ -62,7 +66,9 @@ MEGATRON_CORE = frozenset(
         "sgd-momentum",
     }
 )
-"""megatron-core 0.16.1 on PyPI: fields of TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
+"""megatron-core 0.16.1 on PyPI: fields of TransformerConfig, DistributedDataParallelConfig and
+OptimizerConfig.
+"""
 
 MEGATRON_TRAINING = frozenset(
     {
@@ -78,4 +84,6 @@ MEGATRON_TRAINING = frozenset(
         "num-virtual-stages-per-pipeline-rank",
     }
 )
-"""Megatron-LM at 008e9cdb: megatron/training/config/training_config.py, and add_argument in megatron/training/arguments.py."""
+"""Megatron-LM at 008e9cdb: megatron/training/config/training_config.py, and add_argument in
+megatron/training/arguments.py.
+"""

@@ -1,4 +1,6 @@
-"""`plan --emit`: the same degrees, batch and optimisation in other systems' words, and nothing left unsaid."""
+"""`plan --emit`: the same degrees, batch and optimisation in other systems' words, and nothing left
+unsaid.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ import pytest
 import yaml
 
 from shardwright.cli.main import run
-from shardwright.config.load import validate_recipe
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.convert.emit import CONFIG_WRITERS, emit
+from shardwright.convert.emitted_config import EmitRequest, EmittedConfig
 from shardwright.errors import ExitCode
-from shardwright.interop.emit import SYSTEMS, emit
-from shardwright.interop.emitted import Emitted, Subject
-from shardwright.plan import resolve
+from shardwright.plan import resolve_plan
 from tests.unit.interop.argument_names import MEGATRON_CORE, MEGATRON_TRAINING, TORCHTITAN
 
 ROOT = Path(__file__).parents[3]
@@ -30,54 +32,103 @@ TRAINING = {
 }
 
 
-def subject(world_size: int, layout: dict[str, Any], **sections: Any) -> Subject:
-    told: dict[str, Any] = {"model": {"config": {"model_type": "llama"}}, "data": {"sources": "corpus.txt"}, "layout": layout}
+def subject(world_size: int, layout: dict[str, Any], **sections: Any) -> EmitRequest:
+    told: dict[str, Any] = {
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"sources": "corpus.txt"},
+        "layout": layout,
+    }
     told["precision"] = "fp32"
     told["training"] = TRAINING | sections.pop("training", {})
     recipe = validate_recipe(told | sections)
-    return Subject(recipe, resolve(recipe, world_size))
+    return EmitRequest(recipe, resolve_plan(recipe, world_size))
 
 
-def arguments_of(told: Emitted) -> dict[str, str]:
+def arguments_of(told: EmittedConfig) -> dict[str, str]:
     lines = [line.removeprefix("--") for line in told.text.splitlines() if not line.startswith("#")]
-    return {name: value for name, _, value in (line.replace("=", " ").partition(" ") for line in lines)}
+    return {
+        name: value for name, _, value in (line.replace("=", " ").partition(" ") for line in lines)
+    }
 
 
 EVERYTHING = [
     subject(1, {}),
-    subject(4, {"zero_stage": 0}, precision="bf16", recompute="full", model={"config": {"model_type": "llama"}, "compile": True}),
-    subject(8, {"dp_replicate": 2, "dp_shard": 4, "zero_stage": 1}, precision="fp16", optimizer={"name": "sgd", "momentum": 0.9}),
-    subject(16, {"tp": 2, "cp": 2, "zero_stage": 3, "sequence_parallel": False}, recompute="selective"),
-    subject(8, {"pp": 4, "schedule": "interleaved_1f1b", "zero_stage": 2}, training={"schedule": "warmup_stable_decay"}),
-    subject(8, {"pp": 4, "schedule": "zb_h1", "ep": 2, "zero_stage": 3}, training={"schedule": "linear", "max_grad_norm": None}),
-    subject(2, {"zero_stage": 3}, training={"schedule": "constant", "min_learning_rate": 0.0}, moe={"z_loss_coefficient": 0.001}),
+    subject(
+        4,
+        {"zero_stage": 0},
+        precision="bf16",
+        recompute="full",
+        model={"config": {"model_type": "llama"}, "compile": True},
+    ),
+    subject(
+        8,
+        {"dp_replicate": 2, "dp_shard": 4, "zero_stage": 1},
+        precision="fp16",
+        optimizer={"name": "sgd", "momentum": 0.9},
+    ),
+    subject(
+        16, {"tp": 2, "cp": 2, "zero_stage": 3, "sequence_parallel": False}, recompute="selective"
+    ),
+    subject(
+        8,
+        {"pp": 4, "schedule": "interleaved_1f1b", "zero_stage": 2},
+        training={"schedule": "warmup_stable_decay"},
+    ),
+    subject(
+        8,
+        {"pp": 4, "schedule": "zb_h1", "ep": 2, "zero_stage": 3},
+        training={"schedule": "linear", "max_grad_norm": None},
+    ),
+    subject(
+        2,
+        {"zero_stage": 3},
+        training={"schedule": "constant", "min_learning_rate": 0.0},
+        moe={"z_loss_coefficient": 0.001},
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", EVERYTHING, ids=lambda case: str(case.plan.layout))
-def test_arguments_are_those_that_their_parsers_know(case: Subject) -> None:
+def test_arguments_are_those_that_their_parsers_know(case: EmitRequest) -> None:
     assert set(arguments_of(emit("torchtitan", case))) <= TORCHTITAN
     assert set(arguments_of(emit("megatron", case))) <= MEGATRON_CORE | MEGATRON_TRAINING
 
 
 def test_every_degree_is_said_or_noted() -> None:
     """What a cut is called where it can be said, and that it is named where it cannot."""
-    cut = subject(64, {"dp_replicate": 2, "dp_shard": 4, "tp": 2, "pp": 2, "cp": 2, "ep": 2, "zero_stage": 3})
+    cut = subject(
+        64, {"dp_replicate": 2, "dp_shard": 4, "tp": 2, "pp": 2, "cp": 2, "ep": 2, "zero_stage": 3}
+    )
     titan = arguments_of(emit("torchtitan", cut))
-    for degree, value in (("tensor", "2"), ("pipeline", "2"), ("context", "2"), ("expert", "2"), ("data", None)):
+    for degree, value in (
+        ("tensor", "2"),
+        ("pipeline", "2"),
+        ("context", "2"),
+        ("expert", "2"),
+        ("data", None),
+    ):
         if value is not None:
             assert titan[f"parallelism.{degree}-parallel-degree"] == value
-    assert (titan["parallelism.data-parallel-replicate-degree"], titan["parallelism.data-parallel-shard-degree"]) == ("2", "4")
-    assert titan["training.local-batch-size"] == "8", "a pipeline's micro-batches are one local batch there"
+    assert (
+        titan["parallelism.data-parallel-replicate-degree"],
+        titan["parallelism.data-parallel-shard-degree"],
+    ) == ("2", "4")
+    assert titan["training.local-batch-size"] == "8", (
+        "a pipeline's micro-batches are one local batch there"
+    )
     megatron = arguments_of(emit("megatron", cut))
-    assert [megatron[f"{axis}-size"] for axis in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")] == [
-        "2"
-    ] * 3
+    assert [
+        megatron[f"{axis}-size"]
+        for axis in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
+    ] == ["2"] * 3
     assert megatron["data-parallel-sharding-strategy"] == "optim_grads_params"
     assert megatron["num-distributed-optimizer-instances"] == "2"
     accelerate = emit("accelerate", cut)
     degrees = yaml.safe_load(accelerate.text)["parallelism_config"]
-    assert [degrees[f"parallelism_config_{axis}_size"] for axis in ("dp_replicate", "dp_shard", "tp", "cp")] == [2, 4, 2, 2]
+    assert [
+        degrees[f"parallelism_config_{axis}_size"]
+        for axis in ("dp_replicate", "dp_shard", "tp", "cp")
+    ] == [2, 4, 2, 2]
     deepspeed = emit("deepspeed", cut)
     told = json.loads(deepspeed.text)
     assert told["zero_optimization"]["mics_shard_size"] == 8
@@ -89,9 +140,17 @@ def test_every_degree_is_said_or_noted() -> None:
         assert all(any(note.startswith(key) for note in notes) for key in unsaid)
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", CONFIG_WRITERS)
 def test_what_is_not_expressed_stands_in_the_file(system: str) -> None:
-    told = emit(system, subject(8, {"pp": 2, "schedule": "zb_h1", "zero_stage": 1}, precision="fp64", elastic={"max_restarts": 1}))
+    told = emit(
+        system,
+        subject(
+            8,
+            {"pp": 2, "schedule": "zb_h1", "zero_stage": 1},
+            precision="fp64",
+            elastic={"max_restarts": 1},
+        ),
+    )
     assert any("elastic" in note for note in told.notes)
     assert any("fp64" in note for note in told.notes)
     if system == "deepspeed":
@@ -102,7 +161,9 @@ def test_what_is_not_expressed_stands_in_the_file(system: str) -> None:
 
 
 def test_the_learning_rate_is_what_the_batch_makes_of_it() -> None:
-    scaled = subject(4, {"zero_stage": 0}, training={"batch_scaling": "linear", "base_batch_size": 8})
+    scaled = subject(
+        4, {"zero_stage": 0}, training={"batch_scaling": "linear", "base_batch_size": 8}
+    )
     assert scaled.plan.batch.global_batch_size == 32
     assert float(arguments_of(emit("megatron", scaled))["lr"]) == pytest.approx(4e-3)
     told = json.loads(emit("deepspeed", scaled).text)
@@ -125,8 +186,17 @@ def test_torchtitans_own_parser_takes_it() -> None:
         arguments = arguments_of(emit("torchtitan", case))
         assert {name.partition(".")[0] for name in arguments} <= sections.keys()
         for section, config in sections.items():
-            given = {name.partition(".")[2]: value for name, value in arguments.items() if name.startswith(f"{section}.")}
-            parsed = tyro.cli(config, args=[f"--{name}" + (f"={value}" if value else "") for name, value in given.items()])
+            given = {
+                name.partition(".")[2]: value
+                for name, value in arguments.items()
+                if name.startswith(f"{section}.")
+            }
+            parsed = tyro.cli(
+                config,
+                args=[
+                    f"--{name}" + (f"={value}" if value else "") for name, value in given.items()
+                ],
+            )
             if section == "parallelism":
                 assert parsed.tensor_parallel_degree == case.plan.layout.tp
 
@@ -159,8 +229,19 @@ def test_plan_writes_the_chosen_layout(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(f"not expressed: {note}" in captured.err for note in answer["emitted"]["notes"])
 
 
-def test_what_was_supposed_on_the_command_line_is_said_too(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", str(ROOT / "recipes" / "llama3-8b.yaml"), "--cluster", "8xH100-80GB", "--lora", "16", "--precision", "fp32"]
+def test_what_was_supposed_on_the_command_line_is_said_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "plan",
+        str(ROOT / "recipes" / "llama3-8b.yaml"),
+        "--cluster",
+        "8xH100-80GB",
+        "--lora",
+        "16",
+        "--precision",
+        "fp32",
+    ]
     assert run([*words, "--emit", "deepspeed"]) == ExitCode.DONE
     captured = capsys.readouterr()
     assert "adapters: not carried" in captured.err
@@ -175,7 +256,9 @@ def test_what_was_supposed_on_the_command_line_is_said_too(capsys: pytest.Captur
         (["--emit", "megatron", "--precision", "fp8"], "can only be predicted, not trained"),
     ],
 )
-def test_wrong_input_is_told(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+def test_wrong_input_is_told(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
     recipe = str(ROOT / "recipes" / "llama3-8b.yaml")
     assert run(["plan", recipe, "--cluster", "8xH100-80GB", *words]) == ExitCode.WRONG_INPUT
     assert message in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""What `launch` writes: scripts that shellcheck passes and bash runs, a manifest of the operator's form, commands by node."""
+"""What `launch` writes: scripts that shellcheck passes and bash runs, a manifest of the operator's
+form, commands by node.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def recipe(tmp_path: Path) -> Path:
         "name": "small",
         "model": {"config": {"model_type": "llama"}},
         "data": {"sources": "corpus.txt"},
-        "training": {"sequence_length": 8, "max_steps": 3, "learning_rate": 1e-3, "micro_batch_size": 1},
+        "training": {
+            "sequence_length": 8,
+            "max_steps": 3,
+            "learning_rate": 1e-3,
+            "micro_batch_size": 1,
+        },
         "elastic": {"max_restarts": 2},
     }
     path = tmp_path / "a recipe.yaml"
@@ -37,26 +44,63 @@ def launched(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-SLURM = ("--slurm", "--nodes", "2", "--gpus-per-node", "4", "--time", "04:00:00", "--account", "lab", "--cores-per-rank", "8")
+SLURM = (
+    "--slurm",
+    "--nodes",
+    "2",
+    "--gpus-per-node",
+    "4",
+    "--time",
+    "04:00:00",
+    "--account",
+    "lab",
+    "--cores-per-rank",
+    "8",
+)
 
 
 @pytest.mark.parametrize(
-    "extra", [(), ("--image", "lab/sw:1"), ("--env", "WORDS=two words", "--interface", "ib0", "--port", "29501")]
+    "extra",
+    [
+        (),
+        ("--image", "lab/sw:1"),
+        ("--env", "WORDS=two words", "--interface", "ib0", "--port", "29501"),
+    ],
 )
-def test_the_script_passes_shellcheck(recipe: Path, capsys: pytest.CaptureFixture[str], extra: tuple[str, ...]) -> None:
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+def test_the_script_passes_shellcheck(
+    recipe: Path, capsys: pytest.CaptureFixture[str], extra: tuple[str, ...]
+) -> None:
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed (the `dev` extra has it)")
     text = launched(capsys, str(recipe), *SLURM, *extra)
-    done = subprocess.run([shellcheck, "-"], input=text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [shellcheck, "-"], input=text, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 
 def test_slurm_is_told_all_it_needs(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = launched(capsys, str(recipe), *SLURM, "--sbatch=--qos=high", "--save-seconds", "600").splitlines()
+    lines = launched(
+        capsys, str(recipe), *SLURM, "--sbatch=--qos=high", "--save-seconds", "600"
+    ).splitlines()
     directives = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
-    assert directives >= {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=8", "--time=04:00:00"}
-    assert directives >= {"--account=lab", "--qos=high", "--signal=TERM@600", "--requeue", "--open-mode=append"}
+    assert directives >= {
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--cpus-per-task=8",
+        "--time=04:00:00",
+    }
+    assert directives >= {
+        "--account=lab",
+        "--qos=high",
+        "--signal=TERM@600",
+        "--requeue",
+        "--open-mode=append",
+    }
 
 
 FAKES = {
@@ -67,15 +111,29 @@ FAKES = {
 
 
 def run_script(folder: Path, text: str, status: int, restarts: int = 0) -> tuple[int, list[str]]:
-    """The script under `FAKES`, where srun ends with `status`; returns its exit code and what it asked scontrol for."""
+    """The script under `FAKES`, where srun ends with `status`; returns its exit code and what it
+    asked scontrol for.
+    """
     for name, body in FAKES.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
     (folder / "status").write_text(str(status))
     (folder / "scontrol.log").unlink(missing_ok=True)
-    told = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{folder}:{os.environ['PATH']}"}
+    told = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
     told |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
-    done = subprocess.run(["bash", "-c", text], cwd=folder, env=told, capture_output=True, text=True, check=False, timeout=250)
+    done = subprocess.run(
+        ["bash", "-c", text],
+        cwd=folder,
+        env=told,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
     log = folder / "scontrol.log"
     return done.returncode, log.read_text().splitlines() if log.exists() else []
 
@@ -88,14 +146,21 @@ def test_the_script_goes_back_into_the_queue_when_it_should(
     assert run_script(tmp_path, text, 0) == (0, [])
     assert run_script(tmp_path, text, ExitCode.WRONG_INPUT) == (ExitCode.WRONG_INPUT, [])
     assert run_script(tmp_path, text, ExitCode.PREEMPTED) == (ExitCode.PREEMPTED, requeue)
-    assert "--resume-if-begun" not in (tmp_path / "srun.log").read_text(), "a new job refuses a run folder that is in use"
-    assert run_script(tmp_path, text, ExitCode.PREEMPTED, restarts=1) == (ExitCode.PREEMPTED, requeue)
+    assert "--resume-if-begun" not in (tmp_path / "srun.log").read_text(), (
+        "a new job refuses a run folder that is in use"
+    )
+    assert run_script(tmp_path, text, ExitCode.PREEMPTED, restarts=1) == (
+        ExitCode.PREEMPTED,
+        requeue,
+    )
     assert (tmp_path / "srun.log").read_text().splitlines()[-1].endswith("--resume-if-begun")
     losses = [run_script(tmp_path, text, status)[1] for status in (ExitCode.RUN_FAILED, 137, 143)]
     assert losses == [requeue, requeue, []], "elastic.max_restarts is 2"
 
 
-def test_a_recipe_without_restarts_is_not_tried_again(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_without_restarts_is_not_tried_again(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = launched(capsys, str(recipe), *SLURM, "--set", "elastic.max_restarts=0")
     assert run_script(tmp_path, text, ExitCode.RUN_FAILED) == (ExitCode.RUN_FAILED, [])
 
@@ -132,7 +197,10 @@ POD = {
                                             "type": "object",
                                             "additionalProperties": False,
                                             "required": ["name", "value"],
-                                            "properties": {"name": {"type": "string"}, "value": {"type": "string"}},
+                                            "properties": {
+                                                "name": {"type": "string"},
+                                                "value": {"type": "string"},
+                                            },
                                         },
                                     },
                                     "ports": {
@@ -144,7 +212,10 @@ POD = {
                                             }
                                         },
                                     },
-                                    "volumeMounts": {"type": "array", "items": {"required": ["name", "mountPath"]}},
+                                    "volumeMounts": {
+                                        "type": "array",
+                                        "items": {"required": ["name", "mountPath"]},
+                                    },
                                 },
                             },
                         },
@@ -165,7 +236,13 @@ PYTORCH_JOB = {
         "metadata": {
             "type": "object",
             "required": ["name"],
-            "properties": {"name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}},
+            "properties": {
+                "name": {
+                    "type": "string",
+                    "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+                    "maxLength": 63,
+                }
+            },
         },
         "spec": {
             "type": "object",
@@ -191,13 +268,27 @@ PYTORCH_JOB = {
         },
     },
 }
-"""What we write of kubeflow.org_pytorchjobs.yaml (training-operator v1), and nothing that it does not have."""
+"""What we write of kubeflow.org_pytorchjobs.yaml (training-operator v1), and nothing that it does
+not have.
+"""
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_the_manifest_is_of_the_operators_form(recipe: Path, capsys: pytest.CaptureFixture[str], nodes: int) -> None:
+def test_the_manifest_is_of_the_operators_form(
+    recipe: Path, capsys: pytest.CaptureFixture[str], nodes: int
+) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    words = ["--kubernetes", "--nodes", str(nodes), "--gpus-per-node", "4", "--image", "lab/sw:1", "--volume", "store:/data"]
+    words = [
+        "--kubernetes",
+        "--nodes",
+        str(nodes),
+        "--gpus-per-node",
+        "4",
+        "--image",
+        "lab/sw:1",
+        "--volume",
+        "store:/data",
+    ]
     told = yaml.safe_load(launched(capsys, str(recipe), *words, "--set", "name=Big_Run.1"))
     jsonschema.validate(told, PYTORCH_JOB)
     assert told["metadata"]["name"] == "big-run-1"
@@ -208,15 +299,23 @@ def test_the_manifest_is_of_the_operators_form(recipe: Path, capsys: pytest.Capt
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
     assert ("--node-rank=$(RANK)" in container["args"]) == (nodes > 1)
     assert container["args"][-1] == "--resume-if-begun"
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    grace = {entry["name"]: entry["value"] for entry in container["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
-    assert pod["terminationGracePeriodSeconds"] > int(grace), "ranks may save before the pod is killed"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+    grace = {entry["name"]: entry["value"] for entry in container["env"]}[
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    ]
+    assert pod["terminationGracePeriodSeconds"] > int(grace), (
+        "ranks may save before the pod is killed"
+    )
 
 
 def test_the_manifest_is_one_to_the_operators_own_client(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read into the classes of kubeflow-training and kubernetes, which know every field, and back: nothing is lost or changed."""
+    """Read into the classes of kubeflow-training and kubernetes, which know every field, and back:
+    nothing is lost or changed.
+    """
     models = pytest.importorskip("kubeflow.training.models")
     from kubernetes.client import ApiClient
     from kubernetes.client import models as common
@@ -224,8 +323,20 @@ def test_the_manifest_is_one_to_the_operators_own_client(
     for name in vars(models).keys() - vars(common).keys():  # where the client looks classes up
         monkeypatch.setattr(common, name, getattr(models, name), raising=False)
 
-    words = ["--kubernetes", "--nodes", "3", "--gpus-per-node", "4", "--cores-per-rank", "2", "--image", "lab/sw:1"]
-    told = yaml.safe_load(launched(capsys, str(recipe), *words, "--volume", "store:/data", "--working-dir", "/data"))
+    words = [
+        "--kubernetes",
+        "--nodes",
+        "3",
+        "--gpus-per-node",
+        "4",
+        "--cores-per-rank",
+        "2",
+        "--image",
+        "lab/sw:1",
+    ]
+    told = yaml.safe_load(
+        launched(capsys, str(recipe), *words, "--volume", "store:/data", "--working-dir", "/data")
+    )
     client = ApiClient()
     read = client.deserialize(SimpleNamespace(data=json.dumps(told)), "KubeflowOrgV1PyTorchJob")
     back = client.sanitize_for_serialization(read)
@@ -239,24 +350,49 @@ def test_the_manifest_is_one_to_the_operators_own_client(
 
 @pytest.mark.parametrize(
     ("words", "shared"),
-    [((), False), (("--working-dir", "/data"), True), (("--run-dir", "/data/runs/a"), True), (("--run-dir", "/tmp/a"), False)],
+    [
+        ((), False),
+        (("--working-dir", "/data"), True),
+        (("--run-dir", "/data/runs/a"), True),
+        (("--run-dir", "/tmp/a"), False),
+    ],
 )
 def test_a_run_folder_that_pods_would_not_share_is_told(
     recipe: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], shared: bool
 ) -> None:
-    common = ["--kubernetes", "--gpus-per-node", "4", "--image", "lab/sw:1", "--volume", "store:/data"]
+    common = [
+        "--kubernetes",
+        "--gpus-per-node",
+        "4",
+        "--image",
+        "lab/sw:1",
+        "--volume",
+        "store:/data",
+    ]
     assert run(["launch", str(recipe), *common, *words]) == ExitCode.DONE
     assert ("is on no --volume" in capsys.readouterr().err) == (not shared)
 
 
 def test_a_name_that_is_no_utf8_is_written_with_its_own_bytes(recipe: Path, tmp_path: Path) -> None:
-    out, words = tmp_path / "out.txt", ["--torchrun", "--gpus-per-node", "4", "--env", "FOLDER=/data/\udcff"]
+    out = tmp_path / "out.txt"
+    words = ["--torchrun", "--gpus-per-node", "4", "--env", "FOLDER=/data/\udcff"]
     assert run(["launch", str(recipe), *words, "--out", str(out)]) == ExitCode.DONE
     assert b"/data/\xff" in out.read_bytes()
 
 
-def test_each_node_has_its_torchrun_command(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--torchrun", "--hosts", "10.0.0.1,10.0.0.2", "--gpus-per-node", "4", "--env", "WORDS=two words", "--json"]
+def test_each_node_has_its_torchrun_command(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--torchrun",
+        "--hosts",
+        "10.0.0.1,10.0.0.2",
+        "--gpus-per-node",
+        "4",
+        "--env",
+        "WORDS=two words",
+        "--json",
+    ]
     told = json.loads(launched(capsys, str(recipe), *words))
     first, second = told["text"].splitlines()[1::2]
     assert told["world_size"] == 8
@@ -284,28 +420,45 @@ def test_each_node_has_its_torchrun_command(recipe: Path, capsys: pytest.Capture
         (["--slurm"], "--gpus-per-node"),
         (["--slurm", "--gpus-per-node", "2", "--time", "soon"], "not a time limit"),
         (["--slurm", "--gpus-per-node", "2", "--time", "30\n"], "not a time limit"),
-        (["--slurm", "--gpus-per-node", "2", "--partition", "a\nrm -rf /"], "--partition: not a single word"),
+        (
+            ["--slurm", "--gpus-per-node", "2", "--partition", "a\nrm -rf /"],
+            "--partition: not a single word",
+        ),
         (["--torchrun", "--gpus-per-node", "2", "--hosts", ",,,"], "--hosts: not a node address"),
-        (["--torchrun", "--gpus-per-node", "2", "--hosts", "a b,c;d"], "--hosts: not a node address (got 'a b'"),
+        (
+            ["--torchrun", "--gpus-per-node", "2", "--hosts", "a b,c;d"],
+            "--hosts: not a node address (got 'a b'",
+        ),
         (["--kubernetes", "--gpus-per-node", "2", "--image", ""], "pods need a container image"),
-        (["--slurm", "--gpus-per-node", "2", "--hosts", "a"], "applies to --torchrun only and has no effect with --slurm"),
+        (
+            ["--slurm", "--gpus-per-node", "2", "--hosts", "a"],
+            "applies to --torchrun only and has no effect with --slurm",
+        ),
         (["--slurm", "--gpus-per-node", "2", "--layout", "tp=3"], "does not divide 2 ranks"),
         (["--slurm", "--gpus-per-node", "2", "--sbatch", "qos=high"], "not an sbatch option"),
         (["--slurm", "--gpus-per-node", "2", "--env", "1=2"], "NAME=VALUE"),
-        (["--slurm", "--gpus-per-node", "2", "--ib-hca", "mlx5", "--no-infiniband"], "InfiniBand is disabled"),
+        (
+            ["--slurm", "--gpus-per-node", "2", "--ib-hca", "mlx5", "--no-infiniband"],
+            "InfiniBand is disabled",
+        ),
         (["--kubernetes", "--gpus-per-node", "2"], "--image"),
         (["--kubernetes", "--gpus-per-node", "2", "--image", "i", "--volume", "x"], "CLAIM:/path"),
         (["--torchrun", "--nodes", "2", "--gpus-per-node", "2"], "--hosts node1,node2"),
         (["--torchrun", "--gpus-per-node", "2", "--submit"], "this launcher has no scheduler"),
     ],
 )
-def test_wrong_input_is_told(recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+def test_wrong_input_is_told(
+    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
     assert run(["launch", str(recipe), *words]) == ExitCode.WRONG_INPUT
     assert message in capsys.readouterr().err
 
 
 def test_submitting_hands_the_script_over(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["launch", str(recipe), "--slurm", "--gpus-per-node", "2", "--submit"]
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

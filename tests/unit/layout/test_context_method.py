@@ -1,4 +1,6 @@
-"""Who has which chunks of a row, which method `auto` comes to, and what is refused with which numbers."""
+"""Who has which chunks of a row, which method `auto` comes to, and what is refused with which
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,30 @@ import pytest
 
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
-from shardwright.layout.context import check_context, chunks_of, num_chunks
+from shardwright.layout.context_method import assign_chunks, check_context_parallel, count_chunks
 
-ATTENTION: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4, "windows": (None, None), "sequence_length": 64}
+ATTENTION: dict[str, Any] = {
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "windows": (None, None),
+    "sequence_length": 64,
+}
 
 
 def check(layout: Layout, **changes: Any) -> tuple[str, str]:
-    choice = check_context(layout, **(ATTENTION | changes))
+    choice = check_context_parallel(layout, **(ATTENTION | changes))
     return choice.method, choice.reason
 
 
 @pytest.mark.parametrize("degree", [2, 3, 8])
 def test_zigzag_gives_every_rank_as_many_pairs_to_compute(degree: int) -> None:
-    chunks = chunks_of("ring", degree)
-    assert sorted(chunk for own in chunks for chunk in own) == list(range(num_chunks("ring", degree)))
+    chunks = assign_chunks("ring", degree)
+    assert sorted(chunk for own in chunks for chunk in own) == list(
+        range(count_chunks("ring", degree))
+    )
     assert len({sum(own) for own in chunks}) == 1
-    assert chunks_of("all_gather", degree) == chunks
-    assert chunks_of("ulysses", degree) == tuple((rank,) for rank in range(degree))
+    assert assign_chunks("all_gather", degree) == chunks
+    assert assign_chunks("ulysses", degree) == tuple((rank,) for rank in range(degree))
 
 
 @pytest.mark.parametrize(
@@ -33,14 +42,31 @@ def test_zigzag_gives_every_rank_as_many_pairs_to_compute(degree: int) -> None:
         (Layout(cp=2), {}, "ulysses", "heads divide by 2"),
         (Layout(cp=2, tp=2), {}, "ulysses", "4 ranks of tp x cp"),
         (Layout(cp=8), {}, "ring", "heads do not divide"),
-        (Layout(cp=4, tp=4), {"num_heads": 64, "num_kv_heads": 64}, "ring", "16 ranks of tp x cp may not fit in one node"),
+        (
+            Layout(cp=4, tp=4),
+            {"num_heads": 64, "num_kv_heads": 64},
+            "ring",
+            "16 ranks of tp x cp may not fit in one node",
+        ),
         (Layout(cp=3), {"sequence_length": 66}, "ring", "heads do not divide by 3"),
-        (Layout(cp=3), {"sequence_length": 66, "windows": (8, 8, None)}, "all_gather", "windows of at most a chunk (11 tokens)"),
-        (Layout(cp=3), {"sequence_length": 66, "windows": (8, None)}, "ring", "heads do not divide by 3"),
+        (
+            Layout(cp=3),
+            {"sequence_length": 66, "windows": (8, 8, None)},
+            "all_gather",
+            "windows of at most a chunk (11 tokens)",
+        ),
+        (
+            Layout(cp=3),
+            {"sequence_length": 66, "windows": (8, None)},
+            "ring",
+            "heads do not divide by 3",
+        ),
         (Layout(cp=2, cp_method="ring"), {}, "ring", "set by layout.cp_method"),
     ],
 )
-def test_what_auto_comes_to_and_why(layout: Layout, changes: dict[str, Any], method: str, why: str) -> None:
+def test_what_auto_comes_to_and_why(
+    layout: Layout, changes: dict[str, Any], method: str, why: str
+) -> None:
     chosen, reason = check(layout, **changes)
     assert chosen == method
     assert why in reason
@@ -53,12 +79,36 @@ def test_one_rank_has_nothing_to_refuse() -> None:
 @pytest.mark.parametrize(
     ("layout", "changes", "told"),
     [
-        (Layout(cp=4, cp_method="ring"), {"sequence_length": 100}, r"100 tokens .* 2 x cp = 8.*multiple of 8.*96 or 104"),
-        (Layout(cp=4, cp_method="ring"), {"sequence_length": 4}, r"4 tokens .* = 8.*The nearest that works is 8$"),
-        (Layout(cp=4, cp_method="ulysses"), {"sequence_length": 62}, r"62 tokens .* by cp = 4.*60 or 64"),
-        (Layout(cp=2, tp=4, cp_method="ring"), {"sequence_length": 60}, r"60 tokens .* = 8.*56 or 64"),
-        (Layout(cp=3, cp_method="ulysses"), {}, r"8 heads do not divide by 3 .*got 3.*nearest degree that works is 2"),
-        (Layout(cp=4, tp=4, cp_method="ulysses"), {}, r"2 heads \(on each of 4 tensor-parallel ranks\) do not divide by 4"),
+        (
+            Layout(cp=4, cp_method="ring"),
+            {"sequence_length": 100},
+            r"100 tokens .* 2 x cp = 8.*multiple of 8.*96 or 104",
+        ),
+        (
+            Layout(cp=4, cp_method="ring"),
+            {"sequence_length": 4},
+            r"4 tokens .* = 8.*The nearest that works is 8$",
+        ),
+        (
+            Layout(cp=4, cp_method="ulysses"),
+            {"sequence_length": 62},
+            r"62 tokens .* by cp = 4.*60 or 64",
+        ),
+        (
+            Layout(cp=2, tp=4, cp_method="ring"),
+            {"sequence_length": 60},
+            r"60 tokens .* = 8.*56 or 64",
+        ),
+        (
+            Layout(cp=3, cp_method="ulysses"),
+            {},
+            r"8 heads do not divide by 3 .*got 3.*nearest degree that works is 2",
+        ),
+        (
+            Layout(cp=4, tp=4, cp_method="ulysses"),
+            {},
+            r"2 heads \(on each of 4 tensor-parallel ranks\) do not divide by 4",
+        ),
         (
             Layout(cp=2, cp_method="ulysses"),
             {"num_heads": 6, "num_kv_heads": 3},
@@ -66,7 +116,9 @@ def test_one_rank_has_nothing_to_refuse() -> None:
         ),
     ],
 )
-def test_what_does_not_divide_is_refused_with_the_nearest_that_does(layout: Layout, changes: dict[str, Any], told: str) -> None:
+def test_what_does_not_divide_is_refused_with_the_nearest_that_does(
+    layout: Layout, changes: dict[str, Any], told: str
+) -> None:
     with pytest.raises(LayoutError, match=told):
         check(layout, **changes)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.config.layout import LayoutSection
-from shardwright.config.load import parse_layout
+from shardwright.config.recipe_loading import parse_layout
 from shardwright.errors import LayoutError
 from shardwright.layout import AXES, Layout, RankGrid, resolve_layout
 
@@ -50,14 +50,18 @@ def test_what_does_not_fit_shows_the_arithmetic(text: str, world_size: int, word
 
 
 @given(degree, degree, degree, degree, degree, st.data())
-def test_a_layout_prints_as_it_is_read(replicate: int, shard: int, tp: int, pp: int, cp: int, data: st.DataObject) -> None:
+def test_a_layout_prints_as_it_is_read(
+    replicate: int, shard: int, tp: int, pp: int, cp: int, data: st.DataObject
+) -> None:
     stage = 0 if shard * cp == 1 else data.draw(st.sampled_from([1, 2, 3]))
     layout = Layout(dp_replicate=replicate, dp_shard=shard, tp=tp, pp=pp, cp=cp, zero_stage=stage)
     assert resolve_layout(LayoutSection(**parse_layout(str(layout))), layout.world_size) == layout
 
 
 @given(degree, degree, degree, degree, degree, st.sets(st.sampled_from(AXES)))
-def test_groups_partition_the_ranks(replicate: int, shard: int, tp: int, pp: int, cp: int, axes: set[str]) -> None:
+def test_groups_partition_the_ranks(
+    replicate: int, shard: int, tp: int, pp: int, cp: int, axes: set[str]
+) -> None:
     layout = Layout(dp_replicate=replicate, dp_shard=shard, tp=tp, pp=pp, cp=cp, zero_stage=1)
     grid = RankGrid(layout)
     groups = grid.groups(axes)
@@ -70,24 +74,32 @@ def test_groups_partition_the_ranks(replicate: int, shard: int, tp: int, pp: int
 
 
 @given(degree, degree, degree, degree, degree)
-def test_ranks_and_coordinates_are_inverse(replicate: int, shard: int, tp: int, pp: int, cp: int) -> None:
+def test_ranks_and_coordinates_are_inverse(
+    replicate: int, shard: int, tp: int, pp: int, cp: int
+) -> None:
     grid = RankGrid(Layout(dp_replicate=replicate, dp_shard=shard, tp=tp, pp=pp, cp=cp))
-    assert [grid.rank_at(grid.coordinates(rank)) for rank in range(grid.layout.world_size)] == list(range(grid.layout.world_size))
+    assert [grid.rank_at(grid.coordinates(rank)) for rank in range(grid.layout.world_size)] == list(
+        range(grid.layout.world_size)
+    )
     readers = [grid.data_rank(rank) for rank in range(grid.layout.world_size)]
     assert sorted(set(readers)) == list(range(replicate * shard))
 
 
 def test_groups_of_512_ranks_hold_whom_they_should() -> None:
-    # Rank r gives 2^r; every group's sum names its members, and together the groups of an axis hold every rank once.
+    # Rank r gives 2^r; every group's sum names its members, and together the groups of an axis hold
+    # every rank once.
     layout = Layout(tp=8, pp=4, dp_shard=8, cp=2, ep=4, zero_stage=3)
     assert layout.world_size == 512
     grid = RankGrid(layout)
     everyone = sum(2**rank for rank in range(512))
     strides = {"tp": 1, "cp": 8, "dp_shard": 16, "fsdp": 8, "ep": 8, "efsdp": 32, "pp": 128}
     for axis, stride in strides.items():
-        groups, degree = grid.groups([axis]), layout.degree(axis)
+        groups = grid.groups([axis])
+        degree = layout.degree(axis)
         assert sum(sum(2**rank for rank in group) for group in groups) == everyone
         for group in groups:
-            assert sum(2**rank for rank in group) == sum(2 ** (group[0] + stride * number) for number in range(degree))
+            assert sum(2**rank for rank in group) == sum(
+                2 ** (group[0] + stride * number) for number in range(degree)
+            )
     assert grid.groups(["dp_replicate", "fsdp"]) == grid.groups(["fsdp"])
-    assert grid.parts("tp", 4)[:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert grid.subgroups("tp", 4)[:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]

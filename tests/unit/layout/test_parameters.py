@@ -1,4 +1,6 @@
-"""What ranks hold tiles a parameter once per copy, and lies where torch.chunk puts it, section by section."""
+"""What ranks hold tiles a parameter once per copy, and lies where torch.chunk puts it, section by
+section.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +8,75 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.layout import Layout, ParameterLayout, RankGrid, Section, Shard, held, local_shape
+from shardwright.layout import (
+    DimSection,
+    Layout,
+    ParameterLayout,
+    RankGrid,
+    Shard,
+    compute_local_boxes,
+    compute_local_shape,
+)
 
 degrees = st.integers(1, 4)
 
 
 def whole_by_boxes(parameter: ParameterLayout, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """How often each element is held, and how often by the first of the neighbours that hold it."""
-    seen, first = np.zeros(parameter.shape, dtype=int), np.zeros(parameter.shape, dtype=int)
+    seen = np.zeros(parameter.shape, dtype=int)
+    first = np.zeros(parameter.shape, dtype=int)
     for rank in range(layout.world_size):
         here = RankGrid(layout).coordinates(rank)
-        local = np.zeros(local_shape(parameter, layout, here), dtype=int)
-        for box in held(parameter, layout, here):
-            part = tuple(slice(start, start + length) for start, length in box.whole)
+        local = np.zeros(compute_local_shape(parameter, layout, here), dtype=int)
+        for box in compute_local_boxes(parameter, layout, here):
+            part = tuple(slice(start, start + length) for start, length in box.global_bounds)
             seen[part] += 1
-            first[part] += box.first
-            local[tuple(slice(start, start + length) for start, length in box.local)] += 1
+            first[part] += box.is_first_copy
+            local[tuple(slice(start, start + length) for start, length in box.local_bounds)] += 1
         assert (local == 1).all()
     return seen, first
 
 
-@given(rows=st.integers(0, 17), replicate=degrees, shard=degrees, cp=degrees, tp=degrees, columns=st.booleans())
-def test_boxes_tile_the_whole_once_per_copy(rows: int, replicate: int, shard: int, cp: int, tp: int, columns: bool) -> None:
+@given(
+    rows=st.integers(0, 17),
+    replicate=degrees,
+    shard=degrees,
+    cp=degrees,
+    tp=degrees,
+    columns=st.booleans(),
+)
+def test_boxes_tile_the_whole_once_per_copy(
+    rows: int, replicate: int, shard: int, cp: int, tp: int, columns: bool
+) -> None:
     layout = Layout(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, zero_stage=3)
-    parameter = ParameterLayout("w", (rows, 5), (Shard("tp", 0 if columns else 1), Shard("fsdp", 0)))
+    parameter = ParameterLayout(
+        "w", (rows, 5), (Shard("tp", 0 if columns else 1), Shard("fsdp", 0))
+    )
     seen, first = whole_by_boxes(parameter, layout)
     assert (seen == replicate).all()
     assert (first == replicate).all()
 
 
-@given(heads=st.integers(1, 3), group=st.sampled_from([1, 2, 4]), kv_pieces=st.sampled_from([1, 2, 4]), shard=degrees)
-def test_a_fused_projection_with_few_key_value_heads(heads: int, group: int, kv_pieces: int, shard: int) -> None:
-    tp, keys = 4, 4 * heads
+@given(
+    heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 4]),
+    kv_pieces=st.sampled_from([1, 2, 4]),
+    shard=degrees,
+)
+def test_a_fused_projection_with_few_key_value_heads(
+    heads: int, group: int, kv_pieces: int, shard: int
+) -> None:
+    tp = 4
+    keys = 4 * heads
     queries = keys * group
-    sections = (Section(0, queries, tp), Section(queries, keys, kv_pieces), Section(queries + keys, keys, kv_pieces))
-    parameter = ParameterLayout("qkv", (queries + 2 * keys, 2), (Shard("tp", 0, sections), Shard("fsdp", 0)))
+    sections = (
+        DimSection(0, queries, tp),
+        DimSection(queries, keys, kv_pieces),
+        DimSection(queries + keys, keys, kv_pieces),
+    )
+    parameter = ParameterLayout(
+        "qkv", (queries + 2 * keys, 2), (Shard("tp", 0, sections), Shard("fsdp", 0))
+    )
     seen, first = whole_by_boxes(parameter, Layout(dp_shard=shard, tp=tp, zero_stage=3))
     assert (seen[:queries] == 1).all()
     assert (seen[queries:] == tp // kv_pieces).all()
@@ -59,17 +95,25 @@ def test_slices_are_those_of_torch_chunk() -> None:
     layout = Layout(dp_shard=4, zero_stage=3)
     parameter = ParameterLayout("w", (5, 3), (Shard("fsdp", 0),))
     grid = RankGrid(layout)
-    assert [[box.whole for box in held(parameter, layout, grid.coordinates(rank))] for rank in range(4)] == [
+    assert [
+        [
+            box.global_bounds
+            for box in compute_local_boxes(parameter, layout, grid.coordinates(rank))
+        ]
+        for rank in range(4)
+    ] == [
         [((0, 2), (0, 3))],
         [((2, 2), (0, 3))],
         [((4, 1), (0, 3))],
         [],
     ]
-    assert local_shape(parameter, layout, grid.coordinates(3)) == (0, 3)
+    assert compute_local_shape(parameter, layout, grid.coordinates(3)) == (0, 3)
 
 
 def test_a_stage_that_lacks_a_parameter_holds_nothing() -> None:
     layout = Layout(pp=2)
-    parameter = ParameterLayout("w", (5, 3), stages=(1,))
+    parameter = ParameterLayout("w", (5, 3), pp_ranks=(1,))
     grid = RankGrid(layout)
-    assert [len(held(parameter, layout, grid.coordinates(rank))) for rank in range(2)] == [0, 1]
+    assert [
+        len(compute_local_boxes(parameter, layout, grid.coordinates(rank))) for rank in range(2)
+    ] == [0, 1]

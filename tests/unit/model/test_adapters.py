@@ -1,4 +1,6 @@
-"""Adapters in the decoder: the start is the base model, what is added is what the paper says, and it can be switched off."""
+"""Adapters in the decoder: the start is the base model, what is added is what the paper says, and
+it can be switched off.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.architecture import AdapterShape, ModelShape, Normal, ParameterSpec, RowNorms, Uniform, read_config
-from shardwright.architecture.targets import with_adapters
-from shardwright.config.adapters import AdapterSection
+from shardwright.architecture import (
+    AdapterShape,
+    ModelShape,
+    NormalInit,
+    ParameterSpec,
+    RowNormsInit,
+    UniformInit,
+    read_config,
+)
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.adapters import begin, merged_weight, row_norms
-from shardwright.model.init import initialise
 from shardwright.model.linear import Linear
+from shardwright.model.lora import compute_row_norms, initialise_adapter, merge_adapter
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout
 from shardwright.plan import BatchPlan, Plan
 from tests.reference.cases import CASES
 
-FAMILIES = ("llama-one-kv-head-tied", "gpt2", "phi3", "gpt_neox", "mixtral", "gpt_oss", "deepseek_v3")
+FAMILIES = (
+    "llama-one-kv-head-tied",
+    "gpt2",
+    "phi3",
+    "gpt_neox",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+)
 
 
 def filled(shape: ModelShape) -> Decoder:
@@ -32,9 +50,11 @@ def filled(shape: ModelShape) -> Decoder:
         return values[name][tuple(slice(start, start + length) for start, length in bounds)]
 
     decoder = Decoder(shape)
-    for spec in shape.parameters():
-        in_out = spec.beside is not None and shape.lies_in_out(spec.beside)
-        values[spec.name] = begin(spec, 0, None, dtype=torch.float32, read_matrix=read, in_out=in_out)
+    for spec in shape.list_parameters():
+        in_out = spec.adapted_matrix is not None and shape.is_in_out(spec.adapted_matrix)
+        values[spec.name] = initialise_adapter(
+            spec, 0, None, dtype=torch.float32, read_matrix=read, in_out=in_out
+        )
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(values[name])
@@ -46,14 +66,21 @@ def filled(shape: ModelShape) -> Decoder:
 def test_the_start_is_the_base_model(name: str, kind: str) -> None:
     base = read_config(CASES[name])
     exclude = ("experts.*",) if kind == "dora" and base.experts else ()
-    shape = with_adapters(base, AdapterSection(kind=kind, rank=4, exclude=exclude))  # type: ignore[arg-type]
+    shape = add_adapters(base, AdapterSection(kind=kind, rank=4, exclude=exclude))  # type: ignore[arg-type]
     adapted = filled(shape)
-    assert [(n, tuple(p.shape)) for n, p in adapted.named_parameters()] == [(s.name, s.shape) for s in shape.parameters()]
-    assert {n for n, p in adapted.named_parameters() if p.requires_grad} == {s.name for s in shape.parameters() if s.part}
+    assert [(n, tuple(p.shape)) for n, p in adapted.named_parameters()] == [
+        (s.name, s.shape) for s in shape.list_parameters()
+    ]
+    assert {n for n, p in adapted.named_parameters() if p.requires_grad} == {
+        s.name for s in shape.list_parameters() if s.adapter_part
+    }
     ids_BT = torch.randint(0, base.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted, got = filled(base)(ids_BT), adapted(ids_BT)
-        assert torch.equal(got, wanted) or (kind == "dora" and torch.allclose(got, wanted, rtol=1e-6, atol=1e-6))
+        wanted = filled(base)(ids_BT)
+        got = adapted(ids_BT)
+        assert torch.equal(got, wanted) or (
+            kind == "dora" and torch.allclose(got, wanted, rtol=1e-6, atol=1e-6)
+        )
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1)
@@ -68,49 +95,76 @@ def test_the_start_is_the_base_model(name: str, kind: str) -> None:
 def test_a_product_is_that_of_the_merged_matrix(kind: Any, transposed: bool) -> None:
     adapters = AdapterShape(kind, rank=3, alpha=2.0, modules=frozenset())
     linear = Linear(5, 7, bias=True, transposed=transposed)
-    linear.adapt(adapters, 0)
+    linear.add_adapter(adapters, 0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in linear.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     x_ND = torch.randn(4, 5, generator=generator)
     weight_FD = linear.weight.t() if transposed else linear.weight
-    update_FD = linear.lora_B.weight @ linear.lora_A.weight * (2.0 / 3.0 if kind != "rslora" else 2.0 / 3.0**0.5)
+    update_FD = (
+        linear.lora_B.weight
+        @ linear.lora_A.weight
+        * (2.0 / 3.0 if kind != "rslora" else 2.0 / 3.0**0.5)
+    )
     wanted_FD = weight_FD + update_FD
     if kind == "dora":
-        wanted_FD = linear.lora_magnitude_vector[:, None] * wanted_FD / wanted_FD.norm(dim=1, keepdim=True)
+        wanted_FD = (
+            linear.lora_magnitude_vector[:, None] * wanted_FD / wanted_FD.norm(dim=1, keepdim=True)
+        )
     assert linear.bias is not None
     torch.testing.assert_close(linear(x_ND), x_ND @ wanted_FD.t() + linear.bias)
-    read = {"lora_A": linear.lora_A.weight, "lora_B": linear.lora_B.weight} | dict(linear.named_parameters())
-    merged = merged_weight(linear.weight, read.__getitem__, adapters, in_out=transposed)
+    read = {"lora_A": linear.lora_A.weight, "lora_B": linear.lora_B.weight} | dict(
+        linear.named_parameters()
+    )
+    merged = merge_adapter(linear.weight, read.__getitem__, adapters, in_out=transposed)
     torch.testing.assert_close(merged, wanted_FD.t() if transposed else wanted_FD)
 
 
 def test_a_slice_of_the_start_is_the_start_of_the_slice() -> None:
-    spec = ParameterSpec("lora_A", (9, 700), "query", 0, Uniform(0.5))
-    whole = initialise(spec, 3, dtype=torch.float32)
-    assert torch.equal(initialise(spec, 3, dtype=torch.float32, narrow=[(2, 5), (300, 333)]), whole[2:7, 300:633])
+    spec = ParameterSpec("lora_A", (9, 700), "query", 0, UniformInit(0.5))
+    whole = initialise_parameter(spec, 3, dtype=torch.float32)
+    assert torch.equal(
+        initialise_parameter(spec, 3, dtype=torch.float32, narrow=[(2, 5), (300, 333)]),
+        whole[2:7, 300:633],
+    )
     assert -0.5 <= float(whole.min()) < -0.49
     assert 0.49 < float(whole.max()) <= 0.5
     assert abs(float(whole.mean())) < 0.02
-    matrix = ParameterSpec("weight", (9, 700), "query", 0, Normal(1.0))
-    lengths = ParameterSpec("lengths", (9,), "query", 0, RowNorms(), part="lora_magnitude_vector", beside=matrix)
-    values = initialise(matrix, 0, dtype=torch.float32)
+    matrix = ParameterSpec("weight", (9, 700), "query", 0, NormalInit(1.0))
+    lengths = ParameterSpec(
+        "lengths",
+        (9,),
+        "query",
+        0,
+        RowNormsInit(),
+        adapter_part="lora_magnitude_vector",
+        adapted_matrix=matrix,
+    )
+    values = initialise_parameter(matrix, 0, dtype=torch.float32)
 
     def read(_name: str, bounds: Any) -> Tensor:
         return values[tuple(slice(start, start + length) for start, length in bounds)]
 
-    some = begin(lengths, 0, [(4, 3)], dtype=torch.float32, read_matrix=read, in_out=False)
-    assert torch.equal(some, row_norms(values)[4:7])
+    some = initialise_adapter(
+        lengths, 0, [(4, 3)], dtype=torch.float32, read_matrix=read, in_out=False
+    )
+    assert torch.equal(some, compute_row_norms(values)[4:7])
 
 
 def test_what_is_frozen_is_held_in_the_compute_precision() -> None:
-    shape = with_adapters(read_config(CASES["mixtral"]), AdapterSection(rank=2))
+    shape = add_adapters(read_config(CASES["mixtral"]), AdapterSection(rank=2))
     with torch.device("meta"):
         decoder = Decoder(shape, compute_dtype=torch.bfloat16)
     plan = Plan(Layout(), BatchPlan(8, 1, 1, 1), PrecisionSection(kind="bf16"), "none")
-    model = apply_layout(decoder, plan, None, torch.device("cpu"), fill=lambda _name, narrow: torch.ones([n for _, n in narrow]))
-    for (_, parameter), spec in zip(model.named_parameters(), shape.parameters(), strict=True):
-        wide = spec.part is not None or len(spec.shape) == 1 or spec.role == "router"
+    model = apply_layout(
+        decoder,
+        plan,
+        None,
+        torch.device("cpu"),
+        read_slice=lambda _name, narrow: torch.ones([n for _, n in narrow]),
+    )
+    for (_, parameter), spec in zip(model.named_parameters(), shape.list_parameters(), strict=True):
+        wide = spec.adapter_part is not None or len(spec.shape) == 1 or spec.role == "router"
         assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), spec.name
-        assert parameter.requires_grad == (spec.part is not None)
+        assert parameter.requires_grad == (spec.adapter_part is not None)

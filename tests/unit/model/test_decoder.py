@@ -16,7 +16,17 @@ from shardwright.architecture import read_config
 from shardwright.model import Decoder, DropoutKey, KeyValueCache
 from tests.reference.cases import CASES, LONG
 
-SOME = ("llama", "mistral-window", "phi3-longrope-long", "gemma2", "gemma3_text-newer", "olmo2", "smollm3", "gpt2", "gpt_neox")
+SOME = (
+    "llama",
+    "mistral-window",
+    "phi3-longrope-long",
+    "gemma2",
+    "gemma3_text-newer",
+    "olmo2",
+    "smollm3",
+    "gpt2",
+    "gpt_neox",
+)
 
 
 def build(case: str | dict[str, Any], **options: Any) -> Decoder:
@@ -34,18 +44,22 @@ def fill(decoder: Decoder) -> None:
 
 
 def tokens(decoder: Decoder, rows: int = 2, length: int = LONG) -> Tensor:
-    return torch.randint(0, decoder.shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, decoder.shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_are_those_of_the_shape_in_order(case: str) -> None:
     with torch.device("meta"):
         decoder = Decoder(read_config(CASES[case]))
-    listed = [(spec.name, spec.shape) for spec in decoder.shape.parameters()]
-    assert [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()] == listed
+    listed = [(spec.name, spec.shape) for spec in decoder.shape.list_parameters()]
+    assert [
+        (name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()
+    ] == listed
     assert list(decoder.state_dict()) == [name for name, _ in listed]  # no buffers
     assert all(parameter.is_meta for parameter in decoder.parameters())
-    for absent, owner in decoder.shape.tied.items():
+    for absent, owner in decoder.shape.tied_names.items():
         assert absent not in dict(listed)
         assert owner in dict(listed)
 
@@ -57,7 +71,9 @@ def test_packed_documents_equal_separate_rows(case: str) -> None:
     lengths = (11, 1, 20, LONG - 32)
     separate = torch.cat([decoder(part) for part in ids_BT.split(lengths, dim=1)], dim=1)
     documents_BT = torch.repeat_interleave(torch.tensor([3, 0, 7, 1]), torch.tensor(lengths))[None]
-    torch.testing.assert_close(decoder(ids_BT, document_ids_BT=documents_BT), separate, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        decoder(ids_BT, document_ids_BT=documents_BT), separate, rtol=1e-4, atol=1e-5
+    )
     positions_BT = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = decoder(ids_BT, document_ids_BT=documents_BT, positions_BT=positions_BT)
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
@@ -70,8 +86,10 @@ def test_cached_steps_equal_the_whole(case: str) -> None:
     decoder = build(case)
     ids_BT = tokens(decoder)
     cache = KeyValueCache(decoder.shape, 2, LONG, dtype=torch.float32, device="cpu")
-    steps = [decoder(part, cache=cache) for part in ids_BT.split([9, 1, 1, 5, LONG - 18, 1, 1], dim=1)]
-    assert cache.length == LONG
+    steps = [
+        decoder(part, cache=cache) for part in ids_BT.split([9, 1, 1, 5, LONG - 18, 1, 1], dim=1)
+    ]
+    assert cache.num_tokens == LONG
     torch.testing.assert_close(torch.cat(steps, dim=1), decoder(ids_BT), rtol=1e-4, atol=1e-5)
 
 
@@ -90,13 +108,18 @@ def test_causal(case: str) -> None:
     other_BT = ids_BT.clone()
     other_BT[:, 20:] = (other_BT[:, 20:] + 1) % decoder.shape.vocab_size
     with torch.no_grad():
-        torch.testing.assert_close(decoder(ids_BT)[:, :20], decoder(other_BT)[:, :20], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            decoder(ids_BT)[:, :20], decoder(other_BT)[:, :20], rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("case", SOME)
 def test_float64_throughout(case: str) -> None:
-    """Fused and explicit attention are two computations of one function: in fp64 they agree to 1e-12."""
-    losses, gradients = [], []
+    """Fused and explicit attention are two computations of one function: in fp64 they agree to
+    1e-12.
+    """
+    losses = []
+    gradients = []
     for attention in ("auto", "explicit"):
         decoder = build(case, attention=attention).double()
         ids_BT = tokens(decoder)
@@ -123,8 +146,16 @@ def test_loss_is_the_sum_over_supervised_tokens() -> None:
 def test_loss_function_gets_what_the_head_is() -> None:
     seen: dict[str, Any] = {}
 
-    def record(hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, labels_N: Tensor, **options: Any) -> Tensor:
-        seen.update(options, hidden=hidden_ND.shape, weight=weight_VD.shape, bias=bias, labels=labels_N.shape)
+    def record(
+        hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, labels_N: Tensor, **options: Any
+    ) -> Tensor:
+        seen.update(
+            options,
+            hidden=hidden_ND.shape,
+            weight=weight_VD.shape,
+            bias=bias,
+            labels=labels_N.shape,
+        )
         return hidden_ND.sum()
 
     decoder = build(CASES["gemma2"], loss_function=record)
@@ -142,18 +173,22 @@ def test_loss_function_gets_what_the_head_is() -> None:
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2", "gpt_neox"])
 def test_bf16_compute_keeps_fp32_weights(case: str) -> None:
-    decoder, exact = build(case, compute_dtype=torch.bfloat16), build(case)
+    decoder = build(case, compute_dtype=torch.bfloat16)
+    exact = build(case)
     ids_BT = tokens(decoder)
-    hidden, expected = decoder.hidden(ids_BT), exact.hidden(ids_BT)
+    hidden = decoder.compute_hidden(ids_BT)
+    expected = exact.compute_hidden(ids_BT)
     assert hidden.dtype == torch.bfloat16
     assert (hidden - expected).norm() < 0.03 * expected.norm()
     loss = decoder(ids_BT, labels_BT=ids_BT)
     assert loss.dtype == torch.float32
     loss.backward()
-    assert {parameter.grad.dtype for parameter in decoder.parameters() if parameter.grad is not None} == {torch.float32}
+    assert {
+        parameter.grad.dtype for parameter in decoder.parameters() if parameter.grad is not None
+    } == {torch.float32}
     # Weights gathered in bf16, as FSDP2 does, compute the same bits.
     gathered = build(case, compute_dtype=torch.bfloat16).to(torch.bfloat16)
-    assert torch.equal(gathered.hidden(ids_BT), hidden)
+    assert torch.equal(gathered.compute_hidden(ids_BT), hidden)
 
 
 def test_blocks_run_through_the_recompute_hook() -> None:
@@ -165,7 +200,9 @@ def test_blocks_run_through_the_recompute_hook() -> None:
 
     def run(function: Any, *arguments: Any) -> Tensor:
         calls.append(function)
-        return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return torch.utils.checkpoint.checkpoint(
+            function, *arguments, use_reentrant=False, preserve_rng_state=False
+        )
 
     decoder.set_recompute(run)
     for ours, theirs in zip(gradients_of(decoder, ids_BT, key), plain, strict=True):
@@ -176,14 +213,20 @@ def test_blocks_run_through_the_recompute_hook() -> None:
     assert len(calls) == decoder.shape.num_layers
 
 
-def gradients_of(decoder: Decoder, ids_BT: Tensor, dropout: DropoutKey | None = None) -> list[Tensor]:
+def gradients_of(
+    decoder: Decoder, ids_BT: Tensor, dropout: DropoutKey | None = None
+) -> list[Tensor]:
     decoder.zero_grad()
     decoder(ids_BT, labels_BT=ids_BT.roll(-1, 1), dropout=dropout).backward()
-    return [parameter.grad.clone() for parameter in decoder.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in decoder.parameters() if parameter.grad is not None
+    ]
 
 
 # Tracing looks at `.grad` of the block's input, and warns itself of it.
-quiet_tracing = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+quiet_tracing = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 
 @quiet_tracing
@@ -230,7 +273,9 @@ def test_blocks_of_a_kind_share_one_graph(dropped: bool) -> None:
         ("gpt2", "auto", "do not support our dropout"),
     ],
 )
-def test_the_path_of_attention_is_logged_once(case: str, attention: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_path_of_attention_is_logged_once(
+    case: str, attention: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="shardwright"):
         decoder = build(case, attention=attention)
         decoder(tokens(decoder))

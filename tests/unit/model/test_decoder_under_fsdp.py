@@ -1,4 +1,6 @@
-"""One process under FSDP2's mixed precision computes the very bits of the plain decoder with fp32 weights."""
+"""One process under FSDP2's mixed precision computes the very bits of the plain decoder with fp32
+weights.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,15 @@ def build(case: str) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize("case", ["llama-one-kv-head-tied", "gemma3_text-older", "phi3-longrope-long", "gpt2"])
+@pytest.mark.parametrize(
+    "case", ["llama-one-kv-head-tied", "gemma3_text-older", "phi3-longrope-long", "gpt2"]
+)
 def test_loss_is_bit_equal_in_bf16(case: str, alone: None) -> None:
-    """It was not when FSDP found the rotation tables among a block's inputs and rounded them to bf16."""
-    plain, sharded = build(case), build(case)
+    """It was not when FSDP found the rotation tables among a block's inputs and rounded them to
+    bf16.
+    """
+    plain = build(case)
+    sharded = build(case)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in sharded.blocks:
         fully_shard(block, mp_policy=policy)
@@ -46,9 +53,12 @@ def test_loss_is_bit_equal_in_bf16(case: str, alone: None) -> None:
     assert torch.equal(ours, theirs)
     ours.backward()
     theirs.backward()
-    for (name, parameter), reference in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+    for (name, parameter), reference in zip(
+        sharded.named_parameters(), plain.parameters(), strict=True
+    ):
         assert parameter.grad is not None
         assert reference.grad is not None
         gradient = parameter.grad.full_tensor()  # type: ignore[attr-defined]
-        # An embedding's gradient is a sum over tokens, taken in the precision in which FSDP gathered the table.
+        # An embedding's gradient is a sum over tokens, taken in the precision in which FSDP
+        # gathered the table.
         assert (gradient - reference.grad).norm() <= 4e-3 * reference.grad.norm(), name

@@ -11,24 +11,32 @@ from torch import Tensor
 
 from shardwright.architecture import read_config
 from shardwright.model import Decoder, DropoutKey
-from shardwright.model.dropout import Dropout, Site
+from shardwright.model.dropout import Dropout, DropoutSite
 from tests.reference.cases import CASES
 
 
-def dropout(rows: int = 4, tokens: int = 64, *, seed: int = 0, step: int = 0, first: int = 0) -> Dropout:
+def dropout(
+    rows: int = 4, tokens: int = 64, *, seed: int = 0, step: int = 0, first: int = 0
+) -> Dropout:
     key = DropoutKey(seed, step, torch.arange(first, first + rows))
-    return Dropout.of(key, torch.arange(tokens), torch.device("cpu"))
+    return Dropout.from_key(key, torch.arange(tokens), torch.device("cpu"))
 
 
-def kept(masks: Dropout, rate: float = 0.5, site: Site = Site.FEED_FORWARD, layer: int = 0, width: int = 128) -> Tensor:
+def kept(
+    masks: Dropout,
+    rate: float = 0.5,
+    site: DropoutSite = DropoutSite.FEED_FORWARD,
+    layer: int = 0,
+    width: int = 128,
+) -> Tensor:
     rows, tokens = masks.keys_BT.shape
-    return (masks.of_layer(layer).drop(torch.ones(rows, tokens, width), rate, site) != 0).double()
+    return (masks.for_layer(layer).drop(torch.ones(rows, tokens, width), rate, site) != 0).double()
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
 def test_keep_rate_and_expectation(rate: float) -> None:
     ones = torch.ones(8, 256, 256)
-    dropped = dropout(8, 256).drop(ones, rate, Site.EMBEDDING)
+    dropped = dropout(8, 256).drop(ones, rate, DropoutSite.EMBEDDING)
     count = ones.numel()
     assert abs((dropped != 0).double().mean() - (1 - rate)) < 5 * (rate * (1 - rate) / count) ** 0.5
     assert set(dropped.unique().tolist()) == {0.0, torch.tensor(1 / (1 - rate)).item()}
@@ -54,8 +62,14 @@ def test_masks_of_different_places_are_independent() -> None:
     assert correlation(base, kept(dropout(step=2**32))) < 5
     assert correlation(base, kept(dropout(first=2**32))) < 5
     assert correlation(base, kept(dropout(), layer=1)) < 5
-    assert correlation(base, (dropout().drop(torch.ones(4, 64, 128), 0.5, Site.FEED_FORWARD) != 0).double()) < 5
-    assert correlation(base, kept(dropout(), site=Site.ATTENTION_OUT)) < 5
+    assert (
+        correlation(
+            base,
+            (dropout().drop(torch.ones(4, 64, 128), 0.5, DropoutSite.FEED_FORWARD) != 0).double(),
+        )
+        < 5
+    )
+    assert correlation(base, kept(dropout(), site=DropoutSite.ATTENTION_OUT)) < 5
     # Neighbouring samples, tokens and features, near and far.
     assert correlation(base[:-1], base[1:]) < 5
     for shift in (1, 2, 8, 32):
@@ -119,7 +133,8 @@ def test_torch_generators_are_left_alone() -> None:
 )
 def test_every_rate_acts_and_only_with_a_key(case: str, fields: dict[str, float]) -> None:
     off = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0} if case == "gpt2" else {}
-    with_rate, without = Decoder(read_config(CASES[case] | fields)), Decoder(read_config(CASES[case] | off))
+    with_rate = Decoder(read_config(CASES[case] | fields))
+    without = Decoder(read_config(CASES[case] | off))
     with torch.no_grad():
         for ours, theirs in zip(with_rate.parameters(), without.parameters(), strict=True):
             theirs.copy_(ours.normal_(std=0.2))
@@ -134,7 +149,7 @@ def test_a_share_of_the_heads_and_keys_is_dropped_as_in_the_whole() -> None:
     ones = torch.ones(4, 6, 64, 64)
     whole = dropout().drop_attention(ones, 0.3)
     places = torch.tensor([3, 60, 17])
-    part = dropout().drop_attention(ones[:, 2:5, :, :3], 0.3, first_head=2, key_places_S=places)
+    part = dropout().drop_attention(ones[:, 2:5, :, :3], 0.3, first_head=2, key_indices_S=places)
     assert torch.equal(part, whole[:, 2:5][..., places])
-    later = dropout().drop_attention(ones[:, 2:5, :, :3], 0.3, first_head=3, key_places_S=places)
+    later = dropout().drop_attention(ones[:, 2:5, :, :3], 0.3, first_head=3, key_indices_S=places)
     assert not torch.equal(later, part)

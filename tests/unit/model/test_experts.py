@@ -1,4 +1,6 @@
-"""Routing, grouped products, capacity, router losses, and stacked experts in files and initial values."""
+"""Routing, grouped products, capacity, router losses, and stacked experts in files and initial
+values.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,32 @@ from shardwright.architecture import ExpertShape, ModelShape, ParameterSpec, rea
 from shardwright.config.model import MoeSection
 from shardwright.errors import ArchitectureError, RecipeError, WeightsError
 from shardwright.model import Decoder
-from shardwright.model.export import write_folder
-from shardwright.model.grouped import grouped_product, put_rows, take_rows
-from shardwright.model.init import initialise
-from shardwright.model.load import WeightsFolder
+from shardwright.model.grouped_matmul import gather_rows, grouped_matmul, scatter_rows
+from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.moe import MixtureOfExperts
-from shardwright.model.routing import ExpertRules, choose_experts, resolve_rules, within_capacity
-from shardwright.numerics.recompute import recompute_runner
+from shardwright.model.routing import (
+    ExpertRules,
+    choose_experts,
+    mask_within_capacity,
+    resolve_expert_rules,
+)
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.recompute import build_recompute_runner
 from tests.reference.cases import CASES
 
 MIXTRAL = CASES["mixtral"]
 
 
-def build(config: dict[str, Any], rules: ExpertRules | None = None, dtype: torch.dtype = torch.float64) -> Decoder:
+def build(
+    config: dict[str, Any], rules: ExpertRules | None = None, dtype: torch.dtype = torch.float64
+) -> Decoder:
     shape = read_config(config)
     decoder = Decoder(shape, expert_rules=rules).to(dtype)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(initialise(specs[name], 0, dtype=dtype))
+            parameter.copy_(initialise_parameter(specs[name], 0, dtype=dtype))
     return decoder
 
 
@@ -52,42 +61,54 @@ def test_grouped_products_are_products_one_by_one(
     x = torch.randn(sum(counts), widths[0], generator=generator).to(dtype).requires_grad_()
     size = (4, *widths[::-1]) if transposed else (4, *widths)
     weight = torch.randn(size, generator=generator).to(dtype).requires_grad_()
-    out = grouped_product(x, weight, torch.tensor(counts), transposed=transposed)
+    out = grouped_matmul(x, weight, torch.tensor(counts), transposed=transposed)
     assert out.shape == (sum(counts), widths[1])
     gradient = torch.randn(out.shape, generator=generator).to(dtype)
     out.backward(gradient)
-    rows, start = [], 0
+    rows = []
+    start = 0
     for expert, count in enumerate(counts):
         matrix = weight.detach()[expert].T if transposed else weight.detach()[expert]
-        part, sent = x.detach()[start : start + count], gradient[start : start + count]
+        part = x.detach()[start : start + count]
+        sent = gradient[start : start + count]
         rows.append(part @ matrix)
         assert x.grad is not None
         assert weight.grad is not None
         torch.testing.assert_close(x.grad[start : start + count], sent @ matrix.T)
-        torch.testing.assert_close(weight.grad[expert], sent.T @ part if transposed else part.T @ sent)
+        torch.testing.assert_close(
+            weight.grad[expert], sent.T @ part if transposed else part.T @ sent
+        )
         start += count
     torch.testing.assert_close(out.detach(), torch.cat(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_grouped_products_are_an_operation_that_compilers_and_rehearsals_know(dtype: torch.dtype) -> None:
+def test_grouped_products_are_an_operation_that_compilers_and_rehearsals_know(
+    dtype: torch.dtype,
+) -> None:
     x = torch.randn(9, 16, dtype=dtype, requires_grad=True)
     weight = torch.randn(4, 24, 16, dtype=dtype, requires_grad=True)
-    torch.library.opcheck(torch.ops.shardwright.grouped_product.default, (x, weight, torch.tensor([3, 0, 5, 1]), True))
+    torch.library.opcheck(
+        torch.ops.shardwright.grouped_product.default, (x, weight, torch.tensor([3, 0, 5, 1]), True)
+    )
 
 
 def test_rows_travel_to_their_slots_and_back() -> None:
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     slots = torch.tensor([9, 0, 4, 7, 1])  # of 10: two for each row, half of them dropped
-    assert torch.equal(take_rows(x, slots, 2), x[slots // 2])
-    assert torch.autograd.gradcheck(lambda x: take_rows(x, slots, 2), x)
-    assert torch.autograd.gradcheck(lambda y: put_rows(y, slots, 10), x)
-    assert torch.equal(put_rows(x, slots, 10)[slots], x)
+    assert torch.equal(gather_rows(x, slots, 2), x[slots // 2])
+    assert torch.autograd.gradcheck(lambda x: gather_rows(x, slots, 2), x)
+    assert torch.autograd.gradcheck(lambda y: scatter_rows(y, slots, 10), x)
+    assert torch.equal(scatter_rows(x, slots, 10)[slots], x)
 
 
 def test_groups_bound_the_choice() -> None:
-    """Eight experts in four groups: the best expert of all is out, because its group is not among the two best."""
-    experts = ExpertShape(8, 3, 16, score="sigmoid", num_groups=4, groups_per_token=2, weight_scale=2.0)
+    """Eight experts in four groups: the best expert of all is out, because its group is not among
+    the two best.
+    """
+    experts = ExpertShape(
+        8, 3, 16, score="sigmoid", num_groups=4, groups_per_token=2, weight_scale=2.0
+    )
     scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.7, 0.4, 0.1, 0.2]], dtype=torch.float64)
     chosen, weights, probabilities = choose_experts(experts, scores.logit(eps=1e-9), None)
     assert sorted(chosen[0].tolist()) == [2, 3, 4]
@@ -102,27 +123,31 @@ def test_groups_bound_the_choice() -> None:
 
 def test_capacity_takes_tokens_in_order_and_row_by_row() -> None:
     chosen = torch.tensor([[[0, 1], [0, 2], [0, 1], [0, 3]], [[3, 0], [3, 1], [2, 3], [1, 3]]])
-    kept = within_capacity(chosen, 4, 1.0)  # 4 tokens x 2 / 4 experts: two of each row
+    kept = mask_within_capacity(chosen, 4, 1.0)  # 4 tokens x 2 / 4 experts: two of each row
     assert kept.tolist() == [
         [[True, True], [True, True], [False, True], [False, True]],
         [[True, True], [True, True], [True, False], [True, False]],
     ]
-    assert within_capacity(chosen, 4, 2.0).all()
+    assert mask_within_capacity(chosen, 4, 2.0).all()
 
 
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_without_a_step_there_is_no_capacity_and_nothing_is_counted(case: str) -> None:
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(2))
-    plain, ruled = build(CASES[case]), build(CASES[case], ExpertRules(1.0, 1.0, 0.3))
+    plain = build(CASES[case])
+    ruled = build(CASES[case], ExpertRules(1.0, 1.0, 0.3))
     assert torch.equal(plain(ids), ruled(ids))
-    assert not ruled.router_tally.take(4, 8, torch.device("cpu")).any()
+    assert not ruled.router_totals.pop_table(4, 8, torch.device("cpu")).any()
     assert not torch.equal(plain(ids), ruled(ids, row_weight=1.0))
 
 
 def test_router_losses_by_hand() -> None:
-    """Balance and z-loss of every row and layer from the logits, their gradient beside an unchanged loss."""
+    """Balance and z-loss of every row and layer from the logits, their gradient beside an unchanged
+    loss.
+    """
     config = MIXTRAL | {"num_hidden_layers": 2}
-    rules, row_weight = ExpertRules(0.7, 0.3), 0.125
+    rules = ExpertRules(0.7, 0.3)
+    row_weight = 0.125
     ids = torch.randint(0, 97, (3, 10), generator=torch.Generator().manual_seed(4))
     seen: list[Tensor] = []
     decoder = build(config, rules)
@@ -130,7 +155,8 @@ def test_router_losses_by_hand() -> None:
         mixture.gate.register_forward_hook(lambda _module, _arguments, logits: seen.append(logits))  # type: ignore[union-attr]
     loss = decoder(ids, labels_BT=ids, row_weight=row_weight)
     total = loss
-    balances, zs = [], []
+    balances = []
+    zs = []
     for logits in seen:
         for row in logits.unflatten(0, (3, 10)):
             probabilities = row.softmax(-1)
@@ -150,7 +176,7 @@ def test_router_losses_by_hand() -> None:
     got = torch.autograd.grad(loss, parameters)
     for both, alone, once in zip(expected, wanted, got, strict=True):
         torch.testing.assert_close(both - alone, 2 * (once - alone), rtol=1e-9, atol=1e-12)
-    table = decoder.router_tally.take(2, 4, torch.device("cpu"))
+    table = decoder.router_totals.pop_table(2, 4, torch.device("cpu"))
     assert table[:, :4].sum(1).tolist() == [60.0, 60.0]
     torch.testing.assert_close(table[:, 5], torch.stack(balances).detach().view(2, 3).sum(1))
     torch.testing.assert_close(table[:, 6], torch.stack(zs).detach().view(2, 3).sum(1))
@@ -160,13 +186,16 @@ def test_router_losses_by_hand() -> None:
 def test_recompute_changes_no_gradient_and_counts_once(kind: Any) -> None:
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(5))
     rules = ExpertRules(0.5, 0.5, 0.7)
-    tables, gradients = [], []
-    for runner in (None, recompute_runner(kind)):
+    tables = []
+    gradients = []
+    for runner in (None, build_recompute_runner(kind)):
         decoder = build(CASES["deepseek_v3"], rules)
         decoder.set_recompute(runner)
         decoder(ids, labels_BT=ids, row_weight=0.5).backward()
-        tables.append(decoder.router_tally.take(3, 8, torch.device("cpu")))
-        gradients.append([parameter.grad for parameter in decoder.parameters() if parameter.grad is not None])
+        tables.append(decoder.router_totals.pop_table(3, 8, torch.device("cpu")))
+        gradients.append(
+            [parameter.grad for parameter in decoder.parameters() if parameter.grad is not None]
+        )
     assert torch.equal(*tables)
     assert tables[0][1:, :8].sum().item() == 2 * 2 * 12 * 3
     for first, second in zip(*gradients, strict=True):
@@ -174,18 +203,21 @@ def test_recompute_changes_no_gradient_and_counts_once(kind: Any) -> None:
 
 
 def test_rules_follow_the_model_and_the_recipe() -> None:
-    mixtral, deepseek = read_config(MIXTRAL), read_config(CASES["deepseek_v3"])
-    assert resolve_rules(MoeSection(), mixtral) == ExpertRules(0.001, 0.0, None, 0.0)
-    assert resolve_rules(MoeSection(), deepseek) == ExpertRules(0.0, 0.0, None, 0.001)
-    assert resolve_rules(MoeSection(balance_loss_coefficient=0.0, capacity_factor=1.25), mixtral) == ExpertRules(0.0, 0.0, 1.25)
+    mixtral = read_config(MIXTRAL)
+    deepseek = read_config(CASES["deepseek_v3"])
+    assert resolve_expert_rules(MoeSection(), mixtral) == ExpertRules(0.001, 0.0, None, 0.0)
+    assert resolve_expert_rules(MoeSection(), deepseek) == ExpertRules(0.0, 0.0, None, 0.001)
+    assert resolve_expert_rules(
+        MoeSection(balance_loss_coefficient=0.0, capacity_factor=1.25), mixtral
+    ) == ExpertRules(0.0, 0.0, 1.25)
     dense = read_config(CASES["llama"])
-    assert resolve_rules(MoeSection(), dense) is None
+    assert resolve_expert_rules(MoeSection(), dense) is None
     for section, shape, field in (
         (MoeSection(capacity_factor=1.0), dense, "moe.capacity_factor"),
         (MoeSection(bias_update_rate=0.1), mixtral, "moe.bias_update_rate"),
     ):
         with pytest.raises(RecipeError) as caught:
-            resolve_rules(section, shape)
+            resolve_expert_rules(section, shape)
         assert caught.value.field == field
 
 
@@ -205,22 +237,28 @@ def test_rules_follow_the_model_and_the_recipe() -> None:
         ("llama", {"num_local_experts": 4}, "num_local_experts"),
     ],
 )
-def test_what_a_sparse_model_cannot_be_is_refused(case: str, changes: dict[str, Any], field: str) -> None:
+def test_what_a_sparse_model_cannot_be_is_refused(
+    case: str, changes: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ArchitectureError) as caught:
         read_config(CASES[case] | changes)
     assert caught.value.field == field
 
 
 def stacks(shape: ModelShape) -> list[ParameterSpec]:
-    return [spec for spec in shape.parameters() if spec.stored]
+    return [spec for spec in shape.list_parameters() if spec.file_patterns]
 
 
 def test_a_stack_begins_as_its_experts_would_and_by_any_slice() -> None:
-    gate_up, down = stacks(read_config(MIXTRAL | {"intermediate_size": 300, "num_hidden_layers": 1}))
+    gate_up, down = stacks(
+        read_config(MIXTRAL | {"intermediate_size": 300, "num_hidden_layers": 1})
+    )
     for spec in (gate_up, down):
-        whole = initialise(spec, 3, dtype=torch.float32)
-        for piece in spec.pieces:
-            alone = initialise(ParameterSpec(piece.name, piece.shape, "up", 0, spec.init), 3, dtype=torch.float32)
+        whole = initialise_parameter(spec, 3, dtype=torch.float32)
+        for piece in spec.file_slices:
+            alone = initialise_parameter(
+                ParameterSpec(piece.name, piece.shape, "up", 0, spec.init), 3, dtype=torch.float32
+            )
             box = tuple(slice(start, stop) for start, stop in piece.box)
             assert torch.equal(whole[box][0], alone)
         for narrow in (
@@ -232,15 +270,23 @@ def test_a_stack_begins_as_its_experts_would_and_by_any_slice() -> None:
             expected = whole
             for dim, part in enumerate(narrow):
                 expected = expected if part is None else expected.narrow(dim, *part)
-            assert torch.equal(initialise(spec, 3, dtype=torch.float32, narrow=narrow), expected)
+            assert torch.equal(
+                initialise_parameter(spec, 3, dtype=torch.float32, narrow=narrow), expected
+            )
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe-some-dense-normalised", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen3_moe-some-dense-normalised", "gpt_oss", "deepseek_v3"]
+)
 def test_stacks_are_written_and_read_expert_by_expert(case: str, tmp_path: Path) -> None:
     shape = read_config(CASES[case])
     generator = torch.Generator().manual_seed(1)
-    tensors = {spec.name: torch.randn(spec.shape, generator=generator) for spec in shape.parameters()}
-    write_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.float32, max_shard_bytes=9000)
+    tensors = {
+        spec.name: torch.randn(spec.shape, generator=generator) for spec in shape.list_parameters()
+    }
+    write_hf_folder(
+        tmp_path / "out", shape, tensors.__getitem__, dtype=torch.float32, max_shard_bytes=9000
+    )
     weights = WeightsFolder(tmp_path / "out")
     weights.check(shape)
     for name, tensor in tensors.items():
@@ -248,23 +294,29 @@ def test_stacks_are_written_and_read_expert_by_expert(case: str, tmp_path: Path)
         if tensor.ndim == 3:
             narrow = [(1, 2), (3, tensor.shape[1] - 5), (2, 7)]
             expected = tensor[1:3, 3:-2, 2:9]
-            assert torch.equal(weights.read(name, narrow=narrow, dtype=torch.float64), expected.double())
+            assert torch.equal(
+                weights.read(name, narrow=narrow, dtype=torch.float64), expected.double()
+            )
             assert weights.read(name, narrow=[(0, 0), None, None]).shape == (0, *tensor.shape[1:])
 
 
 def test_what_no_gradient_trains_is_stored_in_fp32(tmp_path: Path) -> None:
     shape = read_config(CASES["deepseek_v3"])
-    tensors = {spec.name: torch.zeros(spec.shape) + math.pi for spec in shape.parameters()}
-    write_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.bfloat16)
+    tensors = {spec.name: torch.zeros(spec.shape) + math.pi for spec in shape.list_parameters()}
+    write_hf_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.bfloat16)
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name.rpartition(".")[2] for name, tensor in stored.items() if tensor.dtype == torch.float32} == {
-        "e_score_correction_bias"
-    }
+    assert {
+        name.rpartition(".")[2] for name, tensor in stored.items() if tensor.dtype == torch.float32
+    } == {"e_score_correction_bias"}
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     shape = read_config(MIXTRAL)
-    tensors = {piece.name: torch.zeros(piece.shape) for spec in shape.parameters() for piece in spec.pieces}
+    tensors = {
+        piece.name: torch.zeros(piece.shape)
+        for spec in shape.list_parameters()
+        for piece in spec.file_slices
+    }
     lost = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     del tensors[lost]
     save_file(tensors, tmp_path / "model.safetensors")

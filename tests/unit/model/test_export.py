@@ -1,4 +1,6 @@
-"""Writing a Hugging Face folder: bytes, files, atomicity, refusals. That transformers loads it is tests/reference's business."""
+"""Writing a Hugging Face folder: bytes, files, atomicity, refusals. That transformers loads it is
+tests/reference's business.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwright.architecture import ParameterSpec, Zeros, read_config
-from shardwright.architecture.families import FAMILIES
+from shardwright.architecture import ParameterSpec, ZerosInit, read_config
+from shardwright.architecture.families import MODEL_FAMILIES
 from shardwright.errors import CheckFailed, InputError, RunFailed, WeightsError
-from shardwright.model.export import ARCHITECTURES, file_tensors, plan_shards, write_folder
-from shardwright.model.init import initialise
-from shardwright.model.load import INDEX_NAME, WEIGHTS_NAME, WeightsFolder
+from shardwright.model.hf_folder import (
+    HF_CLASS_NAMES,
+    list_exported_tensors,
+    plan_shards,
+    write_hf_folder,
+)
+from shardwright.model.hf_weights import INDEX_FILE_NAME, WEIGHTS_FILE_NAME, WeightsFolder
+from shardwright.model.weight_init import initialise_parameter
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -32,15 +39,19 @@ CONFIG: dict[str, Any] = {
     "_name_or_path": "somewhere/else",
 }
 SHAPE = read_config(CONFIG)
-SPECS = {spec.name: spec for spec in SHAPE.parameters()}
+SPECS = {spec.name: spec for spec in SHAPE.list_parameters()}
 
 
 def read(name: str) -> torch.Tensor:
-    return initialise(SPECS[name], 0, dtype=torch.float32)
+    return initialise_parameter(SPECS[name], 0, dtype=torch.float32)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
 class Ids:
@@ -55,9 +66,13 @@ class Ids:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("max_shard_bytes", [1, 700, 1 << 30])
-def test_written_tensors_read_back_bit_equal(tmp_path: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+def test_written_tensors_read_back_bit_equal(
+    tmp_path: Path, dtype: torch.dtype, max_shard_bytes: int
+) -> None:
     """By the safetensors library and by our own reader, in one file or in many."""
-    written = write_folder(tmp_path / "out", SHAPE, read, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    written = write_hf_folder(
+        tmp_path / "out", SHAPE, read, dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
     stored: dict[str, torch.Tensor] = {}
     for file in written.weight_files:
         stored |= load_file(tmp_path / "out" / file)
@@ -74,7 +89,7 @@ def test_written_tensors_read_back_bit_equal(tmp_path: Path, dtype: torch.dtype,
 
 def test_same_bytes_as_the_library_writes(tmp_path: Path) -> None:
     """Our header says what safetensors' own writer says: metadata, order of names aside."""
-    write_folder(tmp_path / "out", SHAPE, read, dtype=torch.float32)
+    write_hf_folder(tmp_path / "out", SHAPE, read, dtype=torch.float32)
     save_file({name: read(name) for name in SPECS}, tmp_path / "theirs", metadata={"format": "pt"})
 
     def header(path: Path) -> dict[str, Any]:
@@ -83,7 +98,8 @@ def test_same_bytes_as_the_library_writes(tmp_path: Path) -> None:
         assert length % 8 == 0
         return dict(json.loads(content[8 : 8 + length]))
 
-    ours, theirs = header(tmp_path / "out" / WEIGHTS_NAME), header(tmp_path / "theirs")
+    ours = header(tmp_path / "out" / WEIGHTS_FILE_NAME)
+    theirs = header(tmp_path / "theirs")
     assert ours.pop("__metadata__") == theirs.pop("__metadata__") == {"format": "pt"}
     assert {name: (entry["dtype"], entry["shape"]) for name, entry in ours.items()} == {
         name: (entry["dtype"], entry["shape"]) for name, entry in theirs.items()
@@ -92,27 +108,35 @@ def test_same_bytes_as_the_library_writes(tmp_path: Path) -> None:
 
 def test_index_covers_every_tensor(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    written = write_folder(out, SHAPE, read, dtype=torch.float32, max_shard_bytes=1000)
-    index = json.loads((out / INDEX_NAME).read_text())
+    written = write_hf_folder(out, SHAPE, read, dtype=torch.float32, max_shard_bytes=1000)
+    index = json.loads((out / INDEX_FILE_NAME).read_text())
     assert set(index["weight_map"]) == set(SPECS)
     assert set(index["weight_map"].values()) == set(written.weight_files)
     assert index["metadata"]["total_size"] == 4 * SHAPE.num_parameters
     count = len(written.weight_files)
-    assert written.weight_files == tuple(f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
+    assert written.weight_files == tuple(
+        f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+    )
     for file in written.weight_files:
         tensors = load_file(out / file)
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 1000 or len(tensors) == 1
 
 
 def test_plan_shards_keeps_order_and_limit() -> None:
-    specs = [ParameterSpec(str(i), (size,), "up", 0, Zeros()) for i, size in enumerate([3, 3, 5, 20, 1, 1])]
-    tensors = file_tensors(specs, torch.bfloat16)
-    cut = [[tensor.piece.name for tensor in shard] for shard in plan_shards(tensors, max_shard_bytes=12)]
+    specs = [
+        ParameterSpec(str(i), (size,), "up", 0, ZerosInit())
+        for i, size in enumerate([3, 3, 5, 20, 1, 1])
+    ]
+    tensors = list_exported_tensors(specs, torch.bfloat16)
+    cut = [
+        [tensor.piece.name for tensor in shard]
+        for shard in plan_shards(tensors, max_shard_bytes=12)
+    ]
     assert cut == [["0", "1"], ["2"], ["3"], ["4", "5"]]
 
 
 def test_config_says_what_is_in_the_folder(tmp_path: Path) -> None:
-    write_folder(tmp_path / "out", SHAPE, read, dtype=torch.bfloat16)
+    write_hf_folder(tmp_path / "out", SHAPE, read, dtype=torch.bfloat16)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "bfloat16"
@@ -121,31 +145,38 @@ def test_config_says_what_is_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_special_ids_come_from_the_tokenizer_where_the_config_is_silent(tmp_path: Path) -> None:
-    write_folder(tmp_path / "silent", SHAPE, read, tokenizer=Ids())
+    write_hf_folder(tmp_path / "silent", SHAPE, read, tokenizer=Ids())
     config = json.loads((tmp_path / "silent" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (5, 7, None)
-    assert json.loads((tmp_path / "silent" / "generation_config.json").read_text()) == {"bos_token_id": 5, "eos_token_id": 7}
+    assert json.loads((tmp_path / "silent" / "generation_config.json").read_text()) == {
+        "bos_token_id": 5,
+        "eos_token_id": 7,
+    }
     assert (tmp_path / "silent" / "tokenizer.json").exists()
     spoken = read_config(CONFIG | {"eos_token_id": [1, 2]})
-    write_folder(tmp_path / "spoken", spoken, read, tokenizer=Ids(), generation_config={"eos_token_id": 3})
+    write_hf_folder(
+        tmp_path / "spoken", spoken, read, tokenizer=Ids(), generation_config={"eos_token_id": 3}
+    )
     assert json.loads((tmp_path / "spoken" / "config.json").read_text())["eos_token_id"] == [1, 2]
-    assert json.loads((tmp_path / "spoken" / "generation_config.json").read_text()) == {"eos_token_id": 3}
+    assert json.loads((tmp_path / "spoken" / "generation_config.json").read_text()) == {
+        "eos_token_id": 3
+    }
 
 
 def test_every_family_has_its_class() -> None:
-    assert set(ARCHITECTURES) == set(FAMILIES)
+    assert set(HF_CLASS_NAMES) == set(MODEL_FAMILIES)
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    write_folder(out, SHAPE, read)  # empty: fine
+    write_hf_folder(out, SHAPE, read)  # empty: fine
     (out / "notes.txt").write_text("mine")
     before = tree(out)
     with pytest.raises(InputError, match="the folder is not empty"):
-        write_folder(out, SHAPE, read)
+        write_hf_folder(out, SHAPE, read)
     assert tree(out) == before
-    write_folder(out, SHAPE, read, overwrite=True)
+    write_hf_folder(out, SHAPE, read, overwrite=True)
     assert not (out / "notes.txt").exists()
     assert sorted(tmp_path.iterdir()) == [out]
 
@@ -153,12 +184,12 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(InputError, match="this is a file"):
-        write_folder(tmp_path / "out", SHAPE, read, overwrite=True)
+        write_hf_folder(tmp_path / "out", SHAPE, read, overwrite=True)
 
 
 def test_failure_half_way_leaves_the_old_folder_and_no_rubbish(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write_folder(out, SHAPE, read)
+    write_hf_folder(out, SHAPE, read)
     before = tree(out)
 
     def full(name: str) -> torch.Tensor:
@@ -167,14 +198,16 @@ def test_failure_half_way_leaves_the_old_folder_and_no_rubbish(tmp_path: Path) -
         return read(name)
 
     with pytest.raises(RunFailed, match="No space left on device"):
-        write_folder(out, SHAPE, full, overwrite=True)
+        write_hf_folder(out, SHAPE, full, overwrite=True)
     assert tree(out) == before
     assert sorted(tmp_path.iterdir()) == [out]
 
 
-def test_failure_of_the_last_move_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_the_last_move_brings_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
-    write_folder(out, SHAPE, read)
+    write_hf_folder(out, SHAPE, read)
     before = tree(out)
     rename = Path.rename
 
@@ -185,7 +218,7 @@ def test_failure_of_the_last_move_brings_the_old_folder_back(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(RunFailed, match="Input/output error"):
-        write_folder(out, SHAPE, read, dtype=torch.float32, overwrite=True)
+        write_hf_folder(out, SHAPE, read, dtype=torch.float32, overwrite=True)
     assert tree(out) == before
     assert sorted(tmp_path.iterdir()) == [out]
 
@@ -198,32 +231,42 @@ def test_a_failed_check_leaves_nothing(tmp_path: Path) -> None:
         raise CheckFailed("no")
 
     with pytest.raises(CheckFailed):
-        write_folder(tmp_path / "out", SHAPE, read, check=refuse)
-    assert seen == [{WEIGHTS_NAME, "config.json", "generation_config.json"}]
+        write_hf_folder(tmp_path / "out", SHAPE, read, check=refuse)
+    assert seen == [{WEIGHTS_FILE_NAME, "config.json", "generation_config.json"}]
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("value", "dtype", "told"),
-    [(1e5, torch.float16, "too large"), (float("nan"), torch.float32, "not finite"), (float("inf"), torch.bfloat16, "not finite")],
+    [
+        (1e5, torch.float16, "too large"),
+        (float("nan"), torch.float32, "not finite"),
+        (float("inf"), torch.bfloat16, "not finite"),
+    ],
 )
-def test_values_that_the_file_could_not_hold(tmp_path: Path, value: float, dtype: torch.dtype, told: str) -> None:
+def test_values_that_the_file_could_not_hold(
+    tmp_path: Path, value: float, dtype: torch.dtype, told: str
+) -> None:
     def broken(name: str) -> torch.Tensor:
         return read(name).fill_(value) if name == "model.norm.weight" else read(name)
 
     with pytest.raises(WeightsError, match=rf"model\.norm\.weight.*{told}"):
-        write_folder(tmp_path / "out", SHAPE, broken, dtype=dtype)
+        write_hf_folder(tmp_path / "out", SHAPE, broken, dtype=dtype)
     assert not list(tmp_path.iterdir())
 
 
 def test_wrong_shape_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"lm_head\.weight.*got \[8, 11\]; allowed: \[11, 8\]"):
-        write_folder(tmp_path / "out", SHAPE, lambda name: read(name).T if name == "lm_head.weight" else read(name))
+        write_hf_folder(
+            tmp_path / "out",
+            SHAPE,
+            lambda name: read(name).T if name == "lm_head.weight" else read(name),
+        )
 
 
 def test_dtypes_that_no_model_is_stored_in(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="float32, bfloat16"):
-        write_folder(tmp_path / "out", SHAPE, read, dtype=torch.int8)
+        write_hf_folder(tmp_path / "out", SHAPE, read, dtype=torch.int8)
 
 
 def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
@@ -236,5 +279,5 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
         alive.add(tensor)
         return tensor
 
-    write_folder(tmp_path / "out", SHAPE, watched, dtype=torch.float32)
-    write_folder(tmp_path / "cast", SHAPE, watched, dtype=torch.bfloat16)
+    write_hf_folder(tmp_path / "out", SHAPE, watched, dtype=torch.float32)
+    write_hf_folder(tmp_path / "cast", SHAPE, watched, dtype=torch.bfloat16)

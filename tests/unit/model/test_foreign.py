@@ -1,4 +1,6 @@
-"""Models behind the decoder's interface: what is read of them, what is refused, and documents taken apart."""
+"""Models behind the decoder's interface: what is read of them, what is refused, and documents taken
+apart.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,25 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright import placement
-from shardwright.architecture import ByClass, ForeignShape, Normal, Ones, Zeros
-from shardwright.architecture.targets import with_adapters
-from shardwright.config.adapters import AdapterSection
+from shardwright.architecture import HFClassInit, HFShape, NormalInit, OnesInit, ZerosInit
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout
-from shardwright.model.export import write_folder
-from shardwright.model.foreign import build_decoder, take_apart
-from shardwright.model.init import initialise
-from shardwright.model.load import WeightsFolder
-from shardwright.model.theirs import load_folder, read_shape
+from shardwright.model.hf_decoder import build_decoder, split_documents
+from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf_model import load_hf_folder, read_model_shape
+from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from tests.unit.model.foreign_models import FOREIGN
 
 
-def read(family: str, **changes: Any) -> ForeignShape:
+def read(family: str, **changes: Any) -> HFShape:
     config = FOREIGN[family] | changes
-    shape = read_shape(config, ModelSection(config=config, dropout="off"))
-    assert isinstance(shape, ForeignShape)
+    shape = read_model_shape(config, ModelSection(config=config, dropout="off"))
+    assert isinstance(shape, HFShape)
     return shape
 
 
@@ -46,7 +48,10 @@ def saved(family: str, folder: Path) -> Any:
     config = {key: value for key, value in FOREIGN[family].items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).eval()
     # Not save_pretrained, which asks every library here whether the model is wrapped by it.
-    save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, folder / "model.safetensors")
+    save_file(
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+        folder / "model.safetensors",
+    )
     model.config.to_json_file(folder / "config.json", use_diff=False)
     return model
 
@@ -54,7 +59,7 @@ def saved(family: str, folder: Path) -> Any:
 @pytest.mark.parametrize("family", sorted(FOREIGN))
 def test_losses_of_packed_documents_are_those_of_each_alone(family: str, tmp_path: Path) -> None:
     theirs = saved(family, tmp_path)
-    shape = read_shape(tmp_path, ModelSection(path=str(tmp_path), dropout="off"))
+    shape = read_model_shape(tmp_path, ModelSection(path=str(tmp_path), dropout="off"))
     folder = WeightsFolder(tmp_path)
     folder.check(shape)
     with torch.device("meta"):
@@ -71,26 +76,39 @@ def test_losses_of_packed_documents_are_those_of_each_alone(family: str, tmp_pat
     expected = torch.zeros(())
     for row, here in ((0, slice(0, 5)), (0, slice(5, 9)), (1, slice(0, 12))):
         logits_SV = theirs(ids_BT[row : row + 1, here]).logits[0]
-        expected = expected + F.cross_entropy(logits_SV, labels_BT[row, here], reduction="sum", ignore_index=-100)
+        expected = expected + F.cross_entropy(
+            logits_SV, labels_BT[row, here], reduction="sum", ignore_index=-100
+        )
     with torch.no_grad():
         found = decoder(ids_BT, document_ids_BT=documents_BT, labels_BT=labels_BT)
         whole_BTV = decoder(ids_BT, document_ids_BT=documents_BT)
     torch.testing.assert_close(found, expected.detach(), rtol=2e-5, atol=1e-5)
-    torch.testing.assert_close(whole_BTV[0, 5:9], theirs(ids_BT[:1, 5:9]).logits[0].detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        whole_BTV[0, 5:9], theirs(ids_BT[:1, 5:9]).logits[0].detach(), rtol=1e-4, atol=1e-5
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks by transformers' former name
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)  # peft asks by transformers' former name
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     theirs = saved("opt", tmp_path)
-    peft: Any = get_peft_model(theirs, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"])).eval()
+    peft: Any = get_peft_model(
+        theirs, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"])
+    ).eval()
     section = AdapterSection(rank=2, alpha=4.0, targets=("q_proj", "fc1"))
-    shape = with_adapters(read_shape(tmp_path, ModelSection(path=str(tmp_path), dropout="off")), section)
+    shape = add_adapters(
+        read_model_shape(tmp_path, ModelSection(path=str(tmp_path), dropout="off")), section
+    )
     with torch.device("meta"):
         decoder = build_decoder(shape, loss_function=loss)
     decoder = decoder.to_empty(device="cpu")
-    named = {name.replace(".default", "").replace("base_model.model.", ""): p for name, p in peft.named_parameters()}
+    named = {
+        name.replace(".default", "").replace("base_model.model.", ""): p
+        for name, p in peft.named_parameters()
+    }
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             value = named.get(name, named.get(name.replace(".weight", ".base_layer.weight")))
@@ -98,7 +116,10 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
             if "lora_B" in name:
                 value.normal_()
             parameter.copy_(value)
-    assert {name.split(".")[-2] for name, p in decoder.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    assert {name.split(".")[-2] for name, p in decoder.named_parameters() if p.requires_grad} == {
+        "lora_A",
+        "lora_B",
+    }
     ids_BT = torch.randint(0, 61, (2, 9))
     with torch.no_grad():
         torch.testing.assert_close(decoder(ids_BT), peft(ids_BT).logits, rtol=1e-4, atol=1e-5)
@@ -112,57 +133,89 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
         ("opt", AdapterSection(kind="dora"), "adapters.kind"),
         ("opt", AdapterSection(dropout=0.1), "adapters.dropout"),
         ("opt", AdapterSection(quantize="nf4"), "adapters.quantize"),
-        ("mamba", AdapterSection(targets=("dt_proj",)), "adapters.targets"),  # its class multiplies with that matrix by itself
+        (
+            "mamba",
+            AdapterSection(targets=("dt_proj",)),
+            "adapters.targets",
+        ),  # its class multiplies with that matrix by itself
     ],
     ids=str,
 )
-def test_adapters_that_a_class_cannot_have_are_refused(family: str, section: AdapterSection, message: str) -> None:
+def test_adapters_that_a_class_cannot_have_are_refused(
+    family: str, section: AdapterSection, message: str
+) -> None:
     with pytest.raises(RecipeError, match=message):
-        with_adapters(read(family), section)
+        add_adapters(read(family), section)
 
 
 def test_what_is_read_of_a_class() -> None:
     shape = read("opt")
-    by_name = {spec.name: spec for spec in shape.parameters()}
-    assert shape.tied == {"lm_head.weight": "model.decoder.embed_tokens.weight"}
+    by_name = {spec.name: spec for spec in shape.list_parameters()}
+    assert shape.tied_names == {"lm_head.weight": "model.decoder.embed_tokens.weight"}
     assert "lm_head.weight" not in by_name
-    assert by_name["model.decoder.embed_tokens.weight"].init == Normal(0.02, 0)
-    assert by_name["model.decoder.layers.1.fc1.bias"].init == Zeros()
-    assert by_name["model.decoder.layers.1.final_layer_norm.weight"].init == Ones()
+    assert by_name["model.decoder.embed_tokens.weight"].init == NormalInit(0.02, 0)
+    assert by_name["model.decoder.layers.1.fc1.bias"].init == ZerosInit()
+    assert by_name["model.decoder.layers.1.final_layer_norm.weight"].init == OnesInit()
     assert by_name["model.decoder.layers.1.fc1.weight"].layer == 1
     assert by_name["model.decoder.final_layer_norm.weight"].layer is None
-    assert {s.name.split(".")[-1] for s in read("mamba").parameters() if isinstance(s.init, ByClass)} == {"A_log", "D"}
-    assert read("phi").plain_head
-    assert not read("cohere").plain_head  # it scales its logits
+    assert {
+        s.name.split(".")[-1]
+        for s in read("mamba").list_parameters()
+        if isinstance(s.init, HFClassInit)
+    } == {"A_log", "D"}
+    assert read("phi").has_plain_head
+    assert not read("cohere").has_plain_head  # it scales its logits
 
 
 @pytest.mark.parametrize(
     ("config", "section", "message"),
     [
         ({"model_type": "no_such_model"}, {}, "neither our decoder nor transformers supports"),
-        (FOREIGN["opt"] | {"dropout": 0.1}, {}, r"model.dropout: .*dropout: 0.1.*model.dropout: off"),
+        (
+            FOREIGN["opt"] | {"dropout": 0.1},
+            {},
+            r"model.dropout: .*dropout: 0.1.*model.dropout: off",
+        ),
         (FOREIGN["opt"] | {"layerdrop": 0.1}, {}, "layerdrop: 0.1"),
-        ({"model_type": "bert", "vocab_size": 61, "hidden_size": 12, "num_attention_heads": 2}, {}, "is_decoder: must be true"),
+        (
+            {"model_type": "bert", "vocab_size": 61, "hidden_size": 12, "num_attention_heads": 2},
+            {},
+            "is_decoder: must be true",
+        ),
         ({"model_type": "bart"}, {}, "is_encoder_decoder"),
-        (FOREIGN["opt"] | {"quantization_config": {"quant_method": "bitsandbytes"}}, {}, "quantization_config"),
+        (
+            FOREIGN["opt"] | {"quantization_config": {"quant_method": "bitsandbytes"}},
+            {},
+            "quantization_config",
+        ),
         (FOREIGN["phi"] | {"hidden_act": "no_such_activation"}, {}, "transformers cannot build it"),
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_exactly_is_refused(config: dict[str, Any], section: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_trained_exactly_is_refused(
+    config: dict[str, Any], section: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ArchitectureError, match=message):
-        read_shape(config, ModelSection(config=config, **section))
+        read_model_shape(config, ModelSection(config=config, **section))
 
 
 def test_code_in_the_folder_wants_a_flag(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}'
+    )
     (tmp_path / "own.py").write_text("raise RuntimeError('this must not run')")
-    with pytest.raises(ArchitectureError, match=r"model.trust_remote_code: this model is defined by Python code"):
-        read_shape(tmp_path, ModelSection(path=str(tmp_path)))
+    with pytest.raises(
+        ArchitectureError, match=r"model.trust_remote_code: this model is defined by Python code"
+    ):
+        read_model_shape(tmp_path, ModelSection(path=str(tmp_path)))
 
 
-def test_code_in_the_folder_makes_the_class_where_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_code_in_the_folder_makes_the_class_where_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     folder = tmp_path / "own"
     folder.mkdir()
@@ -172,13 +225,22 @@ def test_code_in_the_folder_makes_the_class_where_it_may(tmp_path: Path, monkeyp
         "class OwnForCausalLM(OPTForCausalLM):\n    config_class = OwnConfig\n"
     )
     maps = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    (folder / "config.json").write_text(json.dumps(FOREIGN["opt"] | {"model_type": "own", "auto_map": maps}))
-    shape = read_shape(folder, ModelSection(path=str(folder), trust_remote_code=True, dropout="off"))
-    assert isinstance(shape, ForeignShape)
+    (folder / "config.json").write_text(
+        json.dumps(FOREIGN["opt"] | {"model_type": "own", "auto_map": maps})
+    )
+    shape = read_model_shape(
+        folder, ModelSection(path=str(folder), trust_remote_code=True, dropout="off")
+    )
+    assert isinstance(shape, HFShape)
     assert shape.class_name == "OwnForCausalLM"
-    specs = {spec.name: spec for spec in shape.parameters()}
-    write_folder(tmp_path / "out", shape, lambda name: initialise(specs[name], 0, dtype=torch.float32), dtype=torch.float32)
-    model, loading = load_folder(tmp_path / "out", trust_remote_code=True)
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    write_hf_folder(
+        tmp_path / "out",
+        shape,
+        lambda name: initialise_parameter(specs[name], 0, dtype=torch.float32),
+        dtype=torch.float32,
+    )
+    model, loading = load_hf_folder(tmp_path / "out", trust_remote_code=True)
     assert type(model).__name__ == "OwnForCausalLM"
     assert not any(loading.values())
 
@@ -188,19 +250,26 @@ def test_cuts_that_need_to_know_its_inside_are_refused(degree: str) -> None:
     dp_shard = 2 if degree == "ep" else 1
     layout = Layout(**{degree: 2, "dp_shard": dp_shard, "zero_stage": 3 if dp_shard > 1 else 0})
     with pytest.raises(
-        LayoutError, match=rf"layout.{degree}: opt runs through transformers' own OPTForCausalLM; shardwright does not know"
+        LayoutError,
+        match=rf"layout.{degree}: opt runs through transformers' own OPTForCausalLM; shardwright does not know",
     ):
-        placement.check(read("opt"), layout, 16)
+        placement.check_layout(read("opt"), layout, 16)
 
 
 def test_documents_without_supervision_are_left_out_but_one_row_stays() -> None:
     documents_BT = torch.tensor([[0, 0, 1, 1, 1, 2]])
     labels_BT = torch.tensor([[-100, -100, 5, 6, -100, -100]])
-    places = take_apart(documents_BT, labels_BT)
-    assert places.rows(torch.arange(6)[None], 0).tolist() == [[2, 3, 4]]
-    assert places.rows(labels_BT, -100).tolist() == [[5, 6, -100]]
-    nothing = take_apart(documents_BT, torch.full((1, 6), -100))
-    assert nothing.rows(torch.arange(6)[None], 9).tolist() == [[0, 1]]
-    everything = take_apart(documents_BT, None)
-    assert everything.rows(torch.arange(6)[None], 9).tolist() == [[0, 1, 9], [2, 3, 4], [5, 9, 9]]
-    assert everything.back(everything.rows(torch.arange(6)[None], 9)[..., None]).flatten().tolist() == list(range(6))
+    places = split_documents(documents_BT, labels_BT)
+    assert places.scatter_to_rows(torch.arange(6)[None], 0).tolist() == [[2, 3, 4]]
+    assert places.scatter_to_rows(labels_BT, -100).tolist() == [[5, 6, -100]]
+    nothing = split_documents(documents_BT, torch.full((1, 6), -100))
+    assert nothing.scatter_to_rows(torch.arange(6)[None], 9).tolist() == [[0, 1]]
+    everything = split_documents(documents_BT, None)
+    assert everything.scatter_to_rows(torch.arange(6)[None], 9).tolist() == [
+        [0, 1, 9],
+        [2, 3, 4],
+        [5, 9, 9],
+    ]
+    assert everything.gather_from_rows(
+        everything.scatter_to_rows(torch.arange(6)[None], 9)[..., None]
+    ).flatten().tolist() == list(range(6))

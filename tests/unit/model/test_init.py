@@ -12,23 +12,31 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardwright.architecture import Init, Normal, Ones, ParameterSpec, Zeros
-from shardwright.model.init import initialise
+from shardwright.architecture import NormalInit, OnesInit, ParameterInit, ParameterSpec, ZerosInit
+from shardwright.model.weight_init import initialise_parameter
 
 PINNED_HEAD = [-0.023732613772153854, -0.010585802607238293, 0.013895044103264809]
 PINNED_DIGEST = "fc00f34fc06b2783b30b8b37e7fad2fbf895c87a6480bdc761f0e5216b4ee38a"
 
 
-def spec(shape: tuple[int, ...], name: str = "model.layers.0.mlp.up_proj.weight", init: Init | None = None) -> ParameterSpec:
-    return ParameterSpec(name, shape, role="up", layer=0, init=init or Normal(0.02))
+def spec(
+    shape: tuple[int, ...],
+    name: str = "model.layers.0.mlp.up_proj.weight",
+    init: ParameterInit | None = None,
+) -> ParameterSpec:
+    return ParameterSpec(name, shape, role="up", layer=0, init=init or NormalInit(0.02))
 
 
-def values(shape: tuple[int, ...], *, seed: int = 1, name: str = "w", dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return initialise(spec(shape, name), seed, dtype=dtype)
+def values(
+    shape: tuple[int, ...], *, seed: int = 1, name: str = "w", dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    return initialise_parameter(spec(shape, name), seed, dtype=dtype)
 
 
 def test_pinned_values() -> None:
-    """These numbers are the promise that a seed means the same weights next year; never regenerate them lightly."""
+    """These numbers are the promise that a seed means the same weights next year; never regenerate
+    them lightly.
+    """
     weight = values((700, 300), seed=20)
     digest = hashlib.sha256(weight.numpy().tobytes()).hexdigest()
     assert weight[0, :3].tolist() == pytest.approx(PINNED_HEAD, abs=0)
@@ -37,11 +45,13 @@ def test_pinned_values() -> None:
 
 def test_same_in_another_process() -> None:
     code = (
-        "import hashlib, torch; from shardwright.architecture import *; from shardwright.model.init import initialise;"
-        "w = initialise(ParameterSpec('w', (300, 40), 'up', 0, Normal(0.02)), 5, dtype=torch.float32);"
+        "import hashlib, torch; from shardwright.architecture import *; from shardwright.model.weight_init import initialise_parameter;"
+        "w = initialise_parameter(ParameterSpec('w', (300, 40), 'up', 0, NormalInit(0.02)), 5, dtype=torch.float32);"
         "print(hashlib.sha256(w.numpy().tobytes()).hexdigest())"
     )
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    printed = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
     assert printed == hashlib.sha256(values((300, 40), seed=5).numpy().tobytes()).hexdigest()
 
 
@@ -82,7 +92,11 @@ def test_threads_do_not_matter() -> None:
 
 @st.composite
 def narrowed(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int] | None]]:
-    shape = draw(st.sampled_from([(7,), (600,), (5, 9), (300, 20), (257, 513), (3, 300, 260), (2, 2, 30, 270)]))
+    shape = draw(
+        st.sampled_from(
+            [(7,), (600,), (5, 9), (300, 20), (257, 513), (3, 300, 260), (2, 2, 30, 270)]
+        )
+    )
     narrow: list[tuple[int, int] | None] = []
     for size in shape:
         start = draw(st.integers(0, size))
@@ -92,13 +106,17 @@ def narrowed(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int] | N
 
 @settings(max_examples=60, deadline=None)
 @given(narrowed())
-def test_a_slice_is_the_slice_of_the_whole(case: tuple[tuple[int, ...], list[tuple[int, int] | None]]) -> None:
+def test_a_slice_is_the_slice_of_the_whole(
+    case: tuple[tuple[int, ...], list[tuple[int, int] | None]],
+) -> None:
     shape, narrow = case
     whole = values(shape)
     for dim, part in enumerate(narrow):
         if part is not None:
             whole = whole.narrow(dim, *part)
-    assert torch.equal(initialise(spec(shape, "w"), 1, dtype=torch.float32, narrow=narrow), whole)
+    assert torch.equal(
+        initialise_parameter(spec(shape, "w"), 1, dtype=torch.float32, narrow=narrow), whole
+    )
 
 
 def test_a_slice_draws_its_tiles_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,24 +131,35 @@ def test_a_slice_draws_its_tiles_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np.random, "Philox", counted)
     for narrow in ([(512, 256), None], [None, (512, 256)]):
         drawn.clear()
-        initialise(spec((2048, 2048)), 1, dtype=torch.float32, narrow=narrow)
+        initialise_parameter(spec((2048, 2048)), 1, dtype=torch.float32, narrow=narrow)
         assert len(drawn) == len(set(drawn)) == 8
 
 
 def test_constants_and_padding_row() -> None:
-    assert torch.equal(initialise(spec((5,), init=Ones()), 1, dtype=torch.bfloat16), torch.ones(5, dtype=torch.bfloat16))
-    assert torch.equal(initialise(spec((5,), init=Zeros()), 1, dtype=torch.float64), torch.zeros(5, dtype=torch.float64))
-    padded = spec((6, 4), init=Normal(0.02, zero_row=3))
-    weight = initialise(padded, 1, dtype=torch.float32)
+    assert torch.equal(
+        initialise_parameter(spec((5,), init=OnesInit()), 1, dtype=torch.bfloat16),
+        torch.ones(5, dtype=torch.bfloat16),
+    )
+    assert torch.equal(
+        initialise_parameter(spec((5,), init=ZerosInit()), 1, dtype=torch.float64),
+        torch.zeros(5, dtype=torch.float64),
+    )
+    padded = spec((6, 4), init=NormalInit(0.02, zero_row=3))
+    weight = initialise_parameter(padded, 1, dtype=torch.float32)
     assert weight[3].count_nonzero() == 0
     assert weight[[0, 1, 2, 4, 5]].count_nonzero() == 20
     for narrow in ([(2, 2), None], [(0, 3), None], [(3, 0), None], [None, (1, 2)]):
-        (start, length), (left, width) = narrow[0] or (0, 6), narrow[1] or (0, 4)
+        (start, length) = narrow[0] or (0, 6)
+        (left, width) = narrow[1] or (0, 4)
         expected = weight[start : start + length, left : left + width]
-        assert torch.equal(initialise(padded, 1, dtype=torch.float32, narrow=narrow), expected)
+        assert torch.equal(
+            initialise_parameter(padded, 1, dtype=torch.float32, narrow=narrow), expected
+        )
 
 
 def test_meta_device_draws_nothing() -> None:
-    weight = initialise(spec((1 << 20, 1 << 20)), 1, dtype=torch.bfloat16, device="meta", narrow=[(0, 512), None])
+    weight = initialise_parameter(
+        spec((1 << 20, 1 << 20)), 1, dtype=torch.bfloat16, device="meta", narrow=[(0, 512), None]
+    )
     assert weight.is_meta
     assert weight.shape == (512, 1 << 20)

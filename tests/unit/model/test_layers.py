@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.architecture import Activation
-from shardwright.model.mlp import ACTIVATIONS, gate
+from shardwright.model.mlp import ACTIVATION_FUNCTIONS, apply_gate
 from shardwright.model.norms import RMSNorm
 
 
@@ -33,7 +33,9 @@ def test_rms_norm_in_bf16_rounds_at_the_end_only() -> None:
     x = torch.randn(4, 64).bfloat16()
     weight = norm.weight.bfloat16().float() + 1
     expected = F.rms_norm(x.float(), (64,), weight, 1e-6).bfloat16()
-    assert (norm(x) == expected).float().mean() > 0.99  # fp32 sums in another order may cross a rounding edge
+    assert (
+        norm(x) == expected
+    ).float().mean() > 0.99  # fp32 sums in another order may cross a rounding edge
     assert norm(x).dtype == torch.bfloat16
 
 
@@ -52,8 +54,10 @@ def test_large_activations_do_not_overflow_in_16_bits() -> None:
 def test_gate_and_its_gradients(activation: Activation) -> None:
     first = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     second = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    expected = ACTIVATIONS[activation](first) * second
-    torch.testing.assert_close(gate(activation, first, second), expected)
+    expected = ACTIVATION_FUNCTIONS[activation](first) * second
+    torch.testing.assert_close(apply_gate(activation, first, second), expected)
     seed = torch.randn_like(expected)
-    ours = torch.autograd.grad(gate(activation, first, second), (first, second), seed)
-    torch.testing.assert_close(ours, torch.autograd.grad(expected, (first, second), seed), rtol=1e-12, atol=1e-14)
+    ours = torch.autograd.grad(apply_gate(activation, first, second), (first, second), seed)
+    torch.testing.assert_close(
+        ours, torch.autograd.grad(expected, (first, second), seed), rtol=1e-12, atol=1e-14
+    )

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.errors import WeightsError
-from shardwright.model.load import INDEX_NAME, WEIGHTS_NAME, WeightsFolder
+from shardwright.model.hf_weights import INDEX_FILE_NAME, WEIGHTS_FILE_NAME, WeightsFolder
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -28,19 +28,23 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 32,
 }
 TIED = LLAMA | {"tie_word_embeddings": True}
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 Tensors = dict[str, torch.Tensor]
 
 
 def random_tensors(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Tensors:
     generator = torch.Generator().manual_seed(0)
-    return {spec.name: torch.randn(spec.shape, generator=generator).to(dtype) for spec in shape.parameters()}
+    return {
+        spec.name: torch.randn(spec.shape, generator=generator).to(dtype)
+        for spec in shape.list_parameters()
+    }
 
 
 def write_one(folder: Path, tensors: Tensors) -> Path:
     folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / WEIGHTS_NAME)
+    save_file(tensors, folder / WEIGHTS_FILE_NAME)
     return folder
 
 
@@ -49,8 +53,10 @@ def write_many(folder: Path, tensors: Tensors, num_files: int = 3) -> Path:
     names = sorted(tensors)
     weight_map = {name: f"part-{i % num_files}.safetensors" for i, name in enumerate(names)}
     for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name in names if weight_map[name] == file}, folder / file)
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        save_file(
+            {name: tensors[name] for name in names if weight_map[name] == file}, folder / file
+        )
+    (folder / INDEX_FILE_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
@@ -71,19 +77,24 @@ def test_reads_every_tensor(tmp_path: Path, write: Any, dtype: torch.dtype) -> N
         assert torch.equal(weights.read(name, dtype=dtype), tensor)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(st.data())
 def test_reads_any_slice(tmp_path: Path, data: st.DataObject) -> None:
     shape = read_config(LLAMA)
     tensors = random_tensors(shape)
     name = data.draw(st.sampled_from(sorted(tensors)))
-    expected, narrow = tensors[name], []
+    expected = tensors[name]
+    narrow = []
     for dim, size in enumerate(expected.shape):
         start = data.draw(st.integers(0, size))
         part = data.draw(st.sampled_from([None, (start, data.draw(st.integers(0, size - start)))]))
         narrow.append(part)
         expected = expected if part is None else expected.narrow(dim, *part)
-    if not (tmp_path / WEIGHTS_NAME).exists():
+    if not (tmp_path / WEIGHTS_FILE_NAME).exists():
         write_one(tmp_path, tensors)
     read = opened(tmp_path, shape).read(name, narrow=narrow, dtype=torch.float64)
     assert read.dtype == torch.float64
@@ -91,10 +102,15 @@ def test_reads_any_slice(tmp_path: Path, data: st.DataObject) -> None:
 
 
 def test_a_slice_of_a_large_file_touches_its_own_bytes(tmp_path: Path) -> None:
-    """The file is sparse: 8 GiB of zeros that exist in the header only. Reading all of it would fail or take minutes."""
-    rows, columns = 1 << 18, 1 << 14
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, 2 * rows * columns]}}).encode()
-    with (tmp_path / WEIGHTS_NAME).open("wb") as file:
+    """The file is sparse: 8 GiB of zeros that exist in the header only. Reading all of it would
+    fail or take minutes.
+    """
+    rows = 1 << 18
+    columns = 1 << 14
+    header = json.dumps(
+        {"w": {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, 2 * rows * columns]}}
+    ).encode()
+    with (tmp_path / WEIGHTS_FILE_NAME).open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * rows * columns)
     part = WeightsFolder(tmp_path).read("w", narrow=[(rows - 4, 4), None], dtype=torch.float32)
@@ -121,14 +137,20 @@ def test_every_fault_is_listed_in_one_error(tmp_path: Path) -> None:
 def test_transposed_and_flattened_tensors_are_misshapen(tmp_path: Path) -> None:
     shape = read_config(LLAMA)
     tensors = random_tensors(shape)
-    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].T.contiguous()
-    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].flatten()
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors[
+        "model.layers.0.mlp.up_proj.weight"
+    ].T.contiguous()
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors[
+        "model.layers.1.mlp.up_proj.weight"
+    ].flatten()
     with pytest.raises(WeightsError, match=r"2 wrong.*\[8, 12\].*\[96\]"):
         opened(write_one(tmp_path, tensors), shape)
 
 
 class TestTied:
-    """`tie_word_embeddings: true`: the head may be absent, equal, or the only one that is stored."""
+    """`tie_word_embeddings: true`: the head may be absent, equal, or the only one that is
+    stored.
+    """
 
     shape = read_config(TIED)
 
@@ -147,7 +169,10 @@ class TestTied:
         tensors = random_tensors(self.shape)
         tensors[HEAD] = tensors[EMBEDDING].clone()
         tensors[HEAD][-1, -1] += 1
-        with pytest.raises(WeightsError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word_embeddings"):
+        with pytest.raises(
+            WeightsError,
+            match=r"lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word_embeddings",
+        ):
             opened(write_one(tmp_path, tensors), self.shape)
 
     def test_only_the_head_is_stored(self, tmp_path: Path) -> None:
@@ -161,11 +186,15 @@ class TestTied:
             opened(write_one(tmp_path, random_tensors(self.shape)), read_config(LLAMA))
 
 
-def test_a_base_model_without_its_root_is_taken_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_base_model_without_its_root_is_taken_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shape = read_config(LLAMA)
     tensors = random_tensors(shape)
     caplog.set_level("INFO", logger="shardwright")
-    weights = opened(write_one(tmp_path, {name.removeprefix("model."): t for name, t in tensors.items()}), shape)
+    weights = opened(
+        write_one(tmp_path, {name.removeprefix("model."): t for name, t in tensors.items()}), shape
+    )
     for name, tensor in tensors.items():
         assert torch.equal(weights.read(name, dtype=torch.float32), tensor)
     assert "lack the root `model.`" in caplog.text
@@ -179,7 +208,9 @@ def test_both_spellings_of_one_tensor_are_surplus(tmp_path: Path) -> None:
         opened(write_one(tmp_path, tensors), shape)
 
 
-def test_inert_buffers_are_left_unread_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_inert_buffers_are_left_unread_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shape = read_config(LLAMA)
     tensors = random_tensors(shape)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
@@ -214,15 +245,18 @@ def test_empty_and_absent_folders(tmp_path: Path) -> None:
         (lambda content: b"", "damaged, truncated"),
         (lambda content: content[:8] + b"x" + content[9:], "damaged, truncated"),
         (lambda content: (1 << 60).to_bytes(8, "little") + content[8:], "damaged, truncated"),
-        (lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git lfs pull"),
+        (
+            lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
+            "git lfs pull",
+        ),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, damage: Any, told: str) -> None:
-    file = write_one(tmp_path, random_tensors(read_config(LLAMA))) / WEIGHTS_NAME
+    file = write_one(tmp_path, random_tensors(read_config(LLAMA))) / WEIGHTS_FILE_NAME
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(WeightsError, match=told) as caught:
         WeightsFolder(tmp_path)
-    assert WEIGHTS_NAME in str(caught.value)
+    assert WEIGHTS_FILE_NAME in str(caught.value)
 
 
 class TestIndex:
@@ -233,13 +267,19 @@ class TestIndex:
         return write_many(tmp_path / "model", random_tensors(read_config(LLAMA)))
 
     def rewrite(self, folder: Path, change: Any) -> None:
-        path = folder / INDEX_NAME
+        path = folder / INDEX_FILE_NAME
         index = json.loads(path.read_text())
         change(index)
         path.write_text(json.dumps(index))
 
     @pytest.mark.parametrize(
-        "file", ["../outside.safetensors", "/outside.safetensors", "a/../../b.safetensors", "..\\b.safetensors"]
+        "file",
+        [
+            "../outside.safetensors",
+            "/outside.safetensors",
+            "a/../../b.safetensors",
+            "..\\b.safetensors",
+        ],
     )
     def test_outside_the_folder(self, folder: Path, file: str) -> None:
         save_file({"w": torch.ones(1)}, folder.parent / "outside.safetensors")
@@ -258,20 +298,32 @@ class TestIndex:
             WeightsFolder(folder)
 
     def test_tensor_absent_from_its_file(self, folder: Path) -> None:
-        self.rewrite(folder, lambda index: index["weight_map"].update({HEAD: "part-2.safetensors", "w": "part-0.safetensors"}))
-        with pytest.raises(WeightsError, match=r"not in the file that the index names: lm_head\.weight: part-2.*w: part-0"):
+        self.rewrite(
+            folder,
+            lambda index: index["weight_map"].update(
+                {HEAD: "part-2.safetensors", "w": "part-0.safetensors"}
+            ),
+        )
+        with pytest.raises(
+            WeightsError,
+            match=r"not in the file that the index names: lm_head\.weight: part-2.*w: part-0",
+        ):
             WeightsFolder(folder)
 
     def test_tensor_in_two_files(self, folder: Path) -> None:
         save_file({HEAD: torch.ones(1)}, folder / "part-9.safetensors")
         self.rewrite(folder, lambda index: index["weight_map"].update(w="part-9.safetensors"))
-        with pytest.raises(WeightsError, match=r"lm_head\.weight is in both part-\d\.safetensors and part-9"):
+        with pytest.raises(
+            WeightsError, match=r"lm_head\.weight is in both part-\d\.safetensors and part-9"
+        ):
             WeightsFolder(folder)
 
-    @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "\x00"])
+    @pytest.mark.parametrize(
+        "content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "\x00"]
+    )
     def test_no_index(self, folder: Path, content: str) -> None:
-        (folder / INDEX_NAME).write_text(content)
-        with pytest.raises(WeightsError, match=INDEX_NAME):
+        (folder / INDEX_FILE_NAME).write_text(content)
+        with pytest.raises(WeightsError, match=INDEX_FILE_NAME):
             WeightsFolder(folder)
 
     def test_links_out_of_the_folder_are_a_download_cache(self, folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""4-bit matrices: bitsandbytes' bytes, rows of any length, and products whose backward pass keeps no dequantised matrix."""
+"""4-bit matrices: bitsandbytes' bytes, rows of any length, and products whose backward pass keeps
+no dequantised matrix.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,22 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import read_config
-from shardwright.architecture.quantised import columns_of, packed_width
-from shardwright.architecture.targets import with_adapters
-from shardwright.config.adapters import AdapterSection
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.architecture.nf4_layout import compute_row_bytes, count_columns
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout
 from shardwright.model import nf4
-from shardwright.model.grouped import grouped_product
-from shardwright.placement import check
+from shardwright.model.grouped_matmul import grouped_matmul
+from shardwright.placement import check_layout
 
 BITSANDBYTES = (
     "1ff1ff2ee2ee2ed3dd3dc4cc4bb4bb5aa5aa6996996886887887777777777777"
     "7777777777777766666666665555555444444333333222222211111111000000"
 )
-"""Of `two_blocks`, bitsandbytes 0.50.2 on a CPU: quantize_4bit(x, blocksize=64, quant_type="nf4")."""
+"""Of `two_blocks`, bitsandbytes 0.50.2 on a CPU: quantize_4bit(x, blocksize=64,
+quant_type="nf4").
+"""
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 64,
@@ -39,19 +43,25 @@ def two_blocks() -> Tensor:
 def test_codes_and_scales_are_those_of_bitsandbytes() -> None:
     packed = nf4.pack(two_blocks())
     assert packed[:, :32].flatten().numpy().tobytes().hex() == BITSANDBYTES
-    assert packed[:, 32:].contiguous().view(torch.float32).flatten().tolist() == [0.9687519669532776, 0.30000001192092896]
+    assert packed[:, 32:].contiguous().view(torch.float32).flatten().tolist() == [
+        0.9687519669532776,
+        0.30000001192092896,
+    ]
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 1)])
 @pytest.mark.parametrize("columns", [1, 27, 64, 65, 130])
-def test_a_row_of_any_length_comes_back_within_half_a_step(columns: int, shape: tuple[int, ...]) -> None:
+def test_a_row_of_any_length_comes_back_within_half_a_step(
+    columns: int, shape: tuple[int, ...]
+) -> None:
     values = torch.randn(*shape, columns, generator=torch.Generator().manual_seed(1))
     packed = nf4.pack(values)
-    assert packed.shape == (*shape, packed_width(columns))
+    assert packed.shape == (*shape, compute_row_bytes(columns))
     back = nf4.unpack(packed, columns, torch.float32)
-    table = torch.tensor(nf4.TABLE)
-    for start in range(0, columns, nf4.BLOCK):
-        block, got = values[..., start : start + nf4.BLOCK], back[..., start : start + nf4.BLOCK]
+    table = torch.tensor(nf4.NF4_VALUES)
+    for start in range(0, columns, nf4.BLOCK_ELEMENTS):
+        block = values[..., start : start + nf4.BLOCK_ELEMENTS]
+        got = back[..., start : start + nf4.BLOCK_ELEMENTS]
         scale = block.abs().amax(-1, keepdim=True)
         nearest = table[(block / scale)[..., None].sub(table).abs().argmin(-1)] * scale
         assert torch.equal(got, nearest)
@@ -59,25 +69,30 @@ def test_a_row_of_any_length_comes_back_within_half_a_step(columns: int, shape: 
 
 
 def test_zeros_stay_zeros() -> None:
-    assert torch.equal(nf4.unpack(nf4.pack(torch.zeros(2, 64)), 64, torch.float32), torch.zeros(2, 64))
+    assert torch.equal(
+        nf4.unpack(nf4.pack(torch.zeros(2, 64)), 64, torch.float32), torch.zeros(2, 64)
+    )
 
 
 def test_rows_are_packed_and_unpacked_some_at_a_time() -> None:
     values = torch.randn(10, 96, generator=torch.Generator().manual_seed(2))
     whole = nf4.pack(values)
     back = nf4.unpack(whole, 96, torch.float64)
-    with mock.patch.object(nf4, "_ELEMENTS_AT_ONCE", 200):
+    with mock.patch.object(nf4, "_MAX_CHUNK_ELEMENTS", 200):
         assert torch.equal(nf4.pack(values), whole)
         assert torch.equal(nf4.unpack(whole, 96, torch.float64), back)
 
 
 def test_the_product_is_that_of_the_dequantised_matrix_and_keeps_bytes() -> None:
     generator = torch.Generator().manual_seed(3)
-    packed, x = nf4.pack(torch.randn(32, 128, generator=generator)), torch.randn(7, 128, generator=generator, requires_grad=True)
+    packed = nf4.pack(torch.randn(32, 128, generator=generator))
+    x = torch.randn(7, 128, generator=generator, requires_grad=True)
     weight = nf4.unpack(packed, 128, torch.float32)
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor):
-        out = nf4.linear(x, packed, 128)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        out = nf4.multiply_packed(x, packed, 128)
     assert torch.equal(out, x @ weight.T)
     assert [tensor.dtype for tensor in kept] == [torch.uint8]
     (gradient,) = torch.autograd.grad(out.square().sum(), x)
@@ -86,30 +101,45 @@ def test_the_product_is_that_of_the_dequantised_matrix_and_keeps_bytes() -> None
 
 def test_the_product_of_experts_is_that_of_dequantised_matrices() -> None:
     generator = torch.Generator().manual_seed(4)
-    packed, counts = nf4.pack(torch.randn(3, 16, 64, generator=generator)), torch.tensor([4, 0, 5])
+    packed = nf4.pack(torch.randn(3, 16, 64, generator=generator))
+    counts = torch.tensor([4, 0, 5])
     x = torch.randn(9, 64, generator=generator, requires_grad=True)
     weight = nf4.unpack(packed, 64, torch.float32)
-    ours, plain = nf4.expert_product(x, packed, counts, 64), grouped_product(x, weight, counts, transposed=True)
+    ours = nf4.multiply_packed_experts(x, packed, counts, 64)
+    plain = grouped_matmul(x, weight, counts, transposed=True)
     assert torch.equal(ours, plain)
     one, other = (torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, plain))
     torch.testing.assert_close(one, other)
 
 
 def test_a_cut_between_blocks_is_told_from_a_whole_row() -> None:
-    assert columns_of(packed_width(192), 192) == 192
-    assert columns_of(packed_width(192) // 3, 192) == 64
+    assert count_columns(compute_row_bytes(192), 192) == 192
+    assert count_columns(compute_row_bytes(192) // 3, 192) == 64
 
 
 def test_a_cut_through_a_block_is_refused_with_the_degrees_that_work() -> None:
-    shape = with_adapters(read_config(LLAMA), AdapterSection(quantize="nf4"))
-    with pytest.raises(LayoutError, match=r"down_proj.*rows of 192.*2 ranks.*blocks of 64") as caught:
-        check(shape, Layout(tp=2), 16)
+    shape = add_adapters(read_config(LLAMA), AdapterSection(quantize="nf4"))
+    with pytest.raises(
+        LayoutError, match=r"down_proj.*rows of 192.*2 ranks.*blocks of 64"
+    ) as caught:
+        check_layout(shape, Layout(tp=2), 16)
     assert caught.value.allowed == "1"
-    wide = with_adapters(read_config(LLAMA | {"intermediate_size": 256}), AdapterSection(quantize="nf4"))
-    check(wide, Layout(tp=4), 16)
+    wide = add_adapters(
+        read_config(LLAMA | {"intermediate_size": 256}), AdapterSection(quantize="nf4")
+    )
+    check_layout(wide, Layout(tp=4), 16)
 
 
 def test_matrices_that_lie_the_other_way_are_refused() -> None:
-    gpt2 = read_config({"model_type": "gpt2", "vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64})
+    gpt2 = read_config(
+        {
+            "model_type": "gpt2",
+            "vocab_size": 64,
+            "n_embd": 64,
+            "n_layer": 1,
+            "n_head": 4,
+            "n_positions": 64,
+        }
+    )
     with pytest.raises(RecipeError, match=r"is stored \[in, out\]"):
-        with_adapters(gpt2, AdapterSection(quantize="nf4"))
+        add_adapters(gpt2, AdapterSection(quantize="nf4"))

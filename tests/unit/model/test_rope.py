@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from shardwright.architecture import RopeShape
-from shardwright.model.rope import inverse_frequencies, rope_tables, rotate
+from shardwright.model.rope import compute_inverse_frequencies, compute_rope_tables, rotate
 
 
 def tables(rotary_dim: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return rope_tables(RopeShape(1e4, rotary_dim), torch.arange(tokens)[None], None, dtype)
+    return compute_rope_tables(RopeShape(1e4, rotary_dim), torch.arange(tokens)[None], None, dtype)
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 4])
@@ -18,7 +18,10 @@ def test_pairs_turn_like_complex_numbers(rotary_dim: int) -> None:
     x_BTHE = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     cos, sin = tables(rotary_dim, 5, torch.float64)
     half = rotary_dim // 2
-    pairs = torch.complex(x_BTHE[..., :half], x_BTHE[..., half:rotary_dim]) * torch.complex(cos, sin)[:, :, None]
+    pairs = (
+        torch.complex(x_BTHE[..., :half], x_BTHE[..., half:rotary_dim])
+        * torch.complex(cos, sin)[:, :, None]
+    )
     expected = torch.cat([pairs.real, pairs.imag, x_BTHE[..., rotary_dim:]], dim=-1)
     torch.testing.assert_close(rotate(x_BTHE, cos, sin), expected, rtol=1e-14, atol=1e-15)
 
@@ -48,18 +51,25 @@ def test_bf16_is_rounded_once() -> None:
 
 def test_tables_are_computed_in_fp64() -> None:
     """At position 100000 an angle computed in fp32 is off by up to 4e-3."""
-    rope, positions = RopeShape(1e4, 64), torch.tensor([[100_000]])
-    cos, _ = rope_tables(rope, positions, None, torch.float32)
-    exact = (positions.double() * inverse_frequencies(rope)).cos()
+    rope = RopeShape(1e4, 64)
+    positions = torch.tensor([[100_000]])
+    cos, _ = compute_rope_tables(rope, positions, None, torch.float32)
+    exact = (positions.double() * compute_inverse_frequencies(rope)).cos()
     assert (cos[0].double() - exact).abs().max() < 1e-7
 
 
 def test_longrope_chooses_by_the_length_of_each_document() -> None:
     rope = RopeShape(
-        1e4, 4, "longrope", original_max_position_embeddings=10, short_factors=(1.0, 1.0), long_factors=(2.0, 3.0), factor=2.0
+        1e4,
+        4,
+        "longrope",
+        original_max_position_embeddings=10,
+        short_factors=(1.0, 1.0),
+        long_factors=(2.0, 3.0),
+        factor=2.0,
     )
     positions = torch.tensor([[3, 3]])
-    cos, _ = rope_tables(rope, positions, torch.tensor([[10, 11]]), torch.float64)
+    cos, _ = compute_rope_tables(rope, positions, torch.tensor([[10, 11]]), torch.float64)
     short = torch.tensor([3.0, 3.0 * 1e4**-0.5], dtype=torch.float64)
     torch.testing.assert_close(cos[0, 0], short.cos())
     torch.testing.assert_close(cos[0, 1], (short / torch.tensor([2.0, 3.0])).cos())

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from shardwright.hardware.load import find_accelerator
+from shardwright.hardware.catalog_loading import find_accelerator
 from shardwright.numerics import bf16
-from shardwright.planner.question import choose_precision_on
+from shardwright.planner.problem import choose_precision_on
 
 CPU = torch.device("cpu")
 OTHER_MACHINE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -25,11 +25,16 @@ def pretend_ratio(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
 
 def test_a_cpu_that_multiplies_bf16_faster_takes_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_ratio(monkeypatch, 3.2)
-    assert str(bf16.choose_precision(CPU)) == "bf16 (auto: bf16 products are 3.2 times as fast as fp32 on this CPU)"
-    assert bf16.caution_of_bf16(CPU) is None
+    assert (
+        str(bf16.choose_precision(CPU))
+        == "bf16 (auto: bf16 products are 3.2 times as fast as fp32 on this CPU)"
+    )
+    assert bf16.build_bf16_warning(CPU) is None
 
 
-@pytest.mark.parametrize(("ratio", "slower"), [(0.025, "40 times slower"), (0.99, "1 times slower")])
+@pytest.mark.parametrize(
+    ("ratio", "slower"), [(0.025, "40 times slower"), (0.99, "1 times slower")]
+)
 def test_a_cpu_that_emulates_bf16_takes_fp32_and_says_how_much_slower_it_is(
     monkeypatch: pytest.MonkeyPatch, ratio: float, slower: str
 ) -> None:
@@ -37,15 +42,18 @@ def test_a_cpu_that_emulates_bf16_takes_fp32_and_says_how_much_slower_it_is(
     choice = bf16.choose_precision(CPU)
     assert choice.kind == "fp32"
     assert slower in choice.reason
-    caution = bf16.caution_of_bf16(CPU)
+    caution = bf16.build_bf16_warning(CPU)
     assert caution is not None
     assert slower in caution
 
 
 @pytest.mark.parametrize(
-    ("capability", "kind"), [((7, 5), "fp32"), ((7, 0), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16"), ((12, 0), "bf16")]
+    ("capability", "kind"),
+    [((7, 5), "fp32"), ((7, 0), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16"), ((12, 0), "bf16")],
 )
-def test_cuda_goes_by_its_compute_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str) -> None:
+def test_cuda_goes_by_its_compute_capability(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     choice = bf16.choose_precision(torch.device("cuda", 0))
@@ -54,17 +62,22 @@ def test_cuda_goes_by_its_compute_capability(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("H100", "bf16"), ("A100", "bf16"), ("T4", "fp32"), ("V100", "fp32"), ("EPYC 9654", "bf16")]
+    ("name", "kind"),
+    [("H100", "bf16"), ("A100", "bf16"), ("T4", "fp32"), ("V100", "fp32"), ("EPYC 9654", "bf16")],
 )
 def test_a_plan_goes_by_the_catalogue(name: str, kind: str) -> None:
     assert choose_precision_on(find_accelerator(name)).kind == kind
 
 
 def test_the_measured_ratio_is_that_of_products_timed_by_hand() -> None:
-    """Within a factor of three: emulation is ten or more times slower, native bf16 is up to sixteen times faster."""
+    """Within a factor of three: emulation is ten or more times slower, native bf16 is up to sixteen
+    times faster.
+    """
     ratio = bf16.measure_bf16_ratio(CPU)
-    with bf16._one_thread():
-        fp32, half = (bf16._seconds_of_products(256, CPU, dtype) for dtype in (torch.float32, torch.bfloat16))
+    with bf16._use_one_thread():
+        fp32, half = (
+            bf16._time_products(256, CPU, dtype) for dtype in (torch.float32, torch.bfloat16)
+        )
     assert ratio / 3 < fp32 / half < 3 * ratio
     assert torch.get_num_threads() >= 1
 
@@ -72,6 +85,10 @@ def test_the_measured_ratio_is_that_of_products_timed_by_hand() -> None:
 def test_a_machine_without_bf16_units_takes_fp32() -> None:
     script = "import torch; from shardwright.numerics.bf16 import choose_precision; print(choose_precision(torch.device('cpu')))"
     done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | OTHER_MACHINE, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        env=os.environ | OTHER_MACHINE,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.startswith("fp32 (auto: bf16 is emulated on this CPU, ")

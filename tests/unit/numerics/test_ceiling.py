@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from shardwright.numerics import ceiling
-from shardwright.numerics.ceiling import measure_matmul_flops_per_second
+from shardwright.numerics import peak_flops
+from shardwright.numerics.peak_flops import measure_matmul_flops_per_second
 from tests.unit.numerics.test_bf16 import OTHER_MACHINE
 
 CPU = torch.device("cpu")
@@ -28,9 +28,14 @@ class Clock:
         return self.seconds
 
 
-def pretend_device(monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float, float]) -> tuple[Clock, list[tuple[int, int, int]]]:
-    """Have forward products, and the gradients of inputs and weights, run at these FLOP/s; returns the clock and the products."""
-    clock, asked = Clock(), []
+def pretend_device(
+    monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float, float]
+) -> tuple[Clock, list[tuple[int, int, int]]]:
+    """Have forward products, and the gradients of inputs and weights, run at these FLOP/s; returns
+    the clock and the products.
+    """
+    clock = Clock()
+    asked = []
 
     def layer_products(product, device, dtype):
         asked.append(product)
@@ -41,8 +46,8 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float, f
 
         return tuple((lambda rate=rate: run(rate)) for rate in rates)
 
-    monkeypatch.setattr(ceiling, "_layer_products", layer_products)
-    monkeypatch.setattr(ceiling, "time", clock)
+    monkeypatch.setattr(peak_flops, "_build_layer_products", layer_products)
+    monkeypatch.setattr(peak_flops, "time", clock)
     measure_matmul_flops_per_second.cache_clear()
     return clock, asked
 
@@ -61,25 +66,36 @@ def test_ceiling_is_no_less_than_a_product_timed_here(dtype: torch.dtype) -> Non
     for _ in range(3):
         a @ a
     rate = 3 * 2 * 256**3 / (time.perf_counter() - began)
-    assert found > rate / 30  # the machine may be busy with other work; a wrong unit would be off by far more
+    assert (
+        found > rate / 30
+    )  # the machine may be busy with other work; a wrong unit would be off by far more
     assert 1e8 < found < 1e16
 
 
 def test_the_best_of_forward_and_both_gradients_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where bf16 is emulated the weight's gradient runs at 25 GFLOP/s, the input's at 0.8: a step is a mixture of both."""
+    """Where bf16 is emulated the weight's gradient runs at 25 GFLOP/s, the input's at 0.8: a step
+    is a mixture of both.
+    """
     pretend_device(monkeypatch, (3e9, 0.8e9, 25e9))
     assert measure_matmul_flops_per_second(CPU, torch.bfloat16, MODEL) == pytest.approx(25e9)
 
 
-@pytest.mark.parametrize("rates", [(1e12, 1e12, 1e12), (80e9, 70e9, 85e9), (3e9, 0.8e9, 25e9), (0.8e9, 0.8e9, 0.8e9), (2e7,) * 3])
-def test_the_time_is_bounded_on_devices_of_any_speed(monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(
+    "rates",
+    [(1e12, 1e12, 1e12), (80e9, 70e9, 85e9), (3e9, 0.8e9, 25e9), (0.8e9, 0.8e9, 0.8e9), (2e7,) * 3],
+)
+def test_the_time_is_bounded_on_devices_of_any_speed(
+    monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float, float]
+) -> None:
     clock, _ = pretend_device(monkeypatch, rates)
     assert measure_matmul_flops_per_second(CPU, torch.bfloat16, MODEL) == pytest.approx(max(rates))
     smallest = sum(2 * 2.0 * 128**3 / rate for rate in rates)
-    assert clock.seconds < 1.25 * ceiling.BUDGET_SECONDS + smallest
+    assert clock.seconds < 1.25 * peak_flops.BUDGET_SECONDS + smallest
 
 
-def test_the_models_own_products_are_tried_with_fewer_tokens_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_own_products_are_tried_with_fewer_tokens_where_they_take_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, asked = pretend_device(monkeypatch, (80e9, 70e9, 85e9))
     measure_matmul_flops_per_second(CPU, torch.float32, MODEL)
     assert set(MODEL) <= set(asked)
@@ -98,7 +114,7 @@ def test_ceiling_is_measured_once() -> None:
 
 EMULATED = """
 import time, torch
-from shardwright.numerics.ceiling import measure_matmul_flops_per_second
+from shardwright.numerics.peak_flops import measure_matmul_flops_per_second
 torch.set_num_threads(1)
 x, w, g = (torch.randn(*shape).bfloat16() for shape in ((1024, 192), (512, 192), (1024, 512)))
 ceiling = measure_matmul_flops_per_second(torch.device("cpu"), torch.bfloat16, ((1024, 512, 192),))
@@ -115,8 +131,14 @@ print(ceiling / (3 * 2.0 * 1024 * 512 * 192 / seconds))
 
 
 def test_a_layer_in_emulated_bf16_stays_below_the_ceiling() -> None:
-    """There the products of a layer differ by a factor of 30, and a ceiling of one kind of them gave an MFU of 324%."""
+    """There the products of a layer differ by a factor of 30, and a ceiling of one kind of them
+    gave an MFU of 324%.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", EMULATED], env=os.environ | OTHER_MACHINE, capture_output=True, text=True, check=True
+        [sys.executable, "-c", EMULATED],
+        env=os.environ | OTHER_MACHINE,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert float(done.stdout) > 1.0

@@ -1,4 +1,6 @@
-"""The global norm over simulated ranks, and the known ways to get it wrong, each put back here to see that it shows."""
+"""The global norm over simulated ranks, and the known ways to get it wrong, each put back here to
+see that it shows.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,24 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, ParameterLayout, RankGrid, Shard
-from shardwright.numerics.clip import clip_, clip_coefficient, global_norm, scale_
+from shardwright.numerics.gradient_clip import (
+    clip_,
+    compute_clip_coefficient,
+    compute_global_norm,
+    scale_,
+)
 
 Held = list[tuple[Tensor | None, ParameterLayout]]
 
 
 class Ranks:
-    """Ranks as threads that meet to sum; every collective is one meeting of the whole world, in the same order everywhere."""
+    """Ranks as threads that meet to sum; every collective is one meeting of the whole world, in the
+    same order everywhere.
+    """
 
     def __init__(self, layout: Layout) -> None:
-        self.grid, self.size = RankGrid(layout), layout.world_size
+        self.grid = RankGrid(layout)
+        self.size = layout.world_size
         self.barrier = threading.Barrier(self.size, timeout=250)
         self.table: dict[int, Tensor] = {}
         self.calls: list[tuple[str, ...]] = []
@@ -29,7 +39,9 @@ class Ranks:
         def reduce(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
             self.table[rank] = tensor.clone()
             self.barrier.wait()
-            total = torch.stack([self.table[other] for other in self.grid.group_of(rank, axes)]).sum(0)
+            total = torch.stack(
+                [self.table[other] for other in self.grid.group_of(rank, axes)]
+            ).sum(0)
             if rank == 0:
                 self.calls.append(axes)
             self.barrier.wait()
@@ -70,8 +82,12 @@ def model_gradients(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Pa
     """Cut over one axis, over two, over another, uncut; one has fewer rows than there are ranks."""
     generator = torch.Generator().manual_seed(3)
 
-    def parameter(name: str, shape: tuple[int, ...], *shards: Shard) -> tuple[Tensor, ParameterLayout]:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype), ParameterLayout(name, shape, shards)
+    def parameter(
+        name: str, shape: tuple[int, ...], *shards: Shard
+    ) -> tuple[Tensor, ParameterLayout]:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(
+            dtype
+        ), ParameterLayout(name, shape, shards)
 
     return [
         parameter("rows", (7, 5), Shard("fsdp", 0)),
@@ -89,12 +105,18 @@ def whole_norm(gradients: Sequence[tuple[Tensor, ParameterLayout]]) -> Tensor:
 LAYOUT = Layout(dp_replicate=2, dp_shard=2, tp=2, zero_stage=3)
 
 
-def norms_on_all_ranks(layouts: Callable[[ParameterLayout], ParameterLayout] = lambda layout: layout) -> list[Tensor]:
-    ranks, gradients = Ranks(LAYOUT), model_gradients()
+def norms_on_all_ranks(
+    layouts: Callable[[ParameterLayout], ParameterLayout] = lambda layout: layout,
+) -> list[Tensor]:
+    ranks = Ranks(LAYOUT)
+    gradients = model_gradients()
 
     def work(rank: int) -> Tensor:
-        shards = [(cut(gradient, layout, ranks.grid, rank), layouts(layout)) for gradient, layout in gradients]
-        return global_norm(iter(shards), ranks.sum_over(rank))
+        shards = [
+            (cut(gradient, layout, ranks.grid, rank), layouts(layout))
+            for gradient, layout in gradients
+        ]
+        return compute_global_norm(iter(shards), ranks.sum_over(rank))
 
     return ranks.run(work)
 
@@ -106,9 +128,13 @@ def test_every_rank_has_the_norm_of_the_whole_model() -> None:
 
 
 def test_parameters_that_are_cut_alike_share_one_collective() -> None:
-    ranks, gradients = Ranks(LAYOUT), model_gradients()
+    ranks = Ranks(LAYOUT)
+    gradients = model_gradients()
     ranks.run(
-        lambda rank: global_norm([(cut(g, layout, ranks.grid, rank), layout) for g, layout in gradients], ranks.sum_over(rank))
+        lambda rank: compute_global_norm(
+            [(cut(g, layout, ranks.grid, rank), layout) for g, layout in gradients],
+            ranks.sum_over(rank),
+        )
     )
     assert sorted(ranks.calls) == [("fsdp",), ("tp",), ("tp", "fsdp")]
 
@@ -116,31 +142,45 @@ def test_parameters_that_are_cut_alike_share_one_collective() -> None:
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("parameters cut over tp taken for duplicates", lambda p: replace(p, shards=tuple(s for s in p.shards if s.axis != "tp"))),
-        ("copies counted once per replica", lambda p: replace(p, shards=(*p.shards, Shard("dp_replicate", 0)))),
+        (
+            "parameters cut over tp taken for duplicates",
+            lambda p: replace(p, shards=tuple(s for s in p.shards if s.axis != "tp")),
+        ),
+        (
+            "copies counted once per replica",
+            lambda p: replace(p, shards=(*p.shards, Shard("dp_replicate", 0))),
+        ),
         ("a norm local to the sharding group", lambda p: replace(p, shards=())),
-        ("uncut parameters counted once per tp rank", lambda p: p if p.shards else replace(p, shards=(Shard("tp", 0),))),
+        (
+            "uncut parameters counted once per tp rank",
+            lambda p: p if p.shards else replace(p, shards=(Shard("tp", 0),)),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_descriptor_shows_in_the_norm(name: str, wrong: Callable[[ParameterLayout], ParameterLayout]) -> None:
+def test_a_wrong_descriptor_shows_in_the_norm(
+    name: str, wrong: Callable[[ParameterLayout], ParameterLayout]
+) -> None:
     expected = whole_norm(model_gradients())
     norms = norms_on_all_ranks(wrong)
     assert any(abs(norm - expected) > 1e-3 * expected for norm in norms), name
 
 
 def test_pipeline_stages_share_one_norm() -> None:
-    # Each stage holds parameters of its own; a norm per stage would clip each by a factor of its own.
-    ranks, gradients = Ranks(Layout(pp=2, dp_shard=2, zero_stage=3)), model_gradients()
+    # Each stage holds parameters of its own; a norm per stage would clip each by a factor of its
+    # own.
+    ranks = Ranks(Layout(pp=2, dp_shard=2, zero_stage=3))
+    gradients = model_gradients()
     gradients = [(g, layout) for g, layout in gradients if "tp" not in layout.shard_axes]
 
     def work(rank: int) -> Tensor:
         stage = ranks.grid.coordinates(rank)["pp"]
         mine = [pair for index, pair in enumerate(gradients) if index % 2 == stage]
-        # Both stages list both ways of cutting, as stages of a decoder do (a cut matrix, an uncut norm).
+        # Both stages list both ways of cutting, as stages of a decoder do (a cut matrix, an uncut
+        # norm).
         held: Held = [(cut(g, layout, ranks.grid, rank), layout) for g, layout in mine]
         held += [(None, layout) for _, layout in gradients]
-        return global_norm(held, ranks.sum_over(rank), stage_axes=("pp",))
+        return compute_global_norm(held, ranks.sum_over(rank), stage_axes=("pp",))
 
     for norm in ranks.run(work):
         torch.testing.assert_close(norm, whole_norm(gradients), rtol=1e-14, atol=0)
@@ -152,7 +192,9 @@ def test_a_rank_without_gradients_enters_every_collective() -> None:
     layout = ParameterLayout("w", (2, 3), (Shard("fsdp", 0),))
 
     def work(rank: int) -> Tensor:
-        return global_norm([(torch.ones(1, 3) if rank == 1 else None, layout)], ranks.sum_over(rank))
+        return compute_global_norm(
+            [(torch.ones(1, 3) if rank == 1 else None, layout)], ranks.sum_over(rank)
+        )
 
     assert [norm.item() for norm in ranks.run(work)] == pytest.approx([3**0.5, 3**0.5])
 
@@ -166,7 +208,7 @@ def test_one_bad_element_on_one_rank_shows_on_every_rank(bad: float) -> None:
         gradient = torch.ones(1, 3)
         if rank == 2:
             gradient[0, 1] = bad
-        return global_norm([(gradient, layout)], ranks.sum_over(rank))
+        return compute_global_norm([(gradient, layout)], ranks.sum_over(rank))
 
     assert not any(norm.isfinite() for norm in ranks.run(work))
 
@@ -176,7 +218,10 @@ def alone(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
 
 
 def held(*tensors: Tensor) -> Held:
-    return [(tensor, ParameterLayout(str(index), tuple(tensor.shape))) for index, tensor in enumerate(tensors)]
+    return [
+        (tensor, ParameterLayout(str(index), tuple(tensor.shape)))
+        for index, tensor in enumerate(tensors)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -188,25 +233,36 @@ def test_norm_is_exact_for_large_and_small_tensors(dtype: torch.dtype) -> None:
         torch.empty(0, dtype=dtype),
     ]
     expected = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
-    norm = global_norm(held(*tensors), alone)
+    norm = compute_global_norm(held(*tensors), alone)
     assert norm.dtype == torch.float64
     # One fp32 reduction over the large one, without rows, is off by 6e-5.
-    torch.testing.assert_close(norm, expected, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
+    torch.testing.assert_close(
+        norm, expected, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0
+    )
 
 
 def test_norm_does_not_depend_on_where_a_parameter_is_cut() -> None:
     gradient = torch.randn(1000, 1000)
-    whole = global_norm(held(gradient), alone)
+    whole = compute_global_norm(held(gradient), alone)
     for pieces in (2, 3, 7):
-        torch.testing.assert_close(global_norm(held(*gradient.chunk(pieces)), alone), whole, rtol=1e-7, atol=0)
+        torch.testing.assert_close(
+            compute_global_norm(held(*gradient.chunk(pieces)), alone), whole, rtol=1e-7, atol=0
+        )
 
 
 def test_dtypes_may_be_mixed() -> None:
-    tensors = [torch.full((3,), 2.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
-    torch.testing.assert_close(global_norm(held(*tensors), alone), torch.tensor(6.0, dtype=torch.float64))
+    tensors = [
+        torch.full((3,), 2.0, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    ]
+    torch.testing.assert_close(
+        compute_global_norm(held(*tensors), alone), torch.tensor(6.0, dtype=torch.float64)
+    )
     clip_(tensors, torch.tensor(6.0, dtype=torch.float64), 3.0)
     for tensor in tensors:
-        torch.testing.assert_close(tensor.double(), torch.ones(3, dtype=torch.float64), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            tensor.double(), torch.ones(3, dtype=torch.float64), rtol=1e-6, atol=0
+        )
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1.0, 1e9])
@@ -217,7 +273,7 @@ def test_clip_equals_torchs(max_norm: float, scale: float) -> None:
         parameter.grad = torch.randn_like(parameter) * scale
     ours = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     theirs_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = global_norm(held(*ours), alone)
+    norm = compute_global_norm(held(*ours), alone)
     clip_(iter(ours), norm, max_norm)
     torch.testing.assert_close(norm.float(), theirs_norm)
     for mine, parameter in zip(ours, parameters, strict=True):
@@ -227,17 +283,17 @@ def test_clip_equals_torchs(max_norm: float, scale: float) -> None:
 def test_a_norm_below_the_limit_leaves_every_bit() -> None:
     gradient = torch.randn(100)
     before = gradient.clone()
-    clip_([gradient], global_norm(held(gradient), alone), 1e6)
+    clip_([gradient], compute_global_norm(held(gradient), alone), 1e6)
     assert torch.equal(gradient, before)
 
 
 def test_coefficient_has_torchs_margin() -> None:
-    assert clip_coefficient(torch.tensor(1e-6), 1e-6).item() == pytest.approx(0.5)
+    assert compute_clip_coefficient(torch.tensor(1e-6), 1e-6).item() == pytest.approx(0.5)
 
 
 def test_zero_norm_stays_zero() -> None:
     gradient = torch.zeros(5)
-    norm = global_norm(held(gradient), alone)
+    norm = compute_global_norm(held(gradient), alone)
     clip_([gradient], norm, 1.0)
     assert norm.item() == 0.0
     assert torch.equal(gradient, torch.zeros(5))
@@ -247,20 +303,25 @@ def test_zero_norm_stays_zero() -> None:
 def test_a_norm_that_is_not_finite_is_refused_and_nothing_is_multiplied(bad: float) -> None:
     # inf gives the coefficient 0, and 0 x inf is nan: gradients would turn into nan silently.
     gradient = torch.tensor([1.0, bad])
-    norm = global_norm(held(gradient), alone)
+    norm = compute_global_norm(held(gradient), alone)
     with pytest.raises(ValueError, match="skip the step"):
         clip_([gradient], norm, 1.0)
     assert gradient[0] == 1.0
-    assert (clip_coefficient(torch.tensor(float("inf")), 1.0) * torch.tensor(float("inf"))).isnan()
+    assert (
+        compute_clip_coefficient(torch.tensor(float("inf")), 1.0) * torch.tensor(float("inf"))
+    ).isnan()
 
 
 def test_gradients_may_come_from_a_generator() -> None:
-    # A generator that was walked for the norm is empty when the clip comes: the clip would silently do nothing.
+    # A generator that was walked for the norm is empty when the clip comes: the clip would silently
+    # do nothing.
     tensors = [torch.full((4,), 3.0), torch.full((4,), 4.0)]
-    norm = global_norm((pair for pair in held(*tensors)), alone)
+    norm = compute_global_norm((pair for pair in held(*tensors)), alone)
     assert norm.item() == 10.0
     clip_((tensor for tensor in tensors), norm, 1.0)
-    torch.testing.assert_close(global_norm(held(*tensors), alone).float(), torch.tensor(1.0))
+    torch.testing.assert_close(
+        compute_global_norm(held(*tensors), alone).float(), torch.tensor(1.0)
+    )
 
 
 def test_scaling_by_exactly_one_changes_no_bit() -> None:
@@ -271,4 +332,4 @@ def test_scaling_by_exactly_one_changes_no_bit() -> None:
 
 
 def test_a_rank_with_no_parameters_has_norm_zero() -> None:
-    assert global_norm([], alone).item() == 0.0
+    assert compute_global_norm([], alone).item() == 0.0

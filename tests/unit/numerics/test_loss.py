@@ -1,4 +1,6 @@
-"""The chunked cross-entropy against the plain one, its memory, and the ways in which it could go wrong silently."""
+"""The chunked cross-entropy against the plain one, its memory, and the ways in which it could go
+wrong silently.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.numerics.loss import chunked_cross_entropy
 
-N, D, V = 61, 16, 37
+N = 61
+D = 16
+V = 37
 
 
-def make(dtype: torch.dtype = torch.float64, *, masked: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make(
+    dtype: torch.dtype = torch.float64, *, masked: int = 3
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
 
     def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return (
+            torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        )
 
     labels_N = torch.randint(0, V, (N,), generator=generator)
     labels_N[::masked] = -100
@@ -59,25 +67,39 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 40, 1000])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_loss_and_every_gradient_equal_the_plain_form(options: dict[str, Any], chunk_tokens: int, with_bias: bool) -> None:
+def test_loss_and_every_gradient_equal_the_plain_form(
+    options: dict[str, Any], chunk_tokens: int, with_bias: bool
+) -> None:
     hidden_ND, weight_VD, bias_V, labels_N = make()
     inputs = [hidden_ND, weight_VD] + ([bias_V] if with_bias else [])
     ours = chunked_cross_entropy(
-        hidden_ND, weight_VD, bias_V if with_bias else None, labels_N, chunk_tokens=chunk_tokens, **options
+        hidden_ND,
+        weight_VD,
+        bias_V if with_bias else None,
+        labels_N,
+        chunk_tokens=chunk_tokens,
+        **options,
     )
     theirs = plain(hidden_ND, weight_VD, bias_V if with_bias else None, labels_N, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
-    for ours_g, theirs_g in zip(torch.autograd.grad(ours / 17, inputs), torch.autograd.grad(theirs / 17, inputs), strict=True):
+    for ours_g, theirs_g in zip(
+        torch.autograd.grad(ours / 17, inputs),
+        torch.autograd.grad(theirs / 17, inputs),
+        strict=True,
+    ):
         torch.testing.assert_close(ours_g, theirs_g, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_gradient_is_the_slope_of_the_loss(options: dict[str, Any]) -> None:
-    # torch's gradcheck runs one backward pass several times over one graph, which this function refuses; so by hand.
+    # torch's gradcheck runs one backward pass several times over one graph, which this function
+    # refuses; so by hand.
     hidden_ND, weight_VD, bias_V, labels_N = make()
 
     def loss() -> Tensor:
-        return chunked_cross_entropy(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens=8, **options)
+        return chunked_cross_entropy(
+            hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens=8, **options
+        )
 
     gradients = torch.autograd.grad(loss(), [hidden_ND, weight_VD, bias_V])
     generator = torch.Generator().manual_seed(1)
@@ -88,14 +110,25 @@ def test_gradient_is_the_slope_of_the_loss(options: dict[str, Any]) -> None:
             above = (tensor.add_(direction, alpha=step), loss())[1]
             below = (tensor.add_(direction, alpha=-2 * step), loss())[1]
             tensor.add_(direction, alpha=step)
-        torch.testing.assert_close((above - below) / (2 * step), (gradient * direction).sum(), rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(
+            (above - below) / (2 * step), (gradient * direction).sum(), rtol=1e-7, atol=1e-7
+        )
 
 
 @settings(max_examples=30, deadline=None)
-@given(num_tokens=st.integers(1, 30), chunk_tokens=st.integers(1, 35), mask=st.integers(0, 2**30 - 1), seed=st.integers(0, 99))
-def test_any_mask_and_any_chunk_give_the_same_sum(num_tokens: int, chunk_tokens: int, mask: int, seed: int) -> None:
+@given(
+    num_tokens=st.integers(1, 30),
+    chunk_tokens=st.integers(1, 35),
+    mask=st.integers(0, 2**30 - 1),
+    seed=st.integers(0, 99),
+)
+def test_any_mask_and_any_chunk_give_the_same_sum(
+    num_tokens: int, chunk_tokens: int, mask: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    hidden_ND = torch.randn(num_tokens, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    hidden_ND = torch.randn(
+        num_tokens, 4, generator=generator, dtype=torch.float64, requires_grad=True
+    )
     weight_VD = torch.randn(9, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     labels_N = torch.randint(0, 9, (num_tokens,), generator=generator)
     labels_N[torch.tensor([bool(mask >> i & 1) for i in range(num_tokens)])] = -100
@@ -112,7 +145,9 @@ def test_any_mask_and_any_chunk_give_the_same_sum(num_tokens: int, chunk_tokens:
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("master", [True, False])
-def test_low_precision_keeps_softmax_loss_and_sums_in_fp32(compute: torch.dtype, master: bool) -> None:
+def test_low_precision_keeps_softmax_loss_and_sums_in_fp32(
+    compute: torch.dtype, master: bool
+) -> None:
     hidden_ND, weight_VD, bias_V, labels_N = make(compute)
     reference = [t.detach().double().requires_grad_() for t in (hidden_ND, weight_VD, bias_V)]
     if master:  # the weight arrives in fp32 and is cast for the products
@@ -121,7 +156,9 @@ def test_low_precision_keeps_softmax_loss_and_sums_in_fp32(compute: torch.dtype,
     theirs = plain(reference[0], reference[1], reference[2], labels_N)
     assert ours.dtype == torch.float32
     eps = torch.finfo(compute).eps
-    torch.testing.assert_close(ours.double(), theirs, rtol=eps / 4, atol=0)  # a loss held in bf16 would be off by up to eps / 2
+    torch.testing.assert_close(
+        ours.double(), theirs, rtol=eps / 4, atol=0
+    )  # a loss held in bf16 would be off by up to eps / 2
     for ours_t, ours_g, theirs_g in zip(
         (hidden_ND, weight_VD, bias_V),
         torch.autograd.grad(ours, [hidden_ND, weight_VD, bias_V]),
@@ -133,10 +170,13 @@ def test_low_precision_keeps_softmax_loss_and_sums_in_fp32(compute: torch.dtype,
 
 
 def test_chunks_are_summed_in_fp32() -> None:
-    # 4096 one-token chunks of equal gradients: summed in bf16 the total would stall at 256 times the first.
+    # 4096 one-token chunks of equal gradients: summed in bf16 the total would stall at 256 times
+    # the first.
     hidden_ND = torch.ones(4096, 1, dtype=torch.bfloat16)
     weight_VD = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    chunked_cross_entropy(hidden_ND, weight_VD, None, torch.zeros(4096, dtype=torch.long), chunk_tokens=1).backward()
+    chunked_cross_entropy(
+        hidden_ND, weight_VD, None, torch.zeros(4096, dtype=torch.long), chunk_tokens=1
+    ).backward()
     assert weight_VD.grad is not None
     assert weight_VD.grad.flatten().tolist() == [-2048.0, 2048.0]
 
@@ -157,13 +197,22 @@ def test_frozen_inputs_get_no_gradient_and_leave_the_others_unchanged(frozen: st
     tensors = dict(zip(("hidden", "weight", "bias", "labels"), make(), strict=True))
     labels_N = tensors.pop("labels")
     learning = [name for name in tensors if name not in frozen and frozen != "all"]
-    expected = torch.autograd.grad(plain(*tensors.values(), labels_N), [tensors[name] for name in learning]) if learning else ()
+    expected = (
+        torch.autograd.grad(
+            plain(*tensors.values(), labels_N), [tensors[name] for name in learning]
+        )
+        if learning
+        else ()
+    )
     given_in = [tensor if name in learning else tensor.detach() for name, tensor in tensors.items()]
     loss = chunked_cross_entropy(*given_in, labels_N, chunk_tokens=8)
     assert loss.requires_grad == bool(learning)
     if learning:
         torch.testing.assert_close(
-            torch.autograd.grad(loss, [tensors[name] for name in learning]), expected, rtol=1e-11, atol=1e-13
+            torch.autograd.grad(loss, [tensors[name] for name in learning]),
+            expected,
+            rtol=1e-11,
+            atol=1e-13,
         )
 
 
@@ -179,7 +228,10 @@ def test_losses_share_no_state() -> None:
     # Two micro-batches held before either goes backward, each with a factor of its own.
     hidden_ND, weight_VD, bias_V, labels_N = make()
     other_N = labels_N.roll(1)
-    ours = [chunked_cross_entropy(hidden_ND, weight_VD, bias_V, labels, chunk_tokens=8) for labels in (labels_N, other_N)]
+    ours = [
+        chunked_cross_entropy(hidden_ND, weight_VD, bias_V, labels, chunk_tokens=8)
+        for labels in (labels_N, other_N)
+    ]
     theirs = [plain(hidden_ND, weight_VD, bias_V, labels) for labels in (labels_N, other_N)]
     torch.testing.assert_close(
         torch.autograd.grad(3 * ours[0] + 5 * ours[1], [weight_VD]),
@@ -194,37 +246,51 @@ class _Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest_layer_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given_in = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given_in:
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.largest_layer_bytes = max(
+                    self.largest_layer_bytes,
+                    tensor.untyped_storage().nbytes() // tensor.element_size(),
+                )
         return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_full_logits_are_never_held(dtype: torch.dtype) -> None:
-    tokens, width, vocabulary, chunk_tokens = 512, 8, 256, 16
+    tokens = 512
+    width = 8
+    vocabulary = 256
+    chunk_tokens = 16
     hidden_ND = torch.randn(tokens, width).to(dtype).requires_grad_()
     weight_VD = torch.randn(vocabulary, width).to(dtype).requires_grad_()
     labels_N = torch.randint(0, vocabulary, (tokens,))
     saved: list[int] = []
     with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (saved.append(t.numel()), t)[1], lambda t: t
+        ),
         _Allocations() as allocations,
     ):
-        chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens, soft_cap=5.0).backward()
-    assert allocations.largest == chunk_tokens * vocabulary
+        chunked_cross_entropy(
+            hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens, soft_cap=5.0
+        ).backward()
+    assert allocations.largest_layer_bytes == chunk_tokens * vocabulary
     assert sum(saved) == tokens * width + vocabulary * width  # the two gradients and nothing else
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 def test_no_kernel_takes_a_wide_copy_of_what_is_narrow(compute: torch.dtype) -> None:
-    """Neither of a chunk's logits nor of a weight's product: by allocator events, as a dispatch mode sees no kernel from inside."""
-    tokens, width, vocabulary = 48, 64, 512  # sizes that no narrow tensor has
+    """Neither of a chunk's logits nor of a weight's product: by allocator events, as a dispatch
+    mode sees no kernel from inside.
+    """
+    tokens = 48  # sizes that no narrow tensor has
+    width = 64
+    vocabulary = 512
     hidden_ND = torch.randn(tokens, width).to(compute).requires_grad_()
     weight_VD = torch.randn(vocabulary, width).requires_grad_()
     labels_N = torch.randint(0, vocabulary, (tokens,))
@@ -233,17 +299,24 @@ def test_no_kernel_takes_a_wide_copy_of_what_is_narrow(compute: torch.dtype) -> 
     wide = [tokens * vocabulary * 4, vocabulary * width * 4]
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    taken = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    taken = [
+        event.nbytes()
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     assert [taken.count(size) for size in wide] == [1, 1]  # the probabilities and the gradient
 
 
 def test_evaluation_makes_no_gradient() -> None:
-    hidden_ND, weight_VD = torch.randn(8, 4), torch.randn(64, 4, requires_grad=True)
+    hidden_ND = torch.randn(8, 4)
+    weight_VD = torch.randn(64, 4, requires_grad=True)
     labels_N = torch.arange(8)
     with torch.no_grad(), _Allocations() as allocations:
         loss = chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=2)
     assert not loss.requires_grad
-    assert allocations.largest == 2 * 64  # one chunk of logits; the weight's gradient would be 64 x 4
+    assert (
+        allocations.largest_layer_bytes == 2 * 64
+    )  # one chunk of logits; the weight's gradient would be 64 x 4
     torch.testing.assert_close(loss, plain(hidden_ND, weight_VD, None, labels_N).detach())
 
 

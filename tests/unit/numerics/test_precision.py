@@ -9,25 +9,44 @@ import torch
 
 from shardwright.config.training import PrecisionSection
 from shardwright.errors import NonFiniteError
-from shardwright.numerics.precision import Dtypes, LossScaler, dtypes
+from shardwright.numerics.precision import LossScaler, PrecisionDtypes, resolve_dtypes
 
 
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        (PrecisionSection(kind="fp32"), Dtypes(torch.float32, torch.float32, torch.float32)),
-        (PrecisionSection(kind="bf16"), Dtypes(torch.float32, torch.bfloat16, torch.float32)),
-        (PrecisionSection(kind="bf16", reduce_dtype="bf16"), Dtypes(torch.float32, torch.bfloat16, torch.bfloat16)),
-        (PrecisionSection(kind="fp16"), Dtypes(torch.float32, torch.float16, torch.float32)),
-        (PrecisionSection(kind="fp64"), Dtypes(torch.float64, torch.float64, torch.float64)),
+        (
+            PrecisionSection(kind="fp32"),
+            PrecisionDtypes(torch.float32, torch.float32, torch.float32),
+        ),
+        (
+            PrecisionSection(kind="bf16"),
+            PrecisionDtypes(torch.float32, torch.bfloat16, torch.float32),
+        ),
+        (
+            PrecisionSection(kind="bf16", reduce_dtype="bf16"),
+            PrecisionDtypes(torch.float32, torch.bfloat16, torch.bfloat16),
+        ),
+        (
+            PrecisionSection(kind="fp16"),
+            PrecisionDtypes(torch.float32, torch.float16, torch.float32),
+        ),
+        (
+            PrecisionSection(kind="fp64"),
+            PrecisionDtypes(torch.float64, torch.float64, torch.float64),
+        ),
     ],
 )
-def test_master_weights_and_sums_are_wide(section: PrecisionSection, expected: Dtypes) -> None:
-    assert dtypes(section) == expected
+def test_master_weights_and_sums_are_wide(
+    section: PrecisionSection, expected: PrecisionDtypes
+) -> None:
+    assert resolve_dtypes(section) == expected
 
 
 def test_scale_doubles_after_enough_finite_steps_and_halves_on_a_bad_one() -> None:
-    scaler = LossScaler(PrecisionSection(kind="fp16", initial_loss_scale=8, loss_scale_growth_steps=3))
+    scaler = LossScaler(
+        PrecisionSection(kind="fp16", initial_loss_scale=8, loss_scale_growth_steps=3)
+    )
     for _ in range(2):
         scaler.update(False)
     assert scaler.scale == 8
@@ -51,7 +70,7 @@ def test_scale_stops_growing_before_it_overflows() -> None:
     scaler = LossScaler(PrecisionSection(kind="fp16", loss_scale_growth_steps=1))
     for _ in range(500):
         scaler.update(False)
-    assert scaler.scale == LossScaler.LARGEST
+    assert scaler.scale == LossScaler.MAX_SCALE
 
 
 def test_state_goes_through_json_and_continues() -> None:

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.config.schema import RecomputeKind
-from shardwright.numerics.recompute import recompute_runner
+from shardwright.config.recipe import RecomputeKind
+from shardwright.numerics.recompute import build_recompute_runner
 
-B, T, D, H = 2, 128, 32, 4
+B = 2
+T = 128
+D = 32
+H = 4
 
 
 class TinyBlock(nn.Module):
@@ -23,30 +26,39 @@ class TinyBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.Parameter(torch.rand(D) + 0.5)
-        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D)
-        self.gate, self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.out = nn.Linear(D, D)
+        self.gate = nn.Linear(D, 4 * D)
+        self.up = nn.Linear(D, 4 * D)
+        self.down = nn.Linear(4 * D, D)
 
     def forward(self, x_BTD: Tensor, scale: float) -> Tensor:
         normed = F.rms_norm(x_BTD, (D,)) * self.norm
         q, k, v = self.qkv(normed).view(B, T, 3, H, D // H).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
+        )
         x_BTD = x_BTD + self.out(attended) * scale
         return x_BTD + self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
-def run_blocks(kind: RecomputeKind, dtype: torch.dtype, num_blocks: int = 3) -> tuple[Tensor, list[Tensor], int]:
+def run_blocks(
+    kind: RecomputeKind, dtype: torch.dtype, num_blocks: int = 3
+) -> tuple[Tensor, list[Tensor], int]:
     """Output, gradients, and the bytes that the backward pass was kept waiting with."""
     torch.manual_seed(0)
     blocks = [TinyBlock().to(dtype) for _ in range(num_blocks)]
     x_BTD = torch.randn(B, T, D, dtype=dtype, requires_grad=True)
-    runner = recompute_runner(kind)
+    runner = build_recompute_runner(kind)
     parameters = {p.untyped_storage().data_ptr() for block in blocks for p in block.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()  # nothing is freed before the backward pass, so no address comes twice
+            kept[storage.data_ptr()] = (
+                storage.nbytes()
+            )  # nothing is freed before the backward pass, so no address comes twice
         return tensor
 
     hidden = x_BTD
@@ -68,7 +80,9 @@ def test_loss_and_gradients_are_equal_bit_by_bit(kind: RecomputeKind, dtype: tor
     loss_again, gradients_again, _ = run_blocks(kind, dtype)
     assert torch.equal(loss, loss_again)
     assert len(gradients) == len(gradients_again) == 3 * 10 + 1
-    assert all(torch.equal(one, other) for one, other in zip(gradients, gradients_again, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(gradients, gradients_again, strict=True)
+    )
 
 
 class _Calls(torch.utils._python_dispatch.TorchDispatchMode):
@@ -80,7 +94,9 @@ class _Calls(torch.utils._python_dispatch.TorchDispatchMode):
         name = str(func)
         self.products += name.startswith(("aten.mm", "aten.addmm"))
         self.attentions += name.startswith("aten._scaled_dot_product") and "backward" not in name
-        self.norms += name.startswith(("aten.rsqrt", "aten._fused_rms_norm.")) and "backward" not in name
+        self.norms += (
+            name.startswith(("aten.rsqrt", "aten._fused_rms_norm.")) and "backward" not in name
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -139,25 +155,30 @@ def test_full_keeps_only_inputs() -> None:
 
 
 def test_none_runs_the_function_itself() -> None:
-    assert recompute_runner("none") is None
+    assert build_recompute_runner("none") is None
 
 
 def test_evaluation_keeps_nothing() -> None:
-    runner = recompute_runner("selective")
+    runner = build_recompute_runner("selective")
     assert runner is not None
     with torch.no_grad():
         assert not runner(TinyBlock(), torch.randn(B, T, D), 0.5).requires_grad
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, at the import of its compiler
-def test_compiled_with_recompute_inside_attention_runs_once_under_selective_and_twice_under_full() -> None:
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated"
+)  # torch's own, at the import of its compiler
+def test_compiled_with_recompute_inside_attention_runs_once_under_selective_and_twice_under_full() -> (
+    None
+):
     torch.manual_seed(0)
-    block, x_BTD = TinyBlock(), torch.randn(B, T, D, requires_grad=True)
+    block = TinyBlock()
+    x_BTD = torch.randn(B, T, D, requires_grad=True)
     counts = {}
     kinds: tuple[RecomputeKind, ...] = ("selective", "full")
     for kind in kinds:
-        runner = recompute_runner(kind)
+        runner = build_recompute_runner(kind)
         assert runner is not None
 
         @torch.compile
@@ -165,7 +186,9 @@ def test_compiled_with_recompute_inside_attention_runs_once_under_selective_and_
             return run(block, x_BTD, 0.5)
 
         compiled(x_BTD).sum().backward()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ) as profile:
             compiled(x_BTD).sum().backward()
         counts[kind] = {event.key: event.count for event in profile.key_averages()}[
             "aten::_scaled_dot_product_flash_attention_for_cpu"

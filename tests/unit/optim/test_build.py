@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwright.config.training import OptimizerSection
 from shardwright.optim import build_optimizer, set_learning_rate
-from shardwright.optim.build import choose_implementation
+from shardwright.optim.factory import choose_implementation
 
 
 class Tiny(nn.Module):
@@ -24,7 +24,9 @@ class Tiny(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embedding, self.norm, self.head = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 5)
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5)
         self.to(dtype)
 
 
@@ -35,8 +37,18 @@ def build(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     optimizer = build(Tiny())
-    by_name = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
-    assert by_name == {"embedding.weight": 0.1, "head.weight": 0.1, "norm.weight": 0.0, "norm.bias": 0.0, "head.bias": 0.0}
+    by_name = {
+        name: group["weight_decay"]
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert by_name == {
+        "embedding.weight": 0.1,
+        "head.weight": 0.1,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+        "head.bias": 0.0,
+    }
 
 
 def test_frozen_parameters_are_left_out() -> None:
@@ -50,20 +62,34 @@ def test_frozen_parameters_are_left_out() -> None:
     }
 
 
-def test_the_form_is_chosen_by_device_and_dtype_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_form_is_chosen_by_device_and_dtype_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, logger="shardwright"):
         optimizer = build(Tiny())
     assert optimizer.param_groups[0]["fused"]
-    assert "adamw (fused): 2 tensors with weight decay 0.1, 3 tensors with weight decay 0" in caplog.text
-    assert choose_implementation([nn.Parameter(torch.empty(1, device="meta"))]) == {"foreach": False}
+    assert (
+        "adamw (fused): 2 tensors with weight decay 0.1, 3 tensors with weight decay 0"
+        in caplog.text
+    )
+    assert choose_implementation([nn.Parameter(torch.empty(1, device="meta"))]) == {
+        "foreach": False
+    }
 
 
-@pytest.mark.parametrize(("name", "options"), [("adamw", {}), ("sgd", {}), ("sgd", {"momentum": 0.9})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("adamw", {}), ("sgd", {}), ("sgd", {"momentum": 0.9})]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_updates_are_those_of_the_textbook(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_updates_are_those_of_the_textbook(
+    name: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     module = Tiny(dtype)
     optimizer = build(module, name=name, **options)
-    beta1, beta2, eps, decay = 0.9, 0.95, 1e-8, {True: 0.1, False: 0.0}
+    beta1 = 0.9
+    beta2 = 0.95
+    eps = 1e-8
+    decay = {True: 0.1, False: 0.0}
     expected = {key: p.detach().double().clone() for key, p in module.named_parameters()}
     first = {key: torch.zeros_like(value) for key, value in expected.items()}
     second = {key: torch.zeros_like(value) for key, value in expected.items()}
@@ -71,14 +97,23 @@ def test_updates_are_those_of_the_textbook(name: str, options: dict[str, Any], d
     for step in range(1, 6):
         rate = 1e-2 / step
         for key, parameter in module.named_parameters():
-            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
+                dtype
+            )
             parameter.grad = gradient
-            g, value, d = gradient.double(), expected[key], decay[parameter.ndim >= 2]
+            g = gradient.double()
+            value = expected[key]
+            d = decay[parameter.ndim >= 2]
             if name == "adamw":
                 value.mul_(1 - rate * d)
                 first[key].mul_(beta1).add_(g, alpha=1 - beta1)
                 second[key].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                value -= rate * first[key] / (1 - beta1**step) / ((second[key] / (1 - beta2**step)).sqrt() + eps)
+                value -= (
+                    rate
+                    * first[key]
+                    / (1 - beta1**step)
+                    / ((second[key] / (1 - beta2**step)).sqrt() + eps)
+                )
             else:
                 g = g + d * value
                 first[key].mul_(options.get("momentum", 0.0)).add_(g)
@@ -87,7 +122,9 @@ def test_updates_are_those_of_the_textbook(name: str, options: dict[str, Any], d
         optimizer.step()
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
     for key, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.detach().double(), expected[key], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            parameter.detach().double(), expected[key], rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.fixture
@@ -101,17 +138,24 @@ def one_rank_mesh() -> Iterator[Any]:
 
 
 def test_dtensors_are_updated_like_tensors(one_rank_mesh: Any) -> None:
-    plain, cut = Tiny(), Tiny()
+    plain = Tiny()
+    cut = Tiny()
     for module in cut.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), one_rank_mesh, [Shard(0)])))
+            setattr(
+                module,
+                name,
+                nn.Parameter(distribute_tensor(parameter.detach(), one_rank_mesh, [Shard(0)])),
+            )
     for module in (plain, cut):
         optimizer = build(module)
         for step in range(3):
             for index, (_, parameter) in enumerate(module.named_parameters()):
                 gradient = torch.full(parameter.shape, 0.1 * (index + 1) * (-1) ** step)
                 sharded = isinstance(parameter, DTensor)
-                parameter.grad = distribute_tensor(gradient, one_rank_mesh, [Shard(0)]) if sharded else gradient
+                parameter.grad = (
+                    distribute_tensor(gradient, one_rank_mesh, [Shard(0)]) if sharded else gradient
+                )
             optimizer.step()
     for (_, one), (_, other) in zip(plain.named_parameters(), cut.named_parameters(), strict=True):
         assert isinstance(other, DTensor)

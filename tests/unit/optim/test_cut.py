@@ -1,4 +1,6 @@
-"""Muon, Adafactor and 8-bit AdamW in one process against torch's and torchao's own; what 8-bit blocks refuse."""
+"""Muon, Adafactor and 8-bit AdamW in one process against torch's and torchao's own; what 8-bit
+blocks refuse.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,24 @@ from torch import Tensor, nn
 from shardwright.architecture import read_config
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import LayoutError, RecipeError
-from shardwright.layout import Held, Layout, ParameterLayout
-from shardwright.optim import adamw_8bit as adamw_8bit_module
-from shardwright.optim import build_optimizer, check_blocks, optimizer_tensors, set_learning_rate
-from shardwright.parallel.matrices import MatrixExchange
-from shardwright.placement import place
+from shardwright.layout import Layout, ParameterBox, ParameterLayout
+from shardwright.optim import (
+    adamw_8bit,
+    build_optimizer,
+    check_block_boundaries,
+    collect_optimizer_tensors,
+    set_learning_rate,
+)
+from shardwright.parallel.matrix_exchange import DistributedMatrixExchange
+from shardwright.placement import build_parameter_layouts
 
-SHAPES = {"layers.0.up": (96, 64), "layers.0.down": (40, 128), "layers.0.stack": (3, 64, 32), "embedding": (70, 64), "norm": (64,)}
+SHAPES = {
+    "layers.0.up": (96, 64),
+    "layers.0.down": (40, 128),
+    "layers.0.stack": (3, 64, 32),
+    "embedding": (70, 64),
+    "norm": (64,),
+}
 RATES = (0.02, 0.05, 0.01)
 
 
@@ -28,9 +41,9 @@ class OneProcess:
     def __init__(self) -> None:
         self.layouts = {name: ParameterLayout(name, shape) for name, shape in SHAPES.items()}
 
-    def held(self, name: str) -> tuple[Held, ...]:
+    def local_boxes(self, name: str) -> tuple[ParameterBox, ...]:
         everything = tuple((0, size) for size in SHAPES[name])
-        return (Held(everything, everything),)
+        return (ParameterBox(everything, everything),)
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         raise AssertionError(axes)
@@ -38,19 +51,28 @@ class OneProcess:
     def block_matrices(self) -> frozenset[str]:
         return frozenset(name for name in SHAPES if name.startswith("layers."))
 
-    def exchange(self, names: Collection[str]) -> MatrixExchange:
-        return MatrixExchange(self.layouts, names, None, Layout())
+    def build_matrix_exchange(self, names: Collection[str]) -> DistributedMatrixExchange:
+        return DistributedMatrixExchange(self.layouts, names, None, Layout())
 
 
 def parameters() -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator) * 0.1) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
+        for name, shape in SHAPES.items()
+    }
 
 
-def train(mine: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, others: Sequence[torch.optim.Optimizer] = ()) -> None:
+def train(
+    mine: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    others: Sequence[torch.optim.Optimizer] = (),
+) -> None:
     for step, rate in enumerate(RATES):
         for number, parameter in enumerate(mine.values()):
-            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + number))
+            parameter.grad = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(100 * step + number)
+            )
         for one in (optimizer, *others):
             set_learning_rate(one, rate)
             one.step()
@@ -59,7 +81,12 @@ def train(mine: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, other
 def ours(rule: str, **options: Any) -> dict[str, nn.Parameter]:
     mine = parameters()
     section = OptimizerSection(name=rule, **options)  # type: ignore[arg-type]
-    train(mine, build_optimizer(mine.items(), section, learning_rate=1.0, weight_decay=0.1, cut=OneProcess()))
+    train(
+        mine,
+        build_optimizer(
+            mine.items(), section, learning_rate=1.0, weight_decay=0.1, model=OneProcess()
+        ),
+    )
     return mine
 
 
@@ -75,7 +102,9 @@ def test_muon_is_torchs_and_the_rest_is_adamw() -> None:
     stack = [nn.Parameter(part.clone()) for part in theirs["layers.0.stack"].detach()]
     matrices = [theirs["layers.0.up"], theirs["layers.0.down"], *stack]
     rest = {name: theirs[name] for name in ("embedding", "norm")}
-    muon = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        matrices, lr=1.0, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     adamw = torch.optim.AdamW(decaying(rest), lr=1.0, betas=(0.9, 0.95), fused=True)
 
     class OfTheStack(torch.optim.SGD):
@@ -116,11 +145,18 @@ def test_8_bit_states_take_a_byte() -> None:
     pytest.importorskip("torchao.optim", reason="the extra `lowbit` is not installed")
     mine = parameters()
     optimizer = build_optimizer(
-        mine.items(), OptimizerSection(name="adamw_8bit", block_size=32), learning_rate=1.0, weight_decay=0.1, cut=OneProcess()
+        mine.items(),
+        OptimizerSection(name="adamw_8bit", block_size=32),
+        learning_rate=1.0,
+        weight_decay=0.1,
+        model=OneProcess(),
     )
-    tensors = optimizer_tensors(optimizer, mine.items())
+    tensors = collect_optimizer_tensors(optimizer, mine.items())
     up = {key: tensor for key, tensor in tensors.items() if ".up." in key}
-    assert sum(tensor.numel() * tensor.element_size() for tensor in up.values()) == 96 * 64 * 2 + 96 * 2 * 2 * 4
+    assert (
+        sum(tensor.numel() * tensor.element_size() for tensor in up.values())
+        == 96 * 64 * 2 + 96 * 2 * 2 * 4
+    )
     assert tensors["optimizer.norm.exp_avg"].dtype == torch.float32
 
 
@@ -132,20 +168,24 @@ CONFIG: dict[str, Any] = {
 
 def test_a_cut_through_a_block_is_refused_with_the_size_that_fits() -> None:
     shape = read_config(CONFIG)
-    with pytest.raises(LayoutError, match=r"down_proj.*blocks of 256.*allowed: optimizer\.block_size 64") as caught:
-        check_blocks(place(shape, Layout(tp=2)), Layout(tp=2), 256)
+    with pytest.raises(
+        LayoutError, match=r"down_proj.*blocks of 256.*allowed: optimizer\.block_size 64"
+    ) as caught:
+        check_block_boundaries(build_parameter_layouts(shape, Layout(tp=2)), Layout(tp=2), 256)
     assert caught.value.field == "optimizer.block_size"
-    check_blocks(place(shape, Layout(tp=2)), Layout(tp=2), 64)
+    check_block_boundaries(build_parameter_layouts(shape, Layout(tp=2)), Layout(tp=2), 64)
     with pytest.raises(LayoutError, match="no block size"):
-        check_blocks(place(shape, Layout(tp=8)), Layout(tp=8), 32)
+        check_block_boundaries(build_parameter_layouts(shape, Layout(tp=8)), Layout(tp=8), 32)
     zero = Layout(dp_shard=3, zero_stage=3)
-    check_blocks(place(shape, zero), zero, 256)  # whole rows, whatever their number
+    check_block_boundaries(
+        build_parameter_layouts(shape, zero), zero, 256
+    )  # whole rows, whatever their number
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw_8bit_module.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(adamw_8bit.util, "find_spec", lambda _name: None)
     with pytest.raises(RecipeError, match=r"shardwright\[lowbit\]"):
-        adamw_8bit_module.require_torchao()
+        adamw_8bit.require_torchao()
 
 
 def test_keys_of_other_rules_are_refused() -> None:
@@ -156,5 +196,5 @@ def test_keys_of_other_rules_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="has no effect with"):
             OptimizerSection.model_validate(wrong)
-    assert OptimizerSection(name="muon").momentum_or_default == 0.95
-    assert OptimizerSection(name="sgd").momentum_or_default == 0.0
+    assert OptimizerSection(name="muon").effective_momentum == 0.95
+    assert OptimizerSection(name="sgd").effective_momentum == 0.0

@@ -11,25 +11,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.config.training import TrainingSection
-from shardwright.optim import learning_rate_at
+from shardwright.optim import compute_learning_rate
 
-PEAK, MINIMUM = 1e-3, 1e-4
+PEAK = 1e-3
+MINIMUM = 1e-4
 
 
 def section(**changes: Any) -> TrainingSection:
     minimum = 0.0 if changes.get("schedule") == "constant" else MINIMUM
     return TrainingSection(
-        **({"sequence_length": 8, "max_steps": 100, "learning_rate": PEAK, "min_learning_rate": minimum} | changes)
+        **(
+            {
+                "sequence_length": 8,
+                "max_steps": 100,
+                "learning_rate": PEAK,
+                "min_learning_rate": minimum,
+            }
+            | changes
+        )
     )
 
 
 def curve(training: TrainingSection, total_steps: int) -> list[float]:
-    return [learning_rate_at(step, training, total_steps, 1) for step in range(total_steps + 2)]
+    return [
+        compute_learning_rate(step, training, total_steps, 1) for step in range(total_steps + 2)
+    ]
 
 
 def nanogpt(step: int) -> float:
-    """get_lr of nanoGPT's train.py (github.com/karpathy/nanoGPT), with the values of its character-level recipe on a CPU."""
-    learning_rate, min_lr, warmup_iters, lr_decay_iters = 1e-3, 1e-4, 100, 2000
+    """get_lr of nanoGPT's train.py (github.com/karpathy/nanoGPT), with the values of its
+    character-level recipe on a CPU.
+    """
+    learning_rate = 1e-3
+    min_lr = 1e-4
+    warmup_iters = 100
+    lr_decay_iters = 2000
     if step < warmup_iters:
         return learning_rate * (step + 1) / (warmup_iters + 1)
     if step > lr_decay_iters:
@@ -41,7 +57,9 @@ def nanogpt(step: int) -> float:
 
 def test_cosine_is_nanogpts_number_for_number() -> None:
     training = section(schedule="cosine", warmup_steps=100, max_steps=2000)
-    assert [learning_rate_at(step, training, 2000, 12) for step in range(2100)] == [nanogpt(step) for step in range(2100)]
+    assert [compute_learning_rate(step, training, 2000, 12) for step in range(2100)] == [
+        nanogpt(step) for step in range(2100)
+    ]
 
 
 def test_linear_falls_evenly() -> None:
@@ -68,24 +86,35 @@ def test_warmup_stable_decay_takes_a_tenth_by_default() -> None:
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_batch_scaling_multiplies_the_whole_curve(rule: str, factor: float) -> None:
-    training = section(schedule="cosine", warmup_steps=10, batch_scaling=rule, base_batch_size=None if rule == "none" else 8)
+    training = section(
+        schedule="cosine",
+        warmup_steps=10,
+        batch_scaling=rule,
+        base_batch_size=None if rule == "none" else 8,
+    )
     for step in (0, 9, 10, 55, 99, 100):
-        base = learning_rate_at(step, section(schedule="cosine", warmup_steps=10), 100, 32)
-        assert learning_rate_at(step, training, 100, 32) == pytest.approx(factor * base)
-        assert learning_rate_at(step, training, 100, 8) == pytest.approx(base)
+        base = compute_learning_rate(step, section(schedule="cosine", warmup_steps=10), 100, 32)
+        assert compute_learning_rate(step, training, 100, 32) == pytest.approx(factor * base)
+        assert compute_learning_rate(step, training, 100, 8) == pytest.approx(base)
 
 
 KINDS = st.sampled_from(["constant", "linear", "cosine", "warmup_stable_decay"])
 
 
-@given(kind=KINDS, warmup=st.integers(0, 60), after=st.integers(1, 90), decay=st.none() | st.integers(1, 150))
+@given(
+    kind=KINDS,
+    warmup=st.integers(0, 60),
+    after=st.integers(1, 90),
+    decay=st.none() | st.integers(1, 150),
+)
 def test_every_curve_rises_to_the_peak_then_falls_to_the_minimum_without_jumps(
     kind: str, warmup: int, after: int, decay: int | None
 ) -> None:
     total = warmup + after
     decay = decay if kind == "warmup_stable_decay" else None
     values = curve(section(schedule=kind, warmup_steps=warmup, decay_steps=decay), total)
-    rising, falling = values[: warmup + 1], values[warmup:]
+    rising = values[: warmup + 1]
+    falling = values[warmup:]
     assert rising == sorted(rising)
     assert rising[-1] == pytest.approx(PEAK)
     assert falling == sorted(falling, reverse=True)
@@ -106,6 +135,6 @@ def test_a_warmup_longer_than_the_run_only_rises(total: int, beyond: int) -> Non
 @given(kind=KINDS, cut=st.integers(0, 99))
 def test_resuming_needs_the_step_alone(kind: str, cut: int) -> None:
     training = section(schedule=kind, warmup_steps=7)
-    before = [learning_rate_at(step, training, 100, 1) for step in range(cut)]
-    after = [learning_rate_at(step, training, 100, 1) for step in range(cut, 100)]
+    before = [compute_learning_rate(step, training, 100, 1) for step in range(cut)]
+    after = [compute_learning_rate(step, training, 100, 1) for step in range(cut, 100)]
     assert before + after == curve(training, 100)[:100]

@@ -11,7 +11,12 @@ from torch import nn
 
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import CheckpointError
-from shardwright.optim import build_optimizer, load_optimizer_values, optimizer_tensors, optimizer_values
+from shardwright.optim import (
+    build_optimizer,
+    collect_optimizer_tensors,
+    collect_optimizer_values,
+    load_optimizer_values,
+)
 
 RULES: list[dict[str, Any]] = [{"name": "adamw"}, {"name": "sgd"}, {"name": "sgd", "momentum": 0.9}]
 
@@ -24,7 +29,9 @@ class Run:
         self.module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
         named = list(self.module.named_parameters())
         self.named = named[::-1] if reverse else named
-        self.optimizer = build_optimizer(self.named, OptimizerSection(**rule), learning_rate=1e-2, weight_decay=0.1)
+        self.optimizer = build_optimizer(
+            self.named, OptimizerSection(**rule), learning_rate=1e-2, weight_decay=0.1
+        )
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -33,11 +40,17 @@ class Run:
         self.optimizer.step()
 
     def save(self) -> tuple[dict[str, torch.Tensor], str]:
-        tensors = optimizer_tensors(self.optimizer, self.named) | {f"model.{n}": p.detach() for n, p in self.named}
-        return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(optimizer_values(self.optimizer))
+        tensors = collect_optimizer_tensors(self.optimizer, self.named) | {
+            f"model.{n}": p.detach() for n, p in self.named
+        }
+        return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(
+            collect_optimizer_values(self.optimizer)
+        )
 
     def load(self, tensors: dict[str, torch.Tensor], values: str) -> None:
-        mine = optimizer_tensors(self.optimizer, self.named) | {f"model.{n}": p.detach() for n, p in self.named}
+        mine = collect_optimizer_tensors(self.optimizer, self.named) | {
+            f"model.{n}": p.detach() for n, p in self.named
+        }
         assert mine.keys() == tensors.keys()
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
@@ -48,7 +61,8 @@ class Run:
 @pytest.mark.parametrize("steps_before", [0, 1, 4])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_resumed_run_is_bit_equal(rule: dict[str, Any], steps_before: int, reverse: bool) -> None:
-    # Reversed order on the other side: keyed by position, states and decay would land on the wrong parameters.
+    # Reversed order on the other side: keyed by position, states and decay would land on the wrong
+    # parameters.
     whole = Run(rule)
     for number in range(steps_before):
         whole.step(number)
@@ -57,16 +71,22 @@ def test_resumed_run_is_bit_equal(rule: dict[str, Any], steps_before: int, rever
     for number in range(steps_before, steps_before + 3):
         whole.step(number)
         resumed.step(number)
-    for (name, one), (_, other) in zip(whole.module.named_parameters(), resumed.module.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        whole.module.named_parameters(), resumed.module.named_parameters(), strict=True
+    ):
         assert torch.equal(one, other), name
-    ours, theirs = whole.save(), resumed.save()
+    ours = whole.save()
+    theirs = resumed.save()
     assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])
     assert json.loads(ours[1]) == json.loads(theirs[1])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_state_made_before_the_first_step_is_the_state_of_the_first_step(rule: dict[str, Any]) -> None:
-    plain, prepared = Run(rule), Run(rule)
+def test_state_made_before_the_first_step_is_the_state_of_the_first_step(
+    rule: dict[str, Any],
+) -> None:
+    plain = Run(rule)
+    prepared = Run(rule)
     prepared.save()
     for number in range(3):
         plain.step(number)
@@ -77,18 +97,18 @@ def test_state_made_before_the_first_step_is_the_state_of_the_first_step(rule: d
 
 def test_names_carry_parameter_and_moment() -> None:
     run = Run({"name": "adamw"})
-    names = optimizer_tensors(run.optimizer, run.named)
+    names = collect_optimizer_tensors(run.optimizer, run.named)
     assert "optimizer.0.weight.exp_avg" in names
     assert "optimizer.1.bias.exp_avg_sq" in names
     assert len(names) == 12
-    assert optimizer_tensors(Run({"name": "sgd"}).optimizer, []) == {}
+    assert collect_optimizer_tensors(Run({"name": "sgd"}).optimizer, []) == {}
 
 
 def test_values_tell_steps_and_hyperparameters_by_name() -> None:
     run = Run({"name": "adamw"})
     for number in range(3):
         run.step(number)
-    values = optimizer_values(run.optimizer)
+    values = collect_optimizer_values(run.optimizer)
     assert values["steps"]["0.weight"] == 3
     assert values["hyperparameters"]["0.weight"]["weight_decay"] == 0.1
     assert values["hyperparameters"]["0.bias"]["weight_decay"] == 0.0
@@ -97,12 +117,17 @@ def test_values_tell_steps_and_hyperparameters_by_name() -> None:
 
 def test_another_rule_is_refused() -> None:
     with pytest.raises(CheckpointError, match="another optimizer"):
-        load_optimizer_values(Run({"name": "sgd"}).optimizer, optimizer_values(Run({"name": "adamw"}).optimizer))
+        load_optimizer_values(
+            Run({"name": "sgd"}).optimizer,
+            collect_optimizer_values(Run({"name": "adamw"}).optimizer),
+        )
 
 
 def test_other_parameters_are_refused_by_name() -> None:
     run = Run({"name": "adamw"})
-    values = optimizer_values(run.optimizer)
+    values = collect_optimizer_values(run.optimizer)
     values["steps"]["head.weight"] = values["steps"].pop("2.bias")
-    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: 2\.bias; missing here: head\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"missing in the checkpoint: 2\.bias; missing here: head\.weight"
+    ):
         load_optimizer_values(run.optimizer, values)

@@ -9,9 +9,17 @@ import pytest
 import torch
 
 from shardwright.model.dropout import Dropout
-from shardwright.parallel.blocks import CpuFlash, Partial, Scores, Seen, SpelledOut, choose_kernel, merge
+from shardwright.parallel.attention_kernels import (
+    CpuFlashKernel,
+    ExplicitKernel,
+    PartialAttention,
+    ScoreSettings,
+    TileVisibility,
+    choose_kernel,
+    merge_partial,
+)
 
-SCORES = Scores(scale=0.4)
+SCORES = ScoreSettings(scale=0.4)
 RANDOM = torch.Generator().manual_seed(4)
 
 
@@ -19,22 +27,27 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, generator=RANDOM, dtype=torch.float64).to(dtype)
 
 
-def seen_with_blind_queries() -> Seen:
+def seen_with_blind_queries() -> TileVisibility:
     visible = torch.rand(2, 5, 7, generator=torch.Generator().manual_seed(1)) < 0.5
     visible[0, 3] = visible[1, 0] = False
-    return Seen(False, visible, slice(0, 5), torch.arange(7))
+    return TileVisibility(False, visible, slice(0, 5), torch.arange(7))
 
 
-@pytest.mark.parametrize("kernel", [CpuFlash(), SpelledOut()])
-def test_a_query_that_sees_nothing_has_no_share(kernel: CpuFlash | SpelledOut) -> None:
-    q, k, v, seen = draw(2, 4, 5, 8), draw(2, 2, 7, 8), draw(2, 2, 7, 8), seen_with_blind_queries()
+@pytest.mark.parametrize("kernel", [CpuFlashKernel(), ExplicitKernel()])
+def test_a_query_that_sees_nothing_has_no_share(kernel: CpuFlashKernel | ExplicitKernel) -> None:
+    q = draw(2, 4, 5, 8)
+    k = draw(2, 2, 7, 8)
+    v = draw(2, 2, 7, 8)
+    seen = seen_with_blind_queries()
     part = kernel.forward(q, k, v, seen, SCORES)
     for row, query in ((0, 3), (1, 0)):
-        assert torch.equal(part.lse_BHL[row, :, query], torch.full((4,), float("-inf"), dtype=torch.float64))
+        assert torch.equal(
+            part.lse_BHL[row, :, query], torch.full((4,), float("-inf"), dtype=torch.float64)
+        )
         assert not part.out_BHLV[row, :, query].any()
-    into = Partial(draw(2, 4, 5, 8), draw(2, 4, 5))
+    into = PartialAttention(draw(2, 4, 5, 8), draw(2, 4, 5))
     before = into.out_BHLV.clone()
-    merge(into, part)
+    merge_partial(into, part)
     assert torch.equal(into.out_BHLV[0, :, 3], before[0, :, 3])
     gradients = kernel.backward(draw(2, 4, 5, 8), q, k, v, into, seen, SCORES)
     assert not gradients.q_BHLE[0, :, 3].any()
@@ -44,12 +57,25 @@ def test_a_query_that_sees_nothing_has_no_share(kernel: CpuFlash | SpelledOut) -
 @pytest.mark.parametrize("causal", [True, False])
 def test_fused_and_spelled_out_agree(causal: bool) -> None:
     size = 5 if causal else 7
-    q, k, v, d_out = draw(2, 4, 5, 8), draw(2, 2, size, 8), draw(2, 2, size, 8) + 1, draw(2, 4, 5, 8) - 1
-    seen = Seen(True, None, slice(0, 5), torch.arange(5)) if causal else seen_with_blind_queries()
-    whole = Partial(draw(2, 4, 5, 8), draw(2, 4, 5) + 3)
+    q = draw(2, 4, 5, 8)
+    k = draw(2, 2, size, 8)
+    v = draw(2, 2, size, 8) + 1
+    d_out = draw(2, 4, 5, 8) - 1
+    seen = (
+        TileVisibility(True, None, slice(0, 5), torch.arange(5))
+        if causal
+        else seen_with_blind_queries()
+    )
+    whole = PartialAttention(draw(2, 4, 5, 8), draw(2, 4, 5) + 3)
     for one, other in (
-        (CpuFlash().forward(q, k, v, seen, SCORES), SpelledOut().forward(q, k, v, seen, SCORES)),
-        (CpuFlash().backward(d_out, q, k, v, whole, seen, SCORES), SpelledOut().backward(d_out, q, k, v, whole, seen, SCORES)),
+        (
+            CpuFlashKernel().forward(q, k, v, seen, SCORES),
+            ExplicitKernel().forward(q, k, v, seen, SCORES),
+        ),
+        (
+            CpuFlashKernel().backward(d_out, q, k, v, whole, seen, SCORES),
+            ExplicitKernel().backward(d_out, q, k, v, whole, seen, SCORES),
+        ),
     ):
         for fused, plain in zip(one, other, strict=True):
             torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-14)
@@ -57,20 +83,31 @@ def test_fused_and_spelled_out_agree(causal: bool) -> None:
 
 def test_bf16_is_merged_in_fp32() -> None:
     q, k, v = (draw(2, 4, 5, 8, dtype=torch.bfloat16) for _ in range(3))
-    seen = Seen(True, None, slice(0, 5), torch.arange(5))
-    for kernel in (CpuFlash(), SpelledOut()):
+    seen = TileVisibility(True, None, slice(0, 5), torch.arange(5))
+    for kernel in (CpuFlashKernel(), ExplicitKernel()):
         part = kernel.forward(q, k, v, seen, SCORES)
         assert (part.out_BHLV.dtype, part.lse_BHL.dtype) == (torch.bfloat16, torch.float32)
-        into = Partial(torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5))
-        merge(into, part)
+        into = PartialAttention(torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5))
+        merge_partial(into, part)
         assert into.out_BHLV.dtype == torch.float32
 
 
 def test_the_kernel_is_the_fused_one_where_that_computes_the_same() -> None:
-    q, v = draw(1, 2, 4, 8), draw(1, 2, 4, 8)
+    q = draw(1, 2, 4, 8)
+    v = draw(1, 2, 4, 8)
     dropout = Dropout(torch.zeros(1, 4, dtype=torch.int32))
-    assert isinstance(choose_kernel(q, v, SCORES, masked=True, explicit=False), CpuFlash)
-    assert isinstance(choose_kernel(q, v, SCORES, masked=False, explicit=True), SpelledOut)
-    assert isinstance(choose_kernel(q, v[..., :4], SCORES, masked=False, explicit=False), SpelledOut)
-    assert isinstance(choose_kernel(q, v, Scores(0.4, soft_cap=2.0), masked=False, explicit=False), SpelledOut)
-    assert isinstance(choose_kernel(q, v, Scores(0.4, None, dropout, 0.1), masked=False, explicit=False), SpelledOut)
+    assert isinstance(choose_kernel(q, v, SCORES, has_mask=True, is_explicit=False), CpuFlashKernel)
+    assert isinstance(choose_kernel(q, v, SCORES, has_mask=False, is_explicit=True), ExplicitKernel)
+    assert isinstance(
+        choose_kernel(q, v[..., :4], SCORES, has_mask=False, is_explicit=False), ExplicitKernel
+    )
+    assert isinstance(
+        choose_kernel(q, v, ScoreSettings(0.4, soft_cap=2.0), has_mask=False, is_explicit=False),
+        ExplicitKernel,
+    )
+    assert isinstance(
+        choose_kernel(
+            q, v, ScoreSettings(0.4, None, dropout, 0.1), has_mask=False, is_explicit=False
+        ),
+        ExplicitKernel,
+    )

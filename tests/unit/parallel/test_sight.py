@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwright.parallel.sight import Row, Sight
+from shardwright.parallel.block_mask import RowChunks, Visibility
 
 CPU = torch.device("cpu")
 
@@ -25,47 +25,66 @@ def visible(tokens: int, window: int | None, ids_BT: Tensor) -> Tensor:
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[int, int, int | None, Tensor | None]:
     """Tokens of a chunk, number of chunks, window, document ids of two rows."""
-    chunk, count = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4, 6]))
+    chunk = draw(st.integers(1, 5))
+    count = draw(st.sampled_from([1, 2, 4, 6]))
     window = draw(st.none() | st.integers(1, 30))
     if not draw(st.booleans()):
         return chunk, count, window, None
-    starts = [torch.tensor(draw(st.lists(st.booleans(), min_size=chunk * count, max_size=chunk * count))) for _ in range(2)]
+    starts = [
+        torch.tensor(draw(st.lists(st.booleans(), min_size=chunk * count, max_size=chunk * count)))
+        for _ in range(2)
+    ]
     return chunk, count, window, torch.stack(starts).long().cumsum(1)
 
 
 @settings(deadline=None, max_examples=150)
 @given(row=rows(), data=st.data())
-def test_every_pair_that_is_seen_is_in_one_block(row: tuple[int, int, int | None, Tensor | None], data: st.DataObject) -> None:
+def test_every_pair_that_is_seen_is_in_one_block(
+    row: tuple[int, int, int | None, Tensor | None], data: st.DataObject
+) -> None:
     chunk, count, window, ids_BT = row
     tokens = chunk * count
-    cut = Row.of(tokens, count, ids_BT)
+    cut = RowChunks.from_documents(tokens, count, ids_BT)
     queries = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=2)))
     keys = data.draw(st.permutations(range(count)))[: data.draw(st.integers(1, count))]
     wanted = visible(tokens, window, torch.zeros(2, tokens) if ids_BT is None else ids_BT)
-    q_L, k_S = cut.places(queries, CPU), cut.places(keys, CPU)
+    q_L = cut.token_indices(queries, CPU)
+    k_S = cut.token_indices(keys, CPU)
     counted = torch.zeros(2, len(q_L), len(k_S), dtype=torch.int64)
-    for block in cut.blocks(queries, keys, window):
-        seen = cut.seen(block, q_L, k_S, window)
-        part = counted[:, block.queries, block.keys]
+    for block in cut.list_tiles(queries, keys, window):
+        seen = cut.build_visibility(block, q_L, k_S, window)
+        part = counted[:, block.query_slice, block.key_slice]
         if seen.visible_BLS is not None:
             part += seen.visible_BLS
         else:
-            part += torch.ones(part.shape[1:], dtype=torch.int64).tril() if seen.causal else 1
-        assert torch.equal(seen.key_places_S, k_S[block.keys])
+            part += torch.ones(part.shape[1:], dtype=torch.int64).tril() if seen.is_causal else 1
+        assert torch.equal(seen.key_indices_S, k_S[block.key_slice])
     assert torch.equal(counted.bool(), wanted[:, q_L][:, :, k_S])
     assert counted.max() <= 1
 
 
 def test_what_nobody_sees_is_not_computed_and_what_is_seen_whole_takes_no_mask() -> None:
-    row = Row.of(32, 8, None)
-    (own,) = row.blocks((1, 6), (1, 6), None)
-    assert (own.sight, own.queries) == (Sight.CAUSAL, slice(0, 8))
-    (before,) = row.blocks((1, 6), (0, 7), None)
-    assert (before.sight, before.queries, before.keys) == (Sight.ALL, slice(0, 8), slice(0, 4))
-    (after,) = row.blocks((1, 6), (2, 5), None)
-    assert (after.sight, after.queries, after.keys) == (Sight.ALL, slice(4, 8), slice(0, 8))
-    assert row.blocks((1, 6), (2, 4), 5) == []
-    documents = Row.of(32, 8, (torch.arange(32) // 8)[None])
-    assert documents.blocks((1, 6), (2, 5), None) == []
-    (own_1, own_6, whole) = documents.blocks((1, 6), (0, 1, 5, 6), None)
-    assert [own_1.sight, own_6.sight, whole.sight] == [Sight.CAUSAL, Sight.CAUSAL, Sight.ALL]
+    row = RowChunks.from_documents(32, 8, None)
+    (own,) = row.list_tiles((1, 6), (1, 6), None)
+    assert (own.visibility, own.query_slice) == (Visibility.CAUSAL, slice(0, 8))
+    (before,) = row.list_tiles((1, 6), (0, 7), None)
+    assert (before.visibility, before.query_slice, before.key_slice) == (
+        Visibility.FULL,
+        slice(0, 8),
+        slice(0, 4),
+    )
+    (after,) = row.list_tiles((1, 6), (2, 5), None)
+    assert (after.visibility, after.query_slice, after.key_slice) == (
+        Visibility.FULL,
+        slice(4, 8),
+        slice(0, 8),
+    )
+    assert row.list_tiles((1, 6), (2, 4), 5) == []
+    documents = RowChunks.from_documents(32, 8, (torch.arange(32) // 8)[None])
+    assert documents.list_tiles((1, 6), (2, 5), None) == []
+    (own_1, own_6, whole) = documents.list_tiles((1, 6), (0, 1, 5, 6), None)
+    assert [own_1.visibility, own_6.visibility, whole.visibility] == [
+        Visibility.CAUSAL,
+        Visibility.CAUSAL,
+        Visibility.FULL,
+    ]

@@ -67,9 +67,12 @@ def shape(name: str) -> ModelShape:
     return read_config(CONFIGS[name])
 
 
-def cluster(num_gpus: int = 4, *, memory_bytes: float = 2**30, per_node: int | None = None) -> Cluster:
+def cluster(
+    num_gpus: int = 4, *, memory_bytes: float = 2**30, per_node: int | None = None
+) -> Cluster:
     """Devices of 1 TFLOP/s, 100 GB/s of memory, 10 GB/s within a node and 1 GB/s between nodes."""
     device = Accelerator("test", int(memory_bytes), 1e11, {"bf16": 1e12, "fp32": 5e11})
     per_node = per_node or num_gpus
-    fast, slow = Link("fast", "nvlink", 1e10, 1e-6), Link("slow", "infiniband", 1e9, 5e-6)
+    fast = Link("fast", "nvlink", 1e10, 1e-6)
+    slow = Link("slow", "infiniband", 1e9, 5e-6)
     return Cluster(device, per_node, num_gpus // per_node, fast, slow)

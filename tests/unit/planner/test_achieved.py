@@ -1,74 +1,97 @@
-"""The fitted efficiencies: which section wins, and that the packaged file can be read for every accelerator."""
+"""The fitted efficiencies: which section wins, and that the packaged file can be read for every
+accelerator.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from shardwright.hardware import accelerators, find_accelerator
+from shardwright.hardware import find_accelerator, list_accelerators
 from shardwright.planner import Efficiency
-from shardwright.planner.achieved import EVERY_TRAINER, Efficiencies, load_efficiencies
-from shardwright.planner.frameworks import FRAMEWORKS
+from shardwright.planner.calibration import ALL_FRAMEWORKS, EfficiencyTable, load_efficiencies
+from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS
 
 H100 = find_accelerator("H100")
 
 
 def test_the_narrower_entry_wins() -> None:
-    efficiencies = Efficiencies(
+    efficiencies = EfficiencyTable(
         {
-            "accelerators": {"Hopper": {"matmul_share": 0.7, "m_half": 100.0}, "H100-80GB-SXM": {"m_half": 200.0}},
+            "accelerators": {
+                "Hopper": {"matmul_share": 0.7, "m_half": 100.0},
+                "H100-80GB-SXM": {"m_half": 200.0},
+            },
             "frameworks": {"aleph": {"matmul_share": 0.6}},
             "features": {"torch": {"bytes_share": 3.0}},
         }
     )
-    plain = efficiencies.of(H100)
+    plain = efficiencies.get_efficiency(H100)
     assert (plain.matmul_share, plain.m_half, plain.bytes_share) == (0.7, 200.0, 1.0)
-    special = efficiencies.of(H100, "aleph", ["torch"])
+    special = efficiencies.get_efficiency(H100, "aleph", ["torch"])
     assert (special.matmul_share, special.m_half, special.bytes_share) == (0.6, 200.0, 3.0)
-    assert efficiencies.of(find_accelerator("A100")) == Efficiency(), "what was not fitted is the default"
+    assert efficiencies.get_efficiency(find_accelerator("A100")) == Efficiency(), (
+        "what was not fitted is the default"
+    )
 
 
 def test_where_nothing_was_fitted_products_reach_what_their_maker_measured() -> None:
-    unfitted = Efficiencies({}).of(find_accelerator("MI300X"))
+    unfitted = EfficiencyTable({}).get_efficiency(find_accelerator("MI300X"))
     assert unfitted.matmul_share == pytest.approx(708 / 1307.4)
     assert unfitted.attention_forward_share < Efficiency().attention_forward_share
-    fitted = Efficiencies({"accelerators": {"CDNA 3": {"matmul_share": 0.5}}})
-    assert fitted.of(find_accelerator("MI300X")).matmul_share == 0.5
+    fitted = EfficiencyTable({"accelerators": {"CDNA 3": {"matmul_share": 0.5}}})
+    assert fitted.get_efficiency(find_accelerator("MI300X")).matmul_share == 0.5
 
 
 def test_trainers_of_one_implementation_share_its_numbers_below_a_devices() -> None:
-    efficiencies = Efficiencies(
+    efficiencies = EfficiencyTable(
         {
-            "frameworks": {EVERY_TRAINER: {"data_overlap": 0.5, "bytes_share": 2.0}, "FSDP2": {"data_overlap": 0.8}},
+            "frameworks": {
+                ALL_FRAMEWORKS: {"data_overlap": 0.5, "bytes_share": 2.0},
+                "FSDP2": {"data_overlap": 0.8},
+            },
             "accelerators": {"cpu": {"data_overlap": 0.0}},
         }
     )
-    assert efficiencies.of(H100, "torchtitan") == efficiencies.of(H100), "ours is FSDP2's, too"
-    assert (efficiencies.of(H100).data_overlap, efficiencies.of(H100).bytes_share) == (0.8, 2.0)
-    assert efficiencies.of(H100, "aleph").data_overlap == 0.5
-    assert efficiencies.of(find_accelerator("EPYC-9654")).data_overlap == 0.0
+    assert efficiencies.get_efficiency(H100, "torchtitan") == efficiencies.get_efficiency(H100), (
+        "ours is FSDP2's, too"
+    )
+    assert (
+        efficiencies.get_efficiency(H100).data_overlap,
+        efficiencies.get_efficiency(H100).bytes_share,
+    ) == (0.8, 2.0)
+    assert efficiencies.get_efficiency(H100, "aleph").data_overlap == 0.5
+    assert efficiencies.get_efficiency(find_accelerator("EPYC-9654")).data_overlap == 0.0
     own = ("frameworks", "torchtitan")
-    assert efficiencies.of(H100, "torchtitan", before=own).data_overlap == 0.8
+    assert efficiencies.get_efficiency(H100, "torchtitan", before_entry=own).data_overlap == 0.8
 
 
 def test_one_number_changed_leaves_the_rest() -> None:
-    before = Efficiencies({"frameworks": {"aleph": {"matmul_share": 0.6}}})
-    after = before.with_value("frameworks", "aleph", "m_half", 1.0)
-    assert after.of(H100, "aleph").matmul_share == 0.6
-    assert after.of(H100, "aleph").m_half == 1.0
-    assert before.of(H100, "aleph").m_half == Efficiency().m_half
+    before = EfficiencyTable({"frameworks": {"aleph": {"matmul_share": 0.6}}})
+    after = before.replace_value("frameworks", "aleph", "m_half", 1.0)
+    assert after.get_efficiency(H100, "aleph").matmul_share == 0.6
+    assert after.get_efficiency(H100, "aleph").m_half == 1.0
+    assert before.get_efficiency(H100, "aleph").m_half == Efficiency().m_half
     with pytest.raises(AssertionError):
-        before.with_value("frameworks", "aleph", "luck", 1.0)
+        before.replace_value("frameworks", "aleph", "luck", 1.0)
 
 
-@pytest.mark.parametrize("name", accelerators())
+@pytest.mark.parametrize("name", list_accelerators())
 def test_the_packaged_numbers_are_shares_and_seconds(name: str) -> None:
-    for framework in ("shardwright", *FRAMEWORKS):
-        achieved = load_efficiencies().of(find_accelerator(name), framework)
-        for share in ("matmul_share", "attention_forward_share", "memory_share", "intra_share", "inter_share"):
+    for framework in ("shardwright", *FRAMEWORK_DEFAULTS):
+        achieved = load_efficiencies().get_efficiency(find_accelerator(name), framework)
+        for share in (
+            "matmul_share",
+            "attention_forward_share",
+            "memory_share",
+            "intra_share",
+            "inter_share",
+        ):
             assert 0 < getattr(achieved, share) <= 1, share
         assert 0 <= achieved.data_overlap <= 1
         if framework == "shardwright":
-            assert (achieved.data_overlap == 0) == achieved.runs_on_host, "nothing runs beside a CPU that is its own host"
+            assert (achieved.data_overlap == 0) == achieved.runs_on_host, (
+                "nothing runs beside a CPU that is its own host"
+            )
         assert all(0 < share <= 1 for share in achieved.matmul_share_by_precision.values())
         assert 0 < achieved.host_seconds < 1e-3
         assert 0 <= achieved.straggler_share < 0.5

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from shardwright.errors import ScheduleError
-from shardwright.planner.in_flight import kept_passes
-from shardwright.schedule import load_schedule, peak_activations
-from shardwright.schedule.families import FAMILIES
+from shardwright.planner.in_flight import count_passes_in_flight
+from shardwright.schedule import count_peak_activations, load_schedule
+from shardwright.schedule.registry import PIPELINE_SCHEDULES
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
 def test_formulas_say_what_is_counted(name: str) -> None:
     compared = 0
     for virtual in (2, 3, 5) if name == "interleaved_1f1b" else (None,):
@@ -20,6 +20,8 @@ def test_formulas_say_what_is_counted(name: str) -> None:
                     schedule = load_schedule(name, ranks, micro_batches, virtual)
                 except ScheduleError:
                     continue  # numbers that the schedule does not take
-                assert kept_passes(name, ranks, micro_batches, virtual) == peak_activations(schedule), (ranks, micro_batches)
+                assert count_passes_in_flight(
+                    name, ranks, micro_batches, virtual
+                ) == count_peak_activations(schedule), (ranks, micro_batches)
                 compared += 1
     assert compared > 50

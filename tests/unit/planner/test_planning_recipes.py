@@ -1,4 +1,6 @@
-"""The planning recipes: they load, and their architectures have as many parameters as the models that they name."""
+"""The planning recipes: they load, and their architectures have as many parameters as the models
+that they name.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.architecture import read_config
-from shardwright.config.load import load_recipe
+from shardwright.config.recipe_loading import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -40,4 +42,8 @@ def test_the_worked_example_is_the_documents_case() -> None:
     training = recipe.training
     assert (training.sequence_length, training.global_batch_size) == (4096, 64)
     assert training.max_steps == 2_400_000 // 64
-    assert (training.learning_rate, training.batch_scaling, training.base_batch_size) == (2e-5, "linear", 32)
+    assert (training.learning_rate, training.batch_scaling, training.base_batch_size) == (
+        2e-5,
+        "linear",
+        32,
+    )

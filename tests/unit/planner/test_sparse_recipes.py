@@ -8,7 +8,12 @@ import pytest
 
 from shardwright.architecture import ModelShape
 from shardwright.hardware import find_node
-from shardwright.planner.sparse_recipes import expert_features, expert_parallel, release_of, with_prediction_layer
+from shardwright.planner.published.moe_recipes import (
+    add_prediction_layer,
+    list_expert_features,
+    read_release,
+    resolve_expert_parallel,
+)
 from tests.unit.planner import models
 
 ROW = {
@@ -48,35 +53,48 @@ def test_kernels_follow_release_accelerator_and_precision(
     release: str, gpu: str, changes: dict[str, str], expected: list[str]
 ) -> None:
     row = ROW | {"notes.release": release} | changes
-    assert expert_features(row, sparse(), find_node(gpu), hybrid=False) == expected
+    assert list_expert_features(row, sparse(), find_node(gpu), is_hybrid=False) == expected
 
 
 def test_hybrid_models_keep_the_kernels_they_had_and_dense_ones_have_none() -> None:
-    row, node = ROW | {"notes.release": "26.06"}, find_node("GB300")
-    assert expert_features(row, sparse(), node, hybrid=True) == ["fp8 experts"]
-    assert expert_features(row, sparse(expert_bias=True), node, hybrid=True) == ["biased experts"]
-    assert expert_features(row, models.shape("llama"), node, hybrid=False) == []
+    row = ROW | {"notes.release": "26.06"}
+    node = find_node("GB300")
+    assert list_expert_features(row, sparse(), node, is_hybrid=True) == ["fp8 experts"]
+    assert list_expert_features(row, sparse(expert_bias=True), node, is_hybrid=True) == [
+        "biased experts"
+    ]
+    assert list_expert_features(row, models.shape("llama"), node, is_hybrid=False) == []
 
 
 def test_patches_of_a_release_come_after_it() -> None:
     assert (
-        release_of({"notes.release": "26.02"}) < release_of({"notes.release": "26.02.01"}) < release_of({"notes.release": "26.04"})
+        read_release({"notes.release": "26.02"})
+        < read_release({"notes.release": "26.02.01"})
+        < read_release({"notes.release": "26.04"})
     )
 
 
 @pytest.mark.parametrize(
     ("stated", "tp", "data", "expected"),
-    [(64, 2, 32, (32, True)), (8, 2, 32, (4, True)), (64, 1, 256, (64, False)), (2, 4, 8, (2, False))],
+    [
+        (64, 2, 32, (32, True)),
+        (8, 2, 32, (4, True)),
+        (64, 1, 256, (64, False)),
+        (2, 4, 8, (2, False)),
+    ],
 )
 def test_recipes_lay_whole_experts_over_tensor_parallel_ranks_too(
     stated: int, tp: int, data: int, expected: tuple[int, bool]
 ) -> None:
-    assert expert_parallel(ROW | {"notes.release": "25.11"}, stated, tp, data) == expected
-    assert not expert_parallel(ROW, stated, tp, data)[1], "Megatron-Core by itself cuts each of them"
+    assert resolve_expert_parallel(ROW | {"notes.release": "25.11"}, stated, tp, data) == expected
+    assert not resolve_expert_parallel(ROW, stated, tp, data)[1], (
+        "Megatron-Core by itself cuts each of them"
+    )
 
 
 def test_deepseek_v3_predicts_one_token_further_unless_the_row_says_otherwise() -> None:
-    shape, row = sparse(), ROW | {"model_name": "DeepSeek-V3", "notes.release": "26.04"}
-    assert with_prediction_layer(row, shape).num_layers == shape.num_layers + 1
-    assert with_prediction_layer(row | {"notes.without_prediction": "w/o MTP"}, shape) is shape
-    assert with_prediction_layer(ROW | {"notes.release": "26.04"}, shape) is shape
+    shape = sparse()
+    row = ROW | {"model_name": "DeepSeek-V3", "notes.release": "26.04"}
+    assert add_prediction_layer(row, shape).num_layers == shape.num_layers + 1
+    assert add_prediction_layer(row | {"notes.without_prediction": "w/o MTP"}, shape) is shape
+    assert add_prediction_layer(ROW | {"notes.release": "26.04"}, shape) is shape

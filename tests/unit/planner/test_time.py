@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.hardware.profile import CollectiveRate, MatmulRate, MeasuredProfile
+from shardwright.hardware.measured_profile import CollectiveRate, MatmulRate, MeasuredProfile
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, Efficiency, predict
-from shardwright.planner.candidate import Adapter, Engine
-from shardwright.planner.communication import Group, Network
-from shardwright.planner.compute import Rates, end_seconds, layer_seconds
-from shardwright.planner.facts import ModelFacts
-from shardwright.planner.pipeline import StageSeconds, pipeline_of, simulate_stages
-from shardwright.schedule import Times, build_schedule
+from shardwright.planner.candidate import FrameworkConventions, LowRankAdapter
+from shardwright.planner.communication import NetworkModel, StridedGroup
+from shardwright.planner.compute import DeviceRates, compute_end_seconds, compute_layer_seconds
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.pipeline import StageSeconds, get_pipeline, simulate_stages
+from shardwright.schedule import ActionTimes, build_schedule
 from shardwright.schedule import simulate as simulate_schedule
 from tests.unit.planner import models
 
@@ -27,21 +27,21 @@ MIB = 2**20
 
 
 def test_collectives_within_a_node_follow_their_rings() -> None:
-    network = Network(models.cluster(8), IDEAL)  # 10 GB/s
-    group = Group(8, 1)
+    network = NetworkModel(models.cluster(8), IDEAL)  # 10 GB/s
+    group = StridedGroup(8, 1)
     once = 64 * MIB * 7 / 8 / 1e10
-    assert network.all_gather(group, 64 * MIB) == pytest.approx(once, rel=2e-3)
-    assert network.reduce_scatter(group, 64 * MIB) == pytest.approx(once, rel=2e-3)
-    assert network.all_reduce(group, 64 * MIB) == pytest.approx(2 * once, rel=2e-3)
-    assert network.all_to_all(group, 64 * MIB) == pytest.approx(once, rel=2e-3)
-    assert network.send(group, 64 * MIB) == pytest.approx(64 * MIB / 1e10, rel=2e-3)
-    assert network.all_reduce(Group(1, 1), 64 * MIB) == 0.0
+    assert network.time_all_gather(group, 64 * MIB) == pytest.approx(once, rel=2e-3)
+    assert network.time_reduce_scatter(group, 64 * MIB) == pytest.approx(once, rel=2e-3)
+    assert network.time_all_reduce(group, 64 * MIB) == pytest.approx(2 * once, rel=2e-3)
+    assert network.time_all_to_all(group, 64 * MIB) == pytest.approx(once, rel=2e-3)
+    assert network.time_send(group, 64 * MIB) == pytest.approx(64 * MIB / 1e10, rel=2e-3)
+    assert network.time_all_reduce(StridedGroup(1, 1), 64 * MIB) == 0.0
 
 
 def test_a_ring_over_nodes_crosses_on_as_many_links_as_it_has_members_there() -> None:
-    network = Network(models.cluster(8, per_node=4), IDEAL)  # 1 GB/s outwards
-    wide = network.all_gather(Group(8, 1), 64 * MIB)
-    narrow = network.all_gather(Group(2, 4), 64 * MIB)
+    network = NetworkModel(models.cluster(8, per_node=4), IDEAL)  # 1 GB/s outwards
+    wide = network.time_all_gather(StridedGroup(8, 1), 64 * MIB)
+    narrow = network.time_all_gather(StridedGroup(2, 4), 64 * MIB)
     assert wide == pytest.approx(64 * MIB / 2 / (4 * 1e9), rel=2e-3)
     assert narrow == pytest.approx(64 * MIB / 2 / 1e9, rel=2e-3)
 
@@ -49,57 +49,102 @@ def test_a_ring_over_nodes_crosses_on_as_many_links_as_it_has_members_there() ->
 def test_gathers_wait_for_a_hop_to_each_member_and_sums_for_one_to_each_doubling() -> None:
     cluster = models.cluster(64, per_node=8)
     assert cluster.inter is not None
-    slow = replace(cluster, intra=replace(cluster.intra, latency_seconds=1e-3), inter=replace(cluster.inter, latency_seconds=1e-2))
-    network = Network(slow, IDEAL)
-    assert network.all_gather(Group(64, 1), 1.0) == pytest.approx(56 * 1e-3 + 7 * 1e-2, rel=1e-3)
-    assert network.all_reduce(Group(64, 1), 1.0) == pytest.approx(2 * (3 * 1e-3 + 3 * 1e-2), rel=1e-3)
-    switched = replace(slow, intra=replace(slow.intra, multicast_reduction=True))
-    assert Network(switched, IDEAL).reduce_scatter(Group(64, 1), 1.0) == pytest.approx(8 * 3 * 1e-3 + 7 * 1e-2, rel=1e-3)
+    slow = replace(
+        cluster,
+        intra=replace(cluster.intra, latency_seconds=1e-3),
+        inter=replace(cluster.inter, latency_seconds=1e-2),
+    )
+    network = NetworkModel(slow, IDEAL)
+    assert network.time_all_gather(StridedGroup(64, 1), 1.0) == pytest.approx(
+        56 * 1e-3 + 7 * 1e-2, rel=1e-3
+    )
+    assert network.time_all_reduce(StridedGroup(64, 1), 1.0) == pytest.approx(
+        2 * (3 * 1e-3 + 3 * 1e-2), rel=1e-3
+    )
+    switched = replace(slow, intra=replace(slow.intra, has_multicast_reduction=True))
+    assert NetworkModel(switched, IDEAL).time_reduce_scatter(
+        StridedGroup(64, 1), 1.0
+    ) == pytest.approx(8 * 3 * 1e-3 + 7 * 1e-2, rel=1e-3)
 
 
 def test_tensors_gathered_one_by_one_wait_for_their_ring_each() -> None:
     layout = Layout(dp_shard=8, zero_stage=3)
     slow = replace(IDEAL, data_hop_seconds=1e-3)
     blocks, tensors = (
-        predict(models.shape("llama"), Candidate(layout, 128, engine=Engine(gathers_tensors=apart)), models.cluster(8), slow).time
+        predict(
+            models.shape("llama"),
+            Candidate(
+                layout, 128, conventions=FrameworkConventions(should_gather_per_tensor=apart)
+            ),
+            models.cluster(8),
+            slow,
+        ).time
         for apart in (False, True)
     )
-    # Nine tensors a layer in place of one group, each with seven hops, in two gathers and a reduction, which nothing can hide.
+    # Nine tensors a layer in place of one group, each with seven hops, in two gathers and a
+    # reduction, which nothing can hide.
     assert tensors.data - blocks.data == pytest.approx(4 * 8 * 3 * 7e-3, rel=0.05)
 
 
 def test_what_was_measured_is_preferred() -> None:
     profile = MeasuredProfile(
-        "x", None, "2026", 2**30, 5e10, (MatmulRate("bf16", 256, 256, 256, 3e11),), (CollectiveRate("all_reduce", 4, 4, MIB, 0.5),)
+        "x",
+        None,
+        "2026",
+        2**30,
+        5e10,
+        (MatmulRate("bf16", 256, 256, 256, 3e11),),
+        (CollectiveRate("all_reduce", 4, 4, MIB, 0.5),),
     )
     cluster = replace(models.cluster(4), profile=profile)
-    assert Network(cluster, IDEAL).all_reduce(Group(4, 1), MIB) == 0.5
-    assert Rates(cluster, IDEAL, "bf16").product(512, 512, 512) == pytest.approx(2 * 512**3 / 3e11)
-    assert Rates(cluster, IDEAL, "bf16").moved(5e10) == 1.0
+    assert NetworkModel(cluster, IDEAL).time_all_reduce(StridedGroup(4, 1), MIB) == 0.5
+    assert DeviceRates(cluster, IDEAL, "bf16").time_matmul(512, 512, 512) == pytest.approx(
+        2 * 512**3 / 3e11
+    )
+    assert DeviceRates(cluster, IDEAL, "bf16").time_copy(5e10) == 1.0
 
 
 def test_products_are_bound_by_rate_or_by_bytes() -> None:
-    rates = Rates(models.cluster(1), IDEAL, "bf16")
-    assert rates.product(4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e12)
-    assert rates.product(1, 4096, 4096) == pytest.approx(2 * (4096 + 4096**2 + 4096) / 1e11)
+    rates = DeviceRates(models.cluster(1), IDEAL, "bf16")
+    assert rates.time_matmul(4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e12)
+    assert rates.time_matmul(1, 4096, 4096) == pytest.approx(2 * (4096 + 4096**2 + 4096) / 1e11)
 
 
 def test_a_precision_without_units_is_refused() -> None:
     with pytest.raises(InputError, match="no hardware support for fp8"):
-        predict(models.shape("llama"), Candidate(Layout(), 128, precision="fp8"), models.cluster(1), IDEAL)
+        predict(
+            models.shape("llama"),
+            Candidate(Layout(), 128, precision="fp8"),
+            models.cluster(1),
+            IDEAL,
+        )
 
 
 def test_parts_add_up_and_hidden_traffic_is_not_among_them() -> None:
     layout = Layout(tp=2, pp=2, dp_shard=2, zero_stage=3)
-    time = predict(models.shape("llama"), Candidate(layout, 128, 1, 4), models.cluster(8, per_node=4), Efficiency()).time
-    parts = (time.compute, time.tensor, time.pipeline, time.data, time.bubble, time.optimizer, time.overhead)
+    time = predict(
+        models.shape("llama"),
+        Candidate(layout, 128, 1, 4),
+        models.cluster(8, per_node=4),
+        Efficiency(),
+    ).time
+    parts = (
+        time.compute,
+        time.tensor,
+        time.pipeline,
+        time.data,
+        time.bubble,
+        time.optimizer,
+        time.overhead,
+    )
     assert all(part > 0 for part in parts)
     assert time.step == pytest.approx(sum(parts))
     assert time.context == time.expert == 0.0
 
 
 def test_zero_bubble_schedules_wait_less_than_1f1b_and_interleaving_too() -> None:
-    shape, cluster = models.shape("llama"), models.cluster(2)
+    shape = models.shape("llama")
+    cluster = models.cluster(2)
 
     def bubble(schedule: str, virtual: int | None = None) -> float:
         layout = Layout(pp=2, schedule=schedule, virtual_stages=virtual)
@@ -111,10 +156,20 @@ def test_zero_bubble_schedules_wait_less_than_1f1b_and_interleaving_too() -> Non
 
 def test_long_schedules_are_what_a_whole_simulation_gives() -> None:
     facts = ModelFacts(models.shape("llama"))
-    for schedule, virtual in (("gpipe", None), ("1f1b", None), ("zb_h1", None), ("interleaved_1f1b", 2), ("zbv", None)):
-        pipeline = pipeline_of(facts, Layout(pp=2, schedule=schedule, virtual_stages=virtual), 40, 128)
-        seconds = [StageSeconds(1.0 + 0.1 * i, 2.0 + 0.05 * i, 0.9) for i in range(len(pipeline.stages))]
-        times = Times(
+    for schedule, virtual in (
+        ("gpipe", None),
+        ("1f1b", None),
+        ("zb_h1", None),
+        ("interleaved_1f1b", 2),
+        ("zbv", None),
+    ):
+        pipeline = get_pipeline(
+            facts, Layout(pp=2, schedule=schedule, virtual_stages=virtual), 40, 128
+        )
+        seconds = [
+            StageSeconds(1.0 + 0.1 * i, 2.0 + 0.05 * i, 0.9) for i in range(len(pipeline.stages))
+        ]
+        times = ActionTimes(
             tuple(s.forward for s in seconds),
             tuple(s.backward - s.weight_gradient for s in seconds),
             tuple(s.weight_gradient for s in seconds),
@@ -125,7 +180,8 @@ def test_long_schedules_are_what_a_whole_simulation_gives() -> None:
 
 
 def test_accumulating_at_stage_2_reduces_more_often_than_at_stage_1() -> None:
-    shape, cluster = models.shape("llama"), models.cluster(4, per_node=2)
+    shape = models.shape("llama")
+    cluster = models.cluster(4, per_node=2)
 
     def traffic(stage: int) -> float:
         layout = Layout(dp_shard=4, zero_stage=stage)  # type: ignore[arg-type]
@@ -136,11 +192,15 @@ def test_accumulating_at_stage_2_reduces_more_often_than_at_stage_1() -> None:
 
 
 def test_a_congested_network_holds_up_pipelines_and_nothing_else() -> None:
-    shape, cluster = models.shape("llama"), models.cluster(8, per_node=4)
+    shape = models.shape("llama")
+    cluster = models.cluster(8, per_node=4)
     crowded = replace(IDEAL, congested_gpus=8, congestion_seconds=10.0)
 
     def wait(layout: Layout) -> float:
-        times = [predict(shape, Candidate(layout, 128, 1, 4), cluster, each).time.step for each in (crowded, IDEAL)]
+        times = [
+            predict(shape, Candidate(layout, 128, 1, 4), cluster, each).time.step
+            for each in (crowded, IDEAL)
+        ]
         return times[0] - times[1]
 
     assert wait(Layout(dp_replicate=8)) == 0.0
@@ -149,18 +209,26 @@ def test_a_congested_network_holds_up_pipelines_and_nothing_else() -> None:
 
 
 def test_an_allocator_at_the_end_of_the_memory_makes_every_micro_batch_wait() -> None:
-    shape, candidate = models.shape("llama"), Candidate(Layout(), 128, 1, 4)
+    shape = models.shape("llama")
+    candidate = Candidate(Layout(), 128, 1, 4)
     waiting = replace(IDEAL, limit_seconds=2.0, context_bytes=0.0)
-    roomy, tight = (predict(shape, candidate, models.cluster(1), replace(waiting, reserve_bytes=r)) for r in (0.0, 1e15))
+    roomy, tight = (
+        predict(shape, candidate, models.cluster(1), replace(waiting, reserve_bytes=r))
+        for r in (0.0, 1e15)
+    )
     assert roomy.fits
     assert not tight.fits
     assert tight.time.overhead - roomy.time.overhead == pytest.approx(4 * 2.0)
 
 
 def test_a_device_that_is_its_own_host_starts_operations_in_the_time_of_its_work() -> None:
-    shape, candidate = models.shape("llama"), Candidate(Layout(), 128)
+    shape = models.shape("llama")
+    candidate = Candidate(Layout(), 128)
     quick = replace(IDEAL, host_seconds=1e-7)
-    beside, after = (predict(shape, candidate, models.cluster(1), replace(quick, runs_on_host=own)).time for own in (False, True))
+    beside, after = (
+        predict(shape, candidate, models.cluster(1), replace(quick, runs_on_host=own)).time
+        for own in (False, True)
+    )
     assert after.compute - beside.compute == pytest.approx(shape.num_layers * 62 * 1e-7)
 
 
@@ -168,35 +236,52 @@ def test_what_a_host_does_around_collectives_is_counted_by_the_collective() -> N
     layout = Layout(dp_shard=4, zero_stage=3)
     times = [
         predict(
-            models.shape("llama"), Candidate(layout, 128), models.cluster(4), replace(IDEAL, data_overlap=0.0, handoff_seconds=each)
+            models.shape("llama"),
+            Candidate(layout, 128),
+            models.cluster(4),
+            replace(IDEAL, data_overlap=0.0, handoff_seconds=each),
         ).time
         for each in (0.0, 1.0)
     ]
     num_layers = models.shape("llama").num_layers
-    # Every block, and the ends, is gathered for the forward pass and reduced; blocks are gathered once more.
+    # Every block, and the ends, is gathered for the forward pass and reduced; blocks are gathered
+    # once more.
     assert times[1].data - times[0].data == pytest.approx(3 * num_layers + 2, abs=1.0)
 
 
 def test_widths_that_do_not_fill_tiles_or_that_tensor_cores_do_not_take_are_slower() -> None:
-    rates = Rates(models.cluster(1), replace(IDEAL, uneven_share=0.5, odd_share=0.1), "bf16")
-    assert [rates.fitting(*widths) for widths in ((128, 64), (128, 1800), (108, 128), (1728,))] == [1.0, 0.5, 0.1, 1.0]
+    rates = DeviceRates(models.cluster(1), replace(IDEAL, uneven_share=0.5, odd_share=0.1), "bf16")
+    assert [
+        rates.compute_tile_share(*widths)
+        for widths in ((128, 64), (128, 1800), (108, 128), (1728,))
+    ] == [1.0, 0.5, 0.1, 1.0]
 
 
 def test_operands_of_fewer_bits_are_made_of_wider_ones_and_the_head_keeps_its_width() -> None:
     cluster = models.cluster(1)
-    accelerator = replace(cluster.accelerator, peak_flops_per_second={"bf16": 1e12, "fp8": 2e12, "fp32": 1e12})
-    facts, fast = ModelFacts(models.shape("llama")), replace(IDEAL, attention_forward_share=1.0, attention_backward_share=1.0)
+    accelerator = replace(
+        cluster.accelerator, peak_flops_per_second={"bf16": 1e12, "fp8": 2e12, "fp32": 1e12}
+    )
+    facts = ModelFacts(models.shape("llama"))
+    fast = replace(IDEAL, attention_forward_share=1.0, attention_backward_share=1.0)
     seconds = {}
     for precision in ("bf16", "fp8"):
-        rates = Rates(replace(cluster, accelerator=accelerator), fast, precision)
+        rates = DeviceRates(replace(cluster, accelerator=accelerator), fast, precision)
         candidate = Candidate(Layout(), 512, 1, precision=precision)  # type: ignore[arg-type]
-        seconds[precision] = layer_seconds(facts, facts.kinds[0], candidate, rates), end_seconds(facts, candidate, rates)
-    (wide, wide_ends), (narrow, narrow_ends) = seconds["bf16"], seconds["fp8"]
+        seconds[precision] = (
+            compute_layer_seconds(facts, facts.kinds[0], candidate, rates),
+            compute_end_seconds(facts, candidate, rates),
+        )
+    (wide, wide_ends) = seconds["bf16"]
+    (narrow, narrow_ends) = seconds["fp8"]
     assert wide_ends == narrow_ends
     products = 2 * 512 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704)
-    # Inputs of queries (also keys' and values'), of the projection, of the gate (also up's), and of the down projection.
+    # Inputs of queries (also keys' and values'), of the projection, of the gate (also up's), and of
+    # the down projection.
     made = 4 * 512 * (256 + 256 + 256 + 704) / rates.bytes_per_second
-    assert wide.forward - narrow.forward == pytest.approx(products / 1e12 - products / 2e12 - made, rel=1e-6)
+    assert wide.forward - narrow.forward == pytest.approx(
+        products / 1e12 - products / 2e12 - made, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -205,11 +290,18 @@ def test_whole_experts_multiply_as_much_as_cut_ones_in_wider_products(tp: int) -
     kind = next(kind for kind in facts.kinds if kind.shape.sparse)
     layout = Layout(dp_shard=4, tp=tp, ep=4, zero_stage=1, sequence_parallel=tp > 1)
     whole, cut = (
-        layer_seconds(facts, kind, Candidate(layout, 512, 1, engine=engine), Rates(models.cluster(8), IDEAL, "bf16"))
-        for engine in (Engine(whole_experts=True), Engine())
+        compute_layer_seconds(
+            facts,
+            kind,
+            Candidate(layout, 512, 1, conventions=engine),
+            DeviceRates(models.cluster(8), IDEAL, "bf16"),
+        )
+        for engine in (FrameworkConventions(has_unsharded_experts=True), FrameworkConventions())
     )
     assert whole.weight_gradient == pytest.approx(cut.weight_gradient)
-    assert (whole.forward < cut.forward) == (tp > 1), "each rank orders the rows of its part of the sequence"
+    assert (whole.forward < cut.forward) == (tp > 1), (
+        "each rank orders the rows of its part of the sequence"
+    )
 
 
 def test_rows_take_their_time_where_no_kernel_routes_them() -> None:
@@ -217,7 +309,12 @@ def test_rows_take_their_time_where_no_kernel_routes_them() -> None:
     candidate = Candidate(Layout(), 512, 2)
     for kind in facts.kinds:
         slow, quick = (
-            layer_seconds(facts, kind, candidate, Rates(models.cluster(1), replace(IDEAL, routing_seconds=seconds), "bf16"))
+            compute_layer_seconds(
+                facts,
+                kind,
+                candidate,
+                DeviceRates(models.cluster(1), replace(IDEAL, routing_seconds=seconds), "bf16"),
+            )
             for seconds in (1e-3, 0.0)
         )
         expected = 1e-3 * 2 * 512 * 2 if kind.shape.sparse else 0.0
@@ -225,9 +322,15 @@ def test_rows_take_their_time_where_no_kernel_routes_them() -> None:
 
 
 def test_weights_in_four_bits_are_made_wide_again_in_every_pass() -> None:
-    facts, rates = ModelFacts(models.shape("llama")), Rates(models.cluster(1), IDEAL, "bf16")
+    facts = ModelFacts(models.shape("llama"))
+    rates = DeviceRates(models.cluster(1), IDEAL, "bf16")
     narrow, wide = (
-        layer_seconds(facts, facts.kinds[0], Candidate(Layout(), 128, recompute="full", adapter=Adapter(8, quantised=bits)), rates)
+        compute_layer_seconds(
+            facts,
+            facts.kinds[0],
+            Candidate(Layout(), 128, recompute="full", adapter=LowRankAdapter(8, quantised=bits)),
+            rates,
+        )
         for bits in (True, False)
     )
     once = (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704) * 6 / rates.bytes_per_second
@@ -237,11 +340,19 @@ def test_weights_in_four_bits_are_made_wide_again_in_every_pass() -> None:
 
 def test_adapters_take_the_time_of_what_they_move_beside_their_matrices() -> None:
     facts = ModelFacts(models.shape("llama"))
-    rates = Rates(models.cluster(1), IDEAL, "bf16")
-    candidate = Candidate(Layout(), 64, adapter=Adapter(8, roles=()))
-    gate = next(product for product in facts.kinds[0].products if product.role in ("gate", "gate_up"))
-    without = layer_seconds(facts, facts.kinds[0], candidate, rates)
-    adapted = layer_seconds(facts, facts.kinds[0], replace(candidate, adapter=Adapter(8, roles=(gate.role,))), rates)
-    forward, backward = 64 * (gate.num_in + 6 * gate.num_out), 64 * (5 * gate.num_in + 4 * gate.num_out)
-    assert adapted.forward - without.forward == pytest.approx(rates.moved(2.0 * forward))
-    assert adapted.backward - without.backward == pytest.approx(rates.moved(2.0 * backward))
+    rates = DeviceRates(models.cluster(1), IDEAL, "bf16")
+    candidate = Candidate(Layout(), 64, adapter=LowRankAdapter(8, roles=()))
+    gate = next(
+        product for product in facts.kinds[0].matmuls if product.role in ("gate", "gate_up")
+    )
+    without = compute_layer_seconds(facts, facts.kinds[0], candidate, rates)
+    adapted = compute_layer_seconds(
+        facts,
+        facts.kinds[0],
+        replace(candidate, adapter=LowRankAdapter(8, roles=(gate.role,))),
+        rates,
+    )
+    forward = 64 * (gate.num_inputs + 6 * gate.num_outputs)
+    backward = 64 * (5 * gate.num_inputs + 4 * gate.num_outputs)
+    assert adapted.forward - without.forward == pytest.approx(rates.time_copy(2.0 * forward))
+    assert adapted.backward - without.backward == pytest.approx(rates.time_copy(2.0 * backward))

@@ -1,6 +1,8 @@
-"""The planner's bytes against the rehearsal's, over models and layouts: what lies between steps within 3%, the rest within 5%.
+"""The planner's bytes against the rehearsal's, over models and layouts: what lies between steps
+within 3%, the rest within 5%.
 
-The rehearsal runs the real step without its memory, and equals real runs (tests/multiprocess/test_rehearse.py): the reference.
+The rehearsal runs the real step without its memory, and equals real runs
+(tests/multiprocess/test_rehearse.py): the reference.
 """
 
 from __future__ import annotations
@@ -11,21 +13,24 @@ from typing import Any
 import pytest
 from tests.unit.planner import models
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
-from shardwright.config.load import validate_recipe
-from shardwright.config.schema import RecomputeKind
+from shardwright.config.recipe import RecomputeKind
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.plan import BatchPlan, Plan
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.facts import ModelFacts
-from shardwright.planner.memory import predict_memory, updated_gradients
-from shardwright.planner.pipeline import pipeline_of
-from shardwright.planner.question import template_of
-from shardwright.rehearse.rank import rehearse_rank
+from shardwright.planner.memory import compute_updated_gradient_bytes, predict_memory
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.pipeline import get_pipeline
+from shardwright.planner.problem import build_template
+from shardwright.rehearse.rank_rehearsal import rehearse_rank
 
-TOKENS, ROWS = 512, 4
-TENSORS_ALONE = Efficiency(reserve_share=0.0, reserve_bytes=0.0, context_bytes=0.0, communicator_bytes=0.0)
+TOKENS = 512
+ROWS = 4
+TENSORS_ALONE = Efficiency(
+    reserve_share=0.0, reserve_bytes=0.0, context_bytes=0.0, communicator_bytes=0.0
+)
 
 
 @dataclass(frozen=True)
@@ -40,19 +45,26 @@ class Case:
     also: dict[str, Any] = field(default_factory=dict)
 
     def recipe(self) -> Recipe:
-        """With rows of `TOKENS`, `ROWS` a micro-batch."""
+        """With rows of `TOKEN_OBJECTIVE`, `ROWS` a micro-batch."""
         return validate_recipe(
             {
                 "model": {"config": models.CONFIGS[self.model], "loss_chunk_tokens": 128},
                 "data": {"sources": ["nowhere"]},
                 "precision": {"kind": self.kind},
-                "training": {"sequence_length": TOKENS, "micro_batch_size": ROWS, "learning_rate": 1e-3, "max_steps": 1},
+                "training": {
+                    "sequence_length": TOKENS,
+                    "micro_batch_size": ROWS,
+                    "learning_rate": 1e-3,
+                    "max_steps": 1,
+                },
                 **self.also,
             }
         )
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.layout}-{self.steps}-{self.recompute}{'-'.join(('', *self.also))}"
+        return (
+            f"{self.model}-{self.layout}-{self.steps}-{self.recompute}{'-'.join(('', *self.also))}"
+        )
 
 
 LORA = {"adapters": {"rank": 8}}
@@ -111,25 +123,36 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE)], ids=str
+)
 def test_the_planner_predicts_what_the_step_takes(case: Case) -> None:
     recipe = case.recipe()
-    shape = shape_of(recipe)
-    plan = Plan(case.layout, BatchPlan(TOKENS, ROWS, case.steps, case.layout.data_ranks), recipe.precision, case.recompute)
+    shape = read_recipe_shape(recipe)
+    plan = Plan(
+        case.layout,
+        BatchPlan(TOKENS, ROWS, case.steps, case.layout.data_ranks),
+        recipe.precision,
+        case.recompute,
+    )
     report = rehearse_rank(recipe, shape, plan, 0)
-    facts = ModelFacts(shape.base)
+    facts = ModelFacts(shape.base_shape)
     candidate = replace(
-        template_of(recipe),
+        build_template(recipe),
         layout=case.layout,
         micro_batch_size=ROWS,
         gradient_accumulation_steps=case.steps,
         recompute=case.recompute,
-        fused_norms=False,  # a rehearsal runs as the CPU does
+        has_fused_norms=False,  # a rehearsal runs as the CPU does
     )
-    load = pipeline_of(facts, case.layout, case.steps, TOKENS).load_of(0)
+    load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(0)
     predicted = predict_memory(facts, candidate, load, TENSORS_ALONE)
     assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
     assert predicted.optimizer == pytest.approx(report.optimizer_bytes, rel=0.03)
-    assert updated_gradients(facts, candidate, load) == pytest.approx(report.gradients_bytes, rel=0.03)
+    assert compute_updated_gradient_bytes(facts, candidate, load) == pytest.approx(
+        report.gradients_bytes, rel=0.03
+    )
     between = report.weights_bytes + report.optimizer_bytes
-    assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(report.peak_bytes - between, rel=0.05)
+    assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(
+        report.peak_bytes - between, rel=0.05
+    )

@@ -1,4 +1,6 @@
-"""What tests of pages share: a run in which all happened that can, which they only read, and a browser."""
+"""What tests of pages share: a run in which all happened that can, which they only read, and a
+browser.
+"""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from pathlib import Path
 
-from shardwright.report.page import render_page
-from shardwright.report.runs import load_runs
+from shardwright.report.recorded_run import load_runs
+from shardwright.report.run_page import render_page
 
 VOID = {"meta", "link"}
 

@@ -32,7 +32,10 @@ def test_a_hundred_thousand_steps_make_a_small_page(long_page: str) -> None:
 
 
 def test_pages_do_not_grow_with_the_steps(tmp_path: Path) -> None:
-    short, longer = (len(render(write_run(tmp_path / str(steps), steps, noisy(0.02, 3)))) for steps in (3000, 6000))
+    short, longer = (
+        len(render(write_run(tmp_path / str(steps), steps, noisy(0.02, 3))))
+        for steps in (3000, 6000)
+    )
     assert longer < 1.1 * short
 
 
@@ -85,7 +88,9 @@ class Server:
                 pass
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=functools.partial(self.http.serve_forever, poll_interval=0.05))
+        self.thread = threading.Thread(
+            target=functools.partial(self.http.serve_forever, poll_interval=0.05)
+        )
         self.thread.start()
 
     @property
@@ -107,9 +112,17 @@ def serve() -> Iterator[list[Server]]:
 
 
 def open_in(
-    browser: str, page: str, servers: list[Server], profile: Path, width: int, *, milliseconds: int = 3000
+    browser: str,
+    page: str,
+    servers: list[Server],
+    profile: Path,
+    width: int,
+    *,
+    milliseconds: int = 3000,
 ) -> subprocess.CompletedProcess[str]:
-    """The browser when it has shown the page, as the newest of the servers serves it, or so much of its own time has passed."""
+    """The browser when it has shown the page, as the newest of the servers serves it, or so much of
+    its own time has passed.
+    """
     servers.append(Server(page))
     command = [
         browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
@@ -125,8 +138,12 @@ def console_of(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [1280, 700])
-def test_the_page_lives_in_a_browser(browser: str, eventful: Path, serve: list[Server], tmp_path: Path, width: int) -> None:
-    done = open_in(browser, render(eventful).replace("</body>", PROBE + "</body>"), serve, tmp_path, width)
+def test_the_page_lives_in_a_browser(
+    browser: str, eventful: Path, serve: list[Server], tmp_path: Path, width: int
+) -> None:
+    done = open_in(
+        browser, render(eventful).replace("</body>", PROBE + "</body>"), serve, tmp_path, width
+    )
     assert console_of(done) == []
     assert serve[-1].asked == ["/page"]
     title = re.search(r"<title>(\{.*?\})</title>", done.stdout)
@@ -134,24 +151,34 @@ def test_the_page_lives_in_a_browser(browser: str, eventful: Path, serve: list[S
     found = json.loads(html.unescape(title[1]))
     shown = found["shown"]
     assert len(shown) == 14
-    assert all(count == 1 and share > 0.3 for count, share in shown), shown  # one picture per chart, and its curve has width
+    assert all(count == 1 and share > 0.3 for count, share in shown), (
+        shown
+    )  # one picture per chart, and its curve has width
     assert all(re.search(r"step \d+.*\d", reader) for reader in found["readers"])
     assert found["overflow"] == 0
 
 
 @pytest.mark.long
-def test_a_hundred_thousand_steps_open_in_two_seconds(browser: str, long_page: str, serve: list[Server], tmp_path: Path) -> None:
-    """From the request to the page's word that it is drawn, by the server's clock: the browser's own is virtual here, and stands
-    still while the page computes. The best of five: the machine may have other things to do."""
+def test_a_hundred_thousand_steps_open_in_two_seconds(
+    browser: str, long_page: str, serve: list[Server], tmp_path: Path
+) -> None:
+    """From the request to the page's word that it is drawn, by the server's clock: the browser's
+    own is virtual here, and stands still while the page computes. The best of five: the machine may
+    have other things to do."""
     policy = "default-src 'none'"
     assert policy in long_page
-    page = long_page.replace(policy, f"{policy}; connect-src 'self'", 1).replace("</body>", DRAWN + "</body>")
+    page = long_page.replace(policy, f"{policy}; connect-src 'self'", 1).replace(
+        "</body>", DRAWN + "</body>"
+    )
     taken: list[float] = []
     while len(taken) < 5 and min(taken, default=2.0) >= 2.0:
         done = open_in(browser, page, serve, tmp_path, 1280, milliseconds=30_000)
         assert console_of(done) == []
         asked = serve[-1].asked
         assert asked[0] == "/page"
-        # Its clock may run out before a starved browser has drawn a frame: that is a try that was too slow.
-        taken.append(serve[-1].times[1] - serve[-1].times[0] if asked[1:] == ["/drawn"] else math.inf)
+        # Its clock may run out before a starved browser has drawn a frame: that is a try that was
+        # too slow.
+        taken.append(
+            serve[-1].times[1] - serve[-1].times[0] if asked[1:] == ["/drawn"] else math.inf
+        )
     assert min(taken) < 2.0

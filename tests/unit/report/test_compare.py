@@ -10,15 +10,28 @@ from typing import Any
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.report.compare import Comparison, compare_runs, describe_comparison
-from shardwright.report.runs import load_runs
-from shardwright.telemetry.events import Resumed, SkippedStep
-from tests.unit.report.samples import Loss, falling, make_run, noisy, one_step, straight_events, validate, write_events, write_run
+from shardwright.report.recorded_run import load_runs
+from shardwright.report.run_comparison import RunComparison, compare_runs, describe_comparison
+from shardwright.telemetry.event_log import ResumeEvent, SkippedStepEvent
+from tests.unit.report.samples import (
+    Loss,
+    falling,
+    make_run,
+    noisy,
+    one_step,
+    straight_events,
+    validate,
+    write_events,
+    write_run,
+)
 from tests.unit.telemetry.samples import start_event
 
 
-def compare(ours: Loss, theirs: Loss = falling, steps: int = 2000, **options: Any) -> Comparison:
-    run, reference = (make_run(name, straight_events(name, steps, loss)) for name, loss in (("run", ours), ("reference", theirs)))
+def compare(ours: Loss, theirs: Loss = falling, steps: int = 2000, **options: Any) -> RunComparison:
+    run, reference = (
+        make_run(name, straight_events(name, steps, loss))
+        for name, loss in (("run", ours), ("reference", theirs))
+    )
     return compare_runs(run, reference, **options)
 
 
@@ -87,9 +100,12 @@ def test_not_finite_from_the_first_step() -> None:
 
 
 def test_skipped_steps_are_left_out(tmp_path: Path) -> None:
-    events = [start_event(), *(one_step(i, math.nan if i == 5 else falling(i)) for i in range(1, 50))]
+    events = [
+        start_event(),
+        *(one_step(i, math.nan if i == 5 else falling(i)) for i in range(1, 50)),
+    ]
     run, reference = load_runs([
-        write_events(tmp_path / "run", [*events, SkippedStep(step=5, reason="nan")]),
+        write_events(tmp_path / "run", [*events, SkippedStepEvent(step=5, reason="nan")]),
         write_run(tmp_path / "reference", 49),
     ])  # fmt: skip
     found = compare_runs(run, reference)
@@ -98,14 +114,26 @@ def test_skipped_steps_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_compared_by_what_survived(tmp_path: Path) -> None:
-    events = [start_event(), *(one_step(i, falling(i)) for i in range(1, 61)), *(one_step(i, 99.0) for i in range(61, 90))]
-    events += [start_event(), Resumed(step=60, path="x"), *(one_step(i, falling(i)) for i in range(61, 101))]
-    run, reference = load_runs([write_events(tmp_path / "run", events), write_run(tmp_path / "reference", 100)])
+    events = [
+        start_event(),
+        *(one_step(i, falling(i)) for i in range(1, 61)),
+        *(one_step(i, 99.0) for i in range(61, 90)),
+    ]
+    events += [
+        start_event(),
+        ResumeEvent(step=60, path="x"),
+        *(one_step(i, falling(i)) for i in range(61, 101)),
+    ]
+    run, reference = load_runs(
+        [write_events(tmp_path / "run", events), write_run(tmp_path / "reference", 100)]
+    )
     assert compare_runs(run, reference).agrees
 
 
 def test_a_shorter_reference_is_said(tmp_path: Path) -> None:
-    run, reference = load_runs([write_run(tmp_path / "run", 120), write_run(tmp_path / "reference", 80)])
+    run, reference = load_runs(
+        [write_run(tmp_path / "run", 120), write_run(tmp_path / "reference", 80)]
+    )
     found = compare_runs(run, reference)
     assert found.last_step == 80
     assert any("continues to step 120" in note for note in found.notes)
@@ -124,12 +152,17 @@ def test_validation_is_compared_point_by_point(tmp_path: Path) -> None:
     assert found.validation_left is not None
     assert found.validation_left.first_step == 400
     assert not found.agrees
-    assert any(line.startswith("EXCEEDS the tolerance: validation loss") for line in describe_comparison(found))
+    assert any(
+        line.startswith("EXCEEDS the tolerance: validation loss")
+        for line in describe_comparison(found)
+    )
 
 
 def test_validation_on_other_tokens_is_not_compared_and_said(tmp_path: Path) -> None:
     paths = [
-        write_events(tmp_path / name, [start_event(), one_step(1, 2.0), validate(1, loss, tokens=tokens)])
+        write_events(
+            tmp_path / name, [start_event(), one_step(1, 2.0), validate(1, loss, tokens=tokens)]
+        )
         for name, loss, tokens in (("run", 2.0, 1000), ("reference", 3.0, 500))
     ]
     found = compare_runs(*load_runs(paths))
@@ -145,15 +178,24 @@ def test_validation_on_other_tokens_is_not_compared_and_said(tmp_path: Path) -> 
         ({"data_hash": "other"}, "batches or the order of batches differ"),
     ],
 )
-def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    run, reference = load_runs([write_run(tmp_path / "run", 10, **change), write_run(tmp_path / "reference", 10)])
+def test_runs_that_cannot_be_compared_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    run, reference = load_runs(
+        [write_run(tmp_path / "run", 10, **change), write_run(tmp_path / "reference", 10)]
+    )
     with pytest.raises(InputError, match=message):
         compare_runs(run, reference)
 
 
 def test_cursors_that_differ_are_refused(tmp_path: Path) -> None:
-    ahead = [start_event(), *(one_step(i, 2.0, samples_seen=4 * i + (4 if i > 3 else 0)) for i in range(1, 9))]
-    run, reference = load_runs([write_events(tmp_path / "run", ahead), write_run(tmp_path / "reference", 8)])
+    ahead = [
+        start_event(),
+        *(one_step(i, 2.0, samples_seen=4 * i + (4 if i > 3 else 0)) for i in range(1, 9)),
+    ]
+    run, reference = load_runs(
+        [write_events(tmp_path / "run", ahead), write_run(tmp_path / "reference", 8)]
+    )
     with pytest.raises(InputError, match="after step 4"):
         compare_runs(run, reference)
 
@@ -170,7 +212,9 @@ def test_runs_without_a_common_step_or_a_start_are_refused(tmp_path: Path) -> No
 
 
 def test_a_reference_without_a_finite_loss_is_refused(tmp_path: Path) -> None:
-    nowhere = write_events(tmp_path / "reference", [start_event(), *(one_step(i, math.inf) for i in range(1, 6))])
+    nowhere = write_events(
+        tmp_path / "reference", [start_event(), *(one_step(i, math.inf) for i in range(1, 6))]
+    )
     with pytest.raises(InputError, match="no finite loss at any common step"):
         compare_runs(*load_runs([write_run(tmp_path / "run", 5), nowhere]))
 

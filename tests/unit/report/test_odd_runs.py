@@ -1,4 +1,6 @@
-"""Runs that broke off, are being written, or say nothing: shown as far as they go, with a note; and a run's numbers in short."""
+"""Runs that broke off, are being written, or say nothing: shown as far as they go, with a note; and
+a run's numbers in short.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import pytest
 
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import InputError
-from shardwright.report.runs import load_runs, summarise
-from shardwright.telemetry.events import FILE_NAME, Evaluation, Warned
+from shardwright.report.recorded_run import load_runs, summarise_run
+from shardwright.telemetry.event_log import EVENTS_FILE_NAME, EvaluationEvent, WarningEvent
 from tests.unit.report.pages import Balanced, render
 from tests.unit.report.samples import falling, one_step, write_events, write_run
 from tests.unit.telemetry.samples import start_event
@@ -23,42 +25,69 @@ from tests.unit.telemetry.samples import start_event
         [start_event()],
         [one_step(1, 2.0)],
         [start_event(), one_step(1, float("nan"))],
-        [start_event(), Evaluation(step=0, loss=3.0, perplexity=20.0, tokens=5, seconds=1.0)],
-        [Warned(message="alone")],
-        [start_event(), one_step(1, 2.0, memory_bytes=(), mfu=None), one_step(2, 2.0, memory_bytes=(1,))],
-        [start_event(world_size=64), *(one_step(i, 2.0, memory_bytes=tuple(range(1, 65))) for i in range(1, 30))],
+        [start_event(), EvaluationEvent(step=0, loss=3.0, perplexity=20.0, tokens=5, seconds=1.0)],
+        [WarningEvent(message="alone")],
+        [
+            start_event(),
+            one_step(1, 2.0, memory_bytes=(), mfu=None),
+            one_step(2, 2.0, memory_bytes=(1,)),
+        ],
+        [
+            start_event(world_size=64),
+            *(one_step(i, 2.0, memory_bytes=tuple(range(1, 65))) for i in range(1, 30)),
+        ],
     ],
-    ids=["start only", "step only", "nan only", "evaluation only", "warning only", "ragged", "many ranks"],
+    ids=[
+        "start only",
+        "step only",
+        "nan only",
+        "evaluation only",
+        "warning only",
+        "ragged",
+        "many ranks",
+    ],
 )
 def test_odd_runs_still_make_a_page(tmp_path: Path, events: list[object]) -> None:
     page = render(write_events(tmp_path / "odd", events))  # type: ignore[arg-type]
     Balanced().feed(page)
-    json.dumps(summarise(load_runs([tmp_path / "odd"])[0]), allow_nan=False)
+    json.dumps(summarise_run(load_runs([tmp_path / "odd"])[0]), allow_nan=False)
 
 
 def _changed(run: Path, **values: object) -> None:
     """Put a value into every event that has the field."""
-    lines = [json.loads(line) for line in (run / FILE_NAME).read_text().splitlines()]
-    changed = [line | {key: value for key, value in values.items() if key in line} for line in lines]
-    (run / FILE_NAME).write_text("".join(json.dumps(line) + "\n" for line in changed))
+    lines = [json.loads(line) for line in (run / EVENTS_FILE_NAME).read_text().splitlines()]
+    changed = [
+        line | {key: value for key, value in values.items() if key in line} for line in lines
+    ]
+    (run / EVENTS_FILE_NAME).write_text("".join(json.dumps(line) + "\n" for line in changed))
 
 
 @pytest.mark.parametrize(
     "values",
-    [{"elapsed_seconds": None}, {"step": 2**70}, {"step": "1"}, {"loss": None}, {"tokens": True}, {"recipe": []}, {"name": 5}],
+    [
+        {"elapsed_seconds": None},
+        {"step": 2**70},
+        {"step": "1"},
+        {"loss": None},
+        {"tokens": True},
+        {"recipe": []},
+        {"name": 5},
+    ],
     ids=str,
 )
-def test_a_field_of_another_type_makes_a_line_that_cannot_be_read(tmp_path: Path, values: dict[str, object]) -> None:
+def test_a_field_of_another_type_makes_a_line_that_cannot_be_read(
+    tmp_path: Path, values: dict[str, object]
+) -> None:
     run = write_run(tmp_path / "run", 5)
     _changed(run, **values)
     page = html.unescape(render(run))
     assert "lines of" in page
-    json.dumps(summarise(load_runs([run])[0]), allow_nan=False)
+    json.dumps(summarise_run(load_runs([run])[0]), allow_nan=False)
 
 
 def test_json_too_deep_to_parse_is_a_line_that_cannot_be_read(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 5)
-    with (run / FILE_NAME).open("a") as file:
+    with (run / EVENTS_FILE_NAME).open("a") as file:
         file.write("[" * 100_000 + "\n")
     assert load_runs([run])[0].log.broken_lines
 
@@ -72,7 +101,7 @@ def test_a_page_holds_text_that_no_encoding_has(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 5)
-    with (run / FILE_NAME).open("a") as file:
+    with (run / EVENTS_FILE_NAME).open("a") as file:
         file.write("garbage\n{half a li")
     page = html.unescape(render(run))
     assert "1 lines of" in page
@@ -81,22 +110,28 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
 
 def test_what_a_newer_version_wrote_is_shown_as_far_as_it_is_understood(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 5)
-    newer = (run / FILE_NAME).read_text().replace('"schema_version": 1', '"schema_version": 7')
-    (run / FILE_NAME).write_text(newer + '{"schema_version": 7, "kind": "unheard_of"}\n')
+    newer = (
+        (run / EVENTS_FILE_NAME).read_text().replace('"schema_version": 1', '"schema_version": 7')
+    )
+    (run / EVENTS_FILE_NAME).write_text(newer + '{"schema_version": 7, "kind": "unheard_of"}\n')
     page = html.unescape(render(run))
     assert "a newer shardwright (schema 7; this version reads 1)" in page
     assert "1 events of unknown kind `unheard_of`" in page
     assert 'id="loss"' in page
 
 
-@pytest.mark.parametrize("content", [None, "", "garbage\n", "{half a li"], ids=["no file", "empty", "garbage", "torn"])
-def test_a_folder_without_events_makes_a_page_with_a_note(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    "content", [None, "", "garbage\n", "{half a li"], ids=["no file", "empty", "garbage", "torn"]
+)
+def test_a_folder_without_events_makes_a_page_with_a_note(
+    tmp_path: Path, content: str | None
+) -> None:
     if content is not None:
-        (tmp_path / FILE_NAME).write_text(content)
+        (tmp_path / EVENTS_FILE_NAME).write_text(content)
     page = render(tmp_path)
     Balanced().feed(page)
     assert "there are no events to show yet" in page or "has no readable events yet" in page
-    json.dumps(summarise(load_runs([tmp_path])[0]), allow_nan=False)
+    json.dumps(summarise_run(load_runs([tmp_path])[0]), allow_nan=False)
     assert render(tmp_path, write_run(tmp_path / "whole", 3))  # beside one that has some
 
 
@@ -106,7 +141,7 @@ def test_no_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_summary_holds_the_numbers(eventful: Path) -> None:
-    summary = summarise(load_runs([eventful])[0])
+    summary = summarise_run(load_runs([eventful])[0])
     assert summary["status"] == "completed"
     assert (summary["steps"], summary["total_steps"]) == (300, 300)
     assert (summary["resumes"], summary["skipped_steps"], summary["withdrawn_steps"]) == (1, 1, 20)

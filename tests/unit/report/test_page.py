@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.report.runs import load_runs
+from shardwright.report.recorded_run import load_runs
 from tests.unit.report.pages import Balanced, render
 from tests.unit.report.samples import falling, noisy, one_step, write_events, write_run
 from tests.unit.telemetry.samples import pipeline_event, ranks_event, start_event
@@ -31,8 +31,21 @@ def test_the_page_is_whole_by_itself(eventful: Path) -> None:
 
 def test_every_chart_and_its_table_are_there(eventful: Path) -> None:
     page = render(eventful)
-    sections = dict(re.findall(r'<section class="card[^"]*" id="([\w-]+)">(.*?)</section>', page, flags=re.DOTALL))
-    curves = ["loss", "gradient-norm", "learning-rate", "throughput", "mfu", "memory", "waits-0", "time-0"]
+    sections = dict(
+        re.findall(
+            r'<section class="card[^"]*" id="([\w-]+)">(.*?)</section>', page, flags=re.DOTALL
+        )
+    )
+    curves = [
+        "loss",
+        "gradient-norm",
+        "learning-rate",
+        "throughput",
+        "mfu",
+        "memory",
+        "waits-0",
+        "time-0",
+    ]
     panels = ["ranks-0", "memory-parts-0", "goodput-0", "pipeline-0-ran", "pipeline-0-ideal"]
     assert list(sections) == curves + panels
     for key in panels:
@@ -46,19 +59,34 @@ def test_every_chart_and_its_table_are_there(eventful: Path) -> None:
         assert len(re.findall(r"<tr>", section)) > 20, key
         hover = json.loads(re.search(r'type="application/json"[^>]*>(.*?)</script>', section)[1])  # type: ignore[index]
         assert all(len(series["x"]) == len(series["y"]) > 5 for series in hover["series"])
-    for words in ("running", "resumes", "skipped steps", "stops, failures", "minutes since the first start"):
+    for words in (
+        "running",
+        "resumes",
+        "skipped steps",
+        "stops, failures",
+        "minutes since the first start",
+    ):
         assert words in page
-    for words in ("resumed at step 200", "1 step was skipped", "killed by &lt;signal&gt; 9", "dp_shard=2,zero_stage=3"):
+    for words in (
+        "resumed at step 200",
+        "1 step was skipped",
+        "killed by &lt;signal&gt; 9",
+        "dp_shard=2,zero_stage=3",
+    ):
         assert words in page
 
 
-def test_ranks_are_held_against_each_other_and_the_slow_one_is_marked(eventful: Path, tmp_path: Path) -> None:
+def test_ranks_are_held_against_each_other_and_the_slow_one_is_marked(
+    eventful: Path, tmp_path: Path
+) -> None:
     text = html.unescape(render(eventful))
     assert "Rank 0 is more than 10% slower than the median rank in own work" in text
     assert "slow: 1.14 x" in text
     assert "<td>0 (slow)</td><td>450.000</td><td>400.000</td><td>1.14</td><td>50.000</td>" in text
     many = [ranks_event(i, own_seconds=(0.4,) * 40 + (0.6,)) for i in range(1, 6)]
-    page = render(write_events(tmp_path / "many", [start_event(world_size=41), *many, one_step(6, 2.0)]))
+    page = render(
+        write_events(tmp_path / "many", [start_event(world_size=41), *many, one_step(6, 2.0)])
+    )
     section = re.search(r'id="ranks-0">(.*?)</section>', page, flags=re.DOTALL)[1]  # type: ignore[index]
     assert "slow: 1.50 x" in section
     assert section.count("<tr>") == 1 + 41  # the table has them all
@@ -66,8 +94,11 @@ def test_ranks_are_held_against_each_other_and_the_slow_one_is_marked(eventful: 
 
 def test_the_pipeline_is_drawn_as_it_ran_and_as_its_schedule_has_it(eventful: Path) -> None:
     text = html.unescape(render(eventful))
-    # Forwards take 0.1 s, rank 0's backwards 0.2 s, rank 1's 0.25 s: by the schedule the step takes 1 s; it took 1.1 s.
-    assert "Step 3, 1F1B: 2 ranks, 2 stages, 2 micro-batches. Ranks computed 59.1% of the time" in text
+    # Forwards take 0.1 s, rank 0's backwards 0.2 s, rank 1's 0.25 s: by the schedule the step takes
+    # 1 s; it took 1.1 s.
+    assert (
+        "Step 3, 1F1B: 2 ranks, 2 stages, 2 micro-batches. Ranks computed 59.1% of the time" in text
+    )
     assert "Step time: 91% of the measured" in text
     assert "<title>1B0: 0.2 to 0.45</title>" in text
 
@@ -80,7 +111,10 @@ def test_a_pipeline_that_somebody_has_changed_is_left_out(tmp_path: Path) -> Non
 
 def test_memory_by_part_stands_beside_the_prediction(eventful: Path, tmp_path: Path) -> None:
     run = shutil.copytree(eventful, tmp_path / "run")
-    told = {"memory_bytes": {"weights": 2**20, "driver": 2**19, "total": 2**21, "capacity": 2**30}, "tokens_per_second": 256.0}
+    told = {
+        "memory_bytes": {"weights": 2**20, "driver": 2**19, "total": 2**21, "capacity": 2**30},
+        "tokens_per_second": 256.0,
+    }
     (run / "prediction.json").write_text(json.dumps(told))
     page = render(run)
     section = re.search(r'id="memory-parts-0">(.*?)</section>', page, flags=re.DOTALL)[1]  # type: ignore[index]
@@ -97,19 +131,28 @@ def test_memory_by_part_stands_beside_the_prediction(eventful: Path, tmp_path: P
 def test_experts_and_samples_are_shown(tmp_path: Path) -> None:
     tokens = ((10, 30, 20, 20), (0, 0, 80, 0))
     run = write_events(
-        tmp_path / "run", [start_event(), *(one_step(i, 2.0, expert_tokens=tokens, expert_load=4.0) for i in (1, 2))]
+        tmp_path / "run",
+        [start_event(), *(one_step(i, 2.0, expert_tokens=tokens, expert_load=4.0) for i in (1, 2))],
     )
     (run / "samples").mkdir()
     (run / "samples" / "step-2.txt").write_text("<b>once</b> upon")
     page = render(run)
-    assert "expert 2 of sparse layer 1 with 4.00 x. Orange is above the even share, blue below. 3 experts received none." in page
+    assert (
+        "expert 2 of sparse layer 1 with 4.00 x. Orange is above the even share, blue below. 3 experts received none."
+        in page
+    )
     assert "<title>layer 1, expert 2: 4.00 x</title>" in page
     assert "<td>step-2</td><td>&lt;b&gt;once&lt;/b&gt; upon</td>" in page
     assert 'id="expert-load"' in page
 
 
 def test_temperature_and_held_down_clocks(tmp_path: Path) -> None:
-    hot = [ranks_event(i, temperature_celsius=(60.0, 60.0 + i), throttled=("", "heat" if i > 3 else "")) for i in range(1, 6)]
+    hot = [
+        ranks_event(
+            i, temperature_celsius=(60.0, 60.0 + i), throttled=("", "heat" if i > 3 else "")
+        )
+        for i in range(1, 6)
+    ]
     page = render(write_events(tmp_path / "run", [start_event(), one_step(1, 2.0), *hot]))
     assert "Clocks were throttled at 2 of the recorded steps." in page
     assert "rank 1: heat" in page
@@ -125,7 +168,8 @@ def test_what_a_run_is_called_cannot_become_script(tmp_path: Path) -> None:
     names = ("</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>")
     steps = [one_step(i, falling(i)) for i in range(1, 9)]
     paths = [
-        write_events(tmp_path / str(i), [start_event(name=name, layout=name, host=name), *steps]) for i, name in enumerate(names)
+        write_events(tmp_path / str(i), [start_event(name=name, layout=name, host=name), *steps])
+        for i, name in enumerate(names)
     ]
     for chosen in (paths, paths[:1], paths[1:]):
         page = render(*chosen)
@@ -144,7 +188,9 @@ def test_the_hover_numbers_are_the_runs_numbers(tmp_path: Path) -> None:
 
 
 def test_several_runs_are_overlaid_under_their_names(tmp_path: Path) -> None:
-    page = render(write_run(tmp_path / "small", 50), write_run(tmp_path / "large", 80, noisy(0.01, 1)))
+    page = render(
+        write_run(tmp_path / "small", 50), write_run(tmp_path / "large", 80, noisy(0.01, 1))
+    )
     parser = Balanced()
     parser.feed(page)
     assert len(parser.ids) == len(set(parser.ids))
@@ -163,7 +209,9 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_runs_with_other_batches_share_an_axis_of_tokens(tmp_path: Path) -> None:
     small = write_run(tmp_path / "small", 20)
     steps = [one_step(i, falling(i), tokens=128) for i in range(1, 21)]
-    large = write_events(tmp_path / "large", [start_event(name="large", global_batch_tokens=128), *steps])
+    large = write_events(
+        tmp_path / "large", [start_event(name="large", global_batch_tokens=128), *steps]
+    )
     page = render(small, large)
     data = json.loads(re.search(r'id="loss-data">(.*?)</script>', page)[1])  # type: ignore[index]
     assert data["x"] == "tokens seen"

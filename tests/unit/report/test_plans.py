@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import run
+from shardwright.doctor.finding import Finding
 from shardwright.errors import ExitCode
-from shardwright.probe.finding import Finding
-from shardwright.report.diagnosis import render_diagnosis
+from shardwright.report.diagnosis_page import render_diagnosis
 from tests.unit.report.pages import Balanced
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -43,37 +43,79 @@ def test_a_plan_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run(words) == ExitCode.DONE
     page = html.unescape(out.read_text())
     check_whole(out.read_text())
-    assert re.findall(r'<section class="card[^"]*" id="([\w-]+)"', page) == ["layouts", "memory", "time", "growth", "rejected"]
+    assert re.findall(r'<section class="card[^"]*" id="([\w-]+)"', page) == [
+        "layouts",
+        "memory",
+        "time",
+        "growth",
+        "rejected",
+    ]
     printed = capsys.readouterr().out
     assert "DDP" in page
     assert "DDP" in printed
-    for picture in ("Layouts by throughput", "Memory by part", "Time by part", "Throughput by number of devices"):
+    for picture in (
+        "Layouts by throughput",
+        "Memory by part",
+        "Time by part",
+        "Throughput by number of devices",
+    ):
         assert f'aria-label="{picture}"' in page
 
 
 def test_a_schedule_as_a_page(tmp_path: Path) -> None:
     out = tmp_path / "schedule.html"
-    assert run(["schedule", "zbv", "--stages", "4", "--micro-batches", "8", "--html", str(out)]) == ExitCode.DONE
+    assert (
+        run(["schedule", "zbv", "--stages", "4", "--micro-batches", "8", "--html", str(out)])
+        == ExitCode.DONE
+    )
     page = out.read_text()
     check_whole(page)
     assert page.count("<title>0F0: 0 to") == 3  # drawn at every width
     assert "without deadlock" in page
 
 
-def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["schedule", "1f1b", "--stages", "2", "--micro-batches", "4", "--html", str(tmp_path / "no" / "x.html")]
+def test_a_page_that_cannot_be_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "schedule",
+        "1f1b",
+        "--stages",
+        "2",
+        "--micro-batches",
+        "4",
+        "--html",
+        str(tmp_path / "no" / "x.html"),
+    ]
     assert run(words) == ExitCode.WRONG_INPUT
     assert "--html: the page cannot be written" in capsys.readouterr().err
 
 
 def test_an_examination_as_a_page() -> None:
     bus = {"4096": 1e8, "1048576": 3e9}
-    numbers = {"axis": "dp_shard = all", "kind": "all_reduce", "num_ranks": 2, "bus_bytes_per_second": bus, "link": "nvlink4"}
+    numbers = {
+        "axis": "dp_shard = all",
+        "kind": "all_reduce",
+        "num_ranks": 2,
+        "bus_bytes_per_second": bus,
+        "link": "nvlink4",
+    }
     lines = [
         Finding("host", "cores", "pass", "2 cores for 2 ranks"),
-        Finding("rates", "products, bf16", "pass", "1 TFLOP/s", numbers={"flops_per_second": {0: 1e12, 1: 0.9e12}}),
         Finding(
-            "collectives", "all_reduce over dp_shard = all", "fail", "3 <GB/s>", "Look", numbers | {"peak_bytes_per_second": 3e10}
+            "rates",
+            "products, bf16",
+            "pass",
+            "1 TFLOP/s",
+            numbers={"flops_per_second": {0: 1e12, 1: 0.9e12}},
+        ),
+        Finding(
+            "collectives",
+            "all_reduce over dp_shard = all",
+            "fail",
+            "3 <GB/s>",
+            "Look",
+            numbers | {"peak_bytes_per_second": 3e10},
         ),
         Finding("links", "slow link 0 -> 1", "warn", "1 GB/s", "Look at it"),
     ]

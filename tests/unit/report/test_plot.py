@@ -1,4 +1,6 @@
-"""Charts: what is drawn stands where its numbers say, at any size, and peaks survive the thinning."""
+"""Charts: what is drawn stands where its numbers say, at any size, and peaks survive the
+thinning.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.report.plot import Frame, Series, svg_curves
-from shardwright.report.scale import Scale, find_ticks, pad_range, write_ticks
-from shardwright.report.thin import bin_means, smooth, thin
+from shardwright.report.axis_scale import AxisScale, find_ticks, format_ticks, pad_range
+from shardwright.report.downsampling import compute_bin_means, smooth_values, thin_points
+from shardwright.report.line_chart import ChartFrame, Series, draw_curves
 
 
 def path_points(d: str) -> list[tuple[float, float]]:
@@ -30,22 +32,33 @@ def path_points(d: str) -> list[tuple[float, float]]:
 
 
 def drawn(svg: str, style: str) -> list[list[tuple[float, float]]]:
-    return [path_points(d) for d in re.findall(rf'class="{style} [^"]*"(?: style="[^"]*")? d="([^"]+)"', svg)]
+    return [
+        path_points(d)
+        for d in re.findall(rf'class="{style} [^"]*"(?: style="[^"]*")? d="([^"]+)"', svg)
+    ]
 
 
 def test_a_curve_stands_where_its_numbers_say() -> None:
-    x, y = np.array([0.0, 50.0, 100.0]), np.array([0.0, 10.0, 5.0])
-    svg = svg_curves([Series("a", x, y)], Frame(width=500, height=300, y_range=(0.0, 10.0)))
-    low, high, left, right, top, bottom = (float(v) for v in re.search(r'data-x="([^"]+)"', svg)[1].split())  # type: ignore[index]
+    x = np.array([0.0, 50.0, 100.0])
+    y = np.array([0.0, 10.0, 5.0])
+    svg = draw_curves([Series("a", x, y)], ChartFrame(width=500, height=300, y_range=(0.0, 10.0)))
+    low, high, left, right, top, bottom = (
+        float(v) for v in re.search(r'data-x="([^"]+)"', svg)[1].split()
+    )  # type: ignore[index]
     assert (low, high) == (0.0, 100.0)
     (points,) = drawn(svg, "line")
-    assert points == pytest.approx(np.array([(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]), abs=0.11)
+    assert points == pytest.approx(
+        np.array([(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]), abs=0.11
+    )
 
 
 def test_areas_stack_to_their_sum() -> None:
     x = np.array([0.0, 1.0, 2.0])
-    parts = [Series(name, x, np.full(3, value), index, "area") for index, (name, value) in enumerate((("a", 1.0), ("b", 3.0)))]
-    svg = svg_curves(parts, Frame(width=400, height=250, y_range=(0.0, 4.0)))
+    parts = [
+        Series(name, x, np.full(3, value), index, "area")
+        for index, (name, value) in enumerate((("a", 1.0), ("b", 3.0)))
+    ]
+    svg = draw_curves(parts, ChartFrame(width=400, height=250, y_range=(0.0, 4.0)))
     *_, top, bottom = (float(v) for v in re.search(r'data-x="([^"]+)"', svg)[1].split())  # type: ignore[index]
     lower, upper = drawn(svg, "area")
     quarter = bottom - (bottom - top) / 4
@@ -57,9 +70,12 @@ def test_areas_stack_to_their_sum() -> None:
 @pytest.mark.parametrize("labels", ["direct", "legend"])
 def test_the_svg_is_well_formed_and_escapes_names(labels: str, standalone: bool) -> None:
     x = np.arange(5.0)
-    series = [Series('<b> & "c"', x, x, i, style) for i, style in enumerate(("line", "faint", "dashed", "dots"))]  # type: ignore[arg-type]
-    frame = Frame(labels=labels, y_label="a < b", rules=((2.0, "<r>"),), marks=((1.0, "&m"),))  # type: ignore[arg-type]
-    root = ElementTree.fromstring(svg_curves(series, frame, title="<t>", standalone=standalone))
+    series = [
+        Series('<b> & "c"', x, x, i, style)
+        for i, style in enumerate(("line", "faint", "dashed", "dots"))
+    ]  # type: ignore[arg-type]
+    frame = ChartFrame(labels=labels, y_label="a < b", rules=((2.0, "<r>"),), marks=((1.0, "&m"),))  # type: ignore[arg-type]
+    root = ElementTree.fromstring(draw_curves(series, frame, title="<t>", is_standalone=standalone))
     words = " ".join(root.itertext())
     assert '<b> & "c"' in words
     assert "a < b" in words
@@ -67,10 +83,23 @@ def test_the_svg_is_well_formed_and_escapes_names(labels: str, standalone: bool)
     assert root.get("viewBox", "").split()[2:] == ["720", "320"]
 
 
-@pytest.mark.parametrize("y", [[], [math.nan, math.nan], [3.0], [1.0, 1.0], [0.0, 0.0], [math.inf, 1.0, -math.inf], [1e-30, 1e30]])
+@pytest.mark.parametrize(
+    "y",
+    [
+        [],
+        [math.nan, math.nan],
+        [3.0],
+        [1.0, 1.0],
+        [0.0, 0.0],
+        [math.inf, 1.0, -math.inf],
+        [1e-30, 1e30],
+    ],
+)
 @pytest.mark.parametrize("log", [True, False])
 def test_odd_data_draw_without_error(y: list[float], log: bool) -> None:
-    svg = svg_curves([Series("a", np.arange(float(len(y))), np.array(y))], Frame(y_log=log))
+    svg = draw_curves(
+        [Series("a", np.arange(float(len(y))), np.array(y))], ChartFrame(is_y_log=log)
+    )
     ElementTree.fromstring(svg)
     assert "nan" not in svg.lower().replace("no data", "")
     assert ("no data" in svg) == (not any(map(math.isfinite, y)))
@@ -78,7 +107,7 @@ def test_odd_data_draw_without_error(y: list[float], log: bool) -> None:
 
 def test_labels_do_not_overlap() -> None:
     x = np.arange(3.0)
-    svg = svg_curves([Series(f"run {i}", x, x + 1e-6 * i, i) for i in range(6)], Frame())
+    svg = draw_curves([Series(f"run {i}", x, x + 1e-6 * i, i) for i in range(6)], ChartFrame())
     ys = sorted(float(y) for y in re.findall(r'<text class="f\d" x="[^"]+" y="([^"]+)"', svg))
     assert len(ys) == 6
     assert min(np.diff(ys)) >= 14.9
@@ -95,30 +124,42 @@ def test_ticks_are_few_rising_and_inside(low: float, width: float, count: int) -
 
 @given(st.floats(-12, 8), st.floats(0.5, 12))
 def test_log_ticks_are_few_and_inside(exponent: float, decades: float) -> None:
-    low, high = 10**exponent, 10 ** (exponent + decades)
-    ticks = find_ticks(low, high, 5, log=True)
+    low = 10**exponent
+    high = 10 ** (exponent + decades)
+    ticks = find_ticks(low, high, 5, is_log=True)
     assert 1 <= len(ticks) <= 11
     assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
 
 
 def test_ticks_are_told_apart() -> None:
-    for low, high in ((0, 1), (0, 900), (0, 9999), (0, 123456), (1e-5, 9e-5), (0, 1e-3), (2.31, 2.34), (-3, 3), (0, 3e9)):
-        written = write_ticks(find_ticks(low, high, 5))
+    for low, high in (
+        (0, 1),
+        (0, 900),
+        (0, 9999),
+        (0, 123456),
+        (1e-5, 9e-5),
+        (0, 1e-3),
+        (2.31, 2.34),
+        (-3, 3),
+        (0, 3e9),
+    ):
+        written = format_ticks(find_ticks(low, high, 5))
         assert len(set(written)) == len(written) >= 3, (low, high, written)
 
 
 def test_scales_run_as_told() -> None:
-    assert Scale(0, 10, 100, 200)(5) == 150
-    assert Scale(1, 100, 0, 2, log=True)(10) == pytest.approx(1)
-    assert pad_range(1, 100, log=True)[0] < 1
+    assert AxisScale(0, 10, 100, 200)(5) == 150
+    assert AxisScale(1, 100, 0, 2, is_log=True)(10) == pytest.approx(1)
+    assert pad_range(1, 100, is_log=True)[0] < 1
     low, high = pad_range(1e9, 1e9 + 1e-6)
     assert high - low > 1e6
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(1, 30))
 def test_thinning_keeps_ends_and_extremes(values: list[float], buckets: int) -> None:
-    x, y = np.arange(float(len(values))), np.array(values)
-    tx, ty = thin(x, y, buckets)
+    x = np.arange(float(len(values)))
+    y = np.array(values)
+    tx, ty = thin_points(x, y, buckets)
     assert len(tx) <= max(4 * buckets, 1)
     assert (ty.min(), ty.max()) == (y.min(), y.max())
     assert (tx[0], tx[-1]) == (x[0], x[-1])
@@ -129,34 +170,45 @@ def test_thinning_keeps_ends_and_extremes(values: list[float], buckets: int) -> 
 def test_a_single_spike_in_a_hundred_thousand_steps_survives() -> None:
     y = np.ones(100_000)
     y[54_321] = 9.0
-    tx, ty = thin(np.arange(100_000.0), y, 200)
+    tx, ty = thin_points(np.arange(100_000.0), y, 200)
     assert len(tx) <= 800
     assert tx[ty.argmax()] == 54_321
 
 
 def test_smoothing_is_centred_and_passes_nan_by() -> None:
     line = np.arange(50.0)
-    assert smooth(line, 5)[:45] == pytest.approx(line[:45])  # no lag, not even at the start
-    assert smooth(line, 5)[-1] == pytest.approx(np.mean(line[-6:]))  # and no lone value at the end
+    assert smooth_values(line, 5)[:45] == pytest.approx(line[:45])  # no lag, not even at the start
+    assert smooth_values(line, 5)[-1] == pytest.approx(
+        np.mean(line[-6:])
+    )  # and no lone value at the end
     line[20] = math.nan
-    assert np.isfinite(smooth(line, 5)).all()
-    assert math.isnan(smooth(np.array([math.nan]), 3)[0])
+    assert np.isfinite(smooth_values(line, 5)).all()
+    assert math.isnan(smooth_values(np.array([math.nan]), 3)[0])
 
 
 def test_bins_keep_the_mean() -> None:
-    x, y = np.arange(1000.0), np.random.default_rng(0).random(1000)
-    bx, by = bin_means(x, y, 100)
+    x = np.arange(1000.0)
+    y = np.random.default_rng(0).random(1000)
+    bx, by = compute_bin_means(x, y, 100)
     assert len(bx) == 100
     assert by.mean() == pytest.approx(y.mean())
 
 
 def test_many_names_take_no_room_from_the_curves() -> None:
-    """On a phone names stand above the curves, a row each where they are long: the picture grows with them."""
+    """On a phone names stand above the curves, a row each where they are long: the picture grows
+    with them.
+    """
     x = np.arange(5.0)
 
     def height_of_curves(count: int) -> float:
-        series = [Series(f"a run with a name that fills its row, number {n}", x, x, n) for n in range(count)]
-        geometry = re.search(r'data-x="([^"]+)"', svg_curves(series, Frame(width=350, height=250, labels="legend")))
+        series = [
+            Series(f"a run with a name that fills its row, number {n}", x, x, n)
+            for n in range(count)
+        ]
+        geometry = re.search(
+            r'data-x="([^"]+)"',
+            draw_curves(series, ChartFrame(width=350, height=250, labels="legend")),
+        )
         assert geometry is not None
         *_, top, bottom = map(float, geometry[1].split())
         return bottom - top

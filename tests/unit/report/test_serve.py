@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import ExitCode, InputError
-from shardwright.report.serve import LivePage, LiveServer
-from shardwright.telemetry.events import EventWriter
+from shardwright.report.live_server import LivePage, LiveServer
+from shardwright.telemetry.event_log import EventWriter
 from tests.unit.report.samples import one_step, write_run
 
 
@@ -37,7 +37,9 @@ def server(run: Path) -> Iterator[LiveServer]:
     thread.join()
 
 
-def ask(server: LiveServer, path: str, *, host: str | None = None, method: str = "GET") -> tuple[int, str, http.client.HTTPMessage]:
+def ask(
+    server: LiveServer, path: str, *, host: str | None = None, method: str = "GET"
+) -> tuple[int, str, http.client.HTTPMessage]:
     """Status, body and headers."""
     port = server.server_address[1]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -59,7 +61,7 @@ def test_the_page_its_version_and_its_metrics(server: LiveServer, run: Path) -> 
     metrics = ask(server, f"/{server.token}/metrics")[1]
     assert 'shardwright_step{run="run"} 5' in metrics
     assert "shardwright_rank_own_seconds" not in metrics
-    server.page._rest_until = 0.0
+    server.page._next_refresh_time = 0.0
     with EventWriter(run) as writer:
         writer.append(one_step(6, 1.5))
     assert json.loads(ask(server, f"/{server.token}/state")[1])["version"] != version
@@ -74,9 +76,13 @@ def test_nobody_without_the_token(server: LiveServer, path: str) -> None:
     assert server.token not in body
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "[::1]:{port}"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "[::1]:{port}"]
+)
 def test_no_other_host(server: LiveServer, host: str) -> None:
-    status, body, _ = ask(server, f"/{server.token}/", host=host.format(port=server.server_address[1]))
+    status, body, _ = ask(
+        server, f"/{server.token}/", host=host.format(port=server.server_address[1])
+    )
     assert (status, server.token in body) == (403, False)
 
 
@@ -85,7 +91,16 @@ def test_an_address_by_name_is_this_machine(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["events.jsonl", "../../etc/passwd", "%2e%2e/events.jsonl", "..", "page/", "state/../page", "recipe.yaml"]
+    "path",
+    [
+        "events.jsonl",
+        "../../etc/passwd",
+        "%2e%2e/events.jsonl",
+        "..",
+        "page/",
+        "state/../page",
+        "recipe.yaml",
+    ],
 )
 def test_no_files(server: LiveServer, path: str) -> None:
     assert ask(server, f"/{server.token}/{path}")[0] == 404
@@ -100,26 +115,28 @@ def test_it_listens_on_this_machine_only(server: LiveServer) -> None:
 
 def test_a_folder_without_events_is_served_with_a_note_until_there_are_some(tmp_path: Path) -> None:
     page = LivePage([tmp_path])
-    assert b"there are no events to show yet" in page.page()
-    assert page.metrics() == b""
-    page._rest_until = 0.0
+    assert b"there are no events to show yet" in page.get_page()
+    assert page.get_metrics() == b""
+    page._next_refresh_time = 0.0
     write_run(tmp_path, 3)
-    assert b"there are no events" not in page.page()
+    assert b"there are no events" not in page.get_page()
 
 
 class Growing(LivePage):
     """A run that says one thing more once its page has been taken."""
 
     def page(self) -> bytes:
-        page = super().page()
+        page = super().get_page()
         if b"<b>5</b>" in page:
             with EventWriter(self._runs[0]) as writer:
                 writer.append(one_step(6, 1.5))
-            self._rest_until = 0.0
+            self._next_refresh_time = 0.0
         return page
 
 
-def test_an_open_page_takes_up_what_the_run_has_said_since(browser: str, run: Path, tmp_path: Path) -> None:
+def test_an_open_page_takes_up_what_the_run_has_said_since(
+    browser: str, run: Path, tmp_path: Path
+) -> None:
     server = LiveServer(Growing([run]))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -141,7 +158,9 @@ def test_an_open_page_takes_up_what_the_run_has_said_since(browser: str, run: Pa
 
 def test_the_verb_says_its_address_serves_and_ends_on_ctrl_c(run: Path) -> None:
     command = [sys.executable, "-m", "shardwright", "watch", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline()

@@ -9,7 +9,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule import FAMILIES, Schedule, Times, build_schedule, check, parse_schedule, plan_steps, simulate
+from shardwright.schedule import (
+    PIPELINE_SCHEDULES,
+    ActionTimes,
+    Schedule,
+    build_schedule,
+    check_schedule,
+    parse_schedule,
+    plan_steps,
+    simulate,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,18 +42,27 @@ from shardwright.schedule import FAMILIES, Schedule, Times, build_schedule, chec
 )
 def test_what_cannot_run_is_named(text: str, words: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        check(parse_schedule(text, "broken"))
+        check_schedule(parse_schedule(text, "broken"))
     assert words in str(caught.value)
 
 
 def test_a_rank_may_be_given_nothing_by_nobody() -> None:
     with pytest.raises(ScheduleError, match="rank 1 computes nothing"):
-        check(Schedule("idle", (parse_schedule("0F0,0B0", "one").rows[0], ())))
+        check_schedule(Schedule("idle", (parse_schedule("0F0,0B0", "one").rows[0], ())))
 
 
-@given(st.sampled_from(sorted(FAMILIES)), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_check_and_simulation_agree_on_what_runs_to_its_end(name: str, p: int, rounds: int, random) -> None:
-    """Two neighbours of a row change places: either both refuse it, or both accept and what depends comes later."""
+@given(
+    st.sampled_from(sorted(PIPELINE_SCHEDULES)),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_check_and_simulation_agree_on_what_runs_to_its_end(
+    name: str, p: int, rounds: int, random
+) -> None:
+    """Two neighbours of a row change places: either both refuse it, or both accept and what depends
+    comes later.
+    """
     schedule = build_schedule(name, p, 2 * p * rounds)
     rows = [list(row) for row in schedule.rows]
     row = random.choice(rows)
@@ -52,42 +70,60 @@ def test_check_and_simulation_agree_on_what_runs_to_its_end(name: str, p: int, r
     at = random.randrange(len(row) - 1)
     row[at], row[at + 1] = row[at + 1], row[at]
     changed = Schedule("swapped", tuple(map(tuple, rows)))
-    in_order = all((a.stage, a.micro_batch) != (b.stage, b.micro_batch) for a, b in [(row[at], row[at + 1])])
+    in_order = all(
+        (a.stage, a.micro_batch) != (b.stage, b.micro_batch) for a, b in [(row[at], row[at + 1])]
+    )
     try:
-        check(changed)
+        check_schedule(changed)
     except ScheduleError as error:
         if "deadlock" in str(error):
             with pytest.raises(ScheduleError, match="cannot run"):
-                simulate(changed, Times.uniform(changed.num_stages))
+                simulate(changed, ActionTimes.uniform(changed.num_stages))
         else:
             assert not in_order
         return
     assert in_order
-    simulate(changed, Times.uniform(changed.num_stages))
+    simulate(changed, ActionTimes.uniform(changed.num_stages))
 
 
-@given(st.sampled_from(sorted(FAMILIES)), st.integers(1, 5), st.integers(1, 3), st.integers(0, 4))
+@given(
+    st.sampled_from(sorted(PIPELINE_SCHEDULES)),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 4),
+)
 def test_every_message_is_posted_once_in_its_channel_s_order_before_it_is_needed(
     name: str, p: int, rounds: int, ahead: int
 ) -> None:
     schedule = build_schedule(name, p, 2 * p * rounds)
     planned = plan_steps(schedule, lookahead=ahead)
     for rank, steps in enumerate(planned):
-        posted = [transfer for step in steps for transfer in step.posts]
+        posted = [transfer for step in steps for transfer in step.posted_receives]
         assert len(set(posted)) == len(posted)
-        assert set(posted) == {s.sends for row in planned for s in row if s.sends and s.sends.receiver == rank}
+        assert set(posted) == {
+            s.sent_transfer
+            for row in planned
+            for s in row
+            if s.sent_transfer and s.sent_transfer.receiver == rank
+        }
         for sender in range(p):
-            assert [t.number for t in posted if t.sender == sender] == list(range(sum(t.sender == sender for t in posted)))
+            assert [t.sequence_number for t in posted if t.sender == sender] == list(
+                range(sum(t.sender == sender for t in posted))
+            )
         so_far = set()
         for step in steps:
-            so_far |= set(step.posts)
-            assert step.needs is None or step.needs in so_far
-        sent = [step.sends for step in steps if step.sends]
-        assert all(a.number < b.number for a, b in pairwise(sent) if a.receiver == b.receiver)
+            so_far |= set(step.posted_receives)
+            assert step.awaited_transfer is None or step.awaited_transfer in so_far
+        sent = [step.sent_transfer for step in steps if step.sent_transfer]
+        assert all(
+            a.sequence_number < b.sequence_number
+            for a, b in pairwise(sent)
+            if a.receiver == b.receiver
+        )
 
 
 def test_split_backwards_keep_their_activation_until_the_weights_have_theirs() -> None:
     late = parse_schedule("0F0,0I0,0F1,0I1,0W0,0W1", "late")
     soon = parse_schedule("0F0,0I0,0W0,0F1,0I1,0W1", "soon")
-    assert check(late).peak_activations == (2,)
-    assert check(soon).peak_activations == (1,)
+    assert check_schedule(late).peak_activations == (2,)
+    assert check_schedule(soon).peak_activations == (1,)

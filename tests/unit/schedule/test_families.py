@@ -8,74 +8,99 @@ from hypothesis import strategies as st
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule import (
-    FAMILIES,
+    PIPELINE_SCHEDULES,
     Action,
+    ActionTimes,
     Schedule,
-    Times,
+    build_forward_only,
     build_schedule,
-    check,
-    forward_only,
+    check_schedule,
+    count_stages_per_rank,
     load_schedule,
     simulate,
-    stages_per_rank,
     write_schedule,
 )
 
-names = st.sampled_from(sorted(FAMILIES))
+names = st.sampled_from(sorted(PIPELINE_SCHEDULES))
 ranks = st.integers(1, 6)
 seconds = st.floats(0.05, 5.0)
 
 
 def build(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     """A schedule, or the example is dropped: the numbers do not suit the family."""
-    family = FAMILIES[name]
-    assume(not (family.rounds and m % p) and m >= family.micro_batches_per_rank * p)
-    return build_schedule(name, p, m, v if family.placement == "looped" else None)
+    family = PIPELINE_SCHEDULES[name]
+    assume(
+        not (family.has_divisibility_rule and m % p) and m >= family.min_micro_batches_per_rank * p
+    )
+    return build_schedule(name, p, m, v if family.stage_assignment == "looped" else None)
 
 
-def even_times(schedule: Schedule, forward: float = 1, inputs: float = 1, weights: float = 1) -> Times:
+def even_times(
+    schedule: Schedule, forward: float = 1, inputs: float = 1, weights: float = 1
+) -> ActionTimes:
     """Times of a rank's whole share, dealt evenly to its stages."""
     share = schedule.num_ranks / schedule.num_stages
-    return Times.uniform(schedule.num_stages, forward * share, inputs * share, weights * share)
+    return ActionTimes.uniform(
+        schedule.num_stages, forward * share, inputs * share, weights * share
+    )
 
 
 @given(names, ranks, st.integers(1, 24), st.integers(1, 4))
-def test_every_schedule_is_complete_ordered_and_free_of_deadlock(name: str, p: int, m: int, v: int) -> None:
+def test_every_schedule_is_complete_ordered_and_free_of_deadlock(
+    name: str, p: int, m: int, v: int
+) -> None:
     schedule = build(name, p, m, v)
-    proof = check(schedule)
+    proof = check_schedule(schedule)
     assert (schedule.num_ranks, schedule.num_micro_batches) == (p, m)
-    assert schedule.num_stages == p * stages_per_rank(name, v if FAMILIES[name].placement == "looped" else None)
-    assert schedule.splits_backward == any(a.kind == "W" for row in schedule.rows for a in row)
-    assert FAMILIES[name].splits_backward or not schedule.splits_backward
-    crossings = sum(a != b for a, b in zip(schedule.rank_of_stage, schedule.rank_of_stage[1:], strict=False))
+    assert schedule.num_stages == p * count_stages_per_rank(
+        name, v if PIPELINE_SCHEDULES[name].stage_assignment == "looped" else None
+    )
+    assert schedule.has_split_backward == any(a.kind == "W" for row in schedule.rows for a in row)
+    assert PIPELINE_SCHEDULES[name].has_split_backward or not schedule.has_split_backward
+    crossings = sum(
+        a != b for a, b in zip(schedule.rank_of_stage, schedule.rank_of_stage[1:], strict=False)
+    )
     assert proof.num_transfers == 2 * crossings * m
 
 
 @given(names, ranks, st.integers(1, 16), st.data())
-def test_no_step_is_shorter_than_its_work_or_its_longest_chain(name: str, p: int, m: int, data: st.DataObject) -> None:
+def test_no_step_is_shorter_than_its_work_or_its_longest_chain(
+    name: str, p: int, m: int, data: st.DataObject
+) -> None:
     schedule = build(name, p, m)
     per_stage = st.tuples(*[seconds] * schedule.num_stages)
-    times = Times(*(data.draw(per_stage) for _ in range(3)), transfer=(data.draw(seconds),) * (schedule.num_stages - 1))
+    times = ActionTimes(
+        *(data.draw(per_stage) for _ in range(3)),
+        transfer=(data.draw(seconds),) * (schedule.num_stages - 1),
+    )
     timeline = simulate(schedule, times)
     through = sum(times.forward) + sum(times.input_gradient)
     assert timeline.step_seconds >= max(timeline.busy_seconds) - 1e-9
     assert timeline.step_seconds >= through - 1e-9
     assert 0 < timeline.utilisation <= 1 + 1e-9
     assert sum(timeline.busy_seconds) == pytest.approx(m * (through + sum(times.weight_gradient)))
-    ends = {a: e for row, es in zip(schedule.rows, timeline.ends, strict=True) for a, e in zip(row, es, strict=True)}
+    ends = {
+        a: e
+        for row, es in zip(schedule.rows, timeline.ends, strict=True)
+        for a, e in zip(row, es, strict=True)
+    }
     for row, starts in zip(schedule.rows, timeline.starts, strict=True):
         for action, start in zip(row, starts, strict=True):
             if action.kind == "F" and action.stage:
-                away = schedule.rank_of_stage[action.stage - 1] != schedule.rank_of_stage[action.stage]
+                away = (
+                    schedule.rank_of_stage[action.stage - 1] != schedule.rank_of_stage[action.stage]
+                )
                 before = action._replace(stage=action.stage - 1)
                 assert start >= ends[before] + away * times.transfer[action.stage - 1] - 1e-9
 
 
 @given(names, ranks, st.integers(1, 16), st.data())
-def test_measured_times_give_the_same_timeline_as_stage_times(name: str, p: int, m: int, data: st.DataObject) -> None:
+def test_measured_times_give_the_same_timeline_as_stage_times(
+    name: str, p: int, m: int, data: st.DataObject
+) -> None:
     schedule = build(name, p, m)
     times = even_times(schedule, *data.draw(st.tuples(seconds, seconds, seconds)))
-    measured = {action: times.of(action) for row in schedule.rows for action in row}
+    measured = {action: times.duration_of(action) for row in schedule.rows for action in row}
     assert simulate(schedule, measured) == simulate(schedule, times)
 
 
@@ -84,33 +109,42 @@ def test_gpipe_and_1f1b_waste_the_ramp_and_keep_what_they_must(p: int, m: int) -
     for name in ("gpipe", "1f1b"):
         schedule = build_schedule(name, p, m)
         timeline = simulate(schedule, even_times(schedule))
-        assert timeline.bubble == pytest.approx((p - 1) / m)
+        assert timeline.bubble_fraction == pytest.approx((p - 1) / m)
         assert timeline.utilisation == pytest.approx(m / (m + p - 1))
-    assert check(build_schedule("gpipe", p, m)).peak_activations == (m,) * p
-    assert check(build_schedule("1f1b", p, m)).peak_activations == tuple(min(p - rank, m) for rank in range(p))
+    assert check_schedule(build_schedule("gpipe", p, m)).peak_activations == (m,) * p
+    assert check_schedule(build_schedule("1f1b", p, m)).peak_activations == tuple(
+        min(p - rank, m) for rank in range(p)
+    )
 
 
 @given(ranks, st.integers(1, 5), st.integers(1, 4))
 def test_interleaving_divides_the_bubble(p: int, rounds: int, v: int) -> None:
     m = p * rounds
     schedule = build_schedule("interleaved_1f1b", p, m, v)
-    assert simulate(schedule, even_times(schedule)).bubble == pytest.approx((p - 1) / (v * m))
+    assert simulate(schedule, even_times(schedule)).bubble_fraction == pytest.approx(
+        (p - 1) / (v * m)
+    )
     # Narayanan et al. 2021: 1 + (p - 1) / (p v) times 1F1B's p, in whole ranks' shares
-    assert check(schedule).peak_activations[0] == min((v - 1) * p + 2 * (p - 1) + 1, v * m)
+    assert check_schedule(schedule).peak_activations[0] == min((v - 1) * p + 2 * (p - 1) + 1, v * m)
 
 
 @given(ranks, st.integers(1, 4), st.tuples(seconds, seconds, seconds))
-def test_zb_h1_has_a_third_of_the_bubble_at_1f1b_s_memory(p: int, rounds: int, times: tuple[float, float, float]) -> None:
+def test_zb_h1_has_a_third_of_the_bubble_at_1f1b_s_memory(
+    p: int, rounds: int, times: tuple[float, float, float]
+) -> None:
     m = 2 * p * rounds
-    schedule, plain = build_schedule("zb_h1", p, m), build_schedule("1f1b", p, m)
-    assert check(schedule).peak_activations == (p,) * p
-    assert max(check(plain).peak_activations) == p
+    schedule = build_schedule("zb_h1", p, m)
+    plain = build_schedule("1f1b", p, m)
+    assert check_schedule(schedule).peak_activations == (p,) * p
+    assert max(check_schedule(plain).peak_activations) == p
     timeline = simulate(schedule, even_times(schedule))
-    assert timeline.bubble == pytest.approx((p - 1) / m / 3)
+    assert timeline.bubble_fraction == pytest.approx((p - 1) / m / 3)
     forward, inputs, weights = times
     if inputs + forward >= weights:  # Qi et al. 2023, table 1: (p - 1) (F + I - W)
         wait = simulate(schedule, even_times(schedule, *times)).step_seconds - m * sum(times)
-        assert wait <= simulate(plain, even_times(plain, *times)).step_seconds - m * sum(times) + 1e-9
+        assert (
+            wait <= simulate(plain, even_times(plain, *times)).step_seconds - m * sum(times) + 1e-9
+        )
 
 
 @given(st.sampled_from(["zbv", "dualpipev"]), ranks, st.integers(2, 4))
@@ -118,9 +152,12 @@ def test_folded_schedules_wait_for_the_first_forward_only(name: str, p: int, rou
     m = p * rounds
     schedule = build_schedule(name, p, m)
     timeline = simulate(schedule, even_times(schedule))
-    # Rank p - 1 begins when p - 1 half forwards are done, and never waits again; the others are done before it.
+    # Rank p - 1 begins when p - 1 half forwards are done, and never waits again; the others are
+    # done before it.
     assert timeline.step_seconds == pytest.approx(3 * m + (p - 1) / 2)
-    assert max(check(schedule).peak_activations) <= 2 * p + 1  # halves of a rank's share: 1F1B's p, and one half more
+    assert (
+        max(check_schedule(schedule).peak_activations) <= 2 * p + 1
+    )  # halves of a rank's share: 1F1B's p, and one half more
 
 
 @pytest.mark.parametrize(
@@ -137,7 +174,9 @@ def test_folded_schedules_wait_for_the_first_forward_only(name: str, p: int, rou
         ("1f1", 2, 4, None, "Did you mean 1f1b"),
     ],
 )
-def test_numbers_that_do_not_suit_are_refused_with_those_that_do(name: str, p: int, m: int, v: int | None, words: str) -> None:
+def test_numbers_that_do_not_suit_are_refused_with_those_that_do(
+    name: str, p: int, m: int, v: int | None, words: str
+) -> None:
     with pytest.raises(ScheduleError) as caught:
         build_schedule(name, p, m, v)
     assert words in str(caught.value)
@@ -155,15 +194,21 @@ def test_a_file_must_fit_the_run(tmp_path) -> None:
 @given(names, ranks, st.integers(1, 12))
 def test_evaluation_runs_forwards_over_the_same_stages(name: str, p: int, m: int) -> None:
     placement = build(name, p, 2 * p).rank_of_stage
-    schedule = forward_only(placement, m)
-    check(schedule)
+    schedule = build_forward_only(placement, m)
+    check_schedule(schedule)
     assert schedule.rank_of_stage == placement
-    assert not schedule.computes_gradients
-    assert {a for row in schedule.rows for a in row} == {Action("F", s, b) for s in range(len(placement)) for b in range(m)}
+    assert not schedule.has_backward
+    assert {a for row in schedule.rows for a in row} == {
+        Action("F", s, b) for s in range(len(placement)) for b in range(m)
+    }
 
 
-@pytest.mark.parametrize(("p", "m", "warns"), [(4, 7, True), (4, 8, False), (1, 1, False), (2, 1, True)])
-def test_fewer_than_two_micro_batches_a_stage_is_told_with_numbers(p: int, m: int, warns: bool) -> None:
-    warning = build_schedule("1f1b", p, m).warning()
+@pytest.mark.parametrize(
+    ("p", "m", "warns"), [(4, 7, True), (4, 8, False), (1, 1, False), (2, 1, True)]
+)
+def test_fewer_than_two_micro_batches_a_stage_is_told_with_numbers(
+    p: int, m: int, warns: bool
+) -> None:
+    warning = build_schedule("1f1b", p, m).describe_low_utilisation()
     assert (warning is not None) == warns
     assert warning is None or f"{m} / {m + p - 1}" in warning

@@ -11,12 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule import FAMILIES, Times, build_schedule, parse_schedule, read_schedule, simulate, write_schedule
-from shardwright.schedule.drawing import draw
-from shardwright.schedule.svg import draw_svg
+from shardwright.schedule import (
+    PIPELINE_SCHEDULES,
+    ActionTimes,
+    build_schedule,
+    parse_schedule,
+    read_schedule,
+    simulate,
+    write_schedule,
+)
+from shardwright.schedule.svg_chart import draw_svg
+from shardwright.schedule.terminal_chart import draw_terminal
 
 
-@given(st.sampled_from(sorted(FAMILIES)), st.integers(1, 4), st.integers(1, 3))
+@given(st.sampled_from(sorted(PIPELINE_SCHEDULES)), st.integers(1, 4), st.integers(1, 3))
 def test_what_is_written_is_read(name: str, p: int, rounds: int) -> None:
     schedule = build_schedule(name, p, 2 * p * rounds)
     assert parse_schedule(write_schedule(schedule), "again").rows == schedule.rows
@@ -44,15 +52,21 @@ def test_cells_that_are_none_are_named(text: str, words: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for path, words in ((tmp_path / "none", "No such file"), (tmp_path / "binary", "not UTF-8 text")):
+    for path, words in (
+        (tmp_path / "none", "No such file"),
+        (tmp_path / "binary", "not UTF-8 text"),
+    ):
         with pytest.raises(ScheduleError, match=words):
             read_schedule(path)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
 def test_the_terminal_shows_every_action_in_its_place(name: str) -> None:
-    timeline = simulate(build_schedule(name, 2, 4), Times.uniform(2 * (1 + (FAMILIES[name].placement != "straight"))))
-    lines = draw(timeline, 400).plain.splitlines()
+    timeline = simulate(
+        build_schedule(name, 2, 4),
+        ActionTimes.uniform(2 * (1 + (PIPELINE_SCHEDULES[name].stage_assignment != "straight"))),
+    )
+    lines = draw_terminal(timeline, 400).plain.splitlines()
     for rank, row in enumerate(timeline.schedule.rows):
         assert re.findall(r"[FBIW]\d+", lines[rank]) == [f"{a.kind}{a.micro_batch}" for a in row]
         first = lines[rank].index("F") - len("rank 0 ")
@@ -60,19 +74,25 @@ def test_the_terminal_shows_every_action_in_its_place(name: str) -> None:
 
 
 def test_the_terminal_wraps_and_never_overflows() -> None:
-    drawn = draw(simulate(build_schedule("1f1b", 3, 24), Times.uniform(3)), 60).plain
+    drawn = draw_terminal(simulate(build_schedule("1f1b", 3, 24), ActionTimes.uniform(3)), 60).plain
     bands = [line for line in drawn.splitlines() if line.startswith("rank")]
     assert len(bands) > 3
     assert max(map(len, bands)) <= 60
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
 def test_the_svg_is_well_formed_and_says_what_it_shows(name: str) -> None:
     schedule = build_schedule(name, 2, 4)
-    drawing = ElementTree.fromstring(draw_svg(simulate(schedule, Times.uniform(schedule.num_stages, 0.3, 0.4, 0.5, 0.1))))
+    drawing = ElementTree.fromstring(
+        draw_svg(simulate(schedule, ActionTimes.uniform(schedule.num_stages, 0.3, 0.4, 0.5, 0.1)))
+    )
     space = "{http://www.w3.org/2000/svg}"
     assert drawing.findtext(f"{space}title") == str(schedule)
     assert "utilis" in "".join(drawing.itertext())
-    tooltips = [e.text.split(":")[0] for e in drawing.iter(f"{space}title") if ": " in e.text and " to " in e.text]
+    tooltips = [
+        e.text.split(":")[0]
+        for e in drawing.iter(f"{space}title")
+        if ": " in e.text and " to " in e.text
+    ]
     assert sorted(tooltips) == sorted(str(a) for row in schedule.rows for a in row)
     assert "prefers-color-scheme" in drawing.findtext(f"{space}style")

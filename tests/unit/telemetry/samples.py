@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.telemetry.events import PipelineRan, Ranks, RunStarted, Step
+from shardwright.telemetry.event_log import PipelineEvent, RanksEvent, RunStartedEvent, StepEvent
 
 
-def step_event(step: int, loss: float = 2.5, **values: Any) -> Step:
+def step_event(step: int, loss: float = 2.5, **values: Any) -> StepEvent:
     """A step of 64 tokens in half a second, on two ranks."""
     defaults: dict[str, Any] = {
         "gradient_norm": 1.25,
@@ -19,10 +19,10 @@ def step_event(step: int, loss: float = 2.5, **values: Any) -> Step:
         "tokens_per_second": 128.0,
         "memory_bytes": (100, 200),
     }
-    return Step(step=step, loss=loss, **(defaults | values))
+    return StepEvent(step=step, loss=loss, **(defaults | values))
 
 
-def start_event(**values: Any) -> RunStarted:
+def start_event(**values: Any) -> RunStartedEvent:
     """A run of ten such steps."""
     defaults: dict[str, Any] = {
         "name": "tiny",
@@ -38,21 +38,32 @@ def start_event(**values: Any) -> RunStarted:
         "host": "here",
         "devices": ("cpu", "cpu"),
     }
-    return RunStarted(**(defaults | values))
+    return RunStartedEvent(**(defaults | values))
 
 
-def ranks_event(step: int, own_seconds: tuple[float, ...] = (0.4, 0.3), **values: Any) -> Ranks:
+def ranks_event(
+    step: int, own_seconds: tuple[float, ...] = (0.4, 0.3), **values: Any
+) -> RanksEvent:
     """A step of half a second on ranks that wait for the slowest of them."""
-    count, slowest = len(own_seconds), max(own_seconds)
+    count = len(own_seconds)
+    slowest = max(own_seconds)
     waits = tuple(slowest - own + 0.05 for own in own_seconds)
-    even = {f"{part}_seconds": (0.01,) * count for part in ("data", "forward", "backward", "reduction", "optimizer", "checkpoint")}
-    defaults: dict[str, Any] = even | {"wait_seconds": {"data": waits}, "step_seconds": (slowest + 0.05,) * count}
-    return Ranks(step=step, own_seconds=own_seconds, **(defaults | values))
+    even = {
+        f"{part}_seconds": (0.01,) * count
+        for part in ("data", "forward", "backward", "reduction", "optimizer", "checkpoint")
+    }
+    defaults: dict[str, Any] = even | {
+        "wait_seconds": {"data": waits},
+        "step_seconds": (slowest + 0.05,) * count,
+    }
+    return RanksEvent(step=step, own_seconds=own_seconds, **(defaults | values))
 
 
-def pipeline_event(step: int) -> PipelineRan:
-    """1F1B on two ranks with two micro-batches; the second rank's backwards take twice as long as the schedule hopes."""
-    return PipelineRan(
+def pipeline_event(step: int) -> PipelineEvent:
+    """1F1B on two ranks with two micro-batches; the second rank's backwards take twice as long as
+    the schedule hopes.
+    """
+    return PipelineEvent(
         step=step,
         schedule="1F1B",
         ranks=(0, 1),

@@ -1,4 +1,6 @@
-"""The event file: what is written is read, a crash costs at most its last line, and a resume leaves one curve."""
+"""The event file: what is written is read, a crash costs at most its last line, and a resume leaves
+one curve.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +14,75 @@ from typing import Any
 import pytest
 
 from shardwright.errors import InputError, RunFailed
-from shardwright.telemetry.events import (
-    FILE_NAME,
-    Checkpoint,
-    Evaluation,
+from shardwright.telemetry.event_log import (
+    EVENTS_FILE_NAME,
+    CheckpointEvent,
+    EvaluationEvent,
     Event,
     EventWriter,
-    Failed,
-    Memory,
-    Preempted,
-    Profiled,
-    Resumed,
-    RolledBack,
-    RunFinished,
-    SkippedStep,
-    Step,
-    Warned,
+    FailureEvent,
+    MemoryEvent,
+    PreemptionEvent,
+    ProfileEvent,
+    ResumeEvent,
+    RollbackEvent,
+    RunFinishedEvent,
+    SkippedStepEvent,
+    StepEvent,
+    WarningEvent,
     make_event,
     read_events,
-    surviving,
-    surviving_steps,
+    select_surviving,
+    select_surviving_steps,
 )
-from shardwright.telemetry.kinds import EVENT_TYPES
+from shardwright.telemetry.event_types import EVENT_TYPES
 from tests.unit.telemetry.samples import pipeline_event, ranks_event, start_event, step_event
 
 ONE_OF_EACH: tuple[Event, ...] = (
     start_event(flops_per_token=6000.0, matmul_flops_per_second=1e12),
     step_event(
-        1, data_seconds=0.1, forward_seconds=0.1, backward_seconds=0.2, reduction_seconds=0.05, optimizer_seconds=0.05, mfu=0.4
+        1,
+        data_seconds=0.1,
+        forward_seconds=0.1,
+        backward_seconds=0.2,
+        reduction_seconds=0.05,
+        optimizer_seconds=0.05,
+        mfu=0.4,
     ),
-    ranks_event(1, temperature_celsius=(61.0, 64.0), throttled=("", "power"), reserved_bytes=(5, 6), device_bytes=(7, 8)),
-    Memory(step=2, weights_bytes=(1, 2), gradients_bytes=(1, 2), optimizer_bytes=(3, 4), peak_bytes=(9, 9)),
+    ranks_event(
+        1,
+        temperature_celsius=(61.0, 64.0),
+        throttled=("", "power"),
+        reserved_bytes=(5, 6),
+        device_bytes=(7, 8),
+    ),
+    MemoryEvent(
+        step=2,
+        weights_bytes=(1, 2),
+        gradients_bytes=(1, 2),
+        optimizer_bytes=(3, 4),
+        peak_bytes=(9, 9),
+    ),
     pipeline_event(3),
-    Profiled(step=3, path="profile/step-00000003.json.gz", ranks=2, clock_error_seconds=1e-5),
-    Evaluation(step=1, loss=2.0, perplexity=math.exp(2.0), tokens=100, seconds=1.5, best=True),
-    Checkpoint(step=1, path="checkpoints/1", size_bytes=10, seconds=0.1),
-    Resumed(step=1, path="checkpoints/1"),
-    RolledBack(step=100, reason="a spike", from_step=120, path="step-00000100", first_sample=400, num_samples=80),
-    SkippedStep(step=2, reason="gradient norm is nan", in_a_row=1, loss_scale=32768.0),
-    Warned(message="slow — disk", rank=1),
-    Preempted(step=2, reason="SIGINT"),
-    RunFinished(step=2, status="preempted", total_seconds=3.0, total_tokens=128, final_loss=2.0),
-    Failed(message="died", rank=1),
+    ProfileEvent(step=3, path="profile/step-00000003.json.gz", ranks=2, clock_error_seconds=1e-5),
+    EvaluationEvent(step=1, loss=2.0, perplexity=math.exp(2.0), tokens=100, seconds=1.5, best=True),
+    CheckpointEvent(step=1, path="checkpoints/1", size_bytes=10, seconds=0.1),
+    ResumeEvent(step=1, path="checkpoints/1"),
+    RollbackEvent(
+        step=100,
+        reason="a spike",
+        from_step=120,
+        path="step-00000100",
+        first_sample=400,
+        num_samples=80,
+    ),
+    SkippedStepEvent(step=2, reason="gradient norm is nan", in_a_row=1, loss_scale=32768.0),
+    WarningEvent(message="slow — disk", rank=1),
+    PreemptionEvent(step=2, reason="SIGINT"),
+    RunFinishedEvent(
+        step=2, status="preempted", total_seconds=3.0, total_tokens=128, final_loss=2.0
+    ),
+    FailureEvent(message="died", rank=1),
 )
 
 
@@ -81,11 +110,11 @@ def test_every_line_is_strict_json_with_the_envelope(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    for line in (tmp_path / FILE_NAME).read_text().splitlines():
+    for line in (tmp_path / EVENTS_FILE_NAME).read_text().splitlines():
         record = json.loads(line, parse_constant=refuse)
         assert {"schema_version", "kind", "time", "elapsed_seconds", "step"} <= set(record)
     (step, _) = read_events(tmp_path)
-    assert isinstance(step, Step)
+    assert isinstance(step, StepEvent)
     assert math.isnan(step.loss)
     assert step.gradient_norm == math.inf
 
@@ -100,11 +129,11 @@ def test_a_torn_tail_is_read_around_and_healed_on_reopen(tmp_path: Path) -> None
     with EventWriter(tmp_path) as writer:
         writer.append(step_event(1))
         writer.append(step_event(2))
-    path = tmp_path / FILE_NAME
+    path = tmp_path / EVENTS_FILE_NAME
     path.write_bytes(path.read_bytes()[:-30])
     log = read_events(tmp_path)
     assert [e.step for e in log] == [1]
-    assert log.torn_tail
+    assert log.has_torn_tail
     assert log.broken_lines == ()
     with EventWriter(tmp_path) as writer:
         writer.append(step_event(2))
@@ -116,7 +145,7 @@ def test_a_torn_tail_is_read_around_and_healed_on_reopen(tmp_path: Path) -> None
 def test_a_line_that_lost_only_its_newline_is_kept(tmp_path: Path) -> None:
     with EventWriter(tmp_path) as writer:
         writer.append(step_event(1))
-    path = tmp_path / FILE_NAME
+    path = tmp_path / EVENTS_FILE_NAME
     path.write_bytes(path.read_bytes()[:-1])
     with EventWriter(tmp_path) as writer:
         writer.append(step_event(2))
@@ -126,7 +155,7 @@ def test_a_line_that_lost_only_its_newline_is_kept(tmp_path: Path) -> None:
 def test_a_torn_tail_longer_than_one_read_is_healed(tmp_path: Path) -> None:
     with EventWriter(tmp_path) as writer:
         writer.append(step_event(1))
-    with (tmp_path / FILE_NAME).open("ab") as file:
+    with (tmp_path / EVENTS_FILE_NAME).open("ab") as file:
         file.write(b"\0" * 200_000)
     with EventWriter(tmp_path):
         pass
@@ -136,8 +165,10 @@ def test_a_torn_tail_longer_than_one_read_is_healed(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_counted_with_its_line(tmp_path: Path) -> None:
     with EventWriter(tmp_path) as writer:
         writer.append(step_event(1))
-    with (tmp_path / FILE_NAME).open("a") as file:
-        file.write('not json\n{"schema_version": 1, "kind": "step", "step": 2}\n{"schema_version": 1, "kind": "later"}\n[1]\n')
+    with (tmp_path / EVENTS_FILE_NAME).open("a") as file:
+        file.write(
+            'not json\n{"schema_version": 1, "kind": "step", "step": 2}\n{"schema_version": 1, "kind": "later"}\n[1]\n'
+        )
     log = read_events(tmp_path)
     assert log.broken_lines == (2, 3, 5)
     assert log.unknown_kinds == (("later", 1),)
@@ -145,18 +176,20 @@ def test_what_cannot_be_read_is_counted_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text('{"schema_version": 99, "kind": "step"}\n')
+    (tmp_path / EVENTS_FILE_NAME).write_text('{"schema_version": 99, "kind": "step"}\n')
     with pytest.raises(InputError, match="newer shardwright"):
         read_events(tmp_path)
 
 
 def test_unknown_fields_of_a_known_kind_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text('{"schema_version": 1, "kind": "warning", "message": "m", "colour": "red"}\n')
-    assert read_events(tmp_path).of(Warned)[0].message == "m"
+    (tmp_path / EVENTS_FILE_NAME).write_text(
+        '{"schema_version": 1, "kind": "warning", "message": "m", "colour": "red"}\n'
+    )
+    assert read_events(tmp_path).filter_by_type(WarningEvent)[0].message == "m"
 
 
 def test_no_events_is_an_error_that_names_the_place(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=FILE_NAME):
+    with pytest.raises(InputError, match=EVENTS_FILE_NAME):
         read_events(tmp_path)
 
 
@@ -168,15 +201,21 @@ def test_no_events_is_an_error_that_names_the_place(tmp_path: Path) -> None:
         ("warning", {}, "message: a `warning` event needs this field"),
     ],
 )
-def test_an_event_that_does_not_fit_its_kind_is_refused(kind: str, values: dict[str, Any], message: str) -> None:
+def test_an_event_that_does_not_fit_its_kind_is_refused(
+    kind: str, values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         make_event(kind, **values)
 
 
 def test_two_writers_do_not_share_a_run(tmp_path: Path) -> None:
-    code = f"from shardwright.telemetry.events import EventWriter; EventWriter({str(tmp_path)!r})"
+    code = (
+        f"from shardwright.telemetry.event_log import EventWriter; EventWriter({str(tmp_path)!r})"
+    )
     with EventWriter(tmp_path):
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        other = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
         assert other.returncode != 0
         assert "another process is writing this run" in other.stderr
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -185,7 +224,7 @@ def test_two_writers_do_not_share_a_run(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_clear_error_and_leaves_whole_lines(tmp_path: Path) -> None:
     code = f"""
 import resource, signal
-from shardwright.telemetry.events import EventWriter
+from shardwright.telemetry.event_log import EventWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 writer = EventWriter({str(tmp_path)!r})
@@ -206,7 +245,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
 
 
 def losses(events: list[Event]) -> list[tuple[int | None, float]]:
-    return [(e.step, e.loss) for e in surviving_steps(events)]
+    return [(e.step, e.loss) for e in select_surviving_steps(events)]
 
 
 def test_a_resume_withdraws_the_steps_after_it() -> None:
@@ -214,20 +253,20 @@ def test_a_resume_withdraws_the_steps_after_it() -> None:
     events = [
         start_event(),
         *(step_event(i, loss=float(i)) for i in (1, 2)),
-        Checkpoint(step=2, path="a", size_bytes=1, seconds=1.0),
-        Evaluation(step=2, loss=2.0, **evaluation),
+        CheckpointEvent(step=2, path="a", size_bytes=1, seconds=1.0),
+        EvaluationEvent(step=2, loss=2.0, **evaluation),
         *(step_event(i, loss=float(i)) for i in (3, 4, 5)),
-        Evaluation(step=4, loss=4.0, **evaluation),
-        Failed(step=5, message="x"),
+        EvaluationEvent(step=4, loss=4.0, **evaluation),
+        FailureEvent(step=5, message="x"),
         start_event(),
-        Resumed(step=2, path="a"),
+        ResumeEvent(step=2, path="a"),
         step_event(3, loss=33.0),
     ]
     assert losses(events) == [(1, 1.0), (2, 2.0), (3, 33.0)]
-    kept = surviving(events)
-    assert [e.loss for e in kept if isinstance(e, Evaluation)] == [2.0]
+    kept = select_surviving(events)
+    assert [e.loss for e in kept if isinstance(e, EvaluationEvent)] == [2.0]
     assert [e.kind for e in kept].count("run_started") == 2
-    assert any(isinstance(e, Failed) for e in kept)
+    assert any(isinstance(e, FailureEvent) for e in kept)
 
 
 def test_a_start_without_resume_is_a_new_training() -> None:
@@ -237,17 +276,26 @@ def test_a_start_without_resume_is_a_new_training() -> None:
 
 def test_a_start_that_never_reached_a_step_withdraws_nothing() -> None:
     first = [start_event(), *(step_event(i, loss=1.0) for i in (1, 2, 3))]
-    assert len(losses([*first, start_event(), Failed(message="no memory")])) == 3
+    assert len(losses([*first, start_event(), FailureEvent(message="no memory")])) == 3
 
 
 def test_a_second_resume_further_back_wins_over_the_first() -> None:
     events: list[Event] = [start_event(), *(step_event(i, loss=1.0) for i in range(1, 9))]
-    events += [start_event(), Resumed(step=6, path="b"), *(step_event(i, loss=2.0) for i in (7, 8))]
-    events += [start_event(), Resumed(step=2, path="a"), *(step_event(i, loss=3.0) for i in (3, 4))]
+    events += [
+        start_event(),
+        ResumeEvent(step=6, path="b"),
+        *(step_event(i, loss=2.0) for i in (7, 8)),
+    ]
+    events += [
+        start_event(),
+        ResumeEvent(step=2, path="a"),
+        *(step_event(i, loss=3.0) for i in (3, 4)),
+    ]
     assert losses(events) == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0)]
 
 
 def test_a_skipped_step_stays_beside_its_step_event_in_either_order() -> None:
-    skip, step = SkippedStep(step=2, reason="nan"), step_event(2)
+    skip = SkippedStepEvent(step=2, reason="nan")
+    step = step_event(2)
     for pair in ([skip, step], [step, skip]):
-        assert len(surviving([start_event(), step_event(1), *pair, step_event(3)])) == 5
+        assert len(select_surviving([start_event(), step_event(1), *pair, step_event(3)])) == 5

@@ -1,4 +1,6 @@
-"""docs/events.md is the schema for people: held to the schema for machines, kind by kind and field by field."""
+"""docs/events.md is the schema for people: held to the schema for machines, kind by kind and field
+by field.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.telemetry.kinds import EVENT_TYPES, SCHEMA_VERSION, Event
+from shardwright.telemetry.event_types import EVENT_TYPES, SCHEMA_VERSION, Event
 
 PAGE = (Path(__file__).parents[3] / "docs" / "events.md").read_text(encoding="utf-8")
-ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.partition("## Kinds")[2], flags=re.MULTILINE))
+ROWS = dict(
+    re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.partition("## Kinds")[2], flags=re.MULTILINE)
+)
 ENVELOPE = {field.name for field in fields(Event)}
 
 
@@ -26,5 +30,7 @@ def test_every_field_is_there_and_those_that_may_be_absent_in_italics(kind: str)
     italic = set(re.findall(r"\*`([a-z_]+)`\*", ROWS[kind]))
     own = [field for field in fields(EVENT_TYPES[kind]) if field.name not in ENVELOPE]
     assert {field.name for field in own} <= named
-    optional = {field.name for field in own if field.default is not MISSING and field.default in (None, ())}
+    optional = {
+        field.name for field in own if field.default is not MISSING and field.default in (None, ())
+    }
     assert italic == optional

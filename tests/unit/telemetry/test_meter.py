@@ -7,11 +7,18 @@ import math
 
 import pytest
 
-from shardwright.telemetry.events import Checkpoint, Evaluation, Event, Resumed, RunFinished, SkippedStep
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    EvaluationEvent,
+    Event,
+    ResumeEvent,
+    RunFinishedEvent,
+    SkippedStepEvent,
+)
 from shardwright.telemetry.goodput import measure_goodput
 from shardwright.telemetry.meter import (
-    Progress,
-    Smoothed,
+    ExponentialMean,
+    RunProgress,
     ThroughputMeter,
     measure_throughput,
 )
@@ -19,24 +26,33 @@ from tests.unit.telemetry.samples import start_event, step_event
 
 
 def test_throughput_without_flops_or_ceiling() -> None:
-    rates = measure_throughput(100, 2.0, world_size=2, flops_per_token=None, matmul_flops_per_second=1e9)
+    rates = measure_throughput(
+        100, 2.0, world_size=2, flops_per_token=None, matmul_flops_per_second=1e9
+    )
     assert (rates.tokens_per_second, rates.model_flops_per_second, rates.mfu) == (50.0, None, None)
-    rates = measure_throughput(100, 2.0, world_size=2, flops_per_token=10.0, matmul_flops_per_second=None)
+    rates = measure_throughput(
+        100, 2.0, world_size=2, flops_per_token=10.0, matmul_flops_per_second=None
+    )
     assert (rates.model_flops_per_second, rates.mfu) == (500.0, None)
 
 
-def test_a_step_above_the_ceiling_raises_it_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_above_the_ceiling_raises_it_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     meter = ThroughputMeter(world_size=2, matmul_flops_per_second=1e9)
     with caplog.at_level("INFO", logger="shardwright"):
         mfus = [meter.measure(100, seconds, 10e6).mfu for seconds in (1.0, 0.25, 0.5, 0.125)]
     assert mfus == pytest.approx([0.5, 1.0, 0.5, 1.0])
     (record,) = caplog.records
-    assert "a step reached 200% of the measured matmul ceiling (1 GFLOP/s per device)" in record.getMessage()
+    assert (
+        "a step reached 200% of the measured matmul ceiling (1 GFLOP/s per device)"
+        in record.getMessage()
+    )
     assert meter.matmul_flops_per_second == pytest.approx(4e9)
 
 
 def test_smoothing_forgets_by_half_lives_and_passes_nan_by() -> None:
-    mean = Smoothed(half_life=2)
+    mean = ExponentialMean(half_life=2)
     assert math.isnan(mean.value)
     for _ in range(200):
         mean.add(8.0)
@@ -47,14 +63,20 @@ def test_smoothing_forgets_by_half_lives_and_passes_nan_by() -> None:
 
 
 def test_time_left_counts_evaluations_but_not_the_first_step() -> None:
-    progress = Progress()
+    progress = RunProgress()
     progress.on_event(start_event(total_steps=100))
     elapsed = 500.0  # a first step that compiles
-    progress.on_event(dataclasses.replace(step_event(1, step_seconds=500.0), elapsed_seconds=elapsed))
+    progress.on_event(
+        dataclasses.replace(step_event(1, step_seconds=500.0), elapsed_seconds=elapsed)
+    )
     assert math.isnan(progress.remaining_seconds)
     for step in range(2, 51):
-        elapsed += 2.0 if step % 2 else 1.0  # every other step is followed by an evaluation as long as itself
-        progress.on_event(dataclasses.replace(step_event(step, step_seconds=1.0), elapsed_seconds=elapsed))
+        elapsed += (
+            2.0 if step % 2 else 1.0
+        )  # every other step is followed by an evaluation as long as itself
+        progress.on_event(
+            dataclasses.replace(step_event(step, step_seconds=1.0), elapsed_seconds=elapsed)
+        )
     assert progress.remaining_seconds == pytest.approx(50 * 1.5, rel=0.02)
     assert progress.loss == pytest.approx(2.5)
 
@@ -66,13 +88,13 @@ def test_goodput_counts_what_a_resume_withdrew_as_lost() -> None:
     events = [
         at(1.0, start_event()),
         at(2.0, step_event(1, step_seconds=1.0)),
-        at(3.0, Checkpoint(step=1, path="a", size_bytes=1, seconds=1.0)),
+        at(3.0, CheckpointEvent(step=1, path="a", size_bytes=1, seconds=1.0)),
         at(4.0, step_event(2, step_seconds=1.0)),
         at(1.0, start_event()),
-        at(1.0, Resumed(step=1, path="a")),
+        at(1.0, ResumeEvent(step=1, path="a")),
         at(2.0, step_event(2, step_seconds=1.0)),
         at(3.0, step_event(3, step_seconds=1.0)),
-        at(3.0, SkippedStep(step=3, reason="nan")),
+        at(3.0, SkippedStepEvent(step=3, reason="nan")),
     ]
     goodput = measure_goodput(events)
     assert goodput.lost_seconds == {
@@ -85,7 +107,9 @@ def test_goodput_counts_what_a_resume_withdrew_as_lost() -> None:
 
 
 def test_goodput_names_every_loss_and_they_add_up() -> None:
-    """Two processes with ten seconds between them; the first was up for two seconds before it opened its file."""
+    """Two processes with ten seconds between them; the first was up for two seconds before it
+    opened its file.
+    """
 
     def at(elapsed: float, event: Event, opened: float = 1000.0) -> Event:
         return dataclasses.replace(event, elapsed_seconds=elapsed, time=opened + elapsed)
@@ -93,17 +117,29 @@ def test_goodput_names_every_loss_and_they_add_up() -> None:
     events = [
         at(0.5, start_event()),
         at(3.0, step_event(1, step_seconds=1.0)),
-        at(4.0, Evaluation(step=1, loss=2.0, perplexity=7.0, tokens=9, seconds=0.75)),
-        at(4.5, Checkpoint(step=1, path="a", size_bytes=1, seconds=9.0, stall_seconds=0.25)),
-        at(5.0, RunFinished(step=1, status="preempted", total_seconds=7.0, total_tokens=64)),
+        at(4.0, EvaluationEvent(step=1, loss=2.0, perplexity=7.0, tokens=9, seconds=0.75)),
+        at(4.5, CheckpointEvent(step=1, path="a", size_bytes=1, seconds=9.0, stall_seconds=0.25)),
+        at(5.0, RunFinishedEvent(step=1, status="preempted", total_seconds=7.0, total_tokens=64)),
         at(1.0, start_event(), 1015.0),
-        at(1.0, Resumed(step=1, path="a"), 1015.0),
+        at(1.0, ResumeEvent(step=1, path="a"), 1015.0),
         at(3.0, step_event(2, step_seconds=1.5), 1015.0),
     ]
     goodput = measure_goodput(events)
     assert goodput.lost_seconds == pytest.approx(
-        {"set-up": 5.5, "evaluations": 0.75, "checkpoints": 0.25, "between steps": 1.0, "down": 10.0}
+        {
+            "set-up": 5.5,
+            "evaluations": 0.75,
+            "checkpoints": 0.25,
+            "between steps": 1.0,
+            "down": 10.0,
+        }
     )
-    assert (goodput.useful_seconds, goodput.total_seconds, goodput.wall_seconds) == (2.5, 10.0, 20.0)
-    assert goodput.useful_seconds + sum(goodput.lost_seconds.values()) == pytest.approx(goodput.wall_seconds)
+    assert (goodput.useful_seconds, goodput.total_seconds, goodput.wall_seconds) == (
+        2.5,
+        10.0,
+        20.0,
+    )
+    assert goodput.useful_seconds + sum(goodput.lost_seconds.values()) == pytest.approx(
+        goodput.wall_seconds
+    )
     assert goodput.share == pytest.approx(0.125)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwright.telemetry.sensors import Reading, open_sensor
+from shardwright.telemetry.sensors import SensorReading, open_sensor
 
 
 class NVMLError(Exception):
@@ -31,19 +31,24 @@ def fail(*_: object) -> None:
 
 def test_a_device_is_found_by_its_uuid_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setitem(sys.modules, "pynvml", stand_in(nvmlDeviceGetHandleByUUID=lambda name: asked.append(name)))
+    monkeypatch.setitem(
+        sys.modules, "pynvml", stand_in(nvmlDeviceGetHandleByUUID=lambda name: asked.append(name))
+    )
     sensor = open_sensor("1234-ab")
     assert sensor is not None
     assert asked == [b"GPU-1234-ab"]
     reading = sensor.read()
-    assert (reading.temperature_celsius, reading.throttled) == (61.0, "heat")  # idle, bit 1, is no throttling
+    assert (reading.temperature_celsius, reading.throttle_reasons) == (
+        61.0,
+        "heat",
+    )  # idle, bit 1, is no throttling
 
 
 def test_a_reading_that_fails_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", stand_in(nvmlDeviceGetTemperature=fail))
     sensor = open_sensor("x")
     assert sensor is not None
-    assert sensor.read() == Reading()
+    assert sensor.read() == SensorReading()
 
 
 @pytest.mark.parametrize("module", [None, stand_in(nvmlInit=fail)], ids=["no package", "no driver"])

@@ -15,11 +15,26 @@ from typing import Any
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.telemetry.events import MEASUREMENTS, Event, EventWriter, Resumed, RunFinished, Step, Warned, read_events
-from shardwright.telemetry.exporters import MLflow, TensorBoard, WeightsAndBiases, open_exporter, scalars_of
-from shardwright.telemetry.meter import Progress
-from shardwright.telemetry.sinks import LogFile, PlainLines, RankedErrors, describe
-from shardwright.telemetry.speaker import Speaker, open_speaker
+from shardwright.telemetry.event_log import (
+    MEASUREMENT_TYPES,
+    Event,
+    EventWriter,
+    ResumeEvent,
+    RunFinishedEvent,
+    StepEvent,
+    WarningEvent,
+    read_events,
+)
+from shardwright.telemetry.event_logger import EventLogger, open_event_logger
+from shardwright.telemetry.exporters import (
+    MLflow,
+    TensorBoard,
+    WeightsAndBiases,
+    extract_scalars,
+    open_exporter,
+)
+from shardwright.telemetry.meter import RunProgress
+from shardwright.telemetry.sinks import LogFile, PlainLines, RankErrorLines, describe_event
 from shardwright.telemetry.terminal import Terminal
 from tests.unit.telemetry.samples import start_event, step_event
 from tests.unit.telemetry.test_events import ONE_OF_EACH
@@ -34,14 +49,14 @@ class TerminalStream(io.StringIO):
 
 @pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: event.kind)
 def test_every_kind_has_one_plain_line_but_measurements(event: Event) -> None:
-    if isinstance(event, MEASUREMENTS):
+    if isinstance(event, MEASUREMENT_TYPES):
         for stream in (io.StringIO(), TerminalStream()):
             sink = Terminal(stream) if stream.isatty() else PlainLines(stream)
             sink.on_event(event)
             sink.close()
             assert stream.getvalue() == ""
         return
-    line = describe(event)
+    line = describe_event(event)
     assert line
     assert "\n" not in line
     assert "None" not in line
@@ -50,10 +65,18 @@ def test_every_kind_has_one_plain_line_but_measurements(event: Event) -> None:
 def test_plain_lines_show_every_nth_step_and_the_last() -> None:
     stream = io.StringIO()
     sink = PlainLines(stream, every_steps=4)
-    for event in (start_event(total_steps=10), *(step_event(i) for i in range(1, 11)), Warned(message="look")):
+    for event in (
+        start_event(total_steps=10),
+        *(step_event(i) for i in range(1, 11)),
+        WarningEvent(message="look"),
+    ):
         sink.on_event(event)
     lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("step")] == ["4/10", "8/10", "10/10"]
+    assert [line.split()[1] for line in lines if line.startswith("step")] == [
+        "4/10",
+        "8/10",
+        "10/10",
+    ]
     assert "64 tokens/s" not in stream.getvalue()
     assert "128 tokens/s" in lines[1]
     assert lines[-1] == "warning: look"
@@ -71,10 +94,13 @@ def test_the_log_file_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_other_ranks_say_warnings_and_failures_with_their_rank() -> None:
     stream = io.StringIO()
-    sink = RankedErrors(3, stream)
+    sink = RankErrorLines(3, stream)
     for event in ONE_OF_EACH:
         sink.on_event(event)
-    assert stream.getvalue().splitlines() == ["[rank 3] warning: slow — disk", "[rank 3] failed: died"]
+    assert stream.getvalue().splitlines() == [
+        "[rank 3] warning: slow — disk",
+        "[rank 3] failed: died",
+    ]
 
 
 class Broken:
@@ -93,39 +119,42 @@ class Broken:
 
 
 def test_a_sink_that_raises_is_off_with_one_warning(tmp_path: Path) -> None:
-    broken, stream = Broken(), io.StringIO()
-    speaker = Speaker(EventWriter(tmp_path), [broken, PlainLines(stream)])
+    broken = Broken()
+    stream = io.StringIO()
+    speaker = EventLogger(EventWriter(tmp_path), [broken, PlainLines(stream)])
     for step in range(1, 5):
-        speaker.emit(step_event(step))
+        speaker.log_event(step_event(step))
     speaker.close()
     assert broken.events == 2
     log = read_events(tmp_path)
-    assert [e.step for e in log.of(Step)] == [1, 2, 3, 4]
-    assert [e.message for e in log.of(Warned)] == ["Broken is off for the rest of the run: OSError: the service is gone"]
+    assert [e.step for e in log.filter_by_type(StepEvent)] == [1, 2, 3, 4]
+    assert [e.message for e in log.filter_by_type(WarningEvent)] == [
+        "Broken is off for the rest of the run: OSError: the service is gone"
+    ]
     assert stream.getvalue().count("Broken is off") == 1
 
 
 def test_all_sinks_broken_still_leaves_the_events(tmp_path: Path) -> None:
-    speaker = Speaker(EventWriter(tmp_path), [Broken(), Broken()])
+    speaker = EventLogger(EventWriter(tmp_path), [Broken(), Broken()])
     for step in range(1, 4):
-        speaker.emit(step_event(step))
+        speaker.log_event(step_event(step))
     speaker.close()
-    assert len(read_events(tmp_path).of(Step)) == 3
+    assert len(read_events(tmp_path).filter_by_type(StepEvent)) == 3
 
 
 def test_only_rank_0_writes_the_run_folder(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with open_speaker(tmp_path / "run", rank=1, stream=stream) as speaker:
-        speaker.emit(step_event(1))
-        speaker.write("failed", message="no memory\nat all", rank=1)
+    with open_event_logger(tmp_path / "run", rank=1, stream=stream) as speaker:
+        speaker.log_event(step_event(1))
+        speaker.log("failed", message="no memory\nat all", rank=1)
     assert not (tmp_path / "run").exists()
     assert stream.getvalue() == "[rank 1] failed: no memory\n[rank 1] failed: at all\n"
 
 
 def test_a_wrong_exporter_lets_go_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"allowed: tensorboard, wandb, mlflow"):
-        open_speaker(tmp_path, exporters=["tensorbored"], stream=io.StringIO())
-    open_speaker(tmp_path, stream=io.StringIO()).close()  # the lock was given back
+        open_event_logger(tmp_path, exporters=["tensorbored"], stream=io.StringIO())
+    open_event_logger(tmp_path, stream=io.StringIO()).close()  # the lock was given back
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +170,16 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 def test_the_bar_fits_its_terminal(width: int) -> None:
     stream = TerminalStream()
     terminal = Terminal(stream, width=width)
-    for event in (start_event(total_steps=10, name="x"), *(step_event(i, mfu=0.4) for i in range(1, 11))):
+    for event in (
+        start_event(total_steps=10, name="x"),
+        *(step_event(i, mfu=0.4) for i in range(1, 11)),
+    ):
         terminal.on_event(event)
     terminal.close()
     final = stream.getvalue().split("\r")[-1].split("\n")[0]
-    plain = "".join(part.partition("m")[2] if index else part for index, part in enumerate(final.split("\x1b[")))
+    plain = "".join(
+        part.partition("m")[2] if index else part for index, part in enumerate(final.split("\x1b["))
+    )
     assert len(plain.rstrip()) <= width
     assert "10/10" in plain
     assert "loss 2.5" in plain
@@ -160,7 +194,7 @@ def test_the_time_left_stands_last_and_is_gone_at_the_end() -> None:
         stream.truncate(0)
         stream.seek(0)
         terminal.on_event(step_event(step))
-        terminal._draw(at_once=True)
+        terminal._draw(should_force=True)
         assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).rstrip().endswith(last)
     terminal.close()
 
@@ -176,15 +210,19 @@ def test_the_bar_survives_a_loss_that_is_not_finite() -> None:
 def test_the_last_word_stands_below_the_bar() -> None:
     stream = TerminalStream()
     terminal = Terminal(stream, width=100)
-    for event in (start_event(), step_event(10), RunFinished(step=10, status="completed", total_seconds=5.0, total_tokens=640)):
+    for event in (
+        start_event(),
+        step_event(10),
+        RunFinishedEvent(step=10, status="completed", total_seconds=5.0, total_tokens=640),
+    ):
         terminal.on_event(event)
     terminal.close()
     assert stream.getvalue().rindex("completed after") > stream.getvalue().rindex("10/10")
 
 
 def test_progress_of_a_resumed_run_starts_at_its_step() -> None:
-    progress = Progress()
-    for event in (start_event(total_steps=100), Resumed(step=60, path="a")):
+    progress = RunProgress()
+    for event in (start_event(total_steps=100), ResumeEvent(step=60, path="a")):
         progress.on_event(event)
     assert progress.step == 60
 
@@ -194,7 +232,8 @@ def read_tensorboard(folder: Path) -> list[Any]:
 
     records = []
     for path in sorted(folder.iterdir()):
-        content, at = path.read_bytes(), 0
+        content = path.read_bytes()
+        at = 0
         while at < len(content):
             (length,) = struct.unpack_from("<Q", content, at)
             records.append(Record.FromString(content[at + 12 : at + 12 + length]))
@@ -209,14 +248,20 @@ def test_tensorboard_gets_the_scalars_and_the_purge(tmp_path: Path) -> None:
         sink.on_event(event)
     sink.close()
     records = read_tensorboard(tmp_path / "tensorboard")
-    values = {value.tag: (record.step, value.simple_value) for record in records for value in record.summary.value}
+    values = {
+        value.tag: (record.step, value.simple_value)
+        for record in records
+        for value in record.summary.value
+    }
     assert values["train/loss"] == (1, 2.5)
     assert values["validation/loss"] == (1, 2.0)
     assert values["memory_bytes/rank_1"] == (1, 200.0)
     assert [r.step for r in records if r.HasField("session_log")] == [2]
 
 
-def test_weights_and_biases_gets_a_run_that_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_gets_a_run_that_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: dict[str, Any] = {"log": [], "metrics": []}
     run = SimpleNamespace(
         log=calls["log"].append,
@@ -224,7 +269,11 @@ def test_weights_and_biases_gets_a_run_that_can_be_resumed(tmp_path: Path, monke
         finish=lambda exit_code: calls.update(exit_code=exit_code),
         summary={},
     )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: calls.update(init=options) or run))
+    monkeypatch.setitem(
+        sys.modules,
+        "wandb",
+        SimpleNamespace(init=lambda **options: calls.update(init=options) or run),
+    )
     ids = []
     for _ in range(2):
         sink = WeightsAndBiases(tmp_path)
@@ -240,8 +289,16 @@ def test_weights_and_biases_gets_a_run_that_can_be_resumed(tmp_path: Path, monke
     assert run.summary["final_loss"] == 2.0
 
 
-def test_mlflow_gets_a_run_that_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: dict[str, list[Any]] = {"created": [], "batches": [], "updated": [], "ended": [], "uris": []}
+def test_mlflow_gets_a_run_that_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: dict[str, list[Any]] = {
+        "created": [],
+        "batches": [],
+        "updated": [],
+        "ended": [],
+        "uris": [],
+    }
 
     class Client:
         def __init__(self, tracking_uri: str) -> None:
@@ -270,7 +327,9 @@ def test_mlflow_gets_a_run_that_can_be_resumed(tmp_path: Path, monkeypatch: pyte
             calls["ended"].append((run_id, status))
 
     tuples = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client, entities=tuples))
+    monkeypatch.setitem(
+        sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client, entities=tuples)
+    )
     monkeypatch.setitem(sys.modules, "mlflow.entities", tuples)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for _ in range(2):
@@ -290,13 +349,13 @@ def test_mlflow_gets_a_run_that_can_be_resumed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_none_is_no_scalar() -> None:
-    assert "speed/mfu" not in scalars_of(step_event(1))
-    assert scalars_of(Warned(message="x")) == {}
+    assert "speed/mfu" not in extract_scalars(step_event(1))
+    assert extract_scalars(WarningEvent(message="x")) == {}
 
 
 def test_no_sink_imports_torch() -> None:
     code = (
-        "import sys, shardwright.telemetry.speaker as s\n"
+        "import sys, shardwright.telemetry.event_logger as s\n"
         "from shardwright.telemetry.exporters import open_exporter\n"
         "import tempfile, pathlib\n"
         "open_exporter('tensorboard', pathlib.Path(tempfile.mkdtemp())).close()\n"
@@ -307,6 +366,6 @@ def test_no_sink_imports_torch() -> None:
 
 
 def test_the_speaker_returns_what_was_written(tmp_path: Path) -> None:
-    with Speaker(None, []) as speaker:
-        event = speaker.write("warning", message="m")
-    assert isinstance(event, Warned)
+    with EventLogger(None, []) as speaker:
+        event = speaker.log("warning", message="m")
+    assert isinstance(event, WarningEvent)

@@ -14,15 +14,26 @@ from shardwright.telemetry.trace import RankTrace, merge_traces
 
 def write_trace(path: Path, base_nanoseconds: int, *events: dict[str, Any]) -> Path:
     named = {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}}
-    path.write_text(json.dumps({"baseTimeNanoseconds": base_nanoseconds, "traceEvents": [named, *events]}))
+    path.write_text(
+        json.dumps({"baseTimeNanoseconds": base_nanoseconds, "traceEvents": [named, *events]})
+    )
     return path
 
 
 def test_ranks_stand_on_one_clock_with_processes_and_flows_of_their_own(tmp_path: Path) -> None:
-    """Rank 1's clock is 2 s behind and its trace's base 1 s later: what it did at its 500 was at rank 0's 3,000,500 - 100."""
+    """Rank 1's clock is 2 s behind and its trace's base 1 s later: what it did at its 500 was at
+    rank 0's 3,000,500 - 100.
+    """
     event = {"ph": "X", "pid": 77, "tid": 1, "name": "work", "dur": 5}
-    first = write_trace(tmp_path / "0", 10**9, event | {"ts": 100}, {"ph": "s", "id": 4, "pid": 77, "ts": 101})
-    second = write_trace(tmp_path / "1", 2 * 10**9, event | {"ts": 500}, {"ph": "f", "id": 4, "pid": "Spans", "ts": 501})
+    first = write_trace(
+        tmp_path / "0", 10**9, event | {"ts": 100}, {"ph": "s", "id": 4, "pid": 77, "ts": 101}
+    )
+    second = write_trace(
+        tmp_path / "1",
+        2 * 10**9,
+        event | {"ts": 500},
+        {"ph": "f", "id": 4, "pid": "Spans", "ts": 501},
+    )
     traces = [RankTrace(0, first, 0.0), RankTrace(1, second, 2.0)]
     out = tmp_path / "all.json.gz"
     count = merge_traces(traces, out)

@@ -1,4 +1,6 @@
-"""A run folder as training leaves it, made in a moment: recipe, config.json, tokenizer, checkpoints."""
+"""A run folder as training leaves it, made in a moment: recipe, config.json, tokenizer,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from typing import Any
 import torch
 
 from shardwright.architecture import ModelShape, read_config
-from shardwright.checkpoint.save import save_checkpoint
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.config import Recipe
 from shardwright.data.tokenizer import CharacterTokenizer
-from shardwright.model.init import initialise
-from shardwright.train.folder import RunFolder
+from shardwright.model.weight_init import initialise_parameter
 from tests.unit.checkpoint.some_values import run_values
 
 CONFIG: dict[str, Any] = {
@@ -32,26 +34,37 @@ ALPHABET = "abcdefghij"
 
 def weights_at(shape: ModelShape, step: int) -> dict[str, torch.Tensor]:
     """Weights of a step: those of the step's number as seed."""
-    return {spec.name: initialise(spec, step, dtype=torch.float32) for spec in shape.parameters()}
+    return {
+        spec.name: initialise_parameter(spec, step, dtype=torch.float32)
+        for spec in shape.list_parameters()
+    }
 
 
-def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3), best: int | None = 2, precision: str = "bf16") -> RunFolder:
+def make_run(
+    path: Path, *, steps: tuple[int, ...] = (1, 2, 3), best: int | None = 2, precision: str = "bf16"
+) -> RunFolder:
     """Write the folder; the weights of its checkpoints are `weights_at` their steps."""
-    folder, shape = RunFolder(path), read_config(CONFIG)
+    folder = RunFolder(path)
+    shape = read_config(CONFIG)
     recipe = Recipe.model_validate(
         {
             "name": "made",
             "model": {"config": CONFIG},
             "tokenizer": {"kind": "character"},
             "data": {"sources": "corpus.txt"},
-            "training": {"sequence_length": 8, "micro_batch_size": 1, "max_steps": 3, "learning_rate": 1e-3},
+            "training": {
+                "sequence_length": 8,
+                "micro_batch_size": 1,
+                "max_steps": 3,
+                "learning_rate": 1e-3,
+            },
             "precision": precision,
         }
     )
-    folder.write(recipe, {}, shape.to_config())
-    CharacterTokenizer(ALPHABET).save(folder.tokenizer)
+    folder.write_metadata(recipe, {}, shape.to_config())
+    CharacterTokenizer(ALPHABET).save(folder.tokenizer_path)
     for step in steps:
         tensors = {f"model.{name}": tensor for name, tensor in weights_at(shape, step).items()}
         tensors |= {f"optimizer.{name}.momentum": torch.zeros(3) for name in ("a", "b")}
-        save_checkpoint(folder.checkpoints, step, tensors, run_values(step), best=step == best)
+        save_checkpoint(folder.checkpoints, step, tensors, run_values(step), is_best=step == best)
     return folder

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwright.config.load import parse_layout
+from shardwright.config.recipe_loading import parse_layout
 
 ROWS = [
-    {"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": f"{a + b + 1 + (a * b) % 3} or {'so' * (a % 4)}"}
+    {
+        "prompt": f"{a}+{b}=",
+        "chosen": f"{a + b}",
+        "rejected": f"{a + b + 1 + (a * b) % 3} or {'so' * (a % 4)}",
+    }
     for a in range(6)
     for b in range(5)
 ]

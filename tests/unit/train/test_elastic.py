@@ -9,14 +9,28 @@ from typing import Any
 import pytest
 
 from shardwright.config import Recipe
-from shardwright.errors import NonFiniteError, Preempted, RankFailed, RecipeError, RunFailed, SaveFailed, ShardwrightError
-from shardwright.train.elastic import Generation, run_generations, smaller_world
-from shardwright.train.signals import StopRequest
+from shardwright.errors import (
+    NonFiniteError,
+    Preempted,
+    RankFailed,
+    RecipeError,
+    RunFailed,
+    SaveFailed,
+    ShardwrightError,
+)
+from shardwright.launch.elastic import LaunchAttempt, find_smaller_world_size, run_with_restarts
+from shardwright.launch.stop_signals import StopRequest
 from tests.unit.train.finished import CONFIG
 
 
 def recipe_in(folder: Path, *, layout: dict[str, Any] | None = None, **elastic: int) -> Recipe:
-    training = {"sequence_length": 8, "global_batch_size": 12, "micro_batch_size": 1, "max_steps": 2, "learning_rate": 1e-3}
+    training = {
+        "sequence_length": 8,
+        "global_batch_size": 12,
+        "micro_batch_size": 1,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+    }
     return Recipe.model_validate(
         {
             "model": {"config": CONFIG},
@@ -31,13 +45,17 @@ def recipe_in(folder: Path, *, layout: dict[str, Any] | None = None, **elastic: 
 
 
 class Launches:
-    """Ends each generation as told; an int is the step of a checkpoint that it saves before the end that follows."""
+    """Ends each generation as told; an int is the step of a checkpoint that it saves before the end
+    that follows.
+    """
 
     def __init__(self, folder: Path, *ends: ShardwrightError | int | None) -> None:
-        self.folder, self.ends, self.seen = folder / "checkpoints", list(ends), list[Generation]()
+        self.folder = folder / "checkpoints"
+        self.ends = list(ends)
+        self.build_visibility = list[LaunchAttempt]()
 
-    def __call__(self, generation: Generation) -> None:
-        self.seen.append(generation)
+    def __call__(self, generation: LaunchAttempt) -> None:
+        self.build_visibility.append(generation)
         end = self.ends.pop(0)
         if isinstance(end, int):
             self.folder.mkdir(exist_ok=True)
@@ -49,44 +67,69 @@ class Launches:
 
 
 def test_a_lost_rank_is_tried_again_and_counted(tmp_path: Path) -> None:
-    launches = Launches(tmp_path, RankFailed("rank 1 died\nlong story"), 4, RankFailed("rank 0 died"), None)
-    run_generations(recipe_in(tmp_path, max_restarts=2), 4, launches, StopRequest())
-    assert launches.seen == [Generation(0, 4), Generation(1, 4, "rank 1 died"), Generation(2, 4, "rank 0 died")]
+    launches = Launches(
+        tmp_path, RankFailed("rank 1 died\nlong story"), 4, RankFailed("rank 0 died"), None
+    )
+    run_with_restarts(recipe_in(tmp_path, max_restarts=2), 4, launches, StopRequest())
+    assert launches.build_visibility == [
+        LaunchAttempt(0, 4),
+        LaunchAttempt(1, 4, "rank 1 died"),
+        LaunchAttempt(2, 4, "rank 0 died"),
+    ]
     launches = Launches(tmp_path, *(RankFailed(f"{number}") for number in range(3)))
     with pytest.raises(RankFailed, match="2"):
-        run_generations(recipe_in(tmp_path, max_restarts=2), 4, launches, StopRequest())
+        run_with_restarts(recipe_in(tmp_path, max_restarts=2), 4, launches, StopRequest())
 
 
 def test_without_the_section_nothing_is_tried_again(tmp_path: Path) -> None:
     launches = Launches(tmp_path, RankFailed("rank 1 died"))
     with pytest.raises(RankFailed):
-        run_generations(recipe_in(tmp_path), 2, launches, StopRequest())
+        run_with_restarts(recipe_in(tmp_path), 2, launches, StopRequest())
 
 
-@pytest.mark.parametrize("end", [NonFiniteError("nan"), SaveFailed("full"), Preempted("asked"), RecipeError("wrong")])
+@pytest.mark.parametrize(
+    "end", [NonFiniteError("nan"), SaveFailed("full"), Preempted("asked"), RecipeError("wrong")]
+)
 def test_what_would_end_the_same_is_not_tried_again(tmp_path: Path, end: ShardwrightError) -> None:
     with pytest.raises(type(end)):
-        run_generations(recipe_in(tmp_path, max_restarts=9), 2, Launches(tmp_path, end), StopRequest())
+        run_with_restarts(
+            recipe_in(tmp_path, max_restarts=9), 2, Launches(tmp_path, end), StopRequest()
+        )
 
 
 def test_a_stop_is_a_stop_though_a_rank_broke_on_the_way(tmp_path: Path) -> None:
     stop = StopRequest()
-    stop.note(signal.SIGTERM)
+    stop.record(signal.SIGTERM)
     with pytest.raises(RunFailed):
-        run_generations(recipe_in(tmp_path, max_restarts=9), 2, Launches(tmp_path, RunFailed("broke")), stop)
+        run_with_restarts(
+            recipe_in(tmp_path, max_restarts=9), 2, Launches(tmp_path, RunFailed("broke")), stop
+        )
 
 
 def test_the_world_shrinks_only_where_nothing_new_was_saved(tmp_path: Path) -> None:
     died = RankFailed("died")
     launches = Launches(tmp_path, 2, died, died, 4, died, None)
-    run_generations(recipe_in(tmp_path, max_restarts=5, min_ranks=2), 6, launches, StopRequest())
-    assert [generation.world_size for generation in launches.seen] == [6, 6, 4, 4]  # 5 ranks do not divide 12 sequences
+    run_with_restarts(recipe_in(tmp_path, max_restarts=5, min_ranks=2), 6, launches, StopRequest())
+    assert [generation.world_size for generation in launches.build_visibility] == [
+        6,
+        6,
+        4,
+        4,
+    ]  # 5 ranks do not divide 12 sequences
 
 
 def test_a_smaller_world_keeps_layout_and_global_batch(tmp_path: Path) -> None:
-    assert smaller_world(recipe_in(tmp_path, max_restarts=1, min_ranks=1), 4) == 3
-    assert smaller_world(recipe_in(tmp_path, max_restarts=1, min_ranks=4), 4) is None
-    assert smaller_world(recipe_in(tmp_path, max_restarts=1), 4) is None
-    assert smaller_world(recipe_in(tmp_path, max_restarts=1, min_ranks=1, layout={"tp": 2}), 4) == 2
+    assert find_smaller_world_size(recipe_in(tmp_path, max_restarts=1, min_ranks=1), 4) == 3
+    assert find_smaller_world_size(recipe_in(tmp_path, max_restarts=1, min_ranks=4), 4) is None
+    assert find_smaller_world_size(recipe_in(tmp_path, max_restarts=1), 4) is None
+    assert (
+        find_smaller_world_size(
+            recipe_in(tmp_path, max_restarts=1, min_ranks=1, layout={"tp": 2}), 4
+        )
+        == 2
+    )
     fixed = {"dp_replicate": 1, "dp_shard": 4, "zero_stage": 3}
-    assert smaller_world(recipe_in(tmp_path, max_restarts=1, min_ranks=1, layout=fixed), 4) is None
+    assert (
+        find_smaller_world_size(recipe_in(tmp_path, max_restarts=1, min_ranks=1, layout=fixed), 4)
+        is None
+    )

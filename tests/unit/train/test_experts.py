@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwright.architecture import read_config
-from shardwright.train.experts import ExpertLoads, LoadWatch, read_loads
+from shardwright.train.expert_load import ExpertLoadMonitor, ExpertLoads, read_expert_loads
 from tests.reference.cases import CASES
 
 
@@ -18,15 +18,25 @@ def test_a_table_becomes_loads_of_sparse_layers() -> None:
     table = torch.zeros(3, 8 + 3, dtype=torch.float64)
     table[1:, :8] = torch.tensor([[4, 0, 0, 0, 0, 0, 0, 4], [1, 1, 1, 1, 1, 1, 1, 1]])
     table[1:, 8:] = torch.tensor([[2, 6.0, 1.0], [1, 3.0, 2.0]])
-    found = read_loads(table, shape, num_rows=3)
-    assert found.tokens == {1: (4, 0, 0, 0, 0, 0, 0, 4), 2: (1,) * 8}
-    assert (found.dropped, found.balance_loss, found.z_loss, found.busiest) == (3, 1.5, 0.5, 4.0)
+    found = read_expert_loads(table, shape, num_rows=3)
+    assert found.tokens_by_layer == {1: (4, 0, 0, 0, 0, 0, 0, 4), 2: (1,) * 8}
+    assert (found.num_dropped, found.balance_loss, found.z_loss, found.max_load_ratio) == (
+        3,
+        1.5,
+        0.5,
+        4.0,
+    )
 
 
 def test_an_overloaded_expert_is_named_once_with_numbers() -> None:
-    watch = LoadWatch(experts_per_token=1)  # of four experts: limit 2.5 times the even share
-    even, heavy = loads(25, 25, 25, 25), loads(5, 85, 5, 5)
-    assert [watch.observe(heavy) for _ in range(watch.STEPS - 1)] == [None] * (watch.STEPS - 1)
+    watch = ExpertLoadMonitor(
+        experts_per_token=1
+    )  # of four experts: limit 2.5 times the even share
+    even = loads(25, 25, 25, 25)
+    heavy = loads(5, 85, 5, 5)
+    assert [watch.observe(heavy) for _ in range(watch.WINDOW_STEPS - 1)] == [None] * (
+        watch.WINDOW_STEPS - 1
+    )
     told = watch.observe(heavy)
     assert told is not None
     assert "expert 1 of layer 3" in told
@@ -38,6 +48,8 @@ def test_an_overloaded_expert_is_named_once_with_numbers() -> None:
 
 
 def test_a_burst_is_not_a_habit() -> None:
-    watch = LoadWatch(experts_per_token=1)
+    watch = ExpertLoadMonitor(experts_per_token=1)
     for step in range(100):
-        assert watch.observe(loads(0, 100, 0, 0) if step % 10 == 9 else loads(25, 25, 25, 25)) is None
+        assert (
+            watch.observe(loads(0, 100, 0, 0) if step % 10 == 9 else loads(25, 25, 25, 25)) is None
+        )

@@ -1,4 +1,6 @@
-"""Fine-tuning a folder of bf16 weights: fp32 master weights, parameters frozen by pattern, pruned weights kept."""
+"""Fine-tuning a folder of bf16 weights: fp32 master weights, parameters frozen by pattern, pruned
+weights kept.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import read_config
-from shardwright.checkpoint.commit import LATEST
+from shardwright.checkpoint.commit import LATEST_NAME
 from shardwright.config import Recipe
 from shardwright.data.tokenizer import CharacterTokenizer
-from shardwright.model.export import write_folder
-from shardwright.model.init import initialise
-from shardwright.train.source import find_checkpoint, open_source
-from shardwright.train.start import train
+from shardwright.inference.model_source import find_checkpoint, open_model_source
+from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.train.run import train
 from tests.unit.train.finished import ALPHABET, CONFIG
 
 PRUNED = "model.layers.0.mlp.down_proj.weight"
@@ -25,17 +27,26 @@ def fine_tuned(folder: Path, **model: Any) -> tuple[dict[str, Tensor], Path]:
     """The weights of a base in bf16, and the run that went on from it."""
     tokenizer = CharacterTokenizer("".join(sorted(set(ALPHABET))))
     shape = read_config(CONFIG | {"vocab_size": tokenizer.vocab_size})
-    specs = {spec.name: spec for spec in shape.parameters()}
-    base = {name: initialise(spec, 1, dtype=torch.bfloat16) for name, spec in specs.items()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    base = {
+        name: initialise_parameter(spec, 1, dtype=torch.bfloat16) for name, spec in specs.items()
+    }
     base[PRUNED].view(-1)[::2] = 0.0
-    write_folder(folder / "base", shape, lambda name: base[name], dtype=torch.bfloat16, tokenizer=tokenizer)
+    write_hf_folder(
+        folder / "base", shape, lambda name: base[name], dtype=torch.bfloat16, tokenizer=tokenizer
+    )
     (folder / "corpus.txt").write_text(ALPHABET * 20)
     recipe = Recipe.model_validate(
         {
             "model": {"path": str(folder / "base")} | model,
             "tokenizer": {"kind": "character"},
             "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
-            "training": {"sequence_length": 8, "micro_batch_size": 2, "max_steps": 2, "learning_rate": 1e-7},
+            "training": {
+                "sequence_length": 8,
+                "micro_batch_size": 2,
+                "max_steps": 2,
+                "learning_rate": 1e-7,
+            },
             "precision": "bf16",
             "run": {"dir": str(folder / "run"), "device": "cpu"},
         }
@@ -46,9 +57,9 @@ def fine_tuned(folder: Path, **model: Any) -> tuple[dict[str, Tensor], Path]:
 
 def test_steps_too_small_for_bf16_are_kept_in_fp32(tmp_path: Path) -> None:
     base, run = fine_tuned(tmp_path, freeze=["model.embed_tokens.*"], keep_zeros=True)
-    stored = find_checkpoint(run / "checkpoints", LATEST).manifest.tensors  # type: ignore[arg-type]
+    stored = find_checkpoint(run / "checkpoints", LATEST_NAME).manifest.tensors  # type: ignore[arg-type]
     assert {entry.dtype for entry in stored.values()} == {"F32"}
-    source = open_source(run)
+    source = open_model_source(run)
     trained = {name: source.read(name) for name in base}
     for name, weights in trained.items():
         moved = weights != base[name].float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwright.train.folder import RunFolder
+from shardwright.checkpoint.run_folder import RunFolder
 
 
 def test_a_run_that_died_in_its_first_save_has_no_checkpoint(tmp_path: Path) -> None:

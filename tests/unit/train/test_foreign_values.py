@@ -1,4 +1,6 @@
-"""A checkpoint with right hashes and other content than ours: refused by field wherever it is read, or accepted and trained on."""
+"""A checkpoint with right hashes and other content than ours: refused by field wherever it is read,
+or accepted and trained on.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.checkpoint.integrity import VerifiedCheckpoint
 from shardwright.checkpoint.manifest import encode_values, parse_json
-from shardwright.checkpoint.verify import WholeCheckpoint
+from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.cli.main import run as shardwright
 from shardwright.config import Recipe, dump_recipe
 from shardwright.errors import CheckpointError
-from shardwright.telemetry.speaker import Speaker
-from shardwright.train import saving
-from shardwright.train.folder import RunFolder
-from shardwright.train.preflight import Checked, check
-from shardwright.train.saving import Saver, find_start
-from shardwright.train.setup import TrainState, build_state
-from shardwright.train.source import open_source
-from shardwright.train.start import train
+from shardwright.inference.model_source import open_model_source
+from shardwright.telemetry.event_logger import EventLogger
+from shardwright.train import checkpointing
+from shardwright.train.checkpointing import RunCheckpointer, find_resume_point
+from shardwright.train.run import train
+from shardwright.train.run_checks import ValidatedRun, validate_run
+from shardwright.train.setup import TrainingState, build_state
 from tests.unit.train.finished import ALPHABET, CONFIG
 
 STEPS = 2
@@ -45,7 +47,12 @@ def recipe_in(folder: Path, max_steps: int) -> Recipe:
             "adapters": {"rank": 2, "targets": ["q_proj"]},
             "precision": "fp16",
             "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
-            "training": {"sequence_length": 8, "micro_batch_size": 2, "max_steps": max_steps, "learning_rate": 1e-2},
+            "training": {
+                "sequence_length": 8,
+                "micro_batch_size": 2,
+                "max_steps": max_steps,
+                "learning_rate": 1e-2,
+            },
             "checkpoint": {"every_steps": STEPS, "asynchronous": False},
             "run": {"dir": str(folder / "run"), "device": "cpu"},
         }
@@ -62,11 +69,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> tuple[Checked, TrainState, RunFolder]:
+def trained(folder: Path) -> tuple[ValidatedRun, TrainingState, RunFolder]:
     """What a resumed process has before it looks for a checkpoint."""
     recipe = recipe_in(folder, STEPS + 1)
-    checked = check(recipe, 1)
-    return checked, build_state(checked, torch.device("cpu")), RunFolder.of(recipe)
+    checked = validate_run(recipe, 1)
+    return checked, build_state(checked, torch.device("cpu")), RunFolder.from_recipe(recipe)
 
 
 def checkpoint_of(folder: Path) -> Path:
@@ -85,13 +92,21 @@ def rewrite(folder: Path, text: bytes, name: str = "values.json") -> None:
     manifest["files"][name] = {"size_bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
     told = json.dumps(manifest).encode()
     (checkpoint / "manifest.json").write_bytes(told)
-    (checkpoint / "manifest.sha256").write_text(f"{hashlib.sha256(told).hexdigest()}  manifest.json\n")
+    (checkpoint / "manifest.sha256").write_text(
+        f"{hashlib.sha256(told).hexdigest()}  manifest.json\n"
+    )
 
 
 def places_in(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place of a JSON value, the value itself first."""
     yield above
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, item in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from places_in(item, (*above, key))
 
 
@@ -99,7 +114,8 @@ def put(content: Any, place: tuple[Any, ...], value: Any) -> Any:
     """A copy with another value in a place."""
     if not place:
         return copy.deepcopy(value)
-    key, rest = place[0], place[1:]
+    key = place[0]
+    rest = place[1:]
     changed = dict(content) if isinstance(content, dict) else list(content)
     changed[key] = put(content[key], rest, value)
     return changed
@@ -116,13 +132,18 @@ def without(content: Any, place: tuple[Any, ...]) -> Any:
 
 
 def test_every_place_of_the_values(
-    folder: Path, trained: tuple[Checked, TrainState, RunFolder], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    trained: tuple[ValidatedRun, TrainingState, RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each variant is refused by one of our errors, or restored to a state that the next checkpoint can hold."""
+    """Each variant is refused by one of our errors, or restored to a state that the next checkpoint
+    can hold.
+    """
     caplog.set_level(logging.CRITICAL)
     checked, state, run = trained
     original = values_of(folder)
-    found = saving.newest_checkpoint(run.checkpoints)
+    found = checkpointing.find_newest_checkpoint(run.checkpoints)
     assert found is not None
     given: list[Any] = [original]
 
@@ -130,7 +151,12 @@ def test_every_place_of_the_values(
         first = next(iter(original["optimizer"]["hyperparameters"]))
         for place in places_in(original):
             # Of what is compared or shown as a whole, a few places stand for all.
-            if place[:2] == ("run", "model") and place[2:3] not in ((), ("family",), ("layers",), ("latent",)):
+            if place[:2] == ("run", "model") and place[2:3] not in (
+                (),
+                ("family",),
+                ("layers",),
+                ("latent",),
+            ):
                 continue
             if place[:2] == ("optimizer", "hyperparameters") and place[2:3] not in ((), (first,)):
                 continue
@@ -139,25 +165,27 @@ def test_every_place_of_the_values(
             for value in REPLACEMENTS:
                 yield put(original, place, value)
 
-    def from_text(checkpoint: WholeCheckpoint, **_: Any) -> Any:
+    def from_text(checkpoint: VerifiedCheckpoint, **_: Any) -> Any:
         content = given[0]
         if not isinstance(content, dict):
             raise CheckpointError("no object", field=str(checkpoint.path))
         return content
 
-    monkeypatch.setattr("shardwright.checkpoint.load.read_values", from_text)
-    monkeypatch.setattr(saving, "newest_checkpoint", lambda _: found)
-    monkeypatch.setattr(saving, "load_checkpoint", lambda *_: None)
+    monkeypatch.setattr("shardwright.checkpoint.tensor_loading.read_values", from_text)
+    monkeypatch.setattr(checkpointing, "find_newest_checkpoint", lambda _: found)
+    monkeypatch.setattr(checkpointing, "load_checkpoint", lambda *_: None)
     refused = accepted = longest = 0
     for variant in variants():
         given[0] = variant
         try:
-            start = find_start(checked, run)
+            start = find_resume_point(checked, run)
             assert start is not None
-            saver = Saver(checked, state, Speaker(None, ()), run, speaks=False)
+            saver = RunCheckpointer(checked, state, EventLogger(None, ()), run, is_main_rank=False)
             saver.restore(start)
-            saving.changes_since(start, checked)
-            encode_values(saver.values() | {"optimizer": start.values.optimizer.model_dump()})
+            checkpointing.list_changes(start, checked)
+            encode_values(
+                saver.collect_values() | {"optimizer": start.values.optimizer.model_dump()}
+            )
         except CheckpointError as error:
             refused += 1
             longest = max(longest, len(str(error)))
@@ -166,7 +194,9 @@ def test_every_place_of_the_values(
             accepted += 1
     assert refused > 500
     assert longest < 10_000
-    assert accepted > 100  # hyperparameters, the recipe's changeable part, counts within their range
+    assert (
+        accepted > 100
+    )  # hyperparameters, the recipe's changeable part, counts within their range
 
 
 REFUSED: tuple[tuple[tuple[str, ...], Any, str], ...] = (
@@ -181,19 +211,31 @@ REFUSED: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (("loss_scaler", "scale"), 0, "loss_scaler.scale: .*allowed: more than 0"),
     (("evaluation_due",), 1, "evaluation_due: .*got 1; allowed: true or false"),
     (("optimizer",), [], r"optimizer: .*got \[\]; allowed: an object"),
-    (("optimizer", "steps"), {"a.b": "2"}, r"optimizer\.steps\['a\.b'\]: .*got '2'; allowed: a whole number"),
+    (
+        ("optimizer", "steps"),
+        {"a.b": "2"},
+        r"optimizer\.steps\['a\.b'\]: .*got '2'; allowed: a whole number",
+    ),
     (("drift",), ["x"], r"drift\[0\]: .*got 'x'; allowed: an object"),
     (("run", "freeze"), "text", "run.freeze: .*allowed: a list"),
     (("run", "base"), None, "run: .*adapters without a base"),
     (("run", "adapters", "rank"), 0, "run.adapters.rank: .*allowed: at least 1"),
-    (("run", "adapters", "kind"), "x", "run.adapters.kind: .*got 'x'; allowed: 'lora', 'rslora' or 'dora'"),
+    (
+        ("run", "adapters", "kind"),
+        "x",
+        "run.adapters.kind: .*got 'x'; allowed: 'lora', 'rslora' or 'dora'",
+    ),
     (("run", "adapters", "colour"), 1, "run.adapters.colour: .*allowed: kind, rank"),
 )
 
 
 @pytest.mark.parametrize(("place", "value", "message"), REFUSED)
 def test_the_field_is_named_wherever_a_checkpoint_is_read(
-    folder: Path, capsys: pytest.CaptureFixture[str], place: tuple[str, ...], value: Any, message: str
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    place: tuple[str, ...],
+    value: Any,
+    message: str,
 ) -> None:
     original = values_of(folder)
     changed = copy.deepcopy(original)
@@ -207,11 +249,13 @@ def test_the_field_is_named_wherever_a_checkpoint_is_read(
     rewrite(folder, json.dumps(changed).encode())
     recipe = recipe_in(folder, STEPS + 1)
     try:
-        with pytest.raises(CheckpointError, match=f"not a shardwright checkpoint.*{message.partition('.*')[2]}") as resumed:
-            find_start(check(recipe, 1), RunFolder.of(recipe))
+        with pytest.raises(
+            CheckpointError, match=f"not a shardwright checkpoint.*{message.partition('.*')[2]}"
+        ) as resumed:
+            find_resume_point(validate_run(recipe, 1), RunFolder.from_recipe(recipe))
         assert f"values.json: {message.partition(':')[0]}".replace("\\", "") in str(resumed.value)
         with pytest.raises(CheckpointError) as opened:
-            open_source(folder / "run")
+            open_model_source(folder / "run")
         assert str(opened.value) == str(resumed.value)
         assert shardwright(["checkpoint", "inspect", str(checkpoint_of(folder))]) == 2
         assert str(resumed.value) in capsys.readouterr().err
@@ -230,12 +274,14 @@ def test_the_field_is_named_wherever_a_checkpoint_is_read(
         (rb'{"step": "\ud800"}', "not valid JSON"),
     ],
 )
-def test_json_that_cannot_be_taken(folder: Path, capsys: pytest.CaptureFixture[str], text: bytes, problem: str) -> None:
+def test_json_that_cannot_be_taken(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: bytes, problem: str
+) -> None:
     original = json.dumps(values_of(folder)).encode()
     rewrite(folder, text)
     try:
         with pytest.raises(CheckpointError, match=problem):
-            open_source(folder / "run")
+            open_model_source(folder / "run")
         for words in ([], ["--json"]):
             assert shardwright(["checkpoint", "inspect", str(checkpoint_of(folder)), *words]) == 2
             assert problem in capsys.readouterr().err
@@ -247,7 +293,9 @@ def test_pairs_of_surrogates_are_text() -> None:
     assert parse_json(rb'{"a": "\ud83d\ude00"}', Path("values.json")) == {"a": "\U0001f600"}
 
 
-def test_the_command_ends_with_one_message(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_ends_with_one_message(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     original = values_of(folder)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_recipe(recipe_in(folder, STEPS + 1)))
@@ -269,8 +317,18 @@ def test_the_command_ends_with_one_message(folder: Path, capsys: pytest.CaptureF
 def test_odd_values_within_their_range_train_on(folder: Path) -> None:
     """Last, as it adds a step: everything that may differ does."""
     values = values_of(folder)
-    values |= {"best_loss": -1e300, "skipped_in_a_row": 2**61, "evaluation_due": True, "recipe": {"training": [1], "[/x]": None}}
-    values |= {"steps_left_out": 2**60 - STEPS, "samples_seen": 2**61, "layout": "[/x]", "of a later version": {"a": [1]}}
+    values |= {
+        "best_loss": -1e300,
+        "skipped_in_a_row": 2**61,
+        "evaluation_due": True,
+        "recipe": {"training": [1], "[/x]": None},
+    }
+    values |= {
+        "steps_left_out": 2**60 - STEPS,
+        "samples_seen": 2**61,
+        "layout": "[/x]",
+        "of a later version": {"a": [1]},
+    }
     values |= {"drift": [{"step": 0, "field": "[/x]", "saved": {"a": None}}]}
     values["loss_scaler"] = {"scale": 1.5, "finite_steps": 2**61}
     values["optimizer"]["hyperparameters"] = {"[/x]": {}}

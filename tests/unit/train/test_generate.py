@@ -11,13 +11,18 @@ import torch
 from hypothesis import given, settings
 
 from shardwright.architecture import read_config
-from shardwright.data.tokenize import train_bpe
 from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.data.tokenizer_loading import train_bpe
 from shardwright.errors import InputError, TokenizerError
-from shardwright.model.cuts import WHOLE
+from shardwright.inference.generation import (
+    SamplingSettings,
+    complete_prompt,
+    generate,
+    sample_token,
+)
 from shardwright.model.decoder import Decoder
-from shardwright.model.init import initialise
-from shardwright.train.generate import Sampling, choose, complete, generate
+from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS
+from shardwright.model.weight_init import initialise_parameter
 
 ALPHABET = "abcdefghij"
 POSITIONS = 24
@@ -37,10 +42,10 @@ CONFIG: dict[str, Any] = {
 def build(**fields: Any) -> Decoder:
     shape = read_config(CONFIG | fields)
     decoder = Decoder(shape)
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs = {spec.name: spec for spec in shape.list_parameters()}
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(initialise(specs[name], 4, dtype=torch.float32))
+            parameter.copy_(initialise_parameter(specs[name], 4, dtype=torch.float32))
     return decoder
 
 
@@ -54,7 +59,7 @@ def tokenizer() -> CharacterTokenizer:
     return CharacterTokenizer(ALPHABET)
 
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingSettings(temperature=0.0)
 
 
 def plain_greedy(decoder: Decoder, ids: list[int], num_new: int) -> list[int]:
@@ -70,25 +75,34 @@ def test_the_cache_changes_nothing_and_reads_each_token_once(
     decoder: Decoder, tokenizer: CharacterTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    hidden = Decoder.hidden
+    hidden = Decoder.compute_hidden
 
     def counted(self: Decoder, input_ids_BT: torch.Tensor, **options: Any) -> torch.Tensor:
         read.append(input_ids_BT.shape[1])
         return hidden(self, input_ids_BT, **options)
 
     expected = plain_greedy(decoder, tokenizer.encode("abcde"), 12)
-    monkeypatch.setattr(Decoder, "hidden", counted)
-    completion = complete(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=12)
+    monkeypatch.setattr(Decoder, "compute_hidden", counted)
+    completion = complete_prompt(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=12)
     assert [*completion.prompt_ids, *completion.new_ids] == expected
     assert read == [5] + [1] * 11
     assert len(set(completion.new_ids)) > 2, "a model that repeats one token would prove little"
 
 
-def test_longrope_is_read_again_where_the_text_outgrows_the_original_positions(tokenizer: CharacterTokenizer) -> None:
+def test_longrope_is_read_again_where_the_text_outgrows_the_original_positions(
+    tokenizer: CharacterTokenizer,
+) -> None:
     longrope = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [3.0, 9.0]}
-    decoder = build(model_type="phi3", original_max_position_embeddings=8, rope_scaling=longrope, pad_token_id=None)
-    completion = complete(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=12)
-    assert [*completion.prompt_ids, *completion.new_ids] == plain_greedy(decoder, tokenizer.encode("abcde"), 12)
+    decoder = build(
+        model_type="phi3",
+        original_max_position_embeddings=8,
+        rope_scaling=longrope,
+        pad_token_id=None,
+    )
+    completion = complete_prompt(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=12)
+    assert [*completion.prompt_ids, *completion.new_ids] == plain_greedy(
+        decoder, tokenizer.encode("abcde"), 12
+    )
 
 
 def test_streamed_pieces_are_the_text(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
@@ -103,45 +117,75 @@ class TestChoose:
 
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
 
-    def shares(self, sampling: Sampling, num_draws: int = 4000) -> torch.Tensor:
+    def shares(self, sampling: SamplingSettings, num_draws: int = 4000) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sampling.seed)
-        drawn = torch.tensor([choose(self.logits, sampling, generator) for _ in range(num_draws)])
+        drawn = torch.tensor(
+            [sample_token(self.logits, sampling, generator) for _ in range(num_draws)]
+        )
         return torch.bincount(drawn, minlength=5) / num_draws
 
     def test_temperature_zero_is_the_likeliest(self) -> None:
-        assert choose(self.logits, GREEDY, torch.Generator()) == 0
+        assert sample_token(self.logits, GREEDY, torch.Generator()) == 0
 
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
     def test_temperature(self, temperature: float) -> None:
         expected = torch.softmax(self.logits / temperature, 0)
-        torch.testing.assert_close(self.shares(Sampling(temperature)), expected, atol=0.03, rtol=0)
+        torch.testing.assert_close(
+            self.shares(SamplingSettings(temperature)), expected, atol=0.03, rtol=0
+        )
 
     def test_top_k(self) -> None:
-        expected = torch.softmax(self.logits.masked_fill(torch.tensor([False, True, True, True, False]), -torch.inf), 0)
-        torch.testing.assert_close(self.shares(Sampling(1.0, top_k=2)), expected, atol=0.03, rtol=0)
+        expected = torch.softmax(
+            self.logits.masked_fill(torch.tensor([False, True, True, True, False]), -torch.inf), 0
+        )
+        torch.testing.assert_close(
+            self.shares(SamplingSettings(1.0, top_k=2)), expected, atol=0.03, rtol=0
+        )
 
     def test_top_p_keeps_the_fewest_that_reach_it(self) -> None:
         # Probabilities 0.457, 0.277, 0.168, 0.062, 0.023... in order of tokens 0, 4, 1, 2, 3.
         probabilities = torch.softmax(self.logits, 0)
         two = float(probabilities[0] + probabilities[4])
-        assert set(self.shares(Sampling(1.0, top_p=two - 0.01)).nonzero().flatten().tolist()) == {0, 4}
-        assert set(self.shares(Sampling(1.0, top_p=two + 0.01)).nonzero().flatten().tolist()) == {0, 1, 4}
-        assert set(self.shares(Sampling(1.0, top_p=1e-6)).nonzero().flatten().tolist()) == {0}
+        assert set(
+            self.shares(SamplingSettings(1.0, top_p=two - 0.01)).nonzero().flatten().tolist()
+        ) == {0, 4}
+        assert set(
+            self.shares(SamplingSettings(1.0, top_p=two + 0.01)).nonzero().flatten().tolist()
+        ) == {0, 1, 4}
+        assert set(self.shares(SamplingSettings(1.0, top_p=1e-6)).nonzero().flatten().tolist()) == {
+            0
+        }
 
     def test_ties_at_the_edge_of_top_k_stay_a_distribution(self) -> None:
         logits = torch.zeros(6)
-        assert 0 <= choose(logits, Sampling(1.0, top_k=2, top_p=0.5), torch.Generator().manual_seed(0)) < 6
+        assert (
+            0
+            <= sample_token(
+                logits, SamplingSettings(1.0, top_k=2, top_p=0.5), torch.Generator().manual_seed(0)
+            )
+            < 6
+        )
 
     @pytest.mark.parametrize(
-        "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
+        "wrong",
+        [
+            {"temperature": -1.0},
+            {"temperature": float("nan")},
+            {"top_k": 0},
+            {"top_p": 0.0},
+            {"top_p": 1.1},
+        ],
     )
     def test_wrong_settings(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(InputError, match=next(iter(wrong))):
-            Sampling(**wrong)
+            SamplingSettings(**wrong)
 
 
 def test_a_seed_repeats(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
-    texts = [generate(decoder, tokenizer, "abc", max_new_tokens=15, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    texts = [
+        generate(decoder, tokenizer, "abc", max_new_tokens=15, temperature=2.0, seed=seed)
+        for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -155,13 +199,28 @@ def test_the_end_stops_and_is_left_out(decoder: Decoder) -> None:
     tokenizer = WithEnd(ALPHABET)
     for seed in range(20):
         text = generate(decoder, tokenizer, "abc", max_new_tokens=20, temperature=2.0, seed=seed)
-        whole = generate(decoder, tokenizer, "abc", max_new_tokens=20, temperature=2.0, seed=seed, stop_at_eos=False)
+        whole = generate(
+            decoder,
+            tokenizer,
+            "abc",
+            max_new_tokens=20,
+            temperature=2.0,
+            seed=seed,
+            stop_at_eos=False,
+        )
         assert text == whole.split("d")[0]
-    assert complete(decoder, tokenizer, "abc", GREEDY, max_new_tokens=5, stop_ids=set(range(10))).stopped == "eos"
+    assert (
+        complete_prompt(
+            decoder, tokenizer, "abc", GREEDY, max_new_tokens=5, stop_ids=set(range(10))
+        ).stop_reason
+        == "eos"
+    )
 
 
-def test_an_empty_prompt_begins_as_a_document_does(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
-    completion = complete(decoder, WithEnd(ALPHABET), "", GREEDY, max_new_tokens=4)
+def test_an_empty_prompt_begins_as_a_document_does(
+    decoder: Decoder, tokenizer: CharacterTokenizer
+) -> None:
+    completion = complete_prompt(decoder, WithEnd(ALPHABET), "", GREEDY, max_new_tokens=4)
     assert completion.prompt_ids == (3,)
     assert list(completion.new_ids) == plain_greedy(decoder, [3], 4)[1:]
     with pytest.raises(InputError, match="the prompt is empty"):
@@ -172,24 +231,37 @@ class TestPositions:
     """The end of the model's positions."""
 
     def test_it_stops_there(self, decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
-        completion = complete(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=100)
-        assert completion.stopped == "positions"
+        completion = complete_prompt(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=100)
+        assert completion.stop_reason == "positions"
         # The last token is chosen by what stands at the last position, and needs none itself.
         assert len(completion.prompt_ids) + len(completion.new_ids) == POSITIONS + 1
 
-    def test_exactly_enough_is_no_end(self, decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
-        assert complete(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=POSITIONS + 1 - 5).stopped == "length"
+    def test_exactly_enough_is_no_end(
+        self, decoder: Decoder, tokenizer: CharacterTokenizer
+    ) -> None:
+        assert (
+            complete_prompt(
+                decoder, tokenizer, "abcde", GREEDY, max_new_tokens=POSITIONS + 1 - 5
+            ).stop_reason
+            == "length"
+        )
 
-    def test_sliding_reads_the_newest_half_again(self, decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
-        completion = complete(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=POSITIONS, slide=True)
+    def test_sliding_reads_the_newest_half_again(
+        self, decoder: Decoder, tokenizer: CharacterTokenizer
+    ) -> None:
+        completion = complete_prompt(
+            decoder, tokenizer, "abcde", GREEDY, max_new_tokens=POSITIONS, should_slide=True
+        )
         ids = plain_greedy(decoder, tokenizer.encode("abcde"), POSITIONS + 1 - 5)
         rest = POSITIONS - (len(ids) - 5)
         slid = plain_greedy(decoder, ids[-(POSITIONS // 2) :], rest)
         assert list(completion.new_ids) == [*ids[5:], *slid[-rest:]]
-        assert completion.stopped == "length"
+        assert completion.stop_reason == "length"
 
-    def test_a_longer_prompt_is_refused(self, decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
-        complete(decoder, tokenizer, "a" * POSITIONS, GREEDY, max_new_tokens=1)
+    def test_a_longer_prompt_is_refused(
+        self, decoder: Decoder, tokenizer: CharacterTokenizer
+    ) -> None:
+        complete_prompt(decoder, tokenizer, "a" * POSITIONS, GREEDY, max_new_tokens=1)
         with pytest.raises(InputError, match=r"got 25 tokens; allowed: at most 24"):
             generate(decoder, tokenizer, "a" * (POSITIONS + 1))
 
@@ -222,12 +294,16 @@ def test_no_tokens_are_too_few(decoder: Decoder, tokenizer: CharacterTokenizer) 
 @settings(max_examples=30, deadline=None)
 @given(st.text(alphabet="aé漢🙂 \n", min_size=1, max_size=12))
 def test_bytes_of_one_character_come_out_together(text: str) -> None:
-    """A byte-level tokenizer splits characters; the stream tells whole ones, and together they are the text."""
+    """A byte-level tokenizer splits characters; the stream tells whole ones, and together they are
+    the text.
+    """
     tokenizer = train_bpe(iter(["aaaa aaaa"]), 258)
     ids = tokenizer.encode(text)
     pieces: list[str] = []
     scripted = Scripted(ids)
-    completion = complete(scripted, tokenizer, "a", GREEDY, max_new_tokens=len(ids), on_text=pieces.append)  # type: ignore[arg-type]
+    completion = complete_prompt(
+        scripted, tokenizer, "a", GREEDY, max_new_tokens=len(ids), on_text=pieces.append
+    )  # type: ignore[arg-type]
     assert completion.text == "".join(pieces) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
 
@@ -241,11 +317,11 @@ class Scripted:
         self.compute_dtype = None
         self.head_weight = torch.eye(300)
 
-        self.cuts = WHOLE
+        self.parallel_hooks = NO_PARALLEL_HOOKS
 
-    def output(self, hidden_BTD: torch.Tensor, labels_BT: None, *, cached: bool) -> torch.Tensor:
+    def compute_output(self, hidden_BTD: torch.Tensor, labels_BT: None, *, cached: bool) -> torch.Tensor:
         return hidden_BTD
 
-    def hidden(self, input_ids_BT: torch.Tensor, cache: Any) -> torch.Tensor:
-        cache.length += input_ids_BT.shape[1]
+    def compute_hidden(self, input_ids_BT: torch.Tensor, cache: Any) -> torch.Tensor:
+        cache.num_tokens += input_ids_BT.shape[1]
         return torch.nn.functional.one_hot(torch.tensor([[next(self._ids)]]), 300).float()

@@ -13,16 +13,23 @@ from typing import Any
 import pytest
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.place import place_of
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.checkpoint.storage_path import parse_storage_path
 from shardwright.config import Recipe
 from shardwright.errors import CheckpointError, Preempted, SaveFailed
-from shardwright.telemetry.events import Checkpoint, Evaluation, Step, Warned, read_events, surviving
-from shardwright.train import saving
-from shardwright.train.folder import RunFolder
-from shardwright.train.loop import Loop
-from shardwright.train.saving import Saver
-from shardwright.train.source import open_source
-from shardwright.train.start import train
+from shardwright.inference.model_source import open_model_source
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    EvaluationEvent,
+    StepEvent,
+    WarningEvent,
+    read_events,
+    select_surviving,
+)
+from shardwright.train import checkpointing
+from shardwright.train.checkpointing import RunCheckpointer
+from shardwright.train.loop import TrainingLoop
+from shardwright.train.run import train
 from shardwright.train.step import StepTimes
 from tests.unit.train.finished import ALPHABET, CONFIG
 
@@ -37,15 +44,25 @@ def recipe_in(folder: Path, run: str = "run", **training: Any) -> Recipe:
             "tokenizer": {"kind": "character"},
             "data": data | {"validation_split": "tail", "validation_fraction": 0.2},
             "precision": "fp32",
-            "training": {"sequence_length": 8, "micro_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3} | training,
+            "training": {
+                "sequence_length": 8,
+                "micro_batch_size": 2,
+                "max_steps": 2,
+                "learning_rate": 1e-3,
+            }
+            | training,
             "evaluation": {"every_steps": 1},
             "run": {"dir": str(folder / run), "device": "cpu"},
         }
     )
 
 
-def test_a_step_lasts_until_its_device_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an accelerator the optimizer's kernels still run when the host is back; reading the marks waits for them."""
+def test_a_step_lasts_until_its_device_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator the optimizer's kernels still run when the host is back; reading the marks
+    waits for them.
+    """
     lag_seconds = 0.3
     read_marks = StepTimes.seconds
 
@@ -55,30 +72,38 @@ def test_a_step_lasts_until_its_device_is_done(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(StepTimes, "seconds", wait)
     train(recipe_in(tmp_path))
-    steps = read_events(tmp_path / "run").of(Step)
+    steps = read_events(tmp_path / "run").filter_by_type(StepEvent)
     assert [step.step for step in steps] == [1, 2]
     for step in steps:
         assert step.step_seconds >= lag_seconds
         assert step.tokens_per_second <= step.tokens / lag_seconds
 
 
-def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop during the evaluation of step 1: the resumed run begins with it, and both curves are those of the whole run."""
+def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop during the evaluation of step 1: the resumed run begins with it, and both curves are
+    those of the whole run.
+    """
     train(recipe_in(tmp_path, "whole"))
-    evaluate = Loop._evaluate
+    evaluate = TrainingLoop._evaluate
 
-    def stopped(loop: Loop, *, last: bool) -> tuple[float, bool] | None:
+    def stopped(loop: TrainingLoop, *, is_last: bool) -> tuple[float, bool] | None:
         os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(loop, last=last)
+        return evaluate(loop, is_last=is_last)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Loop, "_evaluate", stopped)
+        patched.setattr(TrainingLoop, "_evaluate", stopped)
         with pytest.raises(Preempted, match="saved at step 1 of 2"):
             train(recipe_in(tmp_path))
-    assert read_events(tmp_path / "run").of(Evaluation) == []
+    assert read_events(tmp_path / "run").filter_by_type(EvaluationEvent) == []
     train(recipe_in(tmp_path), resume=True)
     curves = [
-        [(event.step, event.loss) for event in surviving(read_events(tmp_path / run)) if isinstance(event, Evaluation)]
+        [
+            (event.step, event.loss)
+            for event in select_surviving(read_events(tmp_path / run))
+            if isinstance(event, EvaluationEvent)
+        ]
         for run in ("whole", "run")
     ]
     assert [step for step, _ in curves[0]] == [1, 2]
@@ -86,26 +111,29 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(tmp_path: Path, monkey
 
 
 def test_a_launcher_that_starts_it_again_begins_or_goes_on(tmp_path: Path) -> None:
-    first = train(recipe_in(tmp_path), resume_if_begun=True)
+    first = train(recipe_in(tmp_path), resume_if_started=True)
     assert first is not None
     assert first["steps"] == 2
-    train(recipe_in(tmp_path, max_steps=3), resume_if_begun=True)
+    train(recipe_in(tmp_path, max_steps=3), resume_if_started=True)
     events = read_events(tmp_path / "run")
-    assert [step.step for step in events.of(Step)] == [1, 2, 3]
-    assert not any("starts again" in event.message for event in events.of(Warned))
+    assert [step.step for step in events.filter_by_type(StepEvent)] == [1, 2, 3]
+    assert not any("starts again" in event.message for event in events.filter_by_type(WarningEvent))
 
 
 def test_what_may_change_on_resume_is_told(tmp_path: Path) -> None:
     train(recipe_in(tmp_path))
     train(recipe_in(tmp_path, max_steps=3), resume=True)
-    told = [event.message for event in read_events(tmp_path / "run").of(Warned)]
+    told = [event.message for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)]
     assert told == ["changed since the checkpoint: training.max_steps: saved 2, now 3"]
 
 
 def test_drift_is_refused_field_by_field_and_allowed_by_name(tmp_path: Path) -> None:
     train(recipe_in(tmp_path))
-    changed = recipe_in(tmp_path, max_steps=3, learning_rate=2e-3, micro_batch_size=1).model_copy(update={"seed": 5})
-    rate, seed = "training.learning_rate: saved 0.001, now 0.002", "seed: saved 0, now 5"
+    changed = recipe_in(tmp_path, max_steps=3, learning_rate=2e-3, micro_batch_size=1).model_copy(
+        update={"seed": 5}
+    )
+    rate = "training.learning_rate: saved 0.001, now 0.002"
+    seed = "seed: saved 0, now 5"
     batch = "global_batch_size: saved 2, now 1 (cannot be allowed"
     with pytest.raises(CheckpointError) as refused:
         train(changed, resume=True, allow_drift=["seed", "global_batch_size"])
@@ -114,8 +142,13 @@ def test_drift_is_refused_field_by_field_and_allowed_by_name(tmp_path: Path) -> 
     assert seed not in str(refused.value)
     changed = recipe_in(tmp_path, max_steps=3, learning_rate=2e-3).model_copy(update={"seed": 5})
     train(changed, resume=True, allow_drift=["seed", "training"])
-    assert any(f"{seed}; {rate}" in event.message for event in read_events(tmp_path / "run").of(Warned))
-    values = json.loads((tmp_path / "run" / "checkpoints" / "step-00000003" / "values.json").read_text())
+    assert any(
+        f"{seed}; {rate}" in event.message
+        for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)
+    )
+    values = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step-00000003" / "values.json").read_text()
+    )
     assert values["drift"] == [
         {"step": 2, "field": "seed", "saved": 0, "current": 5},
         {"step": 2, "field": "training.learning_rate", "saved": 0.001, "current": 0.002},
@@ -137,50 +170,70 @@ class NoRoom(Disk):
 def test_a_save_that_fails_is_told_and_training_goes_on_unless_it_is_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    monkeypatch.setattr(saving, "disk_of", lambda _place: NoRoom())
+    monkeypatch.setattr(checkpointing, "get_disk", lambda _place: NoRoom())
     recipe = recipe_in(tmp_path, max_steps=3)
-    section = recipe.checkpoint.model_copy(update={"every_steps": 1, "asynchronous": asynchronous, "keep_best": False})
+    section = recipe.checkpoint.model_copy(
+        update={"every_steps": 1, "asynchronous": asynchronous, "keep_best": False}
+    )
     recipe = recipe.model_copy(update={"checkpoint": section})
-    save = Saver.save
+    save = RunCheckpointer.save
 
-    def save_to_the_end(saver: Saver, **options: Any) -> None:
+    def save_to_the_end(saver: RunCheckpointer, **options: Any) -> None:
         NoRoom.full = saver.state.step == full_at
         save(saver, **options)
-        saver._settle()
+        saver._finish_pending_save()
 
-    monkeypatch.setattr(Saver, "save", save_to_the_end)
+    monkeypatch.setattr(RunCheckpointer, "save", save_to_the_end)
     full_at = 2
     train(recipe)
     events = read_events(tmp_path / "run")
-    assert [event.step for event in events.of(Checkpoint)] == [1, 3]
-    (warning,) = events.of(Warned)
+    assert [event.step for event in events.filter_by_type(CheckpointEvent)] == [1, 3]
+    (warning,) = events.filter_by_type(WarningEvent)
     assert "No space left" in warning.message
-    for event in events.of(Checkpoint):
+    for event in events.filter_by_type(CheckpointEvent):
         assert event.stall_seconds is not None
         assert 0 < event.stall_seconds <= event.seconds
 
     full_at = 3
     with pytest.raises(SaveFailed, match="No space left"):
-        train(recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(tmp_path / "other")})}))
-    assert [event.step for event in read_events(tmp_path / "other").of(Checkpoint)] == [1, 2]
+        train(
+            recipe.model_copy(
+                update={"run": recipe.run.model_copy(update={"dir": str(tmp_path / "other")})}
+            )
+        )
+    assert [
+        event.step for event in read_events(tmp_path / "other").filter_by_type(CheckpointEvent)
+    ] == [1, 2]
 
 
 def test_checkpoints_may_lie_elsewhere(tmp_path: Path) -> None:
     url = "memory://bucket/elsewhere"
     recipe = recipe_in(tmp_path)
-    recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"dir": url})})
+    recipe = recipe.model_copy(
+        update={"checkpoint": recipe.checkpoint.model_copy(update={"dir": url})}
+    )
     train(recipe)
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert RunFolder.existing(tmp_path / "run").checkpoints == place_of(url)
-    longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_steps": 3})})
+    assert RunFolder.open_existing(tmp_path / "run").checkpoints == parse_storage_path(url)
+    longer = recipe.model_copy(
+        update={"training": recipe.training.model_copy(update={"max_steps": 3})}
+    )
     train(longer, resume=True)
-    assert [event.step for event in surviving(read_events(tmp_path / "run")) if isinstance(event, Step)] == [1, 2, 3]
-    assert open_source(tmp_path / "run").step == 3
+    assert [
+        event.step
+        for event in select_surviving(read_events(tmp_path / "run"))
+        if isinstance(event, StepEvent)
+    ] == [1, 2, 3]
+    assert open_model_source(tmp_path / "run").step == 3
 
 
 def test_a_reduction_dtype_that_nothing_reduces_in_is_told(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, max_steps=1)
-    train(recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"reduce_dtype": "bf16"})}))
+    train(
+        recipe.model_copy(
+            update={"precision": recipe.precision.model_copy(update={"reduce_dtype": "bf16"})}
+        )
+    )
     told = (tmp_path / "run" / "log.txt").read_text()
     assert told.count("precision.reduce_dtype has no effect under") == 1
-    assert "in float32" in told
+    assert "in their own dtype, float32" in told

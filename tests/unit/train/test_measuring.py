@@ -7,28 +7,42 @@ import json
 from pathlib import Path
 
 from shardwright.config import Recipe
-from shardwright.telemetry.events import Memory, Profiled, Ranks, Step, read_events
-from shardwright.train.start import train
+from shardwright.telemetry.event_log import (
+    MemoryEvent,
+    ProfileEvent,
+    RanksEvent,
+    StepEvent,
+    read_events,
+)
+from shardwright.train.run import train
 from tests.unit.train.test_loop import recipe_in
 
 
 def test_memory_and_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, max_steps=3)
-    train(Recipe.model_validate(recipe.model_dump() | {"run": recipe.run.model_dump() | {"profile_steps": [2]}}))
+    train(
+        Recipe.model_validate(
+            recipe.model_dump() | {"run": recipe.run.model_dump() | {"profile_steps": [2]}}
+        )
+    )
     log = read_events(tmp_path / "run")
-    (memory,) = log.of(Memory)
+    (memory,) = log.filter_by_type(MemoryEvent)
     assert memory.step == 2
     # AdamW keeps two moments of every weight, and a step count per parameter.
     assert memory.weights_bytes == memory.gradients_bytes
     assert 2 * memory.weights_bytes[0] <= memory.optimizer_bytes[0] < 2.1 * memory.weights_bytes[0]
-    (profile,) = log.of(Profiled)
+    (profile,) = log.filter_by_type(ProfileEvent)
     assert (profile.step, profile.ranks) == (2, 1)
-    assert [path.name for path in (tmp_path / "run" / "profile").iterdir()] == [Path(profile.path).name]
+    assert [path.name for path in (tmp_path / "run" / "profile").iterdir()] == [
+        Path(profile.path).name
+    ]
     with gzip.open(tmp_path / "run" / profile.path) as file:
         events = json.load(file)["traceEvents"]
     spans = [event for event in events if event.get("ph") == "X"]
     assert any("backward" in event["name"].lower() for event in spans)
     assert min(event["ts"] for event in spans) == 0
-    step = next(step for step in log.of(Step) if step.step == 2)
+    step = next(step for step in log.filter_by_type(StepEvent) if step.step == 2)
     assert max(event["ts"] + event.get("dur", 0) for event in spans) < 2e6 * (step.step_seconds + 5)
-    assert log.of(Ranks) == []  # one rank on a CPU has said all of it in its `step` event
+    assert (
+        log.filter_by_type(RanksEvent) == []
+    )  # one rank on a CPU has said all of it in its `step` event

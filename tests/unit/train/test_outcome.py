@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import DataError, ExitCode, NonFiniteError, Preempted, RankFailed, RunFailed
-from shardwright.train.outcome import CONTROL_VARIABLE, Outcome, cause, note_outcome, note_process, read_outcomes
+from shardwright.launch.rank_outcome import (
+    CONTROL_VARIABLE,
+    RankOutcome,
+    find_cause,
+    read_outcomes,
+    write_outcome,
+    write_pid,
+)
 
 
 @pytest.fixture
@@ -17,76 +24,93 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_wrong_input_comes_back_whole(control: Path) -> None:
-    told = DataError("nothing to learn from", field="data.sources", got=0, allowed="1 or more", remedy="Add a file")
-    assert note_outcome(1, told) == ExitCode.WRONG_INPUT
-    back = cause(read_outcomes(control), {1: 2})
+    told = DataError(
+        "nothing to learn from",
+        field="data.sources",
+        got=0,
+        allowed="1 or more",
+        remedy="Add a file",
+    )
+    assert write_outcome(1, told) == ExitCode.WRONG_INPUT
+    back = find_cause(read_outcomes(control), {1: 2})
     assert isinstance(back, DataError)
     assert str(back) == str(told)
     assert back.field == "data.sources"
 
 
 def test_a_killed_rank_is_the_cause_of_its_peers_complaints(control: Path) -> None:
-    note_outcome(0, RuntimeError("Connection reset by peer"))
-    error = cause(read_outcomes(control), {1: -9, 0: 3})
+    write_outcome(0, RuntimeError("Connection reset by peer"))
+    error = find_cause(read_outcomes(control), {1: -9, 0: 3})
     assert isinstance(error, RankFailed)
     assert "rank 1 was killed by SIGKILL" in str(error)
 
 
 def test_a_rank_that_the_launcher_had_to_kill_was_hanging(control: Path) -> None:
-    note_outcome(0, RuntimeError("[/gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"))
+    write_outcome(
+        0,
+        RuntimeError(
+            "[/gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
+        ),
+    )
     failed_at = read_outcomes(control)[0].at_seconds
-    error = cause(read_outcomes(control), {0: 3, 1: -9}, {0: failed_at, 1: failed_at + 30})
+    error = find_cause(read_outcomes(control), {0: 3, 1: -9}, {0: failed_at, 1: failed_at + 30})
     assert isinstance(error, RankFailed)
-    assert str(error).startswith("rank 1 hung: rank 0 timed out waiting for it (Timed out waiting 5000ms for recv")
+    assert str(error).startswith(
+        "rank 1 hung: rank 0 timed out waiting for it (Timed out waiting 5000ms for recv"
+    )
 
 
 def test_a_rank_killed_because_another_failed_is_not_the_cause(control: Path) -> None:
-    note_outcome(0, NonFiniteError("eleven in a row"))
+    write_outcome(0, NonFiniteError("eleven in a row"))
     failed_at = read_outcomes(control)[0].at_seconds
-    error = cause(read_outcomes(control), {0: 3, 1: -9}, {0: failed_at, 1: failed_at + 30})
+    error = find_cause(read_outcomes(control), {0: 3, 1: -9}, {0: failed_at, 1: failed_at + 30})
     assert isinstance(error, NonFiniteError)
 
 
 def test_a_lost_peer_is_not_the_cause(control: Path) -> None:
-    note_outcome(0, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
+    write_outcome(0, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
     try:
         raise ValueError("boom")
     except ValueError as raised:
-        note_outcome(1, raised)
-    error = cause(read_outcomes(control), {0: 3, 1: 3})
+        write_outcome(1, raised)
+    error = find_cause(read_outcomes(control), {0: 3, 1: 3})
     assert isinstance(error, RunFailed)
     assert str(error).startswith("rank 1: ValueError: boom")
     assert "Traceback" in str(error)
 
 
 def test_errors_of_ours_keep_their_kind_and_gain_their_rank(control: Path) -> None:
-    note_outcome(2, NonFiniteError("eleven in a row"))
-    error = cause(read_outcomes(control), {2: 3})
+    write_outcome(2, NonFiniteError("eleven in a row"))
+    error = find_cause(read_outcomes(control), {2: 3})
     assert isinstance(error, NonFiniteError)
     assert str(error) == "rank 2: eleven in a row"
 
 
 def test_a_rank_that_left_nothing_is_named() -> None:
-    assert "rank 3 (status 1)" in str(cause([], {3: 1}))
+    assert "rank 3 (status 1)" in str(find_cause([], {3: 1}))
 
 
-@pytest.mark.parametrize(("error", "code"), [(None, 0), (Preempted("x"), 4), (KeyError("x"), 3), (DataError("x"), 2)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(None, 0), (Preempted("x"), 4), (KeyError("x"), 3), (DataError("x"), 2)]
+)
 def test_exit_codes(control: Path, error: BaseException | None, code: int) -> None:
-    assert note_outcome(0, error) == code
+    assert write_outcome(0, error) == code
     assert [outcome.exit_code for outcome in read_outcomes(control)] == [code]
 
 
-def test_without_a_launcher_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(CONTROL_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
-    assert note_process(0) is False
-    note_outcome(0, Preempted("x"))
+    assert write_pid(0) is False
+    write_outcome(0, Preempted("x"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stop_before_the_rank_was_up_is_seen(control: Path) -> None:
     (control / "stop").touch()
-    assert note_process(0) is True
+    assert write_pid(0) is True
 
 
 def test_outcomes_come_by_time(tmp_path: Path) -> None:
@@ -94,4 +118,4 @@ def test_outcomes_come_by_time(tmp_path: Path) -> None:
         path = tmp_path / f"rank-{rank}.json"
         path.write_text(f'{{"rank": {rank}, "exit_code": 3, "at_seconds": {at}}}')
     assert [outcome.rank for outcome in read_outcomes(tmp_path)] == [1, 0]
-    assert isinstance(read_outcomes(tmp_path)[0], Outcome)
+    assert isinstance(read_outcomes(tmp_path)[0], RankOutcome)

@@ -11,9 +11,9 @@ import pytest
 
 from shardwright.config import Recipe
 from shardwright.errors import RecipeError
-from shardwright.telemetry.events import RunFinished, Step, Warned, read_events
-from shardwright.train.preflight import check, match_frozen
-from shardwright.train.start import train
+from shardwright.telemetry.event_log import RunFinishedEvent, StepEvent, WarningEvent, read_events
+from shardwright.train.run import train
+from shardwright.train.run_checks import match_frozen, validate_run
 from tests.unit.train.finished import ALPHABET, CONFIG
 
 
@@ -25,7 +25,8 @@ def test_frozen_patterns_must_match() -> None:
             match_frozen(patterns, names)
 
 
-LENGTH, ROWS = 32, 8
+LENGTH = 32
+ROWS = 8
 EXPERTS = {
     "model_type": "qwen3_moe",
     "max_position_embeddings": 32,
@@ -39,7 +40,9 @@ EXPERTS = {
 def recipe_of_rows(folder: Path, *, run: str = "run", **sections: Any) -> Recipe:
     """Documents of different lengths, a row each."""
     texts = [(ALPHABET * 3)[: 10 + 6 * (n % 4)] for n in range(24)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     sources = [str(folder / "texts.jsonl")]
     given: dict[str, Any] = {
         "model": {"config": CONFIG | {"max_position_embeddings": LENGTH}},
@@ -69,10 +72,15 @@ def recipe_of_rows(folder: Path, *, run: str = "run", **sections: Any) -> Recipe
     ids=["default", "cut", "fixed", "packed", "compiled", "experts"],
 )  # fmt: skip
 def test_what_rows_are_filled_up_to(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, sections: dict[str, Any], ranks: int, expected: int | None, told: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    sections: dict[str, Any],
+    ranks: int,
+    expected: int | None,
+    told: str,
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="shardwright.train.preflight"):
-        plan = check(recipe_of_rows(tmp_path, **sections), ranks).plan
+    with caplog.at_level(logging.INFO, logger="shardwright.train.run_checks"):
+        plan = validate_run(recipe_of_rows(tmp_path, **sections), ranks).plan
     assert plan.batch.row_multiple == expected
     assert ("all rows are padded" in caplog.text) == bool(told)
     assert told in caplog.text
@@ -82,20 +90,36 @@ def test_a_run_learns_the_same_from_fewer_tokens(tmp_path: Path) -> None:
     found = []
     for padding in ("longest", "max_length"):
         train(recipe_of_rows(tmp_path, run=padding, data={"padding": padding}))
-        found.append(read_events(tmp_path / padding).of(Step))
+        found.append(read_events(tmp_path / padding).filter_by_type(StepEvent))
     short, full = found
     assert [step.supervised_tokens for step in short] == [step.supervised_tokens for step in full]
     assert {step.tokens for step in full} == {ROWS * LENGTH}
     assert all(step.tokens < 0.8 * ROWS * LENGTH for step in short)
     assert [step.loss for step in short] == pytest.approx([step.loss for step in full], rel=2e-6)
-    (ended,) = read_events(tmp_path / "longest").of(RunFinished)
+    (ended,) = read_events(tmp_path / "longest").filter_by_type(RunFinishedEvent)
     assert ended.total_tokens == sum(step.tokens for step in short)
-    assert [step.gradient_norm for step in short] == pytest.approx([step.gradient_norm for step in full], rel=1e-5)
+    assert [step.gradient_norm for step in short] == pytest.approx(
+        [step.gradient_norm for step in full], rel=1e-5
+    )
 
 
 def test_a_rank_beyond_the_matrix_is_told(tmp_path: Path) -> None:
     for rank, told in ((4, 0), (9, 1)):
-        train(recipe_of_rows(tmp_path, run=str(rank), adapters={"rank": rank, "targets": ["k_proj"]}, training={"max_steps": 1}))
-        warned = [event.message for event in read_events(tmp_path / str(rank)).of(Warned)]
+        train(
+            recipe_of_rows(
+                tmp_path,
+                run=str(rank),
+                adapters={"rank": rank, "targets": ["k_proj"]},
+                training={"max_steps": 1},
+            )
+        )
+        warned = [
+            event.message
+            for event in read_events(tmp_path / str(rank)).filter_by_type(WarningEvent)
+        ]
         assert len(warned) == told
-        assert all("adapters.rank 9 exceeds the rank of model.layers.0.self_attn.k_proj.weight (8 x 16)" in text for text in warned)
+        assert all(
+            "adapters.rank 9 exceeds the rank of model.layers.0.self_attn.k_proj.weight (8 x 16)"
+            in text
+            for text in warned
+        )

@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.config.load import validate_recipe
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import CheckpointError, InputError
-from shardwright.train.folder import RunFolder
-from shardwright.train.ranks import RankEnvironment, find_ranks
-from shardwright.train.signals import LAUNCHER_DIED, StopRequest, listening_for_stop, stop_without_parent
+from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
+from shardwright.launch.stop_signals import (
+    LAUNCHER_DIED,
+    StopRequest,
+    listen_for_stop,
+    stop_when_parent_exits,
+)
 
 
 def recipe_in(folder: Path):
@@ -24,23 +29,38 @@ def recipe_in(folder: Path):
             "model": {"config": {"model_type": "llama"}},
             "data": {"sources": "corpus.txt"},
             "precision": "fp32",
-            "training": {"sequence_length": 8, "max_steps": 3, "learning_rate": 1e-3, "micro_batch_size": 1},
+            "training": {
+                "sequence_length": 8,
+                "max_steps": 3,
+                "learning_rate": 1e-3,
+                "micro_batch_size": 1,
+            },
             "run": {"dir": str(folder)},
         }
     )
 
 
 def test_torchrun_goes_before_slurm() -> None:
-    both = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
-    assert find_ranks(both) == RankEnvironment(1, 2, 1)
-    assert find_ranks({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}) == RankEnvironment(3, 4, 1)
-    assert find_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    both = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+    }
+    assert detect_rank_environment(both) == RankEnvironment(1, 2, 1)
+    assert detect_rank_environment(
+        {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+    ) == RankEnvironment(3, 4, 1)
+    assert detect_rank_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
 
 
-@pytest.mark.parametrize("environment", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "one", "WORLD_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "one", "WORLD_SIZE": "2"}]
+)
 def test_nonsense_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(InputError, match="RANK"):
-        find_ranks(environment)
+        detect_rank_environment(environment)
 
 
 def test_ranks_without_a_meeting_point_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,12 +69,12 @@ def test_ranks_without_a_meeting_point_are_told(monkeypatch: pytest.MonkeyPatch)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT"):
-        find_ranks()
+        detect_rank_environment()
 
 
 def test_a_stop_is_noted_and_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with listening_for_stop() as stop:
+    with listen_for_stop() as stop:
         assert not stop
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
@@ -67,7 +87,7 @@ def test_a_rank_whose_launcher_was_gone_before_it_looked_is_asked_to_stop() -> N
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     request = StopRequest()
-    stop_without_parent(request, gone.pid)
+    stop_when_parent_exits(request, gone.pid)
     until = time.monotonic() + 60
     while not request and time.monotonic() < until:
         time.sleep(0.01)
@@ -76,26 +96,26 @@ def test_a_rank_whose_launcher_was_gone_before_it_looked_is_asked_to_stop() -> N
 
 def test_a_run_folder_is_never_taken_twice(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path / "run")
-    folder = RunFolder.of(recipe)
-    folder.claim(resume=False)
+    folder = RunFolder.from_recipe(recipe)
+    folder.check_available(resume=False)
     with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
-        folder.claim(resume=True)
-    folder.write(recipe, {"layout": {}}, {"model_type": "llama"})
+        folder.check_available(resume=True)
+    folder.write_metadata(recipe, {"layout": {}}, {"model_type": "llama"})
     assert folder.load_recipe() == recipe
     with pytest.raises(InputError, match="--resume"):
-        folder.claim(resume=False)
+        folder.check_available(resume=False)
     folder.checkpoints.mkdir()
-    folder.claim(resume=True)
-    assert RunFolder.existing(folder.path) == folder
+    folder.check_available(resume=True)
+    assert RunFolder.open_existing(folder.path) == folder
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"recipe\.yaml"):
-        RunFolder.existing(tmp_path)
+        RunFolder.open_existing(tmp_path)
 
 
 def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     recipe = recipe_in(tmp_path / "file" / "run")
     with pytest.raises(InputError, match="cannot be written"):
-        RunFolder.of(recipe).write(recipe, {}, {})
+        RunFolder.from_recipe(recipe).write_metadata(recipe, {}, {})

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.parallel.collectives import all_gather_single
-from shardwright.train.pulse import PIPE_STEM, Pulse, read_pulse
-from shardwright.train.recorder import ask_nccl_to_record, recording
-from shardwright.train.stacks import _write_to_pipe
+from shardwright.watchdog.flight_recorder import enable_nccl_flight_recorder, record_collectives
+from shardwright.watchdog.heartbeat import NCCL_PIPE_STEM, HeartbeatWriter, read_heartbeat
+from shardwright.watchdog.stack_dump import _wake_pipe_reader
 
 
 @pytest.fixture
@@ -25,8 +25,10 @@ def alone() -> Iterator[None]:
 
 def test_every_collective_is_noted_once_under_its_number(tmp_path: Path, alone: None) -> None:
     before = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
-    pulse, x, other = Pulse(tmp_path, 0, 1), torch.ones(4), dist.new_group([0])
-    with recording(pulse, tmp_path):
+    pulse = HeartbeatWriter(tmp_path, 0, 1)
+    x = torch.ones(4)
+    other = dist.new_group([0])
+    with record_collectives(pulse, tmp_path):
         dist.all_reduce(x)
         all_gather_single(torch.empty(4), x)
         dist.all_reduce(x[:2], group=other, async_op=True).wait()
@@ -34,9 +36,9 @@ def test_every_collective_is_noted_once_under_its_number(tmp_path: Path, alone: 
         dist.barrier()
     dist.all_reduce(x)  # works as before, and is not noted
     assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == before
-    view = read_pulse(tmp_path / "rank-0.pulse")
+    view = read_heartbeat(tmp_path / "rank-0.pulse")
     assert view is not None
-    told = [f"{entered} {view.channels[entered.channel].ranks}" for entered in view.entered]
+    told = [f"{entered} {view.channels[entered.channel_key].ranks}" for entered in view.entries]
     assert told == [
         "all_reduce #1 (4 elements) (0,)",
         "all_gather #2 (4 elements) (0,)",
@@ -45,29 +47,36 @@ def test_every_collective_is_noted_once_under_its_number(tmp_path: Path, alone: 
         "barrier #4 (0,)",
     ]
     assert len(view.channels) == 2
-    assert view.waiting_since is None
+    assert view.wait_start_seconds is None
     pulse.close()
 
 
 def test_nccl_is_asked_for_its_own_record_where_the_watchdog_will_call_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its group makes the pipe, by the name that it was given and its rank. What the user has set stays."""
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+    """Its group makes the pipe, by the name that it was given and its rank. What the user has set
+    stays.
+    """
+    names = (
+        "TORCH_FR_BUFFER_SIZE",
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+    )
     for name in names[1:]:
         monkeypatch.setenv(name, "")  # so that what is set here is taken back
         monkeypatch.delenv(name)
     monkeypatch.setenv(names[0], "77")
-    pulse = Pulse(tmp_path, 3, 4)
-    ask_nccl_to_record(pulse, tmp_path / "hangs")
+    pulse = HeartbeatWriter(tmp_path, 3, 4)
+    enable_nccl_flight_recorder(pulse, tmp_path / "hangs")
     pulse.close()
     assert [os.environ[name] for name in names[:3]] == ["77", f"{tmp_path}/hangs/nccl-rank-", "1"]
     pipe = Path(f"{os.environ[names[3]]}3.pipe")
-    assert pipe == tmp_path / f"{PIPE_STEM}3.pipe"
+    assert pipe == tmp_path / f"{NCCL_PIPE_STEM}3.pipe"
     with pytest.raises(OSError, match="No such file"):
-        _write_to_pipe(pipe)  # no NCCL: nobody is waited for
+        _wake_pipe_reader(pipe)  # no NCCL: nobody is waited for
     os.mkfifo(pipe)
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    _write_to_pipe(pipe)
+    _wake_pipe_reader(pipe)
     assert os.read(reading, 10) == b"1\n"
     os.close(reading)

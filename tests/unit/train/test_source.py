@@ -1,4 +1,6 @@
-"""Opening what was trained: runs by checkpoint, Hugging Face folders, and everything that is neither."""
+"""Opening what was trained: runs by checkpoint, Hugging Face folders, and everything that is
+neither.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ from safetensors.torch import save_file
 
 from shardwright.architecture import read_config
 from shardwright.checkpoint.boxes import Box
-from shardwright.checkpoint.load import read_tensor
-from shardwright.checkpoint.manifest import Manifest, Slice, TensorEntry
-from shardwright.checkpoint.verify import WholeCheckpoint
+from shardwright.checkpoint.integrity import VerifiedCheckpoint
+from shardwright.checkpoint.manifest import Manifest, StoredSlice, TensorEntry
+from shardwright.checkpoint.tensor_loading import read_tensor
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
-from shardwright.model.export import write_folder
-from shardwright.train.source import choose_device, choose_dtype, load_decoder, open_source
+from shardwright.inference.model_source import (
+    load_decoder,
+    open_model_source,
+    parse_device,
+    parse_dtype,
+)
+from shardwright.model.hf_folder import write_hf_folder
 from tests.unit.train.finished import ALPHABET, CONFIG, make_run, weights_at
 
 SHAPE = read_config(CONFIG)
@@ -30,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("checkpoint", "step"), [("latest", 3), ("best", 2), ("1", 1)])
 def test_a_run_at_a_checkpoint(run: Path, checkpoint: str, step: int) -> None:
-    source = open_source(run, checkpoint)
+    source = open_model_source(run, checkpoint)
     assert (source.step, source.dtype, source.shape) == (step, torch.bfloat16, SHAPE)
     for name, tensor in weights_at(SHAPE, step).items():
         assert torch.equal(source.read(name), tensor)
@@ -44,14 +51,14 @@ def test_a_run_at_a_checkpoint(run: Path, checkpoint: str, step: int) -> None:
 @pytest.mark.parametrize("wanted", ["7", "newest", "-1", "", "\u00b2", "9" * 5000])
 def test_no_such_checkpoint(run: Path, wanted: str) -> None:
     with pytest.raises(CheckpointError, match="allowed: latest, best, 1, 2, 3"):
-        open_source(run, wanted)
+        open_model_source(run, wanted)
 
 
 def test_a_run_without_checkpoints_or_without_a_best(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no checkpoint"):
-        open_source(make_run(tmp_path / "none", steps=()).path)
+        open_model_source(make_run(tmp_path / "none", steps=()).path)
     with pytest.raises(CheckpointError, match="no such checkpoint"):
-        open_source(make_run(tmp_path / "worse", steps=(1,), best=None).path, "best")
+        open_model_source(make_run(tmp_path / "worse", steps=(1,), best=None).path, "best")
 
 
 def test_a_damaged_checkpoint_is_not_read(tmp_path: Path) -> None:
@@ -61,19 +68,21 @@ def test_a_damaged_checkpoint_is_not_read(tmp_path: Path) -> None:
     content[-5] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="cannot be used"):
-        open_source(folder.path, "1")
+        open_model_source(folder.path, "1")
 
 
 def test_a_config_that_is_not_the_checkpoints(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=(1,))
-    folder.config.write_text(folder.config.read_text().replace('"intermediate_size": 24', '"intermediate_size": 25'))
+    folder.config_path.write_text(
+        folder.config_path.read_text().replace('"intermediate_size": 24', '"intermediate_size": 25')
+    )
     with pytest.raises(CheckpointError, match=r"do not match config\.json.*mlp"):
-        open_source(folder.path)
+        open_model_source(folder.path)
 
 
 def test_a_hugging_face_folder(tmp_path: Path) -> None:
     weights = weights_at(SHAPE, 5)
-    write_folder(
+    write_hf_folder(
         tmp_path / "hf",
         SHAPE,
         weights.__getitem__,
@@ -81,54 +90,64 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
         tokenizer=CharacterTokenizer(ALPHABET),
         generation_config={"eos_token_id": [3, 4]},
     )
-    source = open_source(tmp_path / "hf")
+    source = open_model_source(tmp_path / "hf")
     assert (source.step, source.dtype) == (None, torch.float16)
     assert torch.equal(source.read("model.norm.weight"), weights["model.norm.weight"].half())
     assert source.stop_ids(source.load_tokenizer()) == {3, 4}
     with pytest.raises(InputError, match="has no checkpoints"):
-        open_source(tmp_path / "hf", "best")
+        open_model_source(tmp_path / "hf", "best")
 
 
 def test_neither(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match="no model in this folder"):
-            open_source(path)
+            open_model_source(path)
 
 
 def test_adapters_alone_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError, match=r"adapters alone are not a model.*Name the run"):
-        open_source(tmp_path)
+        open_model_source(tmp_path)
 
 
 def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=(1,))
-    shutil.rmtree(folder.tokenizer)
-    CharacterTokenizer(ALPHABET + "k").save(folder.tokenizer)
+    shutil.rmtree(folder.tokenizer_path)
+    CharacterTokenizer(ALPHABET + "k").save(folder.tokenizer_path)
     with pytest.raises(TokenizerError, match="got 11; allowed: at most 10"):
-        open_source(folder.path).load_tokenizer()
-    shutil.rmtree(folder.tokenizer)
+        open_model_source(folder.path).load_tokenizer()
+    shutil.rmtree(folder.tokenizer_path)
     with pytest.raises(TokenizerError):
-        open_source(folder.path).load_tokenizer()
+        open_model_source(folder.path).load_tokenizer()
 
 
 def test_a_tensor_is_joined_from_its_slices(tmp_path: Path) -> None:
-    """As ZeRO-3 under tensor parallelism leaves it: rows in two files, one of them cut into columns as well."""
+    """As ZeRO-3 under tensor parallelism leaves it: rows in two files, one of them cut into columns
+    as well.
+    """
     whole = torch.randn(5, 4)
     boxes = {"top": Box((0, 0), (3, 4)), "left": Box((3, 0), (2, 1)), "right": Box((3, 1), (2, 3))}
     save_file({"top": whole[:3]}, tmp_path / "a.safetensors")
-    save_file({"left": whole[3:, :1].contiguous(), "right": whole[3:, 1:].contiguous()}, tmp_path / "b.safetensors")
-    slices = tuple(Slice("a.safetensors" if key == "top" else "b.safetensors", key, box) for key, box in boxes.items())
-    manifest = Manifest(step=1, world_size=2, files={}, tensors={"model.w": TensorEntry("F32", (5, 4), slices)})
-    assert torch.equal(read_tensor(WholeCheckpoint(tmp_path, manifest), "model.w"), whole)
+    save_file(
+        {"left": whole[3:, :1].contiguous(), "right": whole[3:, 1:].contiguous()},
+        tmp_path / "b.safetensors",
+    )
+    slices = tuple(
+        StoredSlice("a.safetensors" if key == "top" else "b.safetensors", key, box)
+        for key, box in boxes.items()
+    )
+    manifest = Manifest(
+        step=1, world_size=2, files={}, tensors={"model.w": TensorEntry("F32", (5, 4), slices)}
+    )
+    assert torch.equal(read_tensor(VerifiedCheckpoint(tmp_path, manifest), "model.w"), whole)
 
 
 def test_devices_and_dtypes() -> None:
-    assert choose_device("cpu") == torch.device("cpu")
-    assert choose_dtype("auto", torch.float16) == torch.float16
-    assert choose_dtype("bf16", torch.float16) == torch.bfloat16
+    assert parse_device("cpu") == torch.device("cpu")
+    assert parse_dtype("auto", torch.float16) == torch.float16
+    assert parse_dtype("bf16", torch.float16) == torch.bfloat16
     for device in ("tpu", "meta", "cuda:99"):
         with pytest.raises(InputError, match="--device"):
-            choose_device(device)
+            parse_device(device)
     with pytest.raises(InputError, match="--dtype"):
-        choose_dtype("int4", torch.float16)
+        parse_dtype("int4", torch.float16)

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.train.stacks import ask_for_stacks, process_state
-from shardwright.train.watchdog import read_pulses
+from shardwright.watchdog.monitor import read_heartbeats
+from shardwright.watchdog.stack_dump import dump_stacks, read_process_state
 
-_THREADS, _DEEP = 40, 60
+_THREADS = 40
+_DEEP = 60
 _RANK = f"""
 import pathlib, sys, threading
-from shardwright.train.pulse import Pulse
-pulse = Pulse(pathlib.Path(sys.argv[1]), int(sys.argv[2]), 2)
+from shardwright.watchdog.heartbeat import HeartbeatWriter
+pulse = HeartbeatWriter(pathlib.Path(sys.argv[1]), int(sys.argv[2]), 2)
 up, never = threading.Barrier({_THREADS} + 1), threading.Event()
 def go_down(levels):
     if levels == 1:
@@ -33,20 +34,29 @@ never.wait()
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the process's threads are read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="the process's threads are read from /proc"
+)
 def test_stacks_are_whole_of_ranks_that_run_and_of_one_that_is_stopped(tmp_path: Path) -> None:
-    ranks = [subprocess.Popen([sys.executable, "-c", _RANK, str(tmp_path), str(rank)], stdout=subprocess.PIPE) for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(tmp_path), str(rank)], stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
     try:
         for process in ranks:
             assert process.stdout is not None
             assert process.stdout.readline() == b"up\n"
         ranks[1].send_signal(signal.SIGSTOP)
         os.waitpid(ranks[1].pid, os.WUNTRACED)
-        views = read_pulses(tmp_path)
-        states = {view.rank: process_state(view.pid) for view in views}
+        views = read_heartbeats(tmp_path)
+        states = {view.rank: read_process_state(view.pid) for view in views}
         assert states[1] == "T"
-        found = ask_for_stacks(tmp_path, views, states)
-        assert {rank: text.count("in go_down") for rank, text in found.items()} == dict.fromkeys(range(2), _THREADS * _DEEP)
+        found = dump_stacks(tmp_path, views, states)
+        assert {rank: text.count("in go_down") for rank, text in found.items()} == dict.fromkeys(
+            range(2), _THREADS * _DEEP
+        )
         assert all(text.rstrip().endswith("in <module>") for text in found.values())
         assert ranks[0].poll() is None
         os.waitpid(ranks[1].pid, os.WUNTRACED)
@@ -57,10 +67,12 @@ def test_stacks_are_whole_of_ranks_that_run_and_of_one_that_is_stopped(tmp_path:
 
 
 def test_a_rank_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", _RANK, str(tmp_path), "0"], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RANK, str(tmp_path), "0"], stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     process.stdout.readline()
     process.kill()
     process.communicate()
-    views = read_pulses(tmp_path)
-    assert ask_for_stacks(tmp_path, views, {0: process_state(process.pid)}) == {0: ""}
+    views = read_heartbeats(tmp_path)
+    assert dump_stacks(tmp_path, views, {0: read_process_state(process.pid)}) == {0: ""}

@@ -1,4 +1,6 @@
-"""Data that are token ids already, and a model folder without a tokenizer: everything works but what needs text."""
+"""Data that are token ids already, and a model folder without a tokenizer: everything works but
+what needs text.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,16 @@ import pytest
 import torch
 
 from shardwright.architecture import read_config
+from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.cli.main import run
 from shardwright.config import Recipe
-from shardwright.config.load import validate_recipe
-from shardwright.data.fit import prepare_for_model
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.data.model_data import prepare_for_model
 from shardwright.errors import DataError, RecipeError, TokenizerError
-from shardwright.model.export import write_folder
-from shardwright.model.init import initialise
-from shardwright.train.folder import RunFolder
-from shardwright.train.preflight import check
-from shardwright.train.start import train
+from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.train.run import train
+from shardwright.train.run_checks import validate_run
 from tests.unit.train.finished import CONFIG, make_run
 
 VOCABULARY = 300
@@ -38,9 +40,13 @@ def write_ids(path: Path, documents: list[list[int]]) -> str:
     return str(path)
 
 
-def recipe_of(folder: Path, model: dict[str, Any], documents: list[list[int]] | None = None, **sections: Any) -> Recipe:
+def recipe_of(
+    folder: Path, model: dict[str, Any], documents: list[list[int]] | None = None, **sections: Any
+) -> Recipe:
     data = {
-        "sources": write_ids(folder / "ids.jsonl", documents or [ids(number) for number in range(40)]),
+        "sources": write_ids(
+            folder / "ids.jsonl", documents or [ids(number) for number in range(40)]
+        ),
         "cache_dir": str(folder / "cache"),
         "validation_fraction": 0.2,
     }
@@ -59,8 +65,10 @@ def recipe_of(folder: Path, model: dict[str, Any], documents: list[list[int]] | 
 def model_folder(path: Path, **config: Any) -> str:
     """A folder of weights without a tokenizer."""
     shape = read_config(MODEL | config)
-    specs = {spec.name: spec for spec in shape.parameters()}
-    write_folder(path, shape, lambda name: initialise(specs[name], 1, dtype=torch.float32))
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    write_hf_folder(
+        path, shape, lambda name: initialise_parameter(specs[name], 1, dtype=torch.float32)
+    )
     assert not list(path.glob("tokenizer*"))
     return str(path)
 
@@ -77,7 +85,10 @@ def test_ids_train_evaluate_resume_and_export(
     assert (more["steps"], more["status"]) == (3, "completed")
     assert not (tmp_path / "run" / "tokenizer").exists()
 
-    assert run(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    assert (
+        run(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "fp32"])
+        == 0
+    )
     assert "has no tokenizer: the folder is written without one" in caplog.text
     for name in ("config.json", "generation_config.json"):
         written = json.loads((tmp_path / "out" / name).read_text())
@@ -85,11 +96,16 @@ def test_ids_train_evaluate_resume_and_export(
 
     for source in ("run", "out"):
         assert run(["generate", str(tmp_path / source), "--prompt", "once"]) == 2
-        assert "this model has no tokenizer, which text input and output need" in capsys.readouterr().err
+        assert (
+            "this model has no tokenizer, which text input and output need"
+            in capsys.readouterr().err
+        )
 
 
 def test_ids_train_a_model_that_is_written_inline(tmp_path: Path) -> None:
-    """Special ids that no config names are null in what is exported, not those that transformers assumes of the family."""
+    """Special ids that no config names are null in what is exported, not those that transformers
+    assumes of the family.
+    """
     trained = train(recipe_of(tmp_path, {"config": MODEL}))
     assert trained is not None
     assert run(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--no-check"]) == 0
@@ -104,12 +120,18 @@ def test_an_inline_model_without_a_vocabulary_is_asked_for_it(tmp_path: Path) ->
     assert caught.value.field == "model.config.vocab_size"
 
 
-@pytest.mark.parametrize(("vocab_size", "wrong"), [(VOCABULARY, VOCABULARY), (VOCABULARY, 70_000), (70_000, 80_000)])
-def test_an_id_outside_the_vocabulary_is_named_with_its_record(tmp_path: Path, vocab_size: int, wrong: int) -> None:
+@pytest.mark.parametrize(
+    ("vocab_size", "wrong"), [(VOCABULARY, VOCABULARY), (VOCABULARY, 70_000), (70_000, 80_000)]
+)
+def test_an_id_outside_the_vocabulary_is_named_with_its_record(
+    tmp_path: Path, vocab_size: int, wrong: int
+) -> None:
     documents = [ids(number) for number in range(40)]
     documents[6][4] = wrong
     with pytest.raises((DataError, TokenizerError)) as caught:
-        prepare_for_model(recipe_of(tmp_path, {"config": MODEL | {"vocab_size": vocab_size}}, documents))
+        prepare_for_model(
+            recipe_of(tmp_path, {"config": MODEL | {"vocab_size": vocab_size}}, documents)
+        )
     told = str(caught.value)
     assert f"token id {wrong} in ids.jsonl:7" in told
     assert "ids below" in told
@@ -119,26 +141,30 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_record(tmp_path: Path, v
 def test_what_needs_text_says_so(tmp_path: Path) -> None:
     model = {"config": MODEL}
     with pytest.raises(RecipeError, match="samples are text and need a tokenizer") as refused:
-        check(recipe_of(tmp_path, model, evaluation={"num_samples": 2}), 1)
+        validate_run(recipe_of(tmp_path, model, evaluation={"num_samples": 2}), 1)
     assert refused.value.field == "evaluation.num_samples"
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}")
     with pytest.raises(TokenizerError, match="a chat template needs a tokenizer") as caught:
-        check(recipe_of(tmp_path, model, data={"chat_template": str(template)}), 1)
+        validate_run(recipe_of(tmp_path, model, data={"chat_template": str(template)}), 1)
     assert caught.value.field == "data.chat_template"
     (tmp_path / "text.jsonl").write_text('{"text": "some text"}\n')
     mixed = [write_ids(tmp_path / "ids.jsonl", [ids(1)]), str(tmp_path / "text.jsonl")]
     with pytest.raises(TokenizerError, match="no tokenizer is set"):
-        check(recipe_of(tmp_path, model, data={"sources": mixed}), 1)
+        validate_run(recipe_of(tmp_path, model, data={"sources": mixed}), 1)
 
 
 def test_a_tokenizer_that_is_named_has_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(TokenizerError, match="the folder has no tokenizer"):
-        check(recipe_of(tmp_path, {"config": MODEL}, tokenizer={"path": str(tmp_path / "empty")}), 1)
+        validate_run(
+            recipe_of(tmp_path, {"config": MODEL}, tokenizer={"path": str(tmp_path / "empty")}), 1
+        )
 
 
-def test_data_shows_ids_in_place_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_shows_ids_in_place_of_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(recipe_of(tmp_path, {"config": MODEL}).model_dump(mode="json")))
     assert run(["data", str(recipe), "--samples", "1"]) == 0
@@ -151,9 +177,13 @@ def test_data_shows_ids_in_place_of_text(tmp_path: Path, capsys: pytest.CaptureF
     assert shown_ids[: len(documents[0])] in documents
 
 
-def test_a_run_whose_tokenizer_was_removed_is_not_one_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_tokenizer_was_removed_is_not_one_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = make_run(tmp_path / "run", steps=(1,), best=None)
-    for file in made.tokenizer.iterdir():
+    for file in made.tokenizer_path.iterdir():
         file.unlink()
-    assert run(["export", str(RunFolder(tmp_path / "run").path), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        run(["export", str(RunFolder(tmp_path / "run").path), "--out", str(tmp_path / "out")]) == 2
+    )
     assert "the folder has no tokenizer" in capsys.readouterr().err

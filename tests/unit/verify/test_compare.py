@@ -1,4 +1,6 @@
-"""The verifier's own judgement: nothing that is not a number, missing or merely average may pass."""
+"""The verifier's own judgement: nothing that is not a number, missing or merely average may
+pass.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ import torch
 from shardwright.architecture import read_config
 from shardwright.config.layout import LayoutSection
 from shardwright.data.dataset import IGNORED_LABEL
-from shardwright.data.loader import step_micro_batches
+from shardwright.data.loader import read_step_micro_batches
 from shardwright.errors import ArchitectureError, LayoutError
 from shardwright.plan import BatchPlan
-from shardwright.verify.cases import Case, choose_cases, choose_layouts, cut_shape
-from shardwright.verify.cell import Finding, _compare_numbers, _compare_tensor, _worst
-from shardwright.verify.data import UnevenDataset
-from shardwright.verify.matrix import _worst_of
+from shardwright.verify.cases import VerificationCase, choose_cases, choose_layouts, shrink_shape
+from shardwright.verify.cell import (
+    ComparisonResult,
+    _compare_numbers,
+    _compare_tensor,
+    _compare_tensors,
+)
+from shardwright.verify.uneven_data import UnevenDataset
+from shardwright.verify.verification import _find_worst
 
 LLAMA = {
     "model_type": "llama",
@@ -32,7 +39,9 @@ LLAMA = {
 }
 
 
-def judge(got: torch.Tensor | None, want: torch.Tensor | None, scale: float = 1.0) -> Finding:
+def judge(
+    got: torch.Tensor | None, want: torch.Tensor | None, scale: float = 1.0
+) -> ComparisonResult:
     return _compare_tensor("gradient", "w", got, want, scale, 1e-5)
 
 
@@ -68,8 +77,10 @@ def test_nearly_zero_is_held_absolutely_against_the_global_norm() -> None:
 
 def test_one_bad_parameter_among_many_is_the_verdict() -> None:
     good = torch.ones(1000)
-    pairs = [(f"p{i}", good, good) for i in range(50)] + [("bad", torch.tensor([1.001]), torch.tensor([1.0]))]
-    worst = _worst("gradient", pairs, {name: want for name, _, want in pairs}, 1.0, 1e-5)
+    pairs = [(f"p{i}", good, good) for i in range(50)] + [
+        ("bad", torch.tensor([1.001]), torch.tensor([1.0]))
+    ]
+    worst = _compare_tensors("gradient", pairs, {name: want for name, _, want in pairs}, 1.0, 1e-5)
     assert worst.subject == "bad"
     assert not worst.passed
 
@@ -77,19 +88,28 @@ def test_one_bad_parameter_among_many_is_the_verdict() -> None:
 def test_nan_outranks_any_number_and_an_absent_parameter_fails() -> None:
     one = torch.ones(1)
     pairs = [("a", one * math.nan, one), ("b", one * 2, one)]
-    assert _worst("gradient", pairs, {"a": one, "b": one}, 1.0, 1e-5).subject == "a"
-    assert not _worst("gradient", [("a", one, one)], {"a": one, "gone": one}, 1.0, 1e-5).passed
-    by_rank = [Finding("g", "x", 0.5, 1e-5), Finding("g", "y", math.nan, 1e-5), Finding("g", "z", 0.7, 1e-5)]
-    assert _worst_of(by_rank).subject == "y"
+    assert _compare_tensors("gradient", pairs, {"a": one, "b": one}, 1.0, 1e-5).subject == "a"
+    assert not _compare_tensors(
+        "gradient", [("a", one, one)], {"a": one, "gone": one}, 1.0, 1e-5
+    ).passed
+    by_rank = [
+        ComparisonResult("g", "x", 0.5, 1e-5),
+        ComparisonResult("g", "y", math.nan, 1e-5),
+        ComparisonResult("g", "z", 0.7, 1e-5),
+    ]
+    assert _find_worst(by_rank).subject == "y"
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("data_ranks", [1, 2, 3])
 def test_data_are_uneven_and_one_rank_has_almost_none(data_ranks: int, accumulation: int) -> None:
     batch = BatchPlan(16, 2, accumulation, data_ranks)
-    dataset = UnevenDataset(61, batch, num_steps=3, seed=1, documents=True)
+    dataset = UnevenDataset(61, batch, num_steps=3, seed=1, has_documents=True)
     for step in range(3):
-        by_rank = [step_micro_batches(dataset, dataset.order, batch, step, rank) for rank in range(data_ranks)]
+        by_rank = [
+            read_step_micro_batches(dataset, dataset.order, batch, step, rank)
+            for rank in range(data_ranks)
+        ]
         tokens = [[micro.num_supervised for micro in micros] for micros in by_rank]
         if data_ranks > 1:
             assert sum(tokens[-1]) == 1
@@ -99,12 +119,15 @@ def test_data_are_uneven_and_one_rank_has_almost_none(data_ranks: int, accumulat
             assert tokens[0][0] == 0
         assert sum(map(sum, tokens)) > 1
         ids = [micro.input_ids_BT for micros in by_rank for micro in micros]
-        assert len({row.numpy().tobytes() for micro in ids for row in micro}) == batch.global_batch_size
+        assert (
+            len({row.numpy().tobytes() for micro in ids for row in micro})
+            == batch.global_batch_size
+        )
 
 
 def test_documents_end_where_labels_do() -> None:
-    dataset = UnevenDataset(61, BatchPlan(16, 2, 1, 2), num_steps=1, seed=1, documents=True)
-    row = dataset.row(0)
+    dataset = UnevenDataset(61, BatchPlan(16, 2, 1, 2), num_steps=1, seed=1, has_documents=True)
+    row = dataset.build_row(0)
     assert row.document_ids is not None
     ends = np.flatnonzero(np.diff(row.document_ids))
     assert len(ends) == 3
@@ -113,7 +136,7 @@ def test_documents_end_where_labels_do() -> None:
 
 
 def test_three_cases_meet_every_value() -> None:
-    cases = choose_cases(True, full=False)
+    cases = choose_cases(True, is_full=False)
     assert {case.accumulation for case in cases} == {1, 2, 3}
     assert {case.recompute for case in cases} == {"none", "selective", "full"}
     for name in ("tied", "dropout", "documents"):
@@ -124,7 +147,9 @@ def test_a_layout_without_ranks_stands_for_all_that_fit() -> None:
     assert [str(x) for x in choose_layouts(["zero_stage=0"], 4, LayoutSection())] == [
         f"dp_replicate={ranks},zero_stage=0" for ranks in (2, 3, 4)
     ]
-    assert [str(x) for x in choose_layouts(["dp_replicate=2,zero_stage=1"], 4, LayoutSection())] == [
+    assert [
+        str(x) for x in choose_layouts(["dp_replicate=2,zero_stage=1"], 4, LayoutSection())
+    ] == [
         "dp_replicate=2,zero_stage=1",
         "dp_replicate=2,dp_shard=2,zero_stage=1",
     ]
@@ -140,14 +165,20 @@ def test_the_recipes_sizes_are_kept() -> None:
 
 def test_a_cut_keeps_the_make() -> None:
     shape = read_config(LLAMA)
-    cut = cut_shape(shape, num_layers=2, hidden_size=10)
-    assert (cut.num_layers, cut.hidden_size, cut.num_heads, cut.num_kv_heads, cut.head_dim) == (2, 10, 2, 1, 6)
+    cut = shrink_shape(shape, num_layers=2, hidden_size=10)
+    assert (cut.num_layers, cut.hidden_size, cut.num_heads, cut.num_kv_heads, cut.head_dim) == (
+        2,
+        10,
+        2,
+        1,
+        6,
+    )
     assert cut.intermediate_size == 14
     with pytest.raises(ArchitectureError, match="cannot widen"):
-        cut_shape(shape, hidden_size=21)
+        shrink_shape(shape, hidden_size=21)
 
 
 def test_dropout_of_a_case_is_the_models_only_dropout() -> None:
-    shape = Case(dropout=True).shape(read_config(LLAMA))
+    shape = VerificationCase(dropout=True).apply_to_shape(read_config(LLAMA))
     assert min(shape.embedding_dropout, shape.attention_dropout, shape.residual_dropout) > 0
-    assert Case(dropout=False).shape(shape).residual_dropout == 0
+    assert VerificationCase(dropout=False).apply_to_shape(shape).residual_dropout == 0

@@ -1,0 +1,83 @@
+"""Parameters per part and model FLOPs per token. Torch-free.
+
+Convention: 6 FLOPs per token and matrix element (2 forward, 4 backward), and 12 x query width x
+keys for the two matrix products of attention. `keys` is the mean number of keys that a causal
+token attends to: (T + 1) / 2, fewer with a sliding window. PaLM (arXiv 2204.02311, appendix B)
+counts T keys, including the half that the causal mask discards; we count only necessary work,
+as the FlashAttention papers do. Recomputation, norms, rotary embeddings, activations and
+embedding look-ups are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwright.architecture.parameter_spec import ParameterRole, ParameterSpec
+
+EXPERT_ROLES: tuple[ParameterRole, ...] = ("expert_gate_up", "expert_down")
+"""Roles of parameters that stack all experts of a layer; a token uses only some of them."""
+
+_ROLES_BY_PART = {
+    "embedding": ("embedding", "positions"),
+    "attention": (
+        "query", "key", "value", "qkv", "attention_out", "query_norm", "key_norm", "sinks",
+        "query_latent", "query_latent_norm", "key_value_latent", "key_value_latent_norm",
+        "key_value",
+    ),
+    "feed_forward": ("gate", "up", "gate_up", "down"),
+    "experts": EXPERT_ROLES,
+    "router": ("router", "balance_bias"),
+    "norm": ("norm",),
+    "head": ("head",),
+    "other": ("projection", "other"),
+}  # fmt: skip
+_LOOKUP_ROLES = ("embedding", "positions")
+
+
+def count_parameters_by_part(specs: Iterable[ParameterSpec]) -> dict[str, int]:
+    """Count parameter elements per part of the model.
+
+    Parts: embedding, attention, feed_forward, experts, router, norm, head, other.
+    """
+    counts = dict.fromkeys(_ROLES_BY_PART, 0)
+    part_of = {role: part for part, roles in _ROLES_BY_PART.items() for role in roles}
+    for spec in specs:
+        counts[part_of[spec.role]] += spec.num_elements
+    return counts
+
+
+def count_matmul_parameters(
+    specs: Iterable[ParameterSpec], *, is_tied: bool, active_share: float = 1.0
+) -> float:
+    """Count the elements of all matrices that a token is multiplied with.
+
+    A tied embedding counts, as the head. `active_share` is the fraction of a layer's experts
+    that a token uses; only this fraction of the experts' elements counts.
+    """
+    total = 0.0
+    for spec in specs:
+        is_lookup = spec.role in _LOOKUP_ROLES and not (is_tied and spec.role == "embedding")
+        if len(spec.shape) >= 2 and not is_lookup and not spec.is_bias:
+            total += spec.num_elements * (active_share if spec.role in EXPERT_ROLES else 1.0)
+    return total
+
+
+def compute_mean_visible_keys(sequence_length: int, window: int | None) -> float:
+    """Compute the mean number of keys that a causal token attends to, itself included.
+
+    >>> compute_mean_visible_keys(4, None), compute_mean_visible_keys(4, 2)
+    (2.5, 1.75)
+    """
+    if window is None or window >= sequence_length:
+        return (sequence_length + 1) / 2
+    return (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
+
+
+def count_attention_flops_per_token(
+    query_width: int, value_width: int, sequence_length: int, window: int | None
+) -> float:
+    """Count the model FLOPs of one layer's two attention products for one token.
+
+    Forward and backward; `query_width` and `value_width` are summed over all heads.
+    """
+    return 6.0 * (query_width + value_width) * compute_mean_visible_keys(sequence_length, window)

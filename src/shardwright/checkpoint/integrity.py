@@ -1,0 +1,180 @@
+"""Integrity checks of checkpoints: files, sizes, hashes and headers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from shardwright.checkpoint.commit import (
+    LATEST_NAME,
+    StepFolder,
+    list_step_folders_by_trust,
+    read_pointer,
+)
+from shardwright.checkpoint.disk import hash_file, list_sizes
+from shardwright.checkpoint.header import read_header
+from shardwright.checkpoint.manifest import (
+    MANIFEST_HASH_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    read_manifest,
+)
+from shardwright.checkpoint.storage_path import StoragePath
+from shardwright.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RefusedCheckpoint:
+    """Checkpoint that cannot be used, with the reason."""
+
+    path: StoragePath
+    reason: str
+
+    @classmethod
+    def from_faults(cls, path: StoragePath, faults: list[str]) -> RefusedCheckpoint:
+        """Build from a list of faults; the reason names the first three."""
+        return cls(
+            path, "; ".join(faults[:3]) + (f"; {len(faults) - 3} more" if len(faults) > 3 else "")
+        )
+
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """Checkpoint whose every byte was verified; `refused` are newer, damaged ones."""
+
+    path: StoragePath
+    manifest: Manifest
+    refused: tuple[RefusedCheckpoint, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps finished when it was saved."""
+        return self.manifest.step
+
+
+def find_folder_faults(folder: StoragePath, manifest: Manifest) -> list[str]:
+    """Compare names and sizes in a folder with the manifest; return the faults."""
+    expected = {*manifest.files, MANIFEST_NAME, MANIFEST_HASH_NAME}
+    sizes = list_sizes(folder)
+    step_folder = StepFolder.parse(folder)
+    if step_folder is not None and step_folder.step != manifest.step:
+        return [f"its manifest is of step {manifest.step}"]
+    faults = [f"{name} is missing" for name in sorted(expected - set(sizes))]
+    faults += [f"{name} is surplus" for name in sorted(set(sizes) - expected)]
+    faults += [
+        f"{name} is a link or not a regular file"
+        for name in sorted(expected & set(sizes))
+        if sizes[name] is None
+    ]
+    for name in sorted(set(manifest.files) & set(sizes)):
+        size = sizes[name]
+        if size is not None and size != manifest.files[name].size_bytes:
+            faults.append(
+                f"{name} has {size} bytes, but {manifest.files[name].size_bytes} were written"
+            )
+    return faults
+
+
+def find_file_faults(
+    folder: StoragePath,
+    manifest: Manifest,
+    names: Iterable[str],
+    *,
+    on_block: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Check hashes of the named files and, if correct, headers; return the faults."""
+    faults = []
+    for name in names:
+        try:
+            _, sha256 = hash_file(folder / name, on_block=on_block)
+            if sha256 != manifest.files[name].sha256:
+                faults.append(f"{name} is damaged: its SHA-256 differs from the manifest's")
+            elif name.endswith(".safetensors"):
+                faults += _find_header_faults(folder / name, manifest)
+        except CheckpointError as error:
+            faults.append(error.problem)
+    return faults
+
+
+def _find_header_faults(path: StoragePath, manifest: Manifest) -> list[str]:
+    """Compare a file's header with the manifest; return the differences."""
+    stored = read_header(path)
+    expected = {
+        part.key: (name, entry.dtype, part.box)
+        for name, entry in manifest.tensors.items()
+        for part in entry.slices
+        if part.file == path.name
+    }
+    faults = [
+        f"{path.name} holds {key!r:.200}, which the manifest does not list"
+        for key in sorted(set(stored) - set(expected))
+    ]
+    for key, (name, dtype, box) in expected.items():
+        if key not in stored:
+            faults.append(f"{path.name} does not hold {key!r:.200} of tensor {name}")
+        elif stored[key].dtype != dtype or stored[key].shape != box.lengths:
+            found = f"{stored[key].dtype} {stored[key].shape}"
+            faults.append(
+                f"{path.name} holds {key!r:.200} as {found}, "
+                f"but the manifest lists {dtype} {box.lengths}"
+            )
+    return faults
+
+
+def verify_checkpoint(
+    folder: StoragePath, *, on_block: Callable[[int], None] | None = None
+) -> tuple[Manifest | None, list[str]]:
+    """Verify a checkpoint; return its manifest, None if unusable, and all faults."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return None, [error.problem]
+    try:
+        faults = find_folder_faults(folder, manifest)
+    except OSError as error:
+        faults = [f"cannot be read: {error.strerror}"]
+    if not faults:
+        faults = find_file_faults(folder, manifest, manifest.files, on_block=on_block)
+    return manifest, faults
+
+
+def assign_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
+    """Return the files that a rank hashes: each once, with balanced bytes."""
+    loads = [0] * world_size
+    names = []
+    for name, file in sorted(
+        manifest.files.items(), key=lambda item: (-item[1].size_bytes, item[0])
+    ):
+        assigned_rank = loads.index(min(loads))
+        loads[assigned_rank] += file.size_bytes
+        if assigned_rank == rank:
+            names.append(name)
+    return names
+
+
+def list_candidates(root: StoragePath) -> tuple[list[StoragePath], list[RefusedCheckpoint]]:
+    """Return folders in the order to try, and `latest` if its folder does not exist."""
+    folders = list_step_folders_by_trust(root)
+    latest = read_pointer(root, LATEST_NAME)
+    lost = (
+        []
+        if latest is None or latest in folders
+        else [RefusedCheckpoint(latest.path, "latest names it, but the folder does not exist")]
+    )
+    return [folder.path for folder in folders], lost
+
+
+def find_newest_whole(
+    root: StoragePath,
+) -> tuple[VerifiedCheckpoint | None, list[RefusedCheckpoint]]:
+    """Return the newest intact checkpoint and the newer ones that were rejected."""
+    paths, refused = list_candidates(root)
+    for path in paths:
+        manifest, faults = verify_checkpoint(path)
+        if manifest is not None and not faults:
+            return VerifiedCheckpoint(path, manifest, tuple(refused)), refused
+        refused.append(RefusedCheckpoint.from_faults(path, faults))
+    return None, refused

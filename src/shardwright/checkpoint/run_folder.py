@@ -1,0 +1,177 @@
+"""The run folder: its files, and the conditions under which a run may use it.
+
+<run>/recipe.yaml   resolved recipe             <run>/events.jsonl   one event per line
+      plan.json     layout and batch                  log.txt        the same as text
+      config.json   model, Hugging Face format        checkpoints/   step-00000100, latest, best
+      tokenizer/    tokenizer                         samples/       texts of evaluations
+      hangs/        reports of hangs: missing ranks, stacks of all ranks
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint.commit import has_saved
+from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
+from shardwright.config import Recipe, dump_recipe, load_recipe
+from shardwright.errors import CheckpointError, InputError
+from shardwright.telemetry.event_log import check_unlocked
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+    checkpoints_location: str | None = None
+    """Folder or URL of the checkpoints if they are outside the run folder."""
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> RunFolder:
+        """Return the folder that a recipe names: `run.dir`, or runs/<name>."""
+        path = Path(recipe.run.dir) if recipe.run.dir else Path("runs") / recipe.name
+        return cls(path, recipe.checkpoint.dir)
+
+    @classmethod
+    def open_existing(cls, path: Path) -> RunFolder:
+        """Return the folder of a run that was started before.
+
+        Raises:
+            InputError: The folder holds no recipe.yaml.
+        """
+        folder = cls(path)
+        if not folder.recipe_path.is_file():
+            raise InputError(
+                "not a run folder",
+                field="RUN",
+                got=str(path),
+                allowed="a folder with recipe.yaml, as written by `train`",
+            )
+        return cls(path, folder.load_recipe().checkpoint.dir)
+
+    @property
+    def recipe_path(self) -> Path:
+        """Resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan_path(self) -> Path:
+        """Plan as JSON."""
+        return self.path / "plan.json"
+
+    @property
+    def prediction_path(self) -> Path:
+        """The planner's prediction, if the recipe names a cluster."""
+        return self.path / "prediction.json"
+
+    @property
+    def config_path(self) -> Path:
+        """The model's config.json."""
+        return self.path / "config.json"
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Folder of the tokenizer."""
+        return self.path / "tokenizer"
+
+    @property
+    def log_path(self) -> Path:
+        """Log as plain text."""
+        return self.path / "log.txt"
+
+    @property
+    def samples_path(self) -> Path:
+        """Texts that the model generated at evaluations, one file per evaluation."""
+        return self.path / "samples"
+
+    @property
+    def hang_reports_path(self) -> Path:
+        """Reports of hangs: missing ranks and the stacks of all ranks."""
+        return self.path / "hangs"
+
+    @property
+    def checkpoints(self) -> StoragePath:
+        """Folder or URL of all checkpoints."""
+        return (
+            self.path / "checkpoints"
+            if self.checkpoints_location is None
+            else parse_storage_path(self.checkpoints_location)
+        )
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """True if a save has completed, even if damaged since.
+
+        A run that died during its first save has no checkpoint and may start again.
+        """
+        return has_saved(self.checkpoints)
+
+    @property
+    def is_started(self) -> bool:
+        """True if a run exists here, with or without a checkpoint."""
+        return self.recipe_path.exists() or self.has_checkpoints
+
+    def load_recipe(self) -> Recipe:
+        """Load the recipe that the run was started with."""
+        return load_recipe(self.recipe_path)
+
+    def check_available(self, *, resume: bool) -> None:
+        """Check that the folder may be used; write nothing.
+
+        A run that ended before its first checkpoint may be resumed: it starts again.
+
+        Raises:
+            InputError: A run exists and `resume` is False, or another process is training it.
+            CheckpointError: `resume` is True and there is nothing to resume.
+        """
+        exists = self.is_started
+        if exists and not resume:
+            raise InputError(
+                "this folder already has a run",
+                field="run.dir",
+                got=str(self.path),
+                remedy="Continue it (--resume), name another folder (--run-dir), or remove it",
+            )
+        if resume and not exists:
+            raise CheckpointError(
+                "no run and no checkpoint to resume from",
+                field="run.dir",
+                got=str(self.path),
+                remedy="Start without --resume",
+            )
+        check_unlocked(self.path)
+
+    def write_metadata(
+        self,
+        recipe: Recipe,
+        plan: dict[str, Any],
+        config: dict[str, Any],
+        prediction: dict[str, Any] | None = None,
+    ) -> None:
+        """Write recipe, plan, prediction and model configuration, each file atomically.
+
+        Raises:
+            InputError: The folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for path, text in (
+                (self.plan_path, json.dumps(plan, indent=2) + "\n"),
+                (self.config_path, json.dumps(config, indent=2) + "\n"),
+                *(
+                    []
+                    if prediction is None
+                    else [(self.prediction_path, json.dumps(prediction, indent=2) + "\n")]
+                ),
+                (self.recipe_path, dump_recipe(recipe)),  # last: it marks a run folder
+            ):
+                partial = path.with_name(path.name + ".partial")
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(path)
+        except OSError as error:
+            raise InputError(
+                f"cannot be written: {error.strerror}", field="run.dir", got=str(self.path)
+            ) from error

@@ -1,0 +1,1 @@
+"""Start a recipe on a cluster: torchrun, Slurm, Kubernetes."""

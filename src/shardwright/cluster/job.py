@@ -1,0 +1,168 @@
+"""A recipe as a job: nodes, ranks, the arguments of `train`, and environment variables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shardwright.config import Recipe
+from shardwright.errors import InputError
+from shardwright.plan import resolve_degrees
+
+_VARIABLE_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Network of the ranks: the interface that connects the nodes, and the InfiniBand
+    adapters."""
+
+    interface: str | None = None
+    infiniband_adapters: str | None = None
+    is_infiniband_enabled: bool = True
+
+    def build_environment(self) -> dict[str, str]:
+        """Return variables of NCCL and gloo for explicit options only; both detect the rest.
+
+        >>> NetworkOptions(interface="eth0", is_infiniband_enabled=False).build_environment()
+        {'GLOO_SOCKET_IFNAME': 'eth0', 'NCCL_SOCKET_IFNAME': 'eth0', 'NCCL_IB_DISABLE': '1'}
+        """
+        variables: dict[str, str] = {}
+        if self.interface is not None:
+            variables |= {
+                "GLOO_SOCKET_IFNAME": self.interface,
+                "NCCL_SOCKET_IFNAME": self.interface,
+            }
+        if self.infiniband_adapters is not None:
+            variables["NCCL_IB_HCA"] = self.infiniband_adapters
+        if not self.is_infiniband_enabled:
+            variables["NCCL_IB_DISABLE"] = "1"
+        return variables
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe on `num_nodes` machines with `ranks_per_node` ranks each.
+
+    Each rank uses one accelerator, unless `run.device` is the CPU.
+    """
+
+    recipe: Recipe
+    recipe_path: str
+    num_nodes: int
+    ranks_per_node: int
+    overrides: tuple[str, ...] = ()
+    layout: str | None = None
+    run_dir: str | None = None
+    network: NetworkOptions = NetworkOptions()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    save_seconds: int = 300
+    """Seconds before the time limit at which ranks are signalled to save: enough for a step and
+    a checkpoint."""
+    cores_per_rank: int | None = None
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse degrees and batches that do not fit the ranks, before the job waits in a
+        queue."""
+        if self.network.infiniband_adapters is not None and not self.network.is_infiniband_enabled:
+            raise InputError(
+                "InfiniBand adapters are named but InfiniBand is disabled",
+                field="--ib-hca",
+                got=self.network.infiniband_adapters,
+                remedy="Leave out one of --ib-hca and --no-infiniband",
+            )
+        if not self.recipe.layout.auto:
+            resolve_degrees(self.recipe, self.world_size)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks on all nodes."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def has_accelerators(self) -> bool:
+        """True if each rank needs an accelerator. `run.device: auto` uses one, so it is
+        requested."""
+        return self.recipe.run.device != "cpu"
+
+    @property
+    def max_restarts(self) -> int:
+        """Maximum number of restarts after the loss of a rank or node: `elastic.max_restarts`.
+
+        The launcher performs them.
+        """
+        return self.recipe.elastic.max_restarts
+
+    def build_train_arguments(self) -> list[str]:
+        """Return `train RECIPE` and its options, without `--resume` and `--resume-if-begun`."""
+        arguments = ["train", self.recipe_path]
+        for override in self.overrides:
+            arguments += ["--set", override]
+        if self.layout is not None:
+            arguments += ["--layout", self.layout]
+        if self.run_dir is not None:
+            arguments += ["--run-dir", self.run_dir]
+        return arguments
+
+    def build_environment(self) -> dict[str, str]:
+        """Return the variables exported on every node; those given explicitly override the
+        others."""
+        threads = str(self.cores_per_rank or 1)
+        debug = {"NCCL_DEBUG": "WARN"} if self.has_accelerators else {}
+        return {
+            "OMP_NUM_THREADS": threads,
+            **debug,
+            **self.network.build_environment(),
+            **self.environment,
+        }
+
+    def list_warnings(self) -> list[str]:
+        """Return warnings about recipe settings that a launcher changes or ignores."""
+        warnings = []
+        if self.recipe.elastic.min_ranks is not None:
+            warnings.append(
+                "elastic.min_ranks applies to a single machine; here every restart uses all nodes"
+            )
+        if self.num_nodes > 1 and not self.max_restarts:
+            warnings.append("elastic.max_restarts is 0: the loss of a rank or node ends the run")
+        if self.num_nodes > 1 and self.network.interface is None and not self.has_accelerators:
+            warnings.append(
+                "gloo uses the address to which the hostname resolves; "
+                "if that is 127.0.x.1, set --interface"
+            )
+        return warnings
+
+
+def parse_environment(assignments: Iterable[str]) -> dict[str, str]:
+    """Parse `NAME=VALUE` arguments into a mapping.
+
+    >>> parse_environment(["HF_HOME=/scratch/hf"])
+    {'HF_HOME': '/scratch/hf'}
+    """
+    variables = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not _VARIABLE_NAME.match(name):
+            raise InputError(
+                "not an environment variable", field="--env", got=assignment, allowed="NAME=VALUE"
+            )
+        variables[name] = value
+    return variables
+
+
+def find_placeholders(text: str) -> set[str]:
+    """Return the names of the environment variables that a recipe reads.
+
+    >>> sorted(find_placeholders("sources: ${DATA}/text"))
+    ['DATA']
+    """
+    return set(_VARIABLE_PLACEHOLDER.findall(text))
+
+
+def build_export_lines(variables: Mapping[str, str]) -> list[str]:
+    """Return a line of shell for each variable."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]

@@ -1,0 +1,149 @@
+"""A recipe as a Slurm batch script.
+
+Each task is one rank, so signals and exit codes pass without a launcher in between: Slurm sends
+SIGTERM to every rank before the time limit, the ranks save and exit with code 4, and the script
+requeues its job.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+from shardwright.cluster.job import Job, build_export_lines
+from shardwright.errors import ExitCode, InputError
+
+_TIME_LIMIT = re.compile(r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
+_WORD = re.compile(r"\S+")
+_DIRECTIVE = re.compile(r"^--[a-z][a-z-]*(=\S+)?$")
+
+_EXIT_WAIT_SECONDS = 120
+"""Seconds that the other ranks have to exit after the first one; a save ends on all ranks in
+less."""
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Options of the Slurm site; None uses the site's default."""
+
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    image: str | None = None
+    """Container image, for the Pyxis plugin."""
+    directives: tuple[str, ...] = ()
+    """Additional `#SBATCH` options, e.g. `--qos=high`."""
+
+    def __post_init__(self) -> None:
+        if self.time is not None and not _TIME_LIMIT.fullmatch(self.time):
+            raise InputError(
+                "not a time limit",
+                field="--time",
+                got=self.time,
+                allowed="minutes, HH:MM:SS or D-HH:MM:SS",
+            )
+        for option, value in (
+            ("--partition", self.partition),
+            ("--account", self.account),
+            ("--image", self.image),
+        ):
+            if value is not None and not _WORD.fullmatch(value):
+                raise InputError(
+                    "not a single word",
+                    field=option,
+                    got=repr(value),
+                    allowed="characters other than spaces",
+                )
+        for directive in self.directives:
+            if not _DIRECTIVE.fullmatch(directive):
+                raise InputError(
+                    "not an sbatch option",
+                    field="--sbatch",
+                    got=directive,
+                    allowed="--name or --name=value",
+                )
+
+
+def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
+    """Return the script for `sbatch`."""
+    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={_EXIT_WAIT_SECONDS}"]
+    if options.image is not None:
+        srun += [f"--container-image={options.image}"]
+    command = shlex.join(srun)
+    if options.image is not None:
+        command += ' --container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+    lines = [
+        "#!/bin/bash",
+        f"# shardwright launch --slurm: {job.recipe.name}, "
+        f"{job.num_nodes} x {job.ranks_per_node} ranks",
+        *(f"#SBATCH {directive}" for directive in _build_directives(job, options)),
+        "",
+        "set -euo pipefail",
+        "",
+        "# The ranks' rendezvous is on the first node; the port differs between jobs on a node.",
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "MASTER_ADDR=${MASTER_ADDR%%$'\\n'*}",
+        f"MASTER_PORT={job.port}" if job.port else "MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+        "export MASTER_ADDR MASTER_PORT",
+        *build_export_lines(job.build_environment()),
+        "",
+        "# A requeued job resumes from its newest complete checkpoint; "
+        "a new job refuses a run folder",
+        "# that is in use.",
+        "again=()",
+        'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then again=(--resume-if-begun); fi',
+        "",
+        "status=0",
+        f'{command} shardwright {shlex.join(job.build_train_arguments())} "${{again[@]}}" || status=$?',
+        "",
+        *_build_exit_handling(job),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _build_directives(job: Job, options: SlurmOptions) -> list[str]:
+    directives = [
+        f"--job-name={job.recipe.name}",
+        f"--nodes={job.num_nodes}",
+        f"--ntasks-per-node={job.ranks_per_node}",
+    ]
+    if job.has_accelerators:
+        directives.append(f"--gpus-per-node={job.ranks_per_node}")
+    if job.cores_per_rank is not None:
+        directives.append(f"--cpus-per-task={job.cores_per_rank}")
+    for name in ("partition", "account", "time"):
+        value = getattr(options, name)
+        if value is not None:
+            directives.append(f"--{name}={value}")
+    # Without `B:`, the signal goes to the ranks, which save at the next step, not to this
+    # shell.
+    directives += [
+        f"--signal=TERM@{job.save_seconds}",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={job.recipe.name}-%j.log",
+    ]
+    return directives + list(options.directives)
+
+
+def _build_exit_handling(job: Job) -> list[str]:
+    """Return the lines that handle the exit code: requeue, or exit with it."""
+    lines = [
+        'case "$status" in',
+        f"  {ExitCode.DONE:d}) ;;",
+        f"  {ExitCode.PREEMPTED:d}) # stopped and saved: requeue",
+        '    scontrol requeue "$SLURM_JOB_ID" ;;',
+        f"  {ExitCode.CHECK_FAILED:d} | {ExitCode.WRONG_INPUT:d}) ;; # a retry would fail again",
+    ]
+    if job.max_restarts:
+        lines += [
+            f"  *) # failure: at most {job.max_restarts} retries (elastic.max_restarts)",
+            f'    losses={shlex.quote(job.recipe.name)}-"$SLURM_JOB_ID".losses',
+            '    date >> "$losses"',
+            f'    if [ "$(wc -l < "$losses")" -le {job.max_restarts} ]; '
+            'then scontrol requeue "$SLURM_JOB_ID"; fi ;;',
+        ]
+    else:
+        lines.append("  *) ;; # failure; set elastic.max_restarts in the recipe for retries")
+    return [*lines, "esac", 'exit "$status"']

@@ -1,0 +1,88 @@
+"""A recipe as torchrun commands, one per node."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from shardwright.cluster.job import Job
+from shardwright.errors import InputError
+
+DEFAULT_PORT = 29500
+
+_HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]+")
+
+
+def build_torchrun_arguments(job: Job) -> list[str]:
+    """Return the last arguments of every node's command: number of ranks, and what each runs.
+
+    Every start resumes an existing run, so that a restarted node does the same as the others.
+    """
+    return [
+        f"--nproc-per-node={job.ranks_per_node}",
+        "-m",
+        "shardwright",
+        *job.build_train_arguments(),
+        "--resume-if-begun",
+    ]
+
+
+def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
+    """Return one line of shell per node; the first node hosts the rendezvous.
+
+    The loss of a node ends the ranks of all nodes. The others wait for it (torchrun's
+    rendezvous, ten minutes); when its command is started again, all resume from the newest
+    complete checkpoint.
+
+    Args:
+        hosts: an address of each node that the others can reach; empty for a single node.
+    """
+    common = f"--max-restarts={job.max_restarts}"
+    # Ranks may take this long to save after SIGTERM before torchrun kills them; its default is
+    # 30 seconds.
+    environment = job.build_environment() | {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.save_seconds)
+    }
+    if job.num_nodes > 1:
+        # With a shared store, the surviving nodes do not announce the address again that a
+        # replacement node waits for.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+    if job.num_nodes == 1 and not hosts:
+        return [
+            f"{variables} {shlex.join(['torchrun', '--standalone', common, *build_torchrun_arguments(job)])}"
+        ]
+    if len(hosts) != job.num_nodes:
+        raise InputError(
+            "every node needs an address that the others can reach",
+            field="--hosts",
+            got=",".join(hosts) or None,
+            allowed=f"{job.num_nodes} comma-separated names or addresses",
+            remedy="Set --hosts node1,node2",
+        )
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise InputError(
+                "not a node address",
+                field="--hosts",
+                got=repr(host),
+                allowed="names or addresses, e.g. node1,node2",
+            )
+    endpoint = f"{hosts[0]}:{job.port or DEFAULT_PORT}"
+    commands = []
+    for number, host in enumerate(hosts):
+        command = [
+            "torchrun",
+            f"--nnodes={job.num_nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-id={job.recipe.name}",
+            # Explicit, because a node's own hostname may not resolve to this address.
+            f"--rdzv-conf=is_host={int(number == 0)}",
+            f"--local-addr={host}",
+            common,
+            *build_torchrun_arguments(job),
+        ]
+        commands.append(f"{variables} {shlex.join(command)}")
+    return commands

@@ -1,0 +1,76 @@
+"""The recipe as frozen pydantic models.
+
+Keys are the standard terms of the field; defaults suit a first run. Checks that need the number
+of ranks, such as batch arithmetic and divisibility, are in `plan.resolve`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shardwright.config.adapter_section import AdapterSection
+from shardwright.config.data import DataSection
+from shardwright.config.layout import ClusterSetting, LayoutSection, LayoutSetting
+from shardwright.config.model import ModelSection, MoeSection, TokenizerSection
+from shardwright.config.preference import PreferenceSection
+from shardwright.config.recipe_section import NonNegative, RecipeSection
+from shardwright.config.run import CheckpointSection, ElasticSection, RunSection, WatchdogSection
+from shardwright.config.training import (
+    EvaluationSection,
+    OptimizerSection,
+    PrecisionSection,
+    PrecisionSetting,
+    TrainingSection,
+)
+
+RecomputeKind = Literal["none", "selective", "full"]
+
+
+class Recipe(RecipeSection):
+    """One complete training run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = "run"
+    """Name of the run and of its folder."""
+    seed: NonNegative = 0
+    """Seed of the initial weights, the sample order and dropout."""
+    model: ModelSection
+    tokenizer: TokenizerSection = TokenizerSection()
+    data: DataSection
+    training: TrainingSection
+    optimizer: OptimizerSection = OptimizerSection()
+    precision: PrecisionSetting = PrecisionSection()
+    recompute: RecomputeKind = "none"
+    """`selective` recomputes everything except matrix products and attention in the backward
+    pass; `full` recomputes whole blocks."""
+    layout: LayoutSetting = LayoutSection()
+    cluster: ClusterSetting = None
+    """Cluster that `layout: auto` plans for; default the devices of this machine."""
+    moe: MoeSection = MoeSection()
+    adapters: AdapterSection | None = None
+    """Low-rank adapters to train instead of the model's own weights."""
+    preference: PreferenceSection | None = None
+    """Train on pairs of chosen and rejected responses instead of tokens."""
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    elastic: ElasticSection = ElasticSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _check_token_options(self) -> Recipe:
+        for key in ("label_smoothing", "neftune_noise_alpha"):
+            if self.preference is not None and getattr(self.training, key):
+                raise ValueError(
+                    f"`training.{key}` applies to tokens; it has no effect with `preference`"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Recipe:
+        if self.adapters is not None and self.model.freeze:
+            raise ValueError(
+                "`adapters` already freezes all of the model's weights: remove `model.freeze`"
+            )
+        return self

@@ -1,0 +1,341 @@
+"""Conversion of YAML text and `--set` options to a `Recipe`, and back."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from shardwright.config.layout import LayoutSection
+from shardwright.config.recipe import Recipe
+from shardwright.config.yaml_document import dump_yaml, find_line, parse_yaml
+from shardwright.errors import LayoutError, RecipeError, find_closest_name
+from shardwright.files import read_text
+
+MAX_RECIPE_BYTES = 1024**2
+_PIPE_TIMEOUT_SECONDS = 30.0
+_MAX_SHOWN_CHARACTERS = 200
+_VARIABLE_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_ILL_FORMED = re.compile("[\0\ud800-\udfff]")
+
+Locate = Callable[[Sequence[str]], str | None]
+"""Function that returns the position of a recipe key ("run.yaml, line 7"), or None if
+unknown."""
+
+
+def load_recipe(
+    path: str | Path, overrides: Iterable[str] = (), layout: str | None = None
+) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: the YAML file.
+        overrides: `section.key=value` as in `--set`; values are YAML.
+        layout: `tp=2,zero_stage=3` as in `--layout`; replaces the whole layout of the recipe.
+
+    Raises:
+        RecipeError: with the field, the value, the allowed values and the closest known key.
+    """
+    path = Path(path)
+    try:
+        text = read_text(path, max_bytes=MAX_RECIPE_BYTES, pipe_seconds=_PIPE_TIMEOUT_SECONDS)
+    except FileNotFoundError:
+        raise RecipeError(
+            "no such file", field="recipe", got=str(path), remedy="Give the path of a YAML recipe"
+        ) from None
+    except OSError as error:
+        raise RecipeError(
+            f"cannot be read: {error.strerror}", field="recipe", got=str(path)
+        ) from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"cannot be read: {error}", field="recipe", got=str(path)) from error
+    document = parse_yaml(text, str(path))
+    if not isinstance(document, dict):
+        raise RecipeError(
+            "a recipe must be a mapping",
+            field=str(path),
+            got=type(document).__name__,
+            allowed="model:, data:, training:, ...",
+        )
+    document = apply_overrides(document, overrides)
+    if layout is not None:
+        document["layout"] = parse_layout(layout)
+    overridden = [key.partition("=")[0].strip() for key in overrides] + (
+        [] if layout is None else ["layout"]
+    )
+
+    def locate(location: Sequence[str]) -> str | None:
+        name = ".".join(location)
+        if any(f"{name}.".startswith(f"{key}.") for key in overridden):
+            return None  # the value is from the command line
+        line = find_line(text, location)
+        return None if line is None else f"{path}, line {line}"
+
+    return validate_recipe(document, locate)
+
+
+def validate_recipe(document: dict[str, Any], locate: Locate = lambda location: None) -> Recipe:
+    """Validate a mapping as a `Recipe`; expand environment variables; report all problems at
+    once.
+
+    Raises:
+        RecipeError: with the fields, and their positions if `locate` knows them.
+    """
+    try:
+        return Recipe.model_validate(_expand_variables(document, (), locate))
+    except ValidationError as error:
+        raise _build_recipe_error(error, Recipe, locate) from None
+
+
+def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of the mapping with each `a.b=value` applied; values are read as YAML.
+
+    >>> apply_overrides({"training": {"max_steps": 5}}, ["training.learning_rate=1e-4"])
+    {'training': {'max_steps': 5, 'learning_rate': 0.0001}}
+    """
+    result: dict[str, Any] = _copy_mapping(document)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(
+                "not of the form key=value",
+                field="--set",
+                got=override,
+                allowed="section.key=value",
+            )
+        value = parse_yaml(text, f"--set {key}")
+        target = result
+        *parents, last = key.strip().split(".")
+        for depth, part in enumerate(parents):
+            child = target.get(part)
+            if child is None:
+                child = target[part] = {}
+            elif isinstance(child, str) and part == "precision":
+                child = target[part] = {"kind": child}
+            if not isinstance(child, dict):
+                where = ".".join(parents[: depth + 1])
+                raise RecipeError(
+                    f"`{where}` is not a mapping, so `{last}` cannot be set in it",
+                    field="--set",
+                    got=override,
+                )
+            target = child
+        target[last] = value
+    return result
+
+
+def parse_layout(text: str) -> dict[str, Any]:
+    """Parse `tp=2,zero_stage=3` into the `layout` mapping of a recipe.
+
+    >>> parse_layout("dp_shard=2,zero_stage=3")
+    {'dp_shard': 2, 'zero_stage': 3}
+    """
+    if text.strip() == "auto":
+        return {"auto": True}
+    layout: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = item.partition("=")
+        key = key.strip()
+        if key not in LayoutSection.model_fields:
+            guess = find_closest_name(key, LayoutSection.model_fields)
+            raise LayoutError(
+                "unknown layout key",
+                field="--layout",
+                got=item,
+                allowed=", ".join(LayoutSection.model_fields),
+                remedy=f"Did you mean `{guess}`?" if guess else None,
+            )
+        if key in layout:
+            raise LayoutError("duplicate key", field=f"--layout {key}", got=text)
+        layout[key] = _parse_layout_value(key, value.strip() if equals else "", item)
+    try:
+        LayoutSection.model_validate(layout)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise LayoutError(
+            str(first["msg"]),
+            field=f"--layout {'.'.join(map(str, first['loc']))}",
+            got=first.get("input"),
+            allowed=None,
+        ) from None
+    return layout
+
+
+def _parse_layout_value(key: str, value: str, item: str) -> int | bool | str:
+    """Parse a value by the type of the key's default: an integer, a boolean or a name."""
+    default = LayoutSection.model_fields[key].default
+    if isinstance(default, bool):
+        if value.lower() not in ("true", "false"):
+            raise LayoutError(
+                "not a boolean", field=f"--layout {key}", got=value or item, allowed="true or false"
+            )
+        return value.lower() == "true"
+    if isinstance(default, str):
+        if not value:
+            raise LayoutError(
+                "missing value", field=f"--layout {key}", got=item, allowed=f"e.g. {key}={default}"
+            )
+        return value
+    if not re.fullmatch(r"[0-9]{1,18}", value):
+        got = _shorten_with_position(value or item, None)
+        raise LayoutError(
+            "not a whole number", field=f"--layout {key}", got=got, allowed="e.g. tp=2"
+        )
+    return int(value)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Return the recipe as YAML that loads back unchanged."""
+    return dump_yaml(recipe.model_dump(mode="json"))
+
+
+def _copy_mapping(value: Any) -> Any:
+    return (
+        {key: _copy_mapping(item) for key, item in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
+
+
+def _expand_variables(value: Any, location: tuple[str, ...], locate: Locate) -> Any:
+    """Replace `${NAME}` in every string by the environment variable; an unset name is an
+    error."""
+    if isinstance(value, dict):
+        for key in value:
+            _check_text(str(key), (*location, str(key)), locate)
+        return {
+            key: _expand_variables(item, (*location, str(key)), locate)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [
+            _expand_variables(item, (*location, str(index)), locate)
+            for index, item in enumerate(value)
+        ]
+    if isinstance(value, str):
+
+        def look_up(match: re.Match[str]) -> str:
+            replacement = os.environ.get(match[1])
+            if replacement is None:
+                raise RecipeError(
+                    f"the environment variable {match[1]} is not set",
+                    field=".".join(location),
+                    got=_shorten_with_position(value, locate(location)),
+                    remedy=f"Set it, for example: export {match[1]}=/path",
+                )
+            return replacement
+
+        expanded = _VARIABLE_PLACEHOLDER.sub(look_up, value)
+        _check_text(expanded, location, locate)
+        return expanded
+    return value
+
+
+def _check_text(text: str, location: tuple[str, ...], locate: Locate) -> None:
+    """Refuse characters that are valid neither in paths nor in UTF-8: null bytes, lone
+    surrogates."""
+    if match := _ILL_FORMED.search(text):
+        raise RecipeError(
+            "the text contains a null byte"
+            if match[0] == "\0"
+            else "the text contains half of a surrogate pair",
+            field=ascii(".".join(location))[1:-1],
+            got=_shorten_with_position(ascii(text), locate(location)),
+            allowed="Unicode text",
+            remedy="Remove the character",
+        )
+
+
+def _shorten_with_position(value: str, position: str | None) -> str:
+    """Shorten a value for an error message and append its position."""
+    if len(value) > _MAX_SHOWN_CHARACTERS:
+        value = f"{value[: _MAX_SHOWN_CHARACTERS - 40]}... ({len(value):,} characters)"
+    return value if position is None else f"{value} in {position}"
+
+
+def _build_recipe_error(
+    error: ValidationError, root: type[BaseModel], locate: Locate
+) -> RecipeError:
+    """Combine all of pydantic's errors into one: the first in full, the others in its
+    remedy."""
+    items = error.errors(include_url=False)
+    inside = {item["loc"][:-1] for item in items} | {item["loc"][:-2] for item in items}
+    # A list is also reported as too short if its items are invalid: report only the items.
+    items = [item for item in items if item["type"] != "too_short" or item["loc"] not in inside]
+    complaints = [_build_field_error(item, root, locate) for item in items]
+    first = complaints[0]
+    others = complaints[1:]
+    if not others:
+        return first
+    remedy = (
+        (f"{first.remedy}. " if first.remedy else "")
+        + f"And {len(others)} more: "
+        + "; ".join(str(other) for other in others)
+    )
+    return RecipeError(
+        first.problem, field=first.field, got=first.got, allowed=first.allowed, remedy=remedy
+    )
+
+
+def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> RecipeError:
+    location = [str(part) for part in item["loc"]]
+    field = ".".join(location)
+    place = locate(location)
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        known = list(_get_section_fields(root, location[:-1]))
+        guess = find_closest_name(location[-1], known) or _find_in_other_sections(
+            root, location[-1]
+        )
+        return RecipeError(
+            "unknown key",
+            field=field,
+            got=_shorten_with_position(repr(location[-1]), place),
+            allowed=", ".join(known),
+            remedy=f"Did you mean `{guess}`?" if guess else None,
+        )
+    if kind == "missing":
+        where = None if place is None else f"no such key in {place}"
+        return RecipeError("missing key", field=field, got=where, remedy=f"Add `{location[-1]}:`")
+    if kind == "value_error":
+        return RecipeError(str(item["ctx"]["error"]), field=field or "recipe", got=place)
+    got = _shorten_with_position(repr(item["input"]), place)
+    if kind == "literal_error":
+        return RecipeError(
+            "not an allowed value", field=field, got=got, allowed=item["ctx"]["expected"]
+        )
+    return RecipeError(item["msg"], field=field, got=got)
+
+
+def _get_section_fields(root: type[BaseModel], location: list[str]) -> dict[str, Any]:
+    """Return the fields of the model at `location`."""
+    fields: dict[str, Any] = dict(root.model_fields)
+    for part in location:
+        if part.isdigit():
+            continue
+        section = next(_find_models(fields[part].annotation), None) if part in fields else None
+        fields = dict(section.model_fields) if section else {}
+    return fields
+
+
+def _find_models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _find_models(argument)
+
+
+def _find_in_other_sections(root: type[BaseModel], word: str) -> str | None:
+    """Return `section.key` of the closest key in any other section, or None."""
+    sections = {
+        key: name
+        for name, info in root.model_fields.items()
+        for section in _find_models(info.annotation)
+        for key in section.model_fields
+    }
+    guess = find_closest_name(word, sections)
+    return f"{sections[guess]}.{guess}" if guess else None

@@ -1,0 +1,126 @@
+"""Recipe sections of the run folder, checkpoints, restarts and the watchdog."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shardwright.config.recipe_section import NonNegative, PathText, Positive, RecipeSection
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+"""Device type of the ranks; `auto` uses CUDA if available."""
+
+
+class CheckpointSection(RecipeSection):
+    """Checkpoints: when and where they are saved, and how many are kept."""
+
+    dir: PathText | None = None
+    """Folder or fsspec URL such as `s3://bucket/run`; default `checkpoints` in the run
+    folder."""
+    every_steps: Positive | None = None
+    """Steps between checkpoints; null saves only at the end, on a stop signal, and when
+    validation improves (`keep_best`)."""
+    keep_last: Positive = 2
+    """Number of newest checkpoints to keep."""
+    keep_every: Positive | None = None
+    """Never delete checkpoints of steps that are multiples of this."""
+    keep_best: bool = True
+    """Save when the validation loss is the lowest so far, and keep that checkpoint too."""
+    asynchronous: bool = True
+    """Write checkpoints in the background: the next update waits only for a copy to host
+    memory, whose buffers are reused by later saves. The last save of a run, and the one after a
+    stop signal, are synchronous."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """Maximum time that ranks wait for each other during a save; run.timeout_seconds applies to
+    training."""
+
+
+class RollbackSection(RecipeSection):
+    """Return to an earlier checkpoint and skip the data after it, when the loss spikes or when
+    more than `training.max_skipped_steps` consecutive steps have a non-finite gradient.
+    Recorded in events.jsonl (`rolled_back`)."""
+
+    spike_nats: Annotated[float, Field(gt=0)] = 1.0
+    """A loss this far above the median of the last `window_steps` is a spike."""
+    window_steps: Positive = 32
+    """Number of losses in the median; no spike is detected before that many steps."""
+    at_least_steps_before: NonNegative = 0
+    """Roll back to the newest checkpoint that is at least this many steps older than the spike,
+    because its cause may lie some steps earlier. `checkpoint.keep_last` or `keep_every` must
+    keep such a checkpoint."""
+    max_rollbacks: Positive = 3
+    """Maximum number of rollbacks in one call of `train`, or between two restarts; later spikes
+    are logged and training continues."""
+
+
+class ElasticSection(RecipeSection):
+    """Restarts after the loss of a rank: all ranks of this machine start again from the newest
+    complete checkpoint."""
+
+    max_restarts: NonNegative = 0
+    """Maximum number of restarts in one call of `train`; 0 ends the run at the first
+    failure."""
+    min_ranks: Positive | None = None
+    """Minimum number of ranks. After a generation that saved nothing new, restart with fewer
+    ranks, if the layout leaves a degree open and the global batch stays the same. Null always
+    restarts with the same number."""
+    rollback: RollbackSection | None = None
+    """Automatic rollback on loss spikes; null continues without rollback."""
+
+    @model_validator(mode="after")
+    def _check_restarts(self) -> ElasticSection:
+        if self.min_ranks is not None and not self.max_restarts:
+            raise ValueError("`min_ranks` is for restarts: set `max_restarts` too")
+        return self
+
+
+class WatchdogSection(RecipeSection):
+    """Detection of hangs and slow ranks in runs with several ranks. On a hang, the watchdog
+    reports the rank and the collective that it did not reach, writes the stacks of all ranks to
+    `hangs/` in the run folder, and ends the ranks; they restart if `elastic` allows it."""
+
+    enabled: bool = True
+    """False leaves hangs to the time-out of the collectives (run.timeout_seconds), which does
+    not identify a rank."""
+    factor: Annotated[float, Field(gt=1)] = 20.0
+    """A step, a save or an evaluation batch counts as a hang after this many times the longest
+    duration so far. The first one is not counted. Until three more are measured, and as an
+    upper bound at any time, the limit is nine tenths of run.timeout_seconds (for saves,
+    checkpoint.timeout_seconds)."""
+    floor_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Lower bound of a limit derived from measured durations."""
+    setup_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    """Time limit for everything before the first step: reading data, loading weights,
+    connecting to the other ranks."""
+    slow_factor: Annotated[float, Field(gt=1)] | None = 1.5
+    """A rank is reported as slow when its own work, without waiting for others, takes this many
+    times as long as that of the ranks with the same work, over `slow_steps` steps; null reports
+    none."""
+    slow_steps: Annotated[int, Field(ge=6, multiple_of=3, strict=True)] = 15
+    """Steps before a slow rank is reported, up to a third more if it became slow within a
+    block: each of three consecutive blocks must show it."""
+
+
+class RunSection(RecipeSection):
+    """The run folder and its contents."""
+
+    dir: PathText | None = None
+    """Run folder; default `runs/<name>`."""
+    log_every_steps: Positive = 1
+    """Steps between log lines (events.jsonl contains every step)."""
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Additional sinks for events, besides events.jsonl."""
+    profile_steps: tuple[Positive, ...] = ()
+    """Steps to profile, by their numbers in the log. All ranks' timelines are aligned and
+    written as one trace for Perfetto or chrome://tracing, to `profile/` in the run folder.
+    Profiled steps are slower."""
+    device: DeviceKind = "auto"
+    """Device of the ranks; `auto` uses CUDA if available."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Time limit of a collective; after it the run fails."""
+    replica_check_every_steps: Positive | None = None
+    """Steps between comparisons of the weights that are replicated on several ranks. A
+    difference ends the run before it is saved, and `elastic` restarts from the previous
+    checkpoint. The weights are also compared before every save. Null disables all
+    comparisons."""

@@ -1,0 +1,1 @@
+"""Read and write the configurations of other systems."""

@@ -1,0 +1,109 @@
+"""Statistics of the prepared data: sources, records, tokens and samples."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwright.data.corpus import RecordStatistics
+from shardwright.data.dataset import TokenDataset, WindowDataset
+from shardwright.data.mixed_dataset import MixedDataset
+from shardwright.data.packed_dataset import PackedDataset
+from shardwright.data.token_store import TokenCounts, TokenStore
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """One training source: its record kinds and its share of the samples.
+
+    `columns` are (role, column name) pairs. `share` is the fraction of an epoch's samples if
+    sources have weights, else None.
+    """
+
+    path: str
+    num_files: int
+    records: str
+    columns: tuple[tuple[str, str], ...]
+    num_documents: int
+    weight: float | None
+    share: float | None
+
+
+@dataclass(frozen=True)
+class SideReport:
+    """One side of the split, for one pass over its samples.
+
+    `length_histogram` has pairs of a length in tokens and the number of documents up to that
+    length (and above the previous one). Of documents longer than a sample, `num_cut` are split
+    over several rows and `num_dropped` are left out. `num_unsupervised_pieces` pieces of split
+    documents are left out because none of their tokens is supervised.
+    """
+
+    counts: TokenCounts
+    num_samples: int
+    num_supervised: int
+    padding_fraction: float
+    length_histogram: tuple[tuple[int, int], ...]
+    num_cut: int = 0
+    num_dropped: int = 0
+    num_unsupervised_pieces: int = 0
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Report on the prepared data of a recipe, both sides."""
+
+    num_files: int
+    records: RecordStatistics
+    num_duplicates_dropped: int
+    tokenizer_kind: str
+    vocab_size: int
+    packing: str
+    supervise: str | None
+    template: str | None
+    sources: tuple[SourceReport, ...]
+    train: SideReport
+    validation: SideReport | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-compatible values."""
+        return asdict(self) | {
+            "records": self.records._asdict()
+            | {"broken": [item._asdict() for item in self.records.broken]}
+        }
+
+
+def describe_side(store: TokenStore, dataset: TokenDataset) -> SideReport:
+    """Summarise the tokens and samples of one side."""
+    lengths = np.diff(store.documents.astype(np.int64))
+    # Bins (0, 1], (1, 2], (2, 4], ... up to the longest document.
+    bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    histogram = tuple((2**number, int(count)) for number, count in enumerate(np.bincount(bins)))
+    parts = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
+    packed = [part for part in parts if isinstance(part, PackedDataset)]
+    return SideReport(
+        counts=store.counts,
+        num_samples=len(dataset),
+        num_supervised=dataset.num_supervised,
+        padding_fraction=_compute_padding_fraction(dataset),
+        length_histogram=histogram,
+        num_cut=sum(part.packing.num_split for part in packed),
+        num_dropped=sum(part.packing.num_dropped for part in packed),
+        num_unsupervised_pieces=sum(part.packing.num_unsupervised for part in packed),
+    )
+
+
+def _compute_padding_fraction(dataset: TokenDataset) -> float:
+    """Return the fraction of padding in one epoch; 0 for windows."""
+    if isinstance(dataset, PackedDataset):
+        return dataset.padding_fraction
+    if isinstance(dataset, MixedDataset):
+        padded = sum(
+            n * _compute_padding_fraction(part)
+            for n, part in zip(dataset.num_samples_per_part, dataset.parts, strict=True)
+        )
+        return padded / max(1, len(dataset))
+    assert isinstance(dataset, WindowDataset)
+    return 0.0

@@ -1,0 +1,283 @@
+"""Files of a recipe's sources: files, folders and datasets saved by Hugging Face `datasets`.
+
+The path of a source must be a regular file or a folder. In a folder FIFOs, sockets and devices
+are skipped with a warning, because reading them may never end; a broken link is an error,
+because its target would be missing from the data.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shardwright.config.data import DataSource
+from shardwright.data.record_formats import build_text_schema
+from shardwright.data.sources import COLUMNAR_FORMATS, SourceFile
+from shardwright.errors import DataError
+from shardwright.files import FileKind, detect_file_kind, read_text
+
+logger = logging.getLogger(__name__)
+
+FORMAT_BY_SUFFIX = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Metadata files that Hugging Face `datasets` writes next to the records."""
+COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd"}
+UNSUPPORTED_SUFFIXES = {
+    **dict.fromkeys(
+        (".xz", ".bz2", ".lz4", ".br"), "decompress it, or compress it with gzip or zstd"
+    ),
+    **dict.fromkeys(
+        (".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"
+    ),
+    **dict.fromkeys(
+        (".csv", ".tsv"), "convert it to JSON lines, or read it as plain text by `format: text`"
+    ),
+    **dict.fromkeys((".feather", ".orc", ".avro"), "convert it to Parquet"),
+    **dict.fromkeys(
+        (".npy", ".npz", ".bin", ".pt", ".pkl", ".safetensors", ".pdf", ".docx", ".pyc", ".so"),
+        "extract its text first",
+    ),
+}
+
+
+def list_files(sources: Sequence[DataSource], field: str) -> tuple[SourceFile, ...]:
+    """List the files of `sources`, folders recursively in name order.
+
+    `field` is the recipe's field, for errors.
+
+    Raises:
+        DataError: a path that does not exist, an unsupported format, a folder without a match.
+    """
+    files: list[SourceFile] = []
+    for number, source in enumerate(sources):
+        where = f"{field}.{number}.path"
+        path = Path(os.path.expanduser(source.path))
+        kind = _detect_kind(path, where)
+        if kind == "folder":
+            saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+            source_files = (_list_datasets_folder if saved else _list_folder)(source, path, where)
+        elif kind == "regular file":
+            if source.glob or source.exclude:
+                raise DataError(
+                    "`glob` and `exclude` apply to folders, but the path is a file",
+                    field=where,
+                    got=source.path,
+                )
+            source_files = [_build_source_file(source, path, path.name, where)]
+        elif kind == "absent":
+            raise DataError(
+                "no such file or folder",
+                field=where,
+                got=source.path,
+                remedy=f"Relative paths start at {Path.cwd()}",
+            )
+        else:
+            raise DataError(
+                f"the path is a {kind}",
+                field=where,
+                got=source.path,
+                allowed="a regular file or a folder: sources are read more than once",
+                remedy="Write its content to a regular file and use that",
+            )
+        repeated = {file.path.resolve() for file in source_files} & {
+            file.path.resolve() for file in files
+        }
+        if repeated:
+            logger.warning(
+                "%s: %d of its files also belong to an earlier source and are used twice: %s",
+                where,
+                len(repeated),
+                min(repeated),
+            )
+        files += [replace(file, source_index=number) for file in source_files]
+    return tuple(files)
+
+
+def _detect_kind(path: Path, field: str) -> FileKind:
+    try:
+        return detect_file_kind(path)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", field=field, got=str(path)) from error
+
+
+def _list_datasets_folder(source: DataSource, folder: Path, field: str) -> list[SourceFile]:
+    """List the Arrow files of a folder written by `datasets.save_to_disk`, in order."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise DataError(
+            "the folder contains several splits",
+            field=field,
+            got=source.path,
+            allowed=", ".join(str(Path(source.path) / split) for split in splits),
+            remedy="Use the path of one of them",
+        )
+    if source.glob or source.exclude:
+        raise DataError(
+            "`glob` and `exclude` do not apply to a folder of Hugging Face datasets",
+            field=field,
+            got=source.path,
+        )
+    try:
+        state = json.loads(read_text(folder / "state.json"))
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"state.json cannot be read: {error}", field=field, got=source.path
+        ) from error
+    if state.get("_indices_data_files"):
+        raise DataError(
+            "the dataset selects rows by an index file, which is not supported",
+            field=field,
+            got=source.path,
+            remedy="Save the dataset again with datasets 2.9 or later, which writes those rows",
+        )
+    if absent := [name for name in names if _detect_kind(folder / name, field) != "regular file"]:
+        raise DataError(
+            "state.json lists a file that does not exist", field=field, got=ascii(absent[0])[1:-1]
+        )
+    return [_build_source_file(source, folder / name, name, field) for name in names]
+
+
+def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFile]:
+    def stop(error: OSError) -> None:
+        raise DataError(
+            f"a folder cannot be listed: {error.strerror}", field=field, got=error.filename
+        )
+
+    files: list[SourceFile] = []
+    skipped = Counter[str]()
+    irregular: list[str] = []
+    for parent, folders, names in os.walk(folder, onerror=stop):
+        relative = Path(parent).relative_to(folder)
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not _is_excluded(source, relative / name)
+        ]
+        irregular += [
+            f"{relative / name} (a link to a folder)"
+            for name in folders
+            if (Path(parent) / name).is_symlink()
+        ]
+        for name in names:
+            relative_path = relative / name
+            if name.startswith(".") or _is_excluded(source, relative_path):
+                continue
+            if is_selected(source, relative_path):
+                kind = _detect_kind(Path(parent) / name, field)
+                if kind == "absent":
+                    raise DataError(
+                        "a link is broken",
+                        field=field,
+                        got=str(Path(parent) / name),
+                        remedy="Restore its target, or skip the link with `exclude`",
+                    )
+                if kind == "regular file":
+                    files.append(
+                        _build_source_file(
+                            source, Path(parent) / name, relative_path.as_posix(), field
+                        )
+                    )
+                else:
+                    irregular.append(f"{relative_path} (a {kind})")
+            elif name not in METADATA_FILES:
+                skipped[Path(name).suffix or name] += 1
+    if irregular:
+        more = f" and {len(irregular) - 8} more" if len(irregular) > 8 else ""
+        logger.warning(
+            "%s: skipped, because they are not regular files: %s%s",
+            field,
+            ", ".join(sorted(irregular)[:8]),
+            more,
+        )
+    if not files:
+        raise DataError(
+            f"no file in the folder matches {source.glob!r}"
+            if source.glob
+            else "no file in the folder has a known format",
+            field=field,
+            got=source.path,
+            allowed=", ".join(FORMAT_BY_SUFFIX) if not source.glob else None,
+            remedy=f"It contains {', '.join(sorted(skipped)[:8])} files: set `glob`"
+            if skipped
+            else "The folder is empty",
+        )
+    if skipped and not source.glob and source.format == "auto":
+        counts = ", ".join(f"{number} {suffix}" for suffix, number in sorted(skipped.items())[:8])
+        logger.warning(
+            "%s: skipped files of unsupported formats: %s (see `glob` and `exclude`)",
+            field,
+            counts,
+        )
+    return sorted(files, key=lambda file: Path(file.name).parts)
+
+
+def _is_excluded(source: DataSource, relative_path: Path) -> bool:
+    return any(
+        fnmatch.fnmatchcase(relative_path.as_posix(), pattern)
+        or fnmatch.fnmatchcase(relative_path.name, pattern)
+        for pattern in source.exclude
+    )
+
+
+def is_selected(source: DataSource, relative_path: Path) -> bool:
+    """Return True if a file of a folder is read, given the source's `glob` and `format`."""
+    if relative_path.name in METADATA_FILES:
+        return False
+    if source.glob:
+        return fnmatch.fnmatchcase(relative_path.as_posix(), source.glob) or fnmatch.fnmatchcase(
+            relative_path.name, source.glob
+        )
+    known = FORMAT_BY_SUFFIX.get(_split_suffixes(relative_path)[0])
+    return known is not None and source.format in ("auto", known)
+
+
+def _split_suffixes(path: Path) -> tuple[str, str]:
+    """Return the suffix of the format, and that of the compression or an empty string."""
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSION_BY_SUFFIX:
+        return Path(path.stem).suffix.lower(), suffix
+    return suffix, ""
+
+
+def _build_source_file(source: DataSource, path: Path, name: str, field: str) -> SourceFile:
+    suffix, compression_suffix = _split_suffixes(path)
+    kind: str = source.format
+    if kind == "auto":
+        if suffix in UNSUPPORTED_SUFFIXES:
+            raise DataError(
+                f"{suffix} files are not supported",
+                field=field,
+                got=str(path),
+                allowed="text, JSON, JSON lines (also with .gz or .zst), Parquet or Arrow",
+                remedy=UNSUPPORTED_SUFFIXES[suffix][0].upper() + UNSUPPORTED_SUFFIXES[suffix][1:],
+            )
+        kind = FORMAT_BY_SUFFIX.get(suffix, "text")
+    if kind in COLUMNAR_FORMATS and compression_suffix:
+        raise DataError(
+            f"compressed {kind} files are not supported: {kind} has its own compression",
+            field=field,
+            got=str(path),
+        )
+    return SourceFile(
+        path,
+        name,
+        kind,
+        COMPRESSION_BY_SUFFIX.get(compression_suffix),
+        build_text_schema(source.text_field),
+    )

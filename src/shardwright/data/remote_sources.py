@@ -1,0 +1,126 @@
+"""Remote sources: fsspec URLs, downloaded once into the cache and then read as files.
+
+Preparation reads the text two or three times and hashes it. That is cheap from a disk but not
+over a network, where a change between two passes would also go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwright.config.data import DataSource
+from shardwright.data.data_cache import build_once, compute_key
+from shardwright.data.file_listing import METADATA_FILES, is_selected
+from shardwright.errors import DataError
+
+_BLOCK_BYTES = 1 << 22
+
+DownloadProgressCallback = Callable[[str, int, int], None]
+"""Callback for progress: (stage, done, total), in bytes."""
+
+
+def is_remote(path: str) -> bool:
+    """Return True if a path is a URL.
+
+    >>> is_remote("s3://bucket/a.jsonl"), is_remote("data/a.jsonl")
+    (True, False)
+    """
+    return "://" in path
+
+
+def fetch_sources(
+    sources: Sequence[DataSource],
+    cache_root: Path,
+    field: str,
+    progress: DownloadProgressCallback | None = None,
+) -> tuple[DataSource, ...]:
+    """Replace the URL of each remote source by the path of a copy in the cache `cache_root`.
+
+    Copies are identified by the name, size and version that the remote file system reports; a
+    file that changed there is downloaded again.
+
+    Raises:
+        DataError: an unknown protocol or one whose package is missing, nothing at the URL, or a
+            transfer that fails.
+    """
+    local_sources = []
+    for number, source in enumerate(sources):
+        if is_remote(source.path):
+            path = _fetch_source(source, cache_root, f"{field}.{number}.path", progress)
+            source = source.model_copy(update={"path": str(path)})
+        local_sources.append(source)
+    return tuple(local_sources)
+
+
+def _fetch_source(
+    source: DataSource, cache_root: Path, field: str, progress: DownloadProgressCallback | None
+) -> Path:
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    try:
+        file_system, path = fsspec.core.url_to_fs(source.path)
+        if isinstance(file_system, LocalFileSystem):
+            return Path(path)
+        is_file = bool(file_system.isfile(path))
+        info_by_path = (
+            {path: file_system.info(path)} if is_file else file_system.find(path, detail=True)
+        )
+        base = path.rstrip("/")
+        names = {
+            remote: remote.rsplit("/", 1)[-1] if is_file else remote[len(base) :].lstrip("/")
+            for remote in info_by_path
+        }
+        selected = {
+            remote: name
+            for remote, name in names.items()
+            if is_file or Path(name).name in METADATA_FILES or is_selected(source, Path(name))
+        }
+        stamps = [
+            [name, info_by_path[remote].get("size"), str(file_system.ukey(remote))]
+            for remote, name in sorted(selected.items())
+        ]
+    except ImportError as error:
+        raise DataError(str(error), field=field, got=source.path) from error
+    except Exception as error:  # every file system has its own exceptions
+        raise DataError(f"cannot be reached: {error}", field=field, got=source.path) from error
+    if not selected:
+        raise DataError("the URL has no files to read", field=field, got=source.path)
+
+    total = sum(size for _, size, _ in stamps if isinstance(size, int))
+    done = 0
+
+    def report_read(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress("fetching", min(done, total), total)
+
+    def copy(folder: Path) -> None:
+        for remote, name in selected.items():
+            _copy_file(file_system, remote, folder / name, field, report_read)
+
+    folder = build_once(cache_root, f"fetched/{compute_key([source.path, stamps])}", copy)
+    return folder / next(iter(selected.values())) if is_file else folder
+
+
+def _copy_file(
+    file_system: Any, remote: str, target: Path, field: str, on_read: Callable[[int], None]
+) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target, "wb") as output:
+        try:
+            with file_system.open(remote, "rb") as stream:
+                while block := stream.read(_BLOCK_BYTES):
+                    output.write(block)
+                    on_read(len(block))
+        except Exception as error:
+            if (
+                isinstance(error, OSError)
+                and error.filename in (str(target), None)
+                and error.errno in (27, 28)
+            ):
+                raise  # the local disk is full: `build_once` reports it
+            raise DataError(f"the transfer failed: {error}", field=field, got=remote) from error

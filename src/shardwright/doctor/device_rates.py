@@ -1,0 +1,483 @@
+"""Rates of one device: matrix products, attention, copies within its memory and to its host.
+
+Legend: M rows (tokens), N output columns, K input columns; B sequences, T tokens of a row,
+H query heads, J key-value heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwright.doctor.finding import Finding, find_worst_verdict, format_ranks, grade_share
+from shardwright.doctor.outliers import choose_thresholds, find_outliers
+from shardwright.doctor.probe_budget import ComputeMaximum
+from shardwright.errors import InputError
+from shardwright.hardware import AttentionRate, MatmulRate, find_link
+from shardwright.hardware.catalog_loading import find_accelerator
+from shardwright.hardware.measured_profile import compute_attention_flops
+from shardwright.units import MIB_BYTES, format_flops_per_second
+
+SECTION = "rates"
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_MATMUL_WARN_SHARE = 0.6
+_MATMUL_FAIL_SHARE = 0.3
+"""Share of the data sheet's peak below which products fail.
+
+Healthy GPUs reach 70 to 85% on large square products.
+"""
+_COPY_WARN_SHARE = 0.6
+_COPY_FAIL_SHARE = 0.3
+
+_SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+"""Sides of square products. Devices reach their best rate at the last one, well below 1 s."""
+_MAX_SQUARE_SECONDS = 0.5
+TRIAL_FLOPS = {"cpu": 2e7, "cuda": 1e11}
+"""FLOPs of the attention that is measured first."""
+_EMULATION_FACTOR = 1.5
+"""Factor by which fp32 products must be faster for 16-bit ones to count as emulated.
+
+Hardware for bf16 is faster than fp32; conversions to fp32 and back take more than a third of a
+product's time.
+"""
+
+
+MatmulShape = tuple[str, int, int, int]
+"""Precision, m, n and k of a matrix product."""
+
+
+@dataclass(frozen=True)
+class CopyRate:
+    """Rate of a copy: `memory` (bytes read plus written), or to or from pinned host memory."""
+
+    kind: str
+    num_bytes: int
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class AttentionWorkload:
+    """Causal attention to measure: rows, tokens of a row, and heads."""
+
+    precision: str
+    num_rows: int
+    row_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a forward pass."""
+        return compute_attention_flops(
+            self.num_rows * self.row_tokens, self.row_tokens, 2 * self.num_heads * self.head_dim
+        )
+
+
+def list_precisions(device: torch.device) -> tuple[str, ...]:
+    """List the precisions in which products are measured."""
+    return ("fp32", "bf16") if device.type == "cpu" else ("fp32", "tf32", "bf16", "fp16")
+
+
+def time_squares(
+    precision: str, device: torch.device, compute_maximum: ComputeMaximum
+) -> Iterator[MatmulRate]:
+    """Yield rates of growing square products, until the next takes too long on any rank."""
+    call_seconds = 0.0
+    for side in _SIDES[device.type]:
+        if call_seconds and compute_maximum(8 * call_seconds) > _MAX_SQUARE_SECONDS:
+            return
+        rate = time_matmul(precision, side, side, side, device)
+        call_seconds = 2.0 * side**3 / rate.flops_per_second
+        yield rate
+
+
+def reduce_matmul(m: int, n: int, k: int, max_flops: float) -> tuple[int, int, int]:
+    """Reduce the rows, then the columns of a product to at most `max_flops`.
+
+    >>> reduce_matmul(1024, 512, 256, 1e9), reduce_matmul(1024, 512, 256, 1e8)
+    ((1024, 512, 256), (381, 512, 256))
+    """
+    rows = min(m, max(1, int(max_flops / (2.0 * n * k))))
+    columns = min(n, max(1, int(max_flops / (2.0 * rows * k))))
+    return rows, columns, k
+
+
+def format_matmul(shape: MatmulShape) -> str:
+    """Format a product.
+
+    >>> format_matmul(("bf16", 1024, 512, 192))
+    'bf16 1024 x 512 x 192'
+    """
+    precision, *sides = shape
+    return f"{precision} {' x '.join(map(str, sides))}"
+
+
+def format_attention(workload: AttentionWorkload) -> str:
+    """Format attention over some rows."""
+    return f"{workload.precision} {workload.num_rows} x {workload.row_tokens} tokens"
+
+
+def compute_attention_seconds(flops: float, rate: AttentionRate) -> float:
+    """Compute the seconds of a forward pass of `flops` and its backward pass."""
+    return flops / rate.forward_flops_per_second + 2.5 * flops / rate.backward_flops_per_second
+
+
+def reduce_attention(workload: AttentionWorkload, max_flops: float) -> AttentionWorkload:
+    """Reduce the rows, then the heads of attention to at most `max_flops` if possible.
+
+    The row length stays, because the rate depends on it.
+    """
+    num_rows = max(1, min(workload.num_rows, int(max_flops / replace(workload, num_rows=1).flops)))
+    reduced = replace(workload, num_rows=num_rows)
+    while (
+        reduced.flops > max_flops and reduced.num_kv_heads % 2 == 0 and reduced.num_heads % 2 == 0
+    ):
+        reduced = replace(
+            reduced, num_heads=reduced.num_heads // 2, num_kv_heads=reduced.num_kv_heads // 2
+        )
+    return reduced
+
+
+def time_matmul(
+    precision: str, m: int, n: int, k: int, device: torch.device, *, seconds: float = 0.2
+) -> MatmulRate:
+    """Measure the best rate of [m, k] x [k, n] in 3 or 5 rounds of `seconds` / 5 each."""
+    dtype = DTYPES[precision]
+    a_MK = torch.randn(m, k, device=device).to(dtype)
+    b_KN = torch.randn(k, n, device=device).to(dtype)
+    out_MN = torch.empty(m, n, device=device, dtype=dtype)
+    with _set_matmul_precision(precision):
+        best = measure_best_seconds(
+            lambda: torch.mm(a_MK, b_KN, out=out_MN), device, seconds=seconds
+        )
+    return MatmulRate(precision, m, n, k, 2.0 * m * n * k / best)
+
+
+def time_attention(
+    workload: AttentionWorkload, device: torch.device, *, seconds: float = 0.2
+) -> AttentionRate | None:
+    """Measure the best rates of causal attention in both passes; None if out of memory."""
+    shape = (workload.num_rows, workload.row_tokens)
+
+    def draw_heads(num_heads: int) -> torch.Tensor:
+        # The heads of a token are adjacent in memory, as after a projection.
+        x_BTHE = torch.randn(*shape, num_heads, workload.head_dim, device=device).to(
+            DTYPES[workload.precision]
+        )
+        return x_BTHE.transpose(1, 2)
+
+    gradient_BHTE = draw_heads(workload.num_heads)
+    q_BHTE, k_BJTE, v_BJTE = (
+        draw_heads(num).requires_grad_()
+        for num in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)
+    )
+    grouped = workload.num_heads != workload.num_kv_heads
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q_BHTE, k_BJTE, v_BJTE, is_causal=True, enable_gqa=grouped
+        )
+
+    try:
+        with _set_matmul_precision(workload.precision):
+            forward = measure_best_seconds(attend, device, seconds=seconds)
+            out_BHTE = attend()
+            inputs = (q_BHTE, k_BJTE, v_BJTE)
+            backward = measure_best_seconds(
+                lambda: torch.autograd.grad(out_BHTE, inputs, gradient_BHTE, retain_graph=True),
+                device,
+                seconds=seconds,
+            )
+    except torch.OutOfMemoryError:  # no plan can use rows that do not fit
+        return None
+    return AttentionRate(
+        workload.precision,
+        workload.row_tokens,
+        workload.head_dim,
+        workload.flops / forward,
+        2.5 * workload.flops / backward,
+    )
+
+
+@contextmanager
+def _set_matmul_precision(precision: str) -> Iterator[None]:
+    """Use TF32 for `tf32` products and full fp32 for others, whatever the current setting."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def measure_best_seconds(
+    work: Callable[[], object], device: torch.device, *, seconds: float
+) -> float:
+    """Measure the minimum seconds of a call; several rounds take about `seconds` together.
+
+    Work that takes `seconds` or more is called twice, once to warm up. CUDA events exclude the
+    host's time.
+    """
+    work()
+    first = _time_round(work, device, 1)
+    if first >= seconds:
+        return first
+    calls = max(1, int(seconds / 5 / max(first, 1e-7)))
+    rounds = 5 if first * 5 < 2 * seconds else 3
+    return min(_time_round(work, device, calls) for _ in range(rounds)) / calls
+
+
+def _time_round(work: Callable[[], object], device: torch.device, num_calls: int) -> float:
+    if device.type == "cuda":
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(num_calls):
+            work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    start_seconds = time.perf_counter()
+    for _ in range(num_calls):
+        work()
+    return time.perf_counter() - start_seconds
+
+
+def time_copies(device: torch.device, *, seconds: float = 0.2) -> list[CopyRate]:
+    """Measure copies within the device and, on CUDA, to and from pinned host memory.
+
+    Buffers are larger than any cache.
+    """
+    is_cuda = device.type == "cuda"
+    num_bytes = (1024 if is_cuda else 64) * MIB_BYTES
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    best = measure_best_seconds(lambda: target.copy_(source), device, seconds=seconds)
+    rates = [CopyRate("memory", num_bytes, 2 * num_bytes / best)]
+    if is_cuda:
+        pinned = torch.ones(256 * MIB_BYTES, dtype=torch.uint8, pin_memory=True)
+        part = target[: pinned.numel()]
+        for kind, work in (
+            ("to device", lambda: part.copy_(pinned, non_blocking=True)),
+            ("from device", lambda: pinned.copy_(part, non_blocking=True)),
+        ):
+            best = measure_best_seconds(work, device, seconds=seconds)
+            rates.append(CopyRate(kind, pinned.numel(), pinned.numel() / best))
+    return rates
+
+
+def judge_matmuls(
+    rates: Mapping[int, Sequence[MatmulRate]], device_kind: str, names: Mapping[int, str]
+) -> list[Finding]:
+    """Judge square products by rank, each precision at the largest size common to all ranks.
+
+    They are compared with the data sheet if the device is known, with fp32 if they are 16-bit,
+    and between ranks.
+    """
+    findings = []
+    for precision in dict.fromkeys(
+        rate.precision for rank_rates in rates.values() for rate in rank_rates
+    ):
+        by_side = {
+            rank: {
+                rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == precision
+            }
+            for rank, rank_rates in rates.items()
+            if any(rate.precision == precision for rate in rank_rates)
+        }
+        side = min(max(sides) for sides in by_side.values())
+        by_rank = {rank: sides[side] for rank, sides in by_side.items()}
+        slowest = min(by_rank.values())
+        fastest = max(by_rank.values())
+        value = format_flops_per_second(slowest)
+        value += f" to {format_flops_per_second(fastest)}" if fastest > 1.02 * slowest else ""
+        if side < max(_SIDES[device_kind]):
+            value += f" ({side} x {side} x {side})"
+        peak = (
+            _find_peak_flops_per_second(names[min(names)], precision)
+            if device_kind == "cuda"
+            else None
+        )
+        verdict = grade_share(1.0, warn_below=_MATMUL_WARN_SHARE, fail_below=_MATMUL_FAIL_SHARE)
+        remedies = []
+        if peak is not None:
+            value += f", {fastest / peak:.0%} of the data sheet's {format_flops_per_second(peak)}"
+            verdict = grade_share(
+                fastest / peak, warn_below=_MATMUL_WARN_SHARE, fail_below=_MATMUL_FAIL_SHARE
+            )
+            if verdict != "pass":
+                remedies.append(
+                    "Check clocks, power limit and other processes: nvidia-smi -q -d "
+                    "CLOCK,POWER,PERFORMANCE"
+                )
+        numbers: dict[str, Any] = {
+            "flops_per_second": by_rank,
+            "peak_flops_per_second": peak,
+            "side": side,
+        }
+        slower = _times_slower_than_fp32(rates, precision)
+        if slower:
+            numbers["times_slower_than_fp32"] = slower
+        emulating_ranks = {
+            rank: times for rank, times in slower.items() if times > _EMULATION_FACTOR
+        }
+        if emulating_ranks:
+            where = (
+                "here"
+                if len(emulating_ranks) == len(slower)
+                else f"on {format_ranks(emulating_ranks)}"
+            )
+            times = median(emulating_ranks.values())
+            times_text = f"{times:.0f}" if times >= 10 else f"{times:.1f}"
+            value = (
+                f"{precision} is emulated {where}, {times_text} times slower than fp32: use "
+                f"fp32; {value}"
+            )
+            verdict = find_worst_verdict([verdict, "warn"])
+            remedies.append("Set `precision: fp32` in the recipe, or --set precision=fp32")
+        findings.append(
+            Finding(SECTION, f"products, {precision}", verdict, value, "; ".join(remedies), numbers)
+        )
+        findings += judge_slow_ranks(
+            by_rank, device_kind, f"products, {precision}", format_flops_per_second
+        )
+    return findings
+
+
+def _times_slower_than_fp32(
+    rates: Mapping[int, Sequence[MatmulRate]], precision: str
+) -> dict[int, float]:
+    """Return by rank how many times faster fp32 is, at the largest size measured in both.
+
+    Empty for precisions of more than 16 bits.
+    """
+    ratios: dict[int, float] = {}
+    if precision not in ("bf16", "fp16"):
+        return ratios
+    for rank, rank_rates in rates.items():
+        fp32_rates, half_rates = (
+            {rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == name}
+            for name in ("fp32", precision)
+        )
+        common = fp32_rates.keys() & half_rates.keys()
+        if common:
+            ratios[rank] = fp32_rates[max(common)] / half_rates[max(common)]
+    return ratios
+
+
+def judge_slow_ranks(
+    by_rank: Mapping[int, float],
+    device_kind: str,
+    quantity: str,
+    format_rate: Callable[[float], str],
+) -> list[Finding]:
+    """Report each rank that is slower than the others."""
+    findings = []
+    for slow in find_outliers(by_rank, choose_thresholds(device_kind)):
+        value = (
+            f"{format_rate(slow.rate)}, {slow.share:.0%} of the other ranks' median "
+            f"{format_rate(slow.median_of_others)}"
+        )
+        remedy = (
+            f"Every step waits for {format_ranks([slow.key])}: check its device and other "
+            "processes there, or exclude its node"
+        )
+        numbers = {"rank": slow.key, "rate": slow.rate, "others": slow.median_of_others}
+        findings.append(
+            Finding(
+                SECTION,
+                f"{quantity}: slow {format_ranks([slow.key])}",
+                slow.verdict,
+                value,
+                remedy,
+                numbers,
+            )
+        )
+    return findings
+
+
+def judge_copies(
+    rates: Mapping[int, Sequence[CopyRate]],
+    device_kind: str,
+    names: Mapping[int, str],
+    pcie_generation: int | None,
+) -> list[Finding]:
+    """Judge copies by rank against the peak of memory or bus, if known, and between ranks."""
+    findings = []
+    for kind in dict.fromkeys(rate.kind for rank_rates in rates.values() for rate in rank_rates):
+        by_rank = {
+            rank: rate.bytes_per_second
+            for rank, rank_rates in rates.items()
+            for rate in rank_rates
+            if rate.kind == kind
+        }
+        value = _format_range(by_rank)
+        verdict = grade_share(1.0, warn_below=_COPY_WARN_SHARE, fail_below=_COPY_FAIL_SHARE)
+        remedy = ""
+        peak = None
+        if device_kind == "cuda":
+            peak = (
+                _find_peak_memory_bandwidth(names[min(names)])
+                if kind == "memory"
+                else _find_peak_pcie_bandwidth(pcie_generation)
+            )
+        if peak is not None:
+            share = max(by_rank.values()) / peak
+            value += f", {share:.0%} of {_format_gigabytes_per_second(peak)}"
+            verdict = grade_share(share, warn_below=_COPY_WARN_SHARE, fail_below=_COPY_FAIL_SHARE)
+            remedy = (
+                "Look for other processes and for a narrow or remote PCIe slot: nvidia-smi "
+                "topo -m, lspci -vv"
+            )
+        quantity = "memory bandwidth" if kind == "memory" else f"copies {kind}"
+        numbers = {"bytes_per_second": dict(by_rank), "peak_bytes_per_second": peak}
+        findings.append(Finding(SECTION, quantity, verdict, value, remedy, numbers))
+        findings += judge_slow_ranks(by_rank, device_kind, quantity, _format_gigabytes_per_second)
+    return findings
+
+
+def _format_range(by_rank: Mapping[int, float]) -> str:
+    slowest = min(by_rank.values())
+    fastest = max(by_rank.values())
+    return _format_gigabytes_per_second(slowest) + (
+        f" to {_format_gigabytes_per_second(fastest)}" if fastest > 1.02 * slowest else ""
+    )
+
+
+def _format_gigabytes_per_second(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+def _find_peak_flops_per_second(name: str, precision: str) -> float | None:
+    try:
+        return find_accelerator(name).get_peak_flops_per_second(precision)
+    except InputError:
+        return None
+
+
+def _find_peak_memory_bandwidth(name: str) -> float | None:
+    try:
+        return find_accelerator(name).memory_bytes_per_second
+    except InputError:
+        return None
+
+
+def _find_peak_pcie_bandwidth(generation: int | None) -> float | None:
+    try:
+        return None if generation is None else find_link(f"pcie{generation}", 1).bytes_per_second
+    except InputError:
+        return None

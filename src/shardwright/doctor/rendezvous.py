@@ -1,0 +1,249 @@
+"""Rendezvous of the ranks with a time limit: reachability of the port and missing ranks.
+
+The ranks connect to a TCP store at MASTER_ADDR:MASTER_PORT: the launcher's under torchrun, that
+of rank 0 under srun. The store works without collectives, so ranks can report if these hang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardwright.doctor.finding import Finding, format_ranks
+from shardwright.errors import CheckFailed
+from shardwright.launch.rank_environment import RankEnvironment
+from shardwright.launch.rank_outcome import extract_first_line
+
+SECTION = "peers"
+
+_CONNECT_TIMEOUT_SECONDS = 3.0
+"""Time-out of one connection attempt; attempts repeat until the time limit."""
+
+
+class RendezvousFailed(CheckFailed):
+    """Rendezvous failed; `finding` names the missing ranks, the address and a remedy."""
+
+    def __init__(self, finding: Finding, *, is_reported_by_rank_0: bool = False) -> None:
+        super().__init__(f"{finding.value}. {finding.remedy}")
+        self.finding = finding
+        self.is_reported_by_rank_0 = is_reported_by_rank_0
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """Host, node and local rank; the node is the launcher's node number, else the host."""
+
+    host: str
+    node: str
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Locations of all ranks and connections to the store; `watchdog_store` is the watchdog
+    thread's.
+    """
+
+    rank: int
+    locations: Mapping[int, RankLocation]
+    store: dist.Store
+    watchdog_store: dist.Store
+    endpoint: str
+    seconds: float
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.locations)
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Host names by rank."""
+        return {rank: seat.host for rank, seat in self.locations.items()}
+
+    def count_max_per_node(self, ranks: Iterable[int]) -> int:
+        """Count the largest number of these ranks on one node."""
+        nodes = [self.locations[rank].node for rank in ranks]
+        return max(nodes.count(node) for node in set(nodes))
+
+
+def read_location(ranks: RankEnvironment) -> RankLocation:
+    """Read the location of this process; node numbers are GROUP_RANK or SLURM_NODEID."""
+    host = socket.gethostname()
+    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or host
+    return RankLocation(host, node, ranks.local_rank)
+
+
+def wait_for_port(address: str, port: int, timeout_seconds: float) -> float:
+    """Wait until the port accepts a connection; return the seconds.
+
+    Raises:
+        NotMet: no connection in time: name unknown, port closed, or packets dropped.
+    """
+    start = time.monotonic()
+    reason = ""
+    remedy = ""
+    while True:
+        remaining = timeout_seconds - (time.monotonic() - start)
+        if remaining <= 0:
+            break
+        try:
+            with socket.create_connection(
+                (address, port), timeout=min(_CONNECT_TIMEOUT_SECONDS, remaining)
+            ):
+                return time.monotonic() - start
+        except socket.gaierror as error:
+            reason = f"the name is unknown: {error.strerror}"
+            remedy = (
+                f"Set MASTER_ADDR to an IP address, or to a name that `getent hosts {address}` "
+                "resolves on every node"
+            )
+        except ConnectionRefusedError:
+            reason = "the port is closed: rank 0 does not run, or listens elsewhere"
+            remedy = f"Check that rank 0 runs on {address} with the same MASTER_PORT"
+        except TimeoutError:
+            reason = "no answer: packets are dropped"
+            remedy = (
+                f"Open port {port} and those above 1024 between the nodes; test with `nc -zv "
+                f"{address} {port}` from this one"
+            )
+        except OSError as error:
+            reason = error.strerror or str(error)
+            remedy = f"Check that `ping {address}` works from this node"
+        time.sleep(min(0.3, max(0.0, remaining)))
+    value = (
+        f"rank 0 at {address}:{port} was not reached from {socket.gethostname()} in "
+        f"{timeout_seconds:g} s ({reason})"
+    )
+    raise RendezvousFailed(Finding(SECTION, "rendezvous", "fail", value, remedy))
+
+
+def join_rendezvous(ranks: RankEnvironment, timeout_seconds: float) -> Rendezvous:
+    """Join the rendezvous at MASTER_ADDR:MASTER_PORT; all ranks get the same list of ranks.
+
+    Raises:
+        NotMet: rank 0 cannot be reached, the port is in use, or ranks are missing.
+    """
+    start = time.monotonic()
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    endpoint = f"{address}:{port}"
+    is_store_host = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=timeout_seconds)
+    if not is_store_host:
+        wait_for_port(address, port, timeout_seconds)
+
+    def connect(*, is_master: bool) -> dist.Store:
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=is_master,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        return dist.PrefixStore("shardwright-doctor", store)
+
+    try:
+        store = connect(is_master=is_store_host)
+        watchdog_store = connect(is_master=False)
+    except dist.DistError as error:
+        raise RendezvousFailed(_build_store_finding(endpoint, str(error))) from error
+    locations = _gather_locations(ranks, store, timeout_seconds, endpoint)
+    return Rendezvous(
+        ranks.rank, locations, store, watchdog_store, endpoint, time.monotonic() - start
+    )
+
+
+def _build_store_finding(endpoint: str, message: str) -> Finding:
+    if "EADDRINUSE" in message:
+        port = endpoint.rpartition(":")[2]
+        return Finding(
+            SECTION,
+            "rendezvous",
+            "fail",
+            f"port {port} is in use on rank 0's node",
+            f"Find its user with ss -ltnp 'sport = :{port}', or set another MASTER_PORT",
+        )
+    value = f"another service uses {endpoint}: {extract_first_line(message)}"
+    return Finding(SECTION, "rendezvous", "fail", value, "Set MASTER_PORT to an unused port")
+
+
+def _gather_locations(
+    ranks: RankEnvironment, store: dist.Store, timeout_seconds: float, endpoint: str
+) -> dict[int, RankLocation]:
+    location = read_location(ranks)
+    fields = [location.host, location.node, location.local_rank]
+    store.set(f"location/{ranks.rank}", json.dumps(fields))
+    if ranks.rank == 0:
+        keys = {rank: f"location/{rank}" for rank in range(ranks.world_size)}
+        missing = wait_for_keys(store, keys, timeout_seconds)
+        present = [
+            None if rank in missing else json.loads(store.get(key)) for rank, key in keys.items()
+        ]
+        store.set("locations", json.dumps(present))
+    else:
+        # Rank 0 may have started to wait just before this rank's time-out.
+        store.wait(["locations"], timedelta(seconds=2 * timeout_seconds + 10))
+    locations = json.loads(store.get("locations"))
+    missing = [rank for rank, fields in enumerate(locations) if fields is None]
+    if missing:
+        hosts = ", ".join(sorted({fields[0] for fields in locations if fields is not None}))
+        value = (
+            f"{format_ranks(missing)} of {ranks.world_size} did not reach {endpoint} in "
+            f"{timeout_seconds:g} s"
+        )
+        remedy = (
+            f"{ranks.world_size - len(missing)} ranks connected, from {hosts}. Check that the "
+            "processes of the other nodes run, and that "
+            f"`nc -zv {endpoint.replace(':', ' ')}` succeeds from there"
+        )
+        numbers = {"missing": missing, "where": endpoint}
+        finding = Finding(SECTION, "rendezvous", "fail", value, remedy, numbers)
+        raise RendezvousFailed(finding, is_reported_by_rank_0=True)
+    return {rank: RankLocation(*fields) for rank, fields in enumerate(locations)}
+
+
+def wait_for_keys(store: dist.Store, keys: Mapping[int, str], timeout_seconds: float) -> list[int]:
+    """Wait for keys; return the ranks whose key is missing after the time limit."""
+    deadline = time.monotonic() + timeout_seconds
+    missing = []
+    for rank, key in keys.items():
+        remaining = deadline - time.monotonic()
+        try:
+            if remaining <= 0:
+                if not store.check([key]):
+                    missing.append(rank)
+            else:
+                store.wait([key], timedelta(seconds=remaining))
+        except dist.DistError:
+            missing.append(rank)
+    return missing
+
+
+def judge_rendezvous(rendezvous: Rendezvous) -> list[Finding]:
+    """Report ranks, nodes and time of the rendezvous; warn about unequal ranks per node."""
+    nodes: dict[str, list[int]] = {}
+    for rank, seat in rendezvous.locations.items():
+        nodes.setdefault(seat.node, []).append(rank)
+    value = (
+        f"{rendezvous.world_size} ranks on {len(nodes)} node{'s' * (len(nodes) != 1)} connected "
+        f"at {rendezvous.endpoint} in {rendezvous.seconds:.1f} s"
+    )
+    numbers = {"seconds": rendezvous.seconds, "nodes": len(nodes)}
+    findings = [Finding(SECTION, "rendezvous", "pass", value, numbers=numbers)]
+    sizes = {len(members) for members in nodes.values()}
+    if len(sizes) > 1:
+        value = "; ".join(
+            f"{rendezvous.locations[members[0]].host}: {len(members)}" for members in nodes.values()
+        )
+        remedy = "Start equally many ranks on every node; otherwise groups span nodes unevenly"
+        findings.append(Finding(SECTION, "ranks per node", "warn", value, remedy))
+    return findings

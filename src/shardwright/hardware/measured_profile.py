@@ -1,0 +1,400 @@
+"""Rates measured on one machine, which override the catalogue; written by `doctor --calibrate`.
+
+The module imports no torch. The file is one JSON object:
+
+    schema_version   1
+    accelerator      device name in its driver; `catalog_name`: its entry in the catalogue
+    measured_at      ISO 8601 date and time; `software`: versions that affect the rates
+    memory_bytes     memory that the driver offers to a process
+    memory_bytes_per_second   bytes read plus written per second by a large copy on the device
+    matmuls          [{precision, m, n, k, flops_per_second}]    products [m, k] x [k, n]
+    collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds}]
+    attention        [{precision, row_tokens, head_dim, forward_flops_per_second,
+                     backward_flops_per_second}]    fused kernel over causal rows; optional
+    elementwise      [{precision, tokens, width, forward_bytes_per_second,
+                     backward_bytes_per_second}]    operations between products; optional
+    handoff_seconds  extra time of a collective between two computations, compared with
+                     back-to-back collectives; optional
+
+`message_bytes` is the size of the whole result of an all_gather, of the whole input of a
+reduce_scatter, of the tensor of an all_reduce or broadcast, of one rank's input of an
+all_to_all, and of the message of a send.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from shardwright.errors import InputError
+from shardwright.files import read_text
+
+PROFILE_SCHEMA_VERSION = 1
+
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"
+]
+
+
+@dataclass(frozen=True)
+class MatmulRate:
+    """FLOP/s achieved by products `[m, k] x [k, n]` in one precision."""
+
+    precision: str
+    m: int
+    n: int
+    k: int
+    flops_per_second: float
+
+
+@dataclass(frozen=True)
+class CollectiveRate:
+    """Measured time of one collective over `num_ranks`, `ranks_per_node` of them on each
+    node."""
+
+    kind: CollectiveKind
+    num_ranks: int
+    ranks_per_node: int
+    message_bytes: int
+    seconds: float
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """Bytes/s on the slowest link: bus bandwidth as nccl-tests defines it."""
+        return self.message_bytes * compute_bus_factor(self.kind, self.num_ranks) / self.seconds
+
+
+def compute_bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
+    """Return the bytes that each rank sends per byte of message (nccl-tests,
+    doc/PERFORMANCE.md).
+
+    >>> compute_bus_factor("all_reduce", 8), compute_bus_factor("all_gather", 8), compute_bus_factor("send", 2)
+    (1.75, 0.875, 1.0)
+    """
+    if kind == "all_reduce":
+        return 2 * (num_ranks - 1) / num_ranks
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (num_ranks - 1) / num_ranks
+    return 1.0
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """FLOP/s achieved by fused causal attention over rows of `row_tokens`.
+
+    Counted as in the planner: forward, 2 (width of queries + width of values) per token and
+    visible key, with (row_tokens + 1) / 2 visible keys per token on average; backward, 2.5
+    times as many (FlashAttention-2, section 4.1).
+    """
+
+    precision: str
+    row_tokens: int
+    head_dim: int
+    forward_flops_per_second: float
+    backward_flops_per_second: float
+
+
+@dataclass(frozen=True)
+class ElementwiseRate:
+    """Bytes/s of a residual sum, a norm and a gate on `[tokens, width]`, reads plus writes.
+
+    A CPU computes 16-bit operations in fp32, so their time depends on elements rather than
+    bytes; a fixed fraction of the copy rate would not describe it.
+    """
+
+    precision: str
+    tokens: int
+    width: int
+    forward_bytes_per_second: float
+    backward_bytes_per_second: float
+
+
+def compute_attention_flops(num_tokens: int, row_tokens: int, widths: int) -> float:
+    """Return the FLOPs of a forward pass over causal rows.
+
+    `widths` is the width of queries plus that of values, over all heads.
+
+    >>> compute_attention_flops(tokens=8, row_tokens=4, widths=2)
+    80.0
+    """
+    return 2.0 * widths * num_tokens * (row_tokens + 1) / 2
+
+
+@dataclass(frozen=True)
+class MeasuredProfile:
+    """Rates achieved by one machine.
+
+    The `*_per_second` and `*_read_seconds` methods return None if nothing relevant was measured;
+    callers then use the catalogue.
+    """
+
+    accelerator: str
+    catalog_name: str | None
+    measured_at: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    matmuls: tuple[MatmulRate, ...] = ()
+    collectives: tuple[CollectiveRate, ...] = ()
+    software: Mapping[str, str] | None = None
+    attention: tuple[AttentionRate, ...] = ()
+    elementwise: tuple[ElementwiseRate, ...] = ()
+    handoff_seconds: float | None = None
+    """Extra time of each collective after a computation: the wait for the last rank, and the
+    wake-up of threads."""
+
+    def find_matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
+        """Return FLOP/s of the measured product with the closest shape.
+
+        The distance is the sum of the differences of log m, log n and log k.
+        """
+        known = [rate for rate in self.matmuls if rate.precision == precision]
+        if not known:
+            return None
+        return min(
+            known, key=lambda rate: _compute_log_distance((rate.m, rate.n, rate.k), (m, n, k))
+        ).flops_per_second
+
+    def find_collective_seconds(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
+    ) -> float | None:
+        """Return seconds of a collective, interpolated between measured sizes of its kind and
+        group.
+
+        Below the smallest size the time is constant (latency); above the largest it is
+        proportional to the bytes.
+        """
+        same = [
+            rate
+            for rate in self.collectives
+            if (rate.kind, rate.num_ranks, rate.ranks_per_node) == (kind, num_ranks, ranks_per_node)
+        ]
+        if not same:
+            return None
+        points = sorted((rate.message_bytes, rate.seconds) for rate in same)
+        if message_bytes <= points[0][0]:
+            return points[0][1]
+        for (low, low_seconds), (high, high_seconds) in pairwise(points):
+            if message_bytes <= high:
+                share = (message_bytes - low) / (high - low)
+                return low_seconds + share * (high_seconds - low_seconds)
+        return points[-1][1] * message_bytes / points[-1][0]
+
+    def find_attention_flops_per_second(
+        self, precision: str, row_tokens: float, head_dim: int, *, is_backward: bool
+    ) -> float | None:
+        """Return FLOP/s of fused attention, interpolated over the log of the row length.
+
+        Uses the measured head width that is closest; outside the measured lengths the rate is
+        constant.
+        """
+        known = [rate for rate in self.attention if rate.precision == precision]
+        if not known:
+            return None
+        width = min(
+            (rate.head_dim for rate in known), key=lambda width: abs(math.log(width / head_dim))
+        )
+        points = sorted(
+            (
+                rate.row_tokens,
+                rate.backward_flops_per_second if is_backward else rate.forward_flops_per_second,
+            )
+            for rate in known
+            if rate.head_dim == width
+        )
+        for (short, slow), (long, fast) in pairwise(points):
+            if short < row_tokens <= long:
+                return slow + math.log(row_tokens / short) / math.log(long / short) * (fast - slow)
+        return points[0][1] if row_tokens <= points[0][0] else points[-1][1]
+
+    def find_elementwise_bytes_per_second(
+        self, precision: str, tokens: int, width: int, *, is_backward: bool
+    ) -> float | None:
+        """Return bytes/s of the measured tensors with the closest size."""
+        known = [rate for rate in self.elementwise if rate.precision == precision]
+        if not known:
+            return None
+        nearest = min(
+            known, key=lambda rate: abs(math.log(rate.tokens * rate.width / (tokens * width)))
+        )
+        return (
+            nearest.backward_bytes_per_second if is_backward else nearest.forward_bytes_per_second
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content of the file as plain values."""
+        return {"schema_version": PROFILE_SCHEMA_VERSION} | asdict(self)
+
+
+def _compute_log_distance(first: tuple[int, int, int], second: tuple[int, int, int]) -> float:
+    return sum(abs(math.log(a / b)) for a, b in zip(first, second, strict=True))
+
+
+def load_profile(path: str | Path) -> MeasuredProfile:
+    """Read a measured profile.
+
+    Raises:
+        InputError: no such file, not JSON, an unknown schema version, or a missing or invalid
+            field, by name.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(read_text(path))
+    except OSError as error:
+        raise InputError(
+            f"the measured profile cannot be read: {error.strerror}",
+            field="profile",
+            got=path,
+            remedy="Write one with `shardwright doctor --calibrate`",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"the measured profile is not JSON: {error}", field="profile", got=path
+        ) from error
+    return read_profile(content)
+
+
+def read_profile(content: Any) -> MeasuredProfile:
+    """Parse a profile from the JSON of its file, or from JSON that contains it.
+
+    Raises:
+        InputError: an unknown schema version, or a missing or invalid field, by name.
+    """
+    if not isinstance(content, dict) or content.get("schema_version") != PROFILE_SCHEMA_VERSION:
+        got = content.get("schema_version") if isinstance(content, dict) else type(content).__name__
+        raise InputError(
+            "unknown schema version of a measured profile",
+            field="profile.schema_version",
+            got=got,
+            allowed=str(PROFILE_SCHEMA_VERSION),
+            remedy="Create a new one with `shardwright doctor --calibrate`",
+        )
+    software = content.get("software")
+    return MeasuredProfile(
+        accelerator=_read_text(content, "accelerator"),
+        catalog_name=content.get("catalog_name"),
+        measured_at=_read_text(content, "measured_at"),
+        memory_bytes=int(_read_positive(content, "memory_bytes")),
+        memory_bytes_per_second=_read_positive(content, "memory_bytes_per_second"),
+        matmuls=tuple(_read_matmul(entry) for entry in _read_entries(content, "matmuls")),
+        collectives=tuple(
+            _read_collective(entry) for entry in _read_entries(content, "collectives")
+        ),
+        software=dict(software) if isinstance(software, dict) else None,
+        attention=tuple(_read_attention(entry) for entry in _read_entries(content, "attention")),
+        elementwise=tuple(
+            _read_elementwise(entry) for entry in _read_entries(content, "elementwise")
+        ),
+        handoff_seconds=_read_seconds(content, "handoff_seconds"),
+    )
+
+
+def save_profile(profile: MeasuredProfile, path: str | Path) -> None:
+    """Write the file that `load_profile` reads."""
+    Path(path).write_text(json.dumps(profile.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def _read_matmul(entry: dict[str, Any]) -> MatmulRate:
+    m, n, k = (int(_read_positive(entry, name, "matmuls")) for name in ("m", "n", "k"))
+    return MatmulRate(
+        _read_text(entry, "precision", "matmuls"),
+        m,
+        n,
+        k,
+        _read_positive(entry, "flops_per_second", "matmuls"),
+    )
+
+
+def _read_collective(entry: dict[str, Any]) -> CollectiveRate:
+    kind = entry.get("kind")
+    if kind not in get_args(CollectiveKind):
+        raise InputError(
+            "unknown collective",
+            field="profile.collectives.kind",
+            got=kind,
+            allowed=", ".join(get_args(CollectiveKind)),
+        )
+    num_ranks, per_node, size = (
+        int(_read_positive(entry, name, "collectives"))
+        for name in ("num_ranks", "ranks_per_node", "message_bytes")
+    )
+    return CollectiveRate(
+        cast(CollectiveKind, kind),
+        num_ranks,
+        per_node,
+        size,
+        _read_positive(entry, "seconds", "collectives"),
+    )
+
+
+def _read_attention(entry: dict[str, Any]) -> AttentionRate:
+    row_tokens, head_dim = (
+        int(_read_positive(entry, name, "attention")) for name in ("row_tokens", "head_dim")
+    )
+    forward, backward = (
+        _read_positive(entry, f"{way}_flops_per_second", "attention")
+        for way in ("forward", "backward")
+    )
+    return AttentionRate(
+        _read_text(entry, "precision", "attention"), row_tokens, head_dim, forward, backward
+    )
+
+
+def _read_elementwise(entry: dict[str, Any]) -> ElementwiseRate:
+    tokens, width = (
+        int(_read_positive(entry, name, "elementwise")) for name in ("tokens", "width")
+    )
+    forward, backward = (
+        _read_positive(entry, f"{way}_bytes_per_second", "elementwise")
+        for way in ("forward", "backward")
+    )
+    return ElementwiseRate(
+        _read_text(entry, "precision", "elementwise"), tokens, width, forward, backward
+    )
+
+
+def _read_seconds(content: dict[str, Any], name: str) -> float | None:
+    """Return None if nothing was measured; 0 is a measurement."""
+    return (
+        content.get(name) if content.get(name) in (None, 0, 0.0) else _read_positive(content, name)
+    )
+
+
+def _read_entries(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    entries = content.get(name, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise InputError(
+            "expected a list of mappings", field=f"profile.{name}", got=type(entries).__name__
+        )
+    return entries
+
+
+def _read_text(content: dict[str, Any], name: str, section: str = "") -> str:
+    value = content.get(name)
+    if not isinstance(value, str) or not value:
+        raise InputError(
+            "expected non-empty text", field=_build_field_name(name, section), got=repr(value)
+        )
+    return value
+
+
+def _read_positive(content: dict[str, Any], name: str, section: str = "") -> float:
+    value = content.get(name)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        raise InputError(
+            "expected a positive number", field=_build_field_name(name, section), got=repr(value)
+        )
+    return float(value)
+
+
+def _build_field_name(name: str, section: str) -> str:
+    return f"profile.{section}.{name}" if section else f"profile.{name}"

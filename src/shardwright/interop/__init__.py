@@ -1,1 +1,0 @@
-"""Recipes in other systems: launchers and schedulers, and configurations written and read."""

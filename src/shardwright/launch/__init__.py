@@ -1,0 +1,1 @@
+"""Start ranks: environment, launcher, restarts, stop signals."""

@@ -1,0 +1,123 @@
+"""`layout: auto` and `precision: auto`, resolved from the devices before ranks start."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from shardwright.config import Recipe
+from shardwright.config.layout import ClusterSection
+from shardwright.errors import InputError, LayoutError
+from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
+from shardwright.launch.devices import should_use_cuda
+from shardwright.numerics.bf16 import choose_precision
+from shardwright.plan import PrecisionChoice
+from shardwright.planner.auto_layout import build_cluster, choose_layout
+from shardwright.planner.problem import choose_precision_on
+from shardwright.units import format_bytes, format_count, format_seconds
+
+logger = logging.getLogger("shardwright")
+
+
+def resolve_auto_layout(recipe: Recipe, world_size: int) -> Recipe:
+    """Return the recipe with `layout: auto` replaced by the layout that the planner chooses.
+
+    The planner plans for the recipe's cluster, or for this machine's devices if it names none.
+    A recipe with explicit degrees is returned unchanged. The choice depends only on the recipe,
+    the number of ranks and the kind of device, so every rank makes the same one.
+
+    Raises:
+        InputError: No cluster is named and the catalogue does not know this machine's GPU.
+        LayoutError: No layout fits, or no cluster is named and this machine has no GPU.
+    """
+    if not recipe.layout.auto:
+        return recipe
+    section = recipe.cluster or detect_cluster(recipe, world_size)
+    cluster = build_cluster(section, world_size)
+    chosen, prediction = choose_layout(recipe, cluster, world_size)
+    logger.info(
+        "layout auto on %s: %s, micro batch %d x %d, recompute %s; "
+        "predicted %s per step, %s tokens/s, %s per device",
+        cluster.name,
+        prediction.candidate.describe(),
+        prediction.candidate.micro_batch_size,
+        prediction.candidate.gradient_accumulation_steps,
+        prediction.candidate.recompute,
+        format_seconds(prediction.time.step),
+        format_count(prediction.tokens_per_second),
+        format_bytes(prediction.memory.total),
+    )
+    if prediction.warning is not None:
+        logger.warning(
+            "layout auto: no layout fits with memory to spare; the chosen one %s",
+            prediction.warning,
+        )
+    return chosen.model_copy(update={"cluster": section})
+
+
+def choose_precision_here(recipe: Recipe) -> PrecisionChoice:
+    """Resolve `precision: auto` for the device of this machine on which the recipe runs.
+
+    Raises:
+        InputError: The recipe requests CUDA, and this machine has no CUDA device.
+    """
+    return choose_precision(
+        torch.device("cuda" if should_use_cuda(recipe.run.device, field="run.device") else "cpu")
+    )
+
+
+def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:
+    """Resolve `precision: auto` for the recipe's cluster, or for this machine if it names none.
+
+    Returns None if the precision is not `auto`. For verbs that run nothing on those devices.
+
+    Raises:
+        InputError: The catalogue does not know the cluster.
+    """
+    if recipe.precision.kind != "auto":
+        return None
+    if recipe.cluster is not None:
+        return choose_precision_on(parse_cluster(recipe.cluster.node).accelerator)
+    if recipe.run.device == "cuda" and not torch.cuda.is_available():
+        return PrecisionChoice(
+            "bf16",
+            "run.device is cuda; CUDA devices from compute capability 8.0 multiply bf16 natively",
+        )
+    return choose_precision_here(recipe)
+
+
+def detect_cluster(recipe: Recipe, world_size: int) -> ClusterSection:
+    """Describe this machine's GPUs as a recipe's cluster section, one device per local rank.
+
+    Raises:
+        LayoutError: This machine has no GPU; the planner has no model of CPUs.
+        InputError: The catalogue does not know the GPU.
+    """
+    if recipe.run.device == "cpu" or not torch.cuda.is_available():
+        raise LayoutError(
+            "this machine has no GPU to plan for",
+            field="layout",
+            got="auto",
+            remedy="Name the cluster to plan for (`cluster: 8xH100-80GB`), or give the degrees",
+        )
+    name = torch.cuda.get_device_name()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(
+        world_size, torch.cuda.device_count()
+    )
+    try:
+        accelerator = find_accelerator(name)
+    except InputError as error:
+        remedy = (
+            "Name the closest GPU (`cluster: 8xH100-80GB`), "
+            "or measure this one (`shardwright doctor --calibrate`)"
+        )
+        raise InputError(
+            "the catalogue does not know this GPU",
+            field="layout",
+            got=name,
+            allowed=error.allowed,
+            remedy=remedy,
+        ) from None
+    return ClusterSection(node=f"{local}x{accelerator.name}")

@@ -1,0 +1,83 @@
+"""Restarts after a lost rank: from the newest complete checkpoint, perhaps with fewer ranks.
+
+Each attempt is a separate launch through torch's elastic agent, with its own rendezvous. The
+agent's own restarts share one store, where a late rank of the old attempt could join the new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwright.checkpoint.commit import LATEST_NAME, read_pointer
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.config import Recipe
+from shardwright.errors import InputError, NonFiniteError, OutOfMemory, RunFailed, SaveFailed
+from shardwright.launch.stop_signals import StopRequest
+from shardwright.plan import resolve_degrees
+
+
+@dataclass(frozen=True)
+class LaunchAttempt:
+    """One launch of the ranks; `number` starts at 0, `restart_reason` is the reason for the
+    restart.
+    """
+
+    number: int
+    world_size: int
+    restart_reason: str = ""
+
+
+def run_with_restarts(
+    recipe: Recipe, world_size: int, launch: Callable[[LaunchAttempt], None], stop: StopRequest
+) -> None:
+    """Call `launch` until an attempt succeeds, with at most `elastic.max_restarts` restarts.
+
+    After an attempt that saved no new checkpoint, the next one uses fewer ranks if
+    `elastic.min_ranks` and the layout allow it with the same global batch: a lost device may
+    not come back.
+
+    Raises:
+        ShardwrightError: Error of the last attempt. Raised at once if a stop was requested or a
+            restart cannot help (invalid input, disk full at the last save, non-finite
+            gradients).
+    """
+    folder = RunFolder.from_recipe(recipe)
+    generation = LaunchAttempt(0, world_size)
+    while True:
+        saved_before = read_pointer(folder.checkpoints, LATEST_NAME)
+        try:
+            launch(generation)
+            return
+        except RunFailed as error:
+            if (
+                isinstance(error, NonFiniteError | SaveFailed)
+                or stop
+                or generation.number >= recipe.elastic.max_restarts
+            ):
+                raise
+            has_saved = read_pointer(folder.checkpoints, LATEST_NAME) != saved_before
+            # After running out of memory, fewer ranks would need even more memory each.
+            keeps_size = has_saved or isinstance(error, OutOfMemory)
+            size = (
+                generation.world_size
+                if keeps_size
+                else find_smaller_world_size(recipe, generation.world_size) or generation.world_size
+            )
+            reason = str(error).partition("\n")[0]
+            generation = LaunchAttempt(generation.number + 1, size, reason)
+
+
+def find_smaller_world_size(recipe: Recipe, world_size: int) -> int | None:
+    """Find the largest smaller world size with the same global batch; None if there is none."""
+    if recipe.elastic.min_ranks is None:
+        return None
+    _, batch = resolve_degrees(recipe, world_size)
+    for fewer in range(world_size - 1, recipe.elastic.min_ranks - 1, -1):
+        try:
+            _, smaller = resolve_degrees(recipe, fewer)
+        except InputError:
+            continue
+        if smaller.global_batch_size == batch.global_batch_size:
+            return fewer
+    return None

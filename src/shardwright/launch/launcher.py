@@ -1,0 +1,144 @@
+"""Start the ranks of one machine through torch's elastic launcher and report how they ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from shardwright.errors import ExitCode, Preempted, RankFailed
+from shardwright.launch.rank_outcome import (
+    CONTROL_VARIABLE,
+    LAUNCHER_VARIABLE,
+    STOP_FILE_NAME,
+    attach_skipped_collective,
+    find_cause,
+    read_outcomes,
+)
+from shardwright.launch.stop_signals import STOP_SIGNALS, StopRequest
+from shardwright.watchdog.hang_diagnosis import find_skipped_collective
+from shardwright.watchdog.monitor import Watchdog, read_heartbeats
+
+
+def launch_ranks(
+    num_ranks: int,
+    module: str,
+    arguments: Sequence[str],
+    stop: StopRequest | None = None,
+    hang_reports: Path | None = None,
+) -> None:
+    """Run `python -m module arguments...` as `num_ranks` local ranks and wait for them.
+
+    Rank 0 shares this terminal; the output of other ranks goes to files, and their errors are
+    raised here with the rank. Stop signals are recorded in `stop` and forwarded to the ranks. A
+    rank that hangs is detected by its heartbeat and killed; the report goes to folder
+    `hang_reports`.
+
+    Raises:
+        ShardwrightError: The cause, if a rank failed. Preempted: The ranks were asked to stop
+            and have saved.
+    """
+    # torch's launcher takes seconds to import, and recipe errors should come first.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Its warnings name processes and signals that users do not know; failures raise exceptions.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
+        control = Path(name)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(
+                log_dir=str(control / "logs"), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)
+            ),
+            # Stop signals are forwarded by us: the launcher would stop at once, we save first.
+            signals_to_handle="SIGQUIT",
+        )
+        statuses: dict[int, int] = {}
+        ended_at: dict[int, float] = {}
+        watcher = Watchdog(control, hang_reports or control)
+        with (
+            _set_rank_environment(num_ranks, control),
+            _forward_stop_signals(control, stop),
+            watcher,
+        ):
+            try:
+                elastic_launch(config, sys.executable)("-m", module, *arguments)
+            except ChildFailedError as error:
+                statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+                ended_at = {rank: failure.timestamp for rank, failure in error.failures.items()}
+        outcomes = read_outcomes(control)
+        if watcher.diagnosis is not None:
+            raise RankFailed(
+                f"{watcher.diagnosis.message}. "
+                "All ranks have stopped; --resume continues from the last checkpoint"
+            )
+        if statuses:
+            raise attach_skipped_collective(
+                find_cause(outcomes, statuses, ended_at),
+                find_skipped_collective(read_heartbeats(control)),
+            )
+        if any(outcome.exit_code == ExitCode.PREEMPTED for outcome in outcomes):
+            raise Preempted(outcomes[0].message)
+
+
+@contextmanager
+def _set_rank_environment(num_ranks: int, control: Path) -> Iterator[None]:
+    """Set the environment variables that every rank inherits; restore them afterwards."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    added = {
+        CONTROL_VARIABLE: str(control),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        # Ranks that use all cores slow each other down; torchrun's default is 1.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_ranks))),
+        # c10d warns about each lost peer on its own line; we report the cause once, at the end.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+    former = {key: os.environ.get(key) for key in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key, value in former.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+@contextmanager
+def _forward_stop_signals(control: Path, stop: StopRequest | None) -> Iterator[None]:
+    """Forward stop signals to the ranks that have written their process id."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if stop is not None:
+            stop.record(number)
+        (control / STOP_FILE_NAME).touch()  # for ranks without a process id file yet
+        for pid_file in control.glob("rank-*.pid"):
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(int(pid_file.read_text()), number)
+
+    former = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

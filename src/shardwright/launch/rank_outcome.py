@@ -1,0 +1,198 @@
+"""Outcome of each rank in a JSON file, from which the launcher reports a single cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from shardwright import errors
+from shardwright.errors import ExitCode, InputError, RankFailed, RunFailed, ShardwrightError
+from shardwright.watchdog.hang_diagnosis import HangDiagnosis
+
+CONTROL_VARIABLE = "SHARDWRIGHT_CONTROL_DIR"
+"""Environment variable with the folder through which launcher and ranks exchange files."""
+LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
+"""Environment variable with the launcher's process id."""
+STOP_FILE_NAME = "stop"
+"""File in that folder that requests a stop, also of ranks that cannot be signalled yet."""
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """Exit of one rank. `details` are the parts of an InputError."""
+
+    rank: int
+    exit_code: int
+    kind: str = ""
+    message: str = ""
+    trace: str = ""
+    at_seconds: float = 0.0
+    details: dict[str, str | None] = field(default_factory=dict)
+
+
+def get_control_folder() -> Path | None:
+    """Return the launcher's folder, or None if our launcher did not start this process."""
+    folder = os.environ.get(CONTROL_VARIABLE)
+    return Path(folder) if folder else None
+
+
+def get_launcher_pid() -> int:
+    """Return the process id of this rank's launcher, without one that of its parent."""
+    return int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
+
+
+def write_pid(rank: int) -> bool:
+    """Write this process's id for the launcher's signals; True if a stop is requested."""
+    folder = get_control_folder()
+    if folder is None:
+        return False
+    _write_atomically(folder / f"rank-{rank}.pid", str(os.getpid()))
+    return (folder / STOP_FILE_NAME).exists()
+
+
+def write_outcome(rank: int, error: BaseException | None) -> ExitCode:
+    """Write this rank's outcome and return its exit code."""
+    code = get_exit_code(error)
+    if folder := get_control_folder():
+        outcome = RankOutcome(rank, int(code), at_seconds=time.time())
+        if error is not None:
+            details = {}
+            if isinstance(error, InputError):
+                got = None if error.got is None else str(error.got)
+                details = {
+                    "problem": error.problem,
+                    "field": error.field,
+                    "got": got,
+                    "allowed": error.allowed,
+                    "remedy": error.remedy,
+                }
+            trace = "".join(traceback.format_exception(error))
+            outcome = RankOutcome(
+                rank, int(code), type(error).__name__, str(error), trace, time.time(), details
+            )
+        _write_atomically(folder / f"rank-{rank}.json", json.dumps(asdict(outcome)))
+    return code
+
+
+def get_exit_code(error: BaseException | None) -> ExitCode:
+    """Return 0 for None, the exit code of our own errors, and 3 for all others."""
+    if error is None:
+        return ExitCode.DONE
+    return error.exit_code if isinstance(error, ShardwrightError) else ExitCode.RUN_FAILED
+
+
+def read_outcomes(folder: Path) -> list[RankOutcome]:
+    """Read the outcomes of the ranks, in order of time."""
+    outcomes = [RankOutcome(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
+    return sorted(outcomes, key=lambda outcome: outcome.at_seconds)
+
+
+_TEARDOWN_SECONDS = 10.0
+"""Seconds after another rank's failure from which a SIGKILL means that the rank was hanging:
+the launcher kills ranks that do not exit within 30 seconds."""
+
+
+def find_cause(
+    outcomes: list[RankOutcome],
+    exit_statuses: Mapping[int, int],
+    ended_at_seconds: Mapping[int, float] | None = None,
+) -> ShardwrightError:
+    """Choose the error that explains a failed run.
+
+    In this order: a rank killed by a signal, the first input error, the first failure that is
+    not a lost peer, a rank that hung.
+
+    Args:
+        outcomes: Outcomes of the ranks, in order of time.
+        exit_statuses: Rank -> exit status, for ranks that failed according to the launcher
+            (negative: killed by that signal, perhaps by the launcher).
+        ended_at_seconds: Rank -> time of its end according to the launcher, on the outcomes'
+            clock.
+    """
+    failed = [outcome for outcome in outcomes if outcome.exit_code]
+    hung = []
+    for rank, status in exit_statuses.items():
+        if status < 0 and -status != signal.SIGTERM:
+            if (
+                failed
+                and (ended_at_seconds or {}).get(rank, 0.0)
+                > failed[0].at_seconds + _TEARDOWN_SECONDS
+            ):
+                hung.append(rank)
+                continue
+            name = signal.Signals(-status).name
+            hint = "; the system may be out of memory" if name == "SIGKILL" else ""
+            return RankFailed(
+                f"rank {rank} was killed by {name}{hint}. "
+                "All ranks have stopped; --resume continues from the last checkpoint"
+            )
+    for outcome in failed:
+        if outcome.exit_code == ExitCode.WRONG_INPUT:
+            kind = getattr(errors, outcome.kind, InputError)
+            details = dict(outcome.details)
+            return kind(details.pop("problem") or outcome.message, **details)
+    if failed:
+        first = next(
+            (outcome for outcome in failed if not is_lost_peer_message(outcome.message)), failed[0]
+        )
+        if hung and is_lost_peer_message(first.message):
+            return RankFailed(
+                f"rank {hung[0]} hung: rank {first.rank} timed out waiting for it "
+                f"({extract_first_line(first.message)}). "
+                "All ranks have stopped; --resume continues from the last checkpoint"
+            )
+        known = getattr(errors, first.kind, None)
+        if isinstance(known, type) and issubclass(known, ShardwrightError):
+            return known(f"rank {first.rank}: {first.message}")
+        return RunFailed(f"rank {first.rank}: {first.kind}: {first.message}\n{first.trace}")
+    ranks = ", ".join(f"rank {rank} (status {status})" for rank, status in exit_statuses.items())
+    return RankFailed(f"{ranks or 'a rank'} ended without an error message; see the output above")
+
+
+def attach_skipped_collective(
+    error: ShardwrightError, diagnosis: HangDiagnosis | None
+) -> ShardwrightError:
+    """Replace the error by its cause, a skipped collective, if there is one."""
+    if diagnosis is None or isinstance(error, InputError):
+        return error
+    return RankFailed(f"{diagnosis.message}. It led to this error: {error}")
+
+
+def is_lost_peer_message(message: str) -> bool:
+    """Return True if a message only reports that another rank was lost."""
+    signs = (
+        "Connection reset by peer",
+        "Connection closed by peer",
+        "Timed out waiting",
+        "Broken pipe",
+        "Connection refused",
+        "DistNetworkError",
+        # NCCL's messages
+        "remote process exited",
+        "ncclRemoteError",
+        "ncclSystemError",
+        "Watchdog caught collective operation timeout",
+    )
+    return any(sign in message for sign in signs)
+
+
+def extract_first_line(message: str) -> str:
+    """Return the first line, without gloo's source file before it and c10d's stack after it.
+
+    >>> extract_first_line("[/gloo/tcp/pair.cc:78] Timed out waiting 5000ms for recv\\nException")
+    'Timed out waiting 5000ms for recv'
+    """
+    return re.sub(r"^\[[^\]]*\] *", "", message.partition("\n")[0])
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text(text)
+    partial.replace(path)

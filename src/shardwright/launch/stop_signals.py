@@ -1,0 +1,66 @@
+"""Stop requests: stop signals set a flag that the training loop reads between steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+LAUNCHER_DIED = -1
+"""Value of `StopRequest.cause` on a rank whose launcher has exited."""
+
+
+class StopRequest:
+    """Flag that is true if this process was asked to stop, with the cause."""
+
+    def __init__(self) -> None:
+        self.cause = 0
+        """Signal number or `LAUNCHER_DIED`; 0 for none. A number, so ranks can exchange it."""
+
+    def __bool__(self) -> bool:
+        return self.cause != 0
+
+    def record(self, number: int, frame: FrameType | None = None) -> None:
+        """Record a stop signal, as its handler; the first cause stays."""
+        self.cause = self.cause or number
+
+
+def describe_cause(cause: int) -> str:
+    """Describe a `StopRequest.cause` in words."""
+    return "the launcher's death" if cause == LAUNCHER_DIED else signal.Signals(cause).name
+
+
+def stop_when_parent_exits(
+    request: StopRequest, parent_pid: int, interval_seconds: float = 1.0
+) -> None:
+    """Request a stop when the launcher exits, since a killed launcher forwards no signal.
+
+    Args:
+        parent_pid: Process id of the launcher as it reported it. `os.getppid()` may already be
+            the process that adopts orphans.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(interval_seconds)
+        request.cause = request.cause or LAUNCHER_DIED
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+@contextmanager
+def listen_for_stop() -> Iterator[StopRequest]:
+    """Record stop signals during the block, then restore the handlers. Main thread only."""
+    request = StopRequest()
+    former = {number: signal.signal(number, request.record) for number in STOP_SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -1,0 +1,153 @@
+"""Grouped matrix products: each row times the matrix of its expert.
+
+Legend: E experts, M rows sorted by expert, D in, F out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROW_ALIGNMENT_BYTES = 16
+
+
+def grouped_matmul(x_MD: Tensor, weight: Tensor, counts_E: Tensor, *, transposed: bool) -> Tensor:
+    """Multiply each row by its expert's matrix, `[M, F]`; rows are sorted by expert.
+
+    The first counts[0] rows belong to expert 0. `weight` is `[E, F, D]` if `transposed`, else
+    `[E, D, F]`. The counts must sum to M:
+    `F.grouped_mm` leaves rows after the last group, and their gradients, undefined. It does not
+    support float64 and requires rows that start at multiples of 16 bytes; otherwise a loop over
+    the experts runs, which synchronises with the host for the counts.
+
+    A custom operator contains both. It can be saved by selective recompute, compiled
+    (`F.grouped_mm` does not compile for float32, and the loop reads numbers from the device)
+    and rehearsed on fake tensors.
+    """
+    out_MF: Tensor = _grouped_matmul(x_MD, weight, counts_E, transposed)
+    return out_MF
+
+
+@torch.library.custom_op("shardwright::grouped_product", mutates_args=())
+def _grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    matrices_EDF = weight.transpose(1, 2) if transposed else weight
+    if _is_grouped_mm_supported(x.dtype, weight.shape):
+        return F.grouped_mm(x, matrices_EDF, offs=_compute_offsets(counts))
+    out_MF = x.new_empty(x.shape[0], matrices_EDF.shape[2])
+    for rows, matrix, out in zip(
+        *_split_by_expert(counts, x), matrices_EDF, *_split_by_expert(counts, out_MF), strict=True
+    ):
+        torch.mm(rows, matrix, out=out)
+    return out_MF
+
+
+@torch.library.custom_op("shardwright::grouped_weight_gradient", mutates_args=())
+def _weight_gradient(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Compute x^T y over each expert's rows, `[E, D, F]`; zeros for an expert without rows."""
+    if _is_grouped_mm_supported(x.dtype, (x.shape[1], y.shape[1])):
+        return F.grouped_mm(x.t(), y, offs=_compute_offsets(counts))
+    gradient_EDF = x.new_empty(counts.shape[0], x.shape[1], y.shape[1])
+    for x_rows, y_rows, out in zip(*_split_by_expert(counts, x, y), gradient_EDF, strict=True):
+        torch.mm(x_rows.t(), y_rows, out=out)
+    return gradient_EDF
+
+
+@_grouped_matmul.register_fake
+def _fake_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1] if transposed else weight.shape[2])
+
+
+@_weight_gradient.register_fake
+def _fake_weight_gradient(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(counts.shape[0], x.shape[1], y.shape[1])
+
+
+def _save_for_backward(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor
+) -> None:
+    x, weight, counts, ctx.is_transposed = inputs
+    ctx.save_for_backward(x, weight, counts)
+
+
+def _grouped_matmul_backward(
+    ctx: Any, gradient: Tensor
+) -> tuple[Tensor | None, Tensor | None, None, None]:
+    x_MD, weight, counts_E = ctx.saved_tensors
+    gradient_MF = gradient.contiguous()
+    x_gradient = (
+        _grouped_matmul(gradient_MF, weight, counts_E, not ctx.is_transposed)
+        if ctx.needs_input_grad[0]
+        else None
+    )
+    weight_gradient = None
+    if ctx.needs_input_grad[1]:
+        pair = (gradient_MF, x_MD) if ctx.is_transposed else (x_MD, gradient_MF)
+        weight_gradient = _weight_gradient(*pair, counts_E)
+    return x_gradient, weight_gradient, None, None
+
+
+_grouped_matmul.register_autograd(_grouped_matmul_backward, setup_context=_save_for_backward)
+
+
+def _is_grouped_mm_supported(dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Return True if `F.grouped_mm` supports matrices with these last two dims."""
+    return dtype in _GROUPED_DTYPES and all(
+        width * dtype.itemsize % _ROW_ALIGNMENT_BYTES == 0 for width in shape[-2:]
+    )
+
+
+def _compute_offsets(counts: Tensor) -> Tensor:
+    """Compute the end of each expert's rows."""
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _split_by_expert(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split each tensor into the rows of each expert."""
+    sizes = counts.tolist()
+    return [tensor.split(sizes) for tensor in tensors]
+
+
+def gather_rows(x_ND: Tensor, slots_M: Tensor, copies: int) -> Tensor:
+    """Gather row `slot // copies` for every slot, `[M, D]`.
+
+    Each row of x has `copies` slots; some may be missing. The gradient of a row is the sum over
+    its slots in order, so it is deterministic; that of `index_select` is not on CUDA.
+    """
+    rows: Tensor = _GatherRows.apply(x_ND, slots_M, copies)
+    return rows
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(x_ND: Tensor, slots_M: Tensor, copies: int) -> Tensor:
+        return x_ND.index_select(0, slots_M // copies)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        x_ND, slots_M, copies = inputs
+        ctx.save_for_backward(slots_M)
+        ctx.num_rows = x_ND.shape[0]
+        ctx.copies = copies
+
+    @staticmethod
+    def backward(ctx, gradient_MD):  # type: ignore[no-untyped-def]
+        (slots_M,) = ctx.saved_tensors
+        return (
+            scatter_rows(gradient_MD, slots_M, ctx.num_rows * ctx.copies)
+            .unflatten(0, (-1, ctx.copies))
+            .sum(1),
+            None,
+            None,
+        )
+
+
+def scatter_rows(y_MD: Tensor, slots_M: Tensor, num_slots: int) -> Tensor:
+    """Scatter row m to slot slots[m], `[num_slots, D]`; other slots are zero."""
+    return y_MD.new_zeros(num_slots, y_MD.shape[1]).index_copy(0, slots_M, y_MD)

@@ -1,0 +1,450 @@
+"""Shapes and modules of transformers' model classes, for families our decoder lacks.
+
+The only file of this package that imports transformers, inside functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.architecture import (
+    MODEL_FAMILIES,
+    HFShape,
+    LayerShape,
+    ModelShape,
+    NormalInit,
+    ParameterSpec,
+    read_config,
+    read_content,
+)
+from shardwright.architecture.module_names import ModuleNames
+from shardwright.architecture.parameter_spec import (
+    HFClassInit,
+    OnesInit,
+    ParameterInit,
+    ParameterRole,
+    ZerosInit,
+)
+from shardwright.config.model import ModelSection
+from shardwright.errors import ArchitectureError
+
+logger = logging.getLogger("shardwright")
+
+_UNLIMITED_POSITIONS = 1 << 31
+"""`max_position_embeddings` of a model without a maximum sequence length."""
+_PROBE_TOKENS = 5
+_REFUSAL_REASONS = {
+    "is_encoder_decoder": "encoder-decoder models are not supported",
+    "is_decoder": "must be true: otherwise tokens attend to later tokens",
+    "quantization_config": "quantised weights cannot be trained",
+    "text_config": "it has more than a language model: save the language model separately",
+}
+
+
+def read_model_shape(config: Mapping[str, Any] | str | Path, section: ModelSection) -> ModelShape:
+    """Read the shape of a recipe's model, by transformers' class if our decoder lacks it.
+
+    Raises:
+        ArchitectureError: transformers does not know the family either, or the model has a
+            feature that is not supported, by name.
+    """
+    content = read_content(config)
+    if content.get("model_type") in MODEL_FAMILIES:
+        shape = read_config(content)
+        if section.dropout == "off":
+            shape = replace(
+                shape, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0
+            )
+        return shape
+    return _read_hf_shape(content, section)
+
+
+def _read_hf_shape(content: dict[str, Any], section: ModelSection) -> HFShape:
+    family = content.get("model_type")
+    config = _load_configuration(content, section)
+    _refuse_unsupported_config(config, content)
+    if section.dropout == "off":
+        _disable_dropout(config)
+    code = section.path if section.trust_remote_code else None
+    module = _instantiate(config, code, torch.device("meta"))
+    _refuse_unsupported_module(module, config)
+    ties = _find_ties(module)
+    blocks = _find_blocks(module)
+    _refuse_shared_blocks(ties, blocks)
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        raise _build_error("has no projection to the vocabulary", repr(family))
+    plain_head, called = _trace_head(module, head)
+    width = int(config.hidden_size)
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    max_positions = getattr(config, "max_position_embeddings", None)
+    shape = HFShape(
+        family=str(family),
+        vocab_size=int(head.weight.shape[0]),
+        hidden_size=width,
+        intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * width),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // heads if heads else 0,
+        max_position_embeddings=int(max_positions or _UNLIMITED_POSITIONS),
+        layers=(LayerShape(attention_scale=1.0),) * len(module.get_submodule(blocks)),  # type: ignore[arg-type]
+        names=ModuleNames(root=str(module.base_model_prefix)),
+        tied_embeddings=bool(ties),
+        initializer_range=_read_initial_std(config),
+        config=dict(content),
+        specs=_build_specs(module, config, blocks, called),
+        tied_pairs=tuple(ties.items()),
+        class_name=type(module).__name__,
+        blocks_module=blocks,
+        head_module=_find_module_name(module, head),
+        has_plain_head=plain_head,
+        is_dropout_disabled=section.dropout == "off",
+        code_folder=code,
+    )
+    logger.info(
+        "%s is not a family of our decoder: it runs through transformers' %s, "
+        "with zero_stage 0 to 3 and hybrid sharding; tp, pp, cp and ep are not available, "
+        "because the structure of its layers is not known%s",
+        family,
+        shape.class_name,
+        ""
+        if shape.has_plain_head
+        else "; its logits are not only the head's product, so the full logits are in memory",
+    )
+    return shape
+
+
+def build_hf_module(shape: HFShape, *, eager: bool = False) -> nn.Module:
+    """Build the class's module with parameters on the meta device and real buffers.
+
+    Args:
+        eager: use explicit attention products in place of fused kernels.
+    """
+    section = (
+        ModelSection(config=dict(shape.config))
+        if shape.code_folder is None
+        else ModelSection(path=shape.code_folder, trust_remote_code=True)
+    )
+    config = _load_configuration(dict(shape.config), section)
+    if shape.is_dropout_disabled:
+        _disable_dropout(config)
+    config.use_cache = False
+    return _instantiate(config, shape.code_folder, _register_parameters_on_meta(), eager=eager)
+
+
+def load_hf_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Load a folder's model in float32 with transformers, and its report on the tensors.
+
+    Uses eager attention: for gemma2, older versions choose a kernel that ignores its soft caps.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+        "trust_remote_code": trust_remote_code,
+    }
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    return loaded
+
+
+def _load_configuration(content: dict[str, Any], section: ModelSection) -> Any:
+    """Load transformers' configuration object for a config.json."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    family = content.get("model_type")
+    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            return CONFIG_MAPPING[str(family)].from_dict(dict(content))
+        except Exception as error:  # whatever their validators raise
+            raise ArchitectureError(
+                f"transformers refuses this configuration: {error}",
+                field="model_type",
+                got=family,
+            ) from error
+    if "auto_map" in content and section.path is not None:
+        if not section.trust_remote_code:
+            raise ArchitectureError(
+                "this model is defined by Python code in its folder, "
+                "which would run with your rights",
+                field="model.trust_remote_code",
+                got=section.path,
+                remedy="Read that code; if you trust it, set model.trust_remote_code: true",
+            )
+        return AutoConfig.from_pretrained(
+            section.path, trust_remote_code=True, local_files_only=True
+        )
+    raise ArchitectureError(
+        "neither our decoder nor transformers supports this family of language models",
+        field="model_type",
+        got=repr(family),
+        allowed=f"{', '.join(sorted(MODEL_FAMILIES))}, or any causal language model of transformers",
+        remedy="For your own class, save it with its code (auto_map) and set "
+        "model.trust_remote_code: true",
+    )
+
+
+def _instantiate(
+    config: Any, code: str | None, context: AbstractContextManager[Any], *, eager: bool = False
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"trust_remote_code": code is not None, "dtype": torch.float32}
+    if eager:
+        options["attn_implementation"] = "eager"
+    with context, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about token ids and kernels
+        try:
+            module: nn.Module = AutoModelForCausalLM.from_config(config, **options)
+        except Exception as error:  # constructors may raise anything
+            raise ArchitectureError(
+                f"transformers cannot build it: {type(error).__name__}: {error}",
+                field="model_type",
+                got=config.model_type,
+            ) from error
+    return module
+
+
+@contextmanager
+def _register_parameters_on_meta() -> Iterator[None]:
+    """Move parameters to the meta device as they are registered; buffers stay.
+
+    transformers computes buffers only when it builds a module: under `torch.device("meta")`
+    their values would be lost.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(
+                parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+            )
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _refuse_unsupported_config(config: Any, content: Mapping[str, Any]) -> None:
+    """Refuse a configuration that is not a causal language model of one stack of blocks."""
+    is_refused = {
+        "is_encoder_decoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "is_decoder": getattr(config, "is_decoder", True) is False,
+        "quantization_config": content.get("quantization_config") is not None,
+        "text_config": config.get_text_config() is not config,
+    }
+    for field, reason in _REFUSAL_REASONS.items():
+        if is_refused[field]:
+            raise ArchitectureError(reason, field=field, got=repr(content.get(field)))
+
+
+def _list_dropout_rates(config: Any) -> dict[str, float]:
+    """List a configuration's dropout fields with rates above 0."""
+    inert = ("classifier", "summary", "first_dropout")
+    rates = {
+        name: value
+        for name, value in config.to_dict().items()
+        if "drop" in name and not any(word in name for word in inert)
+    }
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0.0}
+
+
+def _disable_dropout(config: Any) -> None:
+    for name in _list_dropout_rates(config):
+        setattr(config, name, 0.0)
+
+
+def _refuse_unsupported_module(module: nn.Module, config: Any) -> None:
+    """Refuse dropout, which depends on the layout, and saved state that is not a parameter."""
+    rates = [f"{name}: {rate:g}" for name, rate in _list_dropout_rates(config).items()]
+    rates += [
+        f"{name}: {part.p:g}"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Dropout) and part.p > 0.0
+    ][:3]
+    if rates:
+        raise ArchitectureError(
+            "its dropout uses torch's random state, so its masks would depend on the layout",
+            field="model.dropout",
+            got=", ".join(rates),
+            remedy="Train without it: model.dropout: off",
+        )
+    root_parameters = [name for name, value in module._parameters.items() if value is not None]
+    if root_parameters:
+        got = f"{config.model_type}: {root_parameters[0]}"
+        raise _build_error("has a parameter outside its submodules", got)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    if buffers := sorted(set(module.state_dict()) - set(parameters)):
+        got = f"{config.model_type}: {buffers[0]}"
+        raise _build_error("has saved state that is not a parameter", got)
+
+
+def _build_error(reason: str, got: str) -> ArchitectureError:
+    return ArchitectureError(reason, field="model_type", got=got)
+
+
+def _find_ties(module: nn.Module) -> dict[str, str]:
+    """Map further names of tied parameters to the first name."""
+    owners: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = owners.setdefault(id(parameter), name)
+        if owner != name:
+            ties[name] = owner
+    return ties
+
+
+def _find_blocks(module: nn.Module) -> str:
+    """Find the blocks: the module list with the most parameter elements."""
+    modules = module.named_modules()
+    lists = {name: part for name, part in modules if isinstance(part, nn.ModuleList) and len(part)}
+    if not lists:
+        raise _build_error("has no list of blocks to shard separately", type(module).__name__)
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in lists.items()}
+    return max(lists, key=lambda name: (sizes[name], -len(name)))
+
+
+def _refuse_shared_blocks(ties: dict[str, str], blocks: str) -> None:
+    names = [name for pair in ties.items() for name in pair]
+    shared = next((name for name in names if name.startswith(f"{blocks}.")), None)
+    if shared is not None:
+        raise _build_error("blocks share a parameter, but are sharded separately", shared)
+
+
+def _find_module_name(module: nn.Module, target: nn.Module) -> str:
+    return next(name for name, part in module.named_modules() if part is target)
+
+
+def _trace_head(module: nn.Module, head: nn.Module) -> tuple[bool, set[str]]:
+    """Trace a forward pass on the meta device: is the head plain, and which Linears are called?
+
+    The head is replaced by the identity; it is plain if the logits are then its input. If the
+    class reads values of tensors, no pass succeeds: the result is False and no Linears.
+    """
+    head_inputs: list[Tensor] = []
+    called: set[str] = set()
+
+    def return_input(x: Tensor) -> Tensor:
+        head_inputs.append(x)
+        return x
+
+    def record(name: str) -> Callable[..., None]:
+        return lambda *_arguments: called.add(name)
+
+    handles = [
+        part.register_forward_pre_hook(record(name))
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and part is not head
+    ]
+    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
+    # To build a mask, many classes read values; with a mask given, some compute positions from
+    # it, unless these are given too.
+    mask = torch.zeros(1, 1, _PROBE_TOKENS, _PROBE_TOKENS, device="meta")
+    positions = torch.arange(_PROBE_TOKENS, device="meta")[None]
+    head.forward = return_input
+    is_plain = False
+    masked = {"attention_mask": mask}
+    for inputs in ({}, masked, masked | {"position_ids": positions}):
+        head_inputs.clear()
+        called.clear()
+        with torch.no_grad(), contextlib.suppress(Exception):
+            is_plain = module(input_ids=ids, use_cache=False, **inputs).logits is head_inputs[0]
+            break
+    else:
+        called.clear()
+    del head.forward
+    for handle in handles:
+        handle.remove()
+    return is_plain and type(head) is nn.Linear, called
+
+
+def _read_initial_std(config: Any) -> float:
+    for name in ("initializer_range", "init_std", "initializer_std"):
+        if isinstance(value := getattr(config, name, None), float):
+            return value
+    return 0.02
+
+
+def _build_specs(
+    module: nn.Module, config: Any, blocks: str, called: Collection[str]
+) -> tuple[ParameterSpec, ...]:
+    std = _read_initial_std(config)
+    specs: list[ParameterSpec] = []
+    seen: set[int] = set()
+    embedding = module.get_input_embeddings()  # type: ignore[operator]
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    for prefix, part in module.named_modules():
+        vectors = _find_vector_inits(module, part)
+        for leaf, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            role: ParameterRole = (
+                "embedding" if part is embedding else "head" if part is head else "other"
+            )
+            inside = name.removeprefix(f"{blocks}.") if name.startswith(f"{blocks}.") else None
+            layer = None if inside is None else int(inside.split(".", 1)[0])
+            if layer is not None and prefix in called:
+                role = "projection"
+            init = vectors.get(leaf) or _choose_matrix_init(part, std)
+            specs.append(ParameterSpec(name, tuple(parameter.shape), role, layer, init))
+    order = {name: index for index, (name, _) in enumerate(module.named_parameters())}
+    return tuple(sorted(specs, key=lambda spec: order[spec.name]))
+
+
+def _choose_matrix_init(part: nn.Module, std: float) -> ParameterInit:
+    if isinstance(part, nn.Embedding):
+        return NormalInit(std, part.padding_idx)
+    class_names = ("Conv1D", "FalconLinear")
+    is_linear = isinstance(part, nn.Linear | nn.Conv1d) or type(part).__name__ in class_names
+    return NormalInit(std) if is_linear else HFClassInit()
+
+
+def _find_vector_inits(module: nn.Module, part: nn.Module) -> dict[str, ParameterInit]:
+    """Find the initial values of a module's biases and norm weights.
+
+    Runs the class's initialisation on a copy of the module without its children.
+    """
+    parameters = part.named_parameters(recurse=False)
+    vectors = [name for name, parameter in parameters if parameter.ndim == 1]
+    if not vectors:
+        return {}
+    copied = copy.copy(part)
+    copied._modules = {}
+    copied._parameters = {
+        name: None if parameter is None else _make_unset_parameter(parameter)
+        for name, parameter in part._parameters.items()
+    }
+    with contextlib.suppress(Exception):  # initialisation that needs more than this module
+        module._init_weights(copied)  # type: ignore[operator]
+    inits: dict[str, ParameterInit] = {}
+    for name in vectors:
+        value = copied._parameters[name]
+        assert value is not None
+        is_one = bool((value == 1.0).all())
+        is_zero = bool((value == 0.0).all())
+        inits[name] = OnesInit() if is_one else ZerosInit() if is_zero else HFClassInit()
+    return inits
+
+
+def _make_unset_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Make a NaN placeholder; a matrix becomes one element, since only vectors are read."""
+    shape = parameter.shape if parameter.ndim == 1 else (1,) * parameter.ndim
+    return nn.Parameter(torch.full(shape, torch.nan), requires_grad=False)

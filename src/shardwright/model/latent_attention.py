@@ -1,0 +1,121 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Legend: B sequences, T query tokens, S key tokens, D hidden, H heads, E width of a query head
+(unrotated and rotated part), R rotated part, V width of a value head, L width of the latent of
+keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.architecture import ModelShape
+from shardwright.architecture.latent_shape import LATENT_NORM_EPS
+from shardwright.model.attention import Attention
+from shardwright.model.dropout import Dropout
+from shardwright.model.forward_context import ForwardContext
+from shardwright.model.linear import Linear
+from shardwright.model.norms import RMSNorm
+from shardwright.model.rope import rotate
+
+
+class LatentAttention(Attention):
+    """Attention with keys and values from one latent per token; the cache stores latents."""
+
+    def add_projections(self, shape: ModelShape) -> None:
+        """Register projections and norms, in the order of the weight files."""
+        latent = shape.latent
+        names = shape.names
+        width = shape.hidden_size
+        bias = shape.attention_out_bias
+        assert latent is not None
+        self.latent = latent
+        if latent.query_rank is None:
+            self.add_module(names.query, Linear(width, shape.query_width, bias=False))
+        else:
+            self.add_module(names.query_latent, Linear(width, latent.query_rank, bias=bias))
+            self.add_module(names.query_latent_norm, RMSNorm(latent.query_rank, LATENT_NORM_EPS))
+            self.add_module(
+                names.query_from_latent, Linear(latent.query_rank, shape.query_width, bias=False)
+            )
+        self.add_module(
+            names.key_value_latent,
+            Linear(width, latent.key_value_rank + latent.rope_dim, bias=bias),
+        )
+        self.add_module(
+            names.key_value_latent_norm, RMSNorm(latent.key_value_rank, LATENT_NORM_EPS)
+        )
+        heads_width = shape.num_heads * (latent.nope_dim + latent.value_dim)
+        self.add_module(names.key_value, Linear(latent.key_value_rank, heads_width, bias=False))
+        self.add_module(names.attention_out, Linear(shape.value_width, width, bias=bias))
+
+    def forward(
+        self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None
+    ) -> Tensor:
+        names = self.names
+        latent = self.latent
+        tensor = context.tensor_parallel
+        if tensor is not None:
+            x_BTD = tensor.prepare_input(x_BTD)
+        queries = self._project_queries(x_BTD, dropout).unflatten(-1, (-1, self.head_dim))
+        q_nope, q_rope = queries.split([latent.nope_dim, latent.rope_dim], dim=-1)
+        compressed = getattr(self, names.key_value_latent)(x_BTD, None, dropout)
+        latent_BTL, k_rope_BTR = compressed.split([latent.key_value_rank, latent.rope_dim], dim=-1)
+        latent_BTL = getattr(self, names.key_value_latent_norm)(latent_BTL)
+        q_rope = self._rotate(q_rope, context)
+        k_rope_BT1R = self._rotate(k_rope_BTR.unsqueeze(2), context)
+        latent_B1SL = latent_BTL.unsqueeze(1)
+        k_rope_B1SR = k_rope_BT1R.transpose(1, 2)
+        if context.cache is not None:
+            latent_B1SL, k_rope_B1SR = context.cache.extend(
+                self.layer_index, latent_B1SL, k_rope_B1SR
+            )
+        q_BHTE = torch.cat([q_nope, q_rope], dim=-1).transpose(1, 2)
+        k_BHSE, v_BHSV = self._expand_latent(latent_B1SL.squeeze(1), k_rope_B1SR, dropout)
+        # The fused kernels need values as wide as keys; the outputs of zero features are zero.
+        padding = q_BHTE.shape[-1] - v_BHSV.shape[-1]
+        if padding > 0:
+            v_BHSV = F.pad(v_BHSV, (0, padding))
+        out_BHTV = self._attend(q_BHTE, k_BHSE, v_BHSV, context, dropout)[..., : latent.value_dim]
+        project_out = getattr(self, names.attention_out)
+        return project_out(
+            out_BHTV.transpose(1, 2).flatten(2),
+            None if tensor is None else tensor.reduce_output,
+            dropout,
+        )
+
+    def _project_queries(self, x_BTD: Tensor, dropout: Dropout | None) -> Tensor:
+        names = self.names
+        if self.latent.query_rank is None:
+            queries: Tensor = getattr(self, names.query)(x_BTD, None, dropout)
+            return queries
+        latent = getattr(self, names.query_latent_norm)(
+            getattr(self, names.query_latent)(x_BTD, None, dropout)
+        )
+        queries = getattr(self, names.query_from_latent)(latent, None, dropout)
+        return queries
+
+    def _rotate(self, x_BTHR: Tensor, context: ForwardContext) -> Tensor:
+        if self.layer.rope is None:
+            return x_BTHR
+        if self.latent.interleaved:
+            # Pairs (0, 1), (2, 3)... become (i, i + R / 2). Queries and keys are permuted
+            # alike, so their products stay the same.
+            x_BTHR = x_BTHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        cos, sin = context.rope_tables[self.layer.rope]
+        return rotate(x_BTHR, cos, sin)
+
+    def _expand_latent(
+        self, latent_BSL: Tensor, k_rope_B1SR: Tensor, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute keys `[B, H, S, E]` and values `[B, H, S, V]` of all heads."""
+        latent = self.latent
+        key_value = getattr(self, self.names.key_value)(latent_BSL, None, dropout)
+        key_value = key_value.unflatten(-1, (-1, latent.nope_dim + latent.value_dim))
+        k_nope, v_BHSV = key_value.transpose(1, 2).split(
+            [latent.nope_dim, latent.value_dim], dim=-1
+        )
+        k_rope_BHSR = k_rope_B1SR.expand(-1, k_nope.shape[1], -1, -1)
+        return torch.cat([k_nope, k_rope_BHSR], dim=-1), v_BHSV

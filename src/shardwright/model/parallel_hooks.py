@@ -1,0 +1,117 @@
+"""Communication hooks of a parallelised decoder; `shardwright.parallel` implements them.
+
+On one rank the decoder has no hooks; the same code serves both cases. Rows of ids, labels,
+positions and documents are always whole; the decoder selects this rank's tokens.
+
+Legend: B sequences, T tokens of the row, L tokens of this context rank, S tokens of this rank's
+residual stream (L, or a shard of L under sequence parallelism), D hidden, H query heads, K
+key/value heads, E head_dim, N tokens flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
+
+if TYPE_CHECKING:
+    from shardwright.model.dropout import Dropout
+    from shardwright.model.forward_context import ForwardContext
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSettings:
+    """Settings of one layer's attention.
+
+    `window` is the number of tokens that a token attends to, itself included. `sinks_H` has one
+    logit per head of this rank.
+    """
+
+    layer: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    sinks_H: Tensor | None = None
+
+
+class ContextParallelHooks(Protocol):
+    """Hooks of context parallelism: the tokens of a row are sharded over ranks."""
+
+    def local_token_indices(self, num_tokens: int) -> Tensor:
+        """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""
+        ...
+
+    def attend(
+        self,
+        settings: AttentionSettings,
+        q_BHLE: Tensor,
+        k_BKLE: Tensor,
+        v_BKLE: Tensor,
+        context: ForwardContext,
+        dropout: Dropout | None,
+    ) -> Tensor:
+        """Compute attention of this rank's queries over the whole row, `[B, H, L, E]`."""
+        ...
+
+
+class DispatchedTokens(Protocol):
+    """Rows at the ranks of their experts, and the result of the overlapped computation."""
+
+    rows_RD: Tensor
+    counts_e: Tensor
+    overlapped_output: Tensor | None
+
+
+class ExpertParallelHooks(Protocol):
+    """Hooks of expert parallelism, and communication of the routers.
+
+    Experts are sharded over `degree` ranks, which exchange tokens. `num_row_ranks` is the number of
+    ranks with tokens of the same rows (context parallelism). `loss_share` is the factor on a
+    loss that tensor-parallel ranks all compute and whose gradients are summed over them.
+    """
+
+    rank: int
+    degree: int
+    num_row_ranks: int
+    loss_share: float
+
+    def dispatch(
+        self, rows_MD: Tensor, counts_E: Tensor, overlapped_compute: Callable[[], Tensor] | None
+    ) -> Any:
+        """Send rows, sorted by expert, to the ranks of their experts; returns `DispatchedTokens`.
+
+        `overlapped_compute` runs during the communication.
+        """
+        ...
+
+    def combine(self, out_RD: Tensor, dispatched: Any) -> Tensor:
+        """Send the experts' outputs back to the source ranks, in the original order, `[M,
+        D]`.
+        """
+        ...
+
+    def sum_over_row(self, x: Tensor) -> Tensor:
+        """Sum `x` in place over the ranks of the same rows; no gradient flows."""
+        ...
+
+    def gather_row(self, experts_BLK: Tensor, token_indices_L: Tensor | None) -> Tensor:
+        """Gather the chosen experts of whole rows, `[B, T, K]`; no gradient flows."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelHooks:
+    """Hooks of a decoder for each kind of parallelism; None for a kind that is not used."""
+
+    tensor: TensorParallelHooks | None = None
+    context: ContextParallelHooks | None = None
+    expert: ExpertParallelHooks | None = None
+
+
+NO_PARALLEL_HOOKS = ParallelHooks()
+"""Hooks of a decoder on one rank."""

@@ -1,0 +1,151 @@
+"""Global gradient norm and gradient clipping, from the parameters' layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from shardwright.layout.parameter_layout import ParameterLayout
+
+SumOver = Callable[[Tensor, tuple[str, ...]], Tensor]
+"""Sums a tensor over the ranks of the named mesh axes."""
+
+
+def compute_global_norm(
+    gradients: Iterable[tuple[Tensor | None, ParameterLayout]],
+    sum_over: SumOver,
+    *,
+    stage_axes: tuple[str, ...] = (),
+    device: torch.device | None = None,
+) -> Tensor:
+    """Compute the L2 norm of the whole model's gradient: an fp64 scalar, equal on every rank.
+
+    Each rank passes its local shards. A sharded parameter contributes its local squares, summed
+    over its shard axes; replicas are equal everywhere and count once. Parameters sharded over
+    the same axes share one collective.
+
+    Args:
+        gradients: (local shard of the gradient, layout) of every parameter on this rank. The
+            shard is None if there is no gradient; the layout must be listed even so, because
+            every rank of an axis has to enter the same collectives. Iterated once.
+        sum_over: sums a tensor over the named axes.
+        stage_axes: axes whose ranks hold different parameters (pipeline stages). A parameter
+            with a copy on several stages is listed on one of them only.
+        device: device of the sum on a rank without any gradient; default that of the gradients.
+
+    The result is inf or nan on every rank whose sums include a non-finite shard;
+    `synchronise_norm` spreads it to the others. Such a step is skipped, never scaled. (An element
+    above 1e19 overflows when squared in fp32 and counts as inf.)
+    """
+    shards: dict[tuple[str, ...], list[Tensor]] = {}
+    for gradient, layout in gradients:
+        local = shards.setdefault(layout.shard_axes, [])
+        if gradient is not None:
+            device = device or gradient.device
+            local.append(gradient)
+
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for axes in sorted(shards):  # the same order of collectives on every rank
+        squares = _sum_squares(shards[axes], total)
+        total = total + (sum_over(squares, axes) if axes else squares)
+    if stage_axes:
+        total = sum_over(total, stage_axes)
+    return total.sqrt()
+
+
+def synchronise_norm(norm: Tensor, sum_over_all: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `norm` (a scalar), or inf or nan if it is so on any rank.
+
+    Every rank then takes the same decision about the step. Ranks count a replica from their own
+    memory: if one became non-finite after its reduction (a flaky device), that rank alone would
+    see it, skip the step and diverge from its replicas.
+
+    Args:
+        sum_over_all: sums a scalar in place over every rank of the run.
+    """
+    # A sum propagates nan and inf; a maximum may not.
+    non_finite = sum_over_all(torch.where(norm.isfinite(), 0.0, norm))
+    return torch.where(non_finite == 0.0, norm, non_finite)
+
+
+_ROW_ELEMENTS = 4096
+"""Elements that a CPU sums in fp32 at a time.
+
+It adds them one after another: 50 million at once lose 0.4 percent of the norm, and the loss
+would depend on the sharding; in rows of 4096, added in fp64, the error is 5e-9 at the same
+speed.
+"""
+
+
+def _sum_squares(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """Sum the squares of all elements as an fp64 scalar.
+
+    One fused pass per dtype; partial sums are fp32 (fp64 for fp64 tensors).
+    """
+    total = torch.zeros_like(like)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        # CUDA adds in a tree, which is as exact as rows.
+        if tensor.device.type == "cpu" and tensor.numel() > _ROW_ELEMENTS:
+            flat = tensor.reshape(-1)
+            num_full = flat.numel() // _ROW_ELEMENTS * _ROW_ELEMENTS
+            norms = torch.linalg.vector_norm(
+                flat[:num_full].view(-1, _ROW_ELEMENTS), dim=1, dtype=_choose_sum_dtype(tensor)
+            )
+            total += norms.double().square().sum()
+            tensor = flat[num_full:]
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same_dtype in by_dtype.values():
+        norms = torch.stack(
+            torch._foreach_norm(same_dtype, 2, dtype=_choose_sum_dtype(same_dtype[0]))
+        )
+        total += norms.double().square().sum()
+    return total
+
+
+def _choose_sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def compute_clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Compute min(1, max_norm / (norm + 1e-6)) as torch.nn.utils.clip_grad_norm_ does.
+
+    The result is an fp64 scalar; the host does not wait for the device. Only a finite norm
+    gives a meaningful coefficient: inf would give 0, and 0 x inf is nan.
+    """
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that the global norm is at most `max_norm`.
+
+    Args:
+        gradients: local shards; iterated once.
+        norm: from `compute_global_norm`; finite.
+
+    Raises:
+        ValueError: the norm is inf or nan. The caller checks this first (every rank skips the
+            step together).
+    """
+    if not bool(torch.isfinite(norm)):
+        raise ValueError(f"gradients with norm {norm.item()} cannot be clipped; skip the step")
+    scale_(gradients, compute_clip_coefficient(norm, max_norm))
+
+
+def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply gradients in place by one factor, in one fused pass per dtype.
+
+    A factor of exactly 1 changes no bit.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for same_dtype in by_dtype.values():
+        # The factor is rounded to fp32 or wider, and the product once, to the gradient's dtype.
+        rounded = (
+            factor.to(_choose_sum_dtype(same_dtype[0])) if isinstance(factor, Tensor) else factor
+        )
+        torch._foreach_mul_(same_dtype, rounded)

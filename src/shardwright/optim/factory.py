@@ -1,0 +1,154 @@
+"""Construction of the recipe's optimizer over named parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.config.training import OptimizerSection
+from shardwright.optim.adafactor import Adafactor
+from shardwright.optim.adamw_8bit import AdamW8bit
+from shardwright.optim.local_updates import SGD, AdamW
+from shardwright.optim.muon import Muon
+from shardwright.optim.sharded_optimizer import ShardedModel
+
+logger = logging.getLogger(__name__)
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    section: OptimizerSection,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    model: ShardedModel | None = None,
+) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer, with parameter groups with and without weight decay.
+
+    Each group has `param_names`. Parameters of two or more dimensions decay, embeddings
+    included (as in nanoGPT); norms and biases do not, the stacked biases of experts included.
+    Dimensions are those of the whole parameter, so sharding never changes a parameter's group.
+    Frozen parameters are left out. Decay is decoupled (Loshchilov and Hutter 2019), except for
+    SGD, which adds it to the gradient. Works on DTensors. Collective: every rank calls it.
+
+    Args:
+        model: how the parameters are sharded; not needed for adamw and sgd, which work element
+            by element.
+    """
+    trainable = [
+        (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
+    ]
+    matrices = (
+        model.block_matrices() if section.name == "muon" and model is not None else frozenset()
+    )
+    groups: list[dict[str, Any]] = []
+    for rule in ("muon", "adamw") if section.name == "muon" else (section.name,):
+        for decay, is_decayed in ((weight_decay, True), (0.0, False)):
+            members = [
+                (name, parameter)
+                for name, parameter in trainable
+                if (name in matrices) == (rule == "muon")
+                and _has_decay(name, parameter) == is_decayed
+            ]
+            if members:
+                groups.append(
+                    {"params": members, "weight_decay": decay}
+                    | ({"rule": rule} if section.name == "muon" else {})
+                )
+    if not groups:  # a pipeline rank whose stages are frozen
+        groups.append(
+            {"params": [], "weight_decay": 0.0}
+            | ({"rule": "adamw"} if section.name == "muon" else {})
+        )
+    implementation = choose_implementation([parameter for _, parameter in trainable])
+    if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in trainable):
+        # torch's fused SGD rounds momentum differently; resumed runs must match bit for bit.
+        implementation = {"foreach": True}
+    optimizer = _create_optimizer(section, groups, learning_rate, implementation, model)
+    label = (
+        next((name for name, on in implementation.items() if on), "loop")
+        if section.name in ("adamw", "sgd")
+        else "own"
+    )
+    logger.info(
+        "optimizer %s (%s): %s",
+        section.name,
+        label,
+        ", ".join(
+            f"{len(group['params'])} tensors with weight decay {group['weight_decay']:g}"
+            f"{' by ' + group['rule'] if 'rule' in group else ''}"
+            for group in groups
+        ),
+    )
+    return optimizer
+
+
+def _has_decay(name: str, parameter: torch.nn.Parameter) -> bool:
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+def _create_optimizer(
+    section: OptimizerSection,
+    groups: list[dict[str, Any]],
+    learning_rate: float,
+    implementation: dict[str, bool],
+    model: ShardedModel | None,
+) -> torch.optim.Optimizer:
+    betas = (section.beta1, section.beta2)
+    if section.name == "adamw":
+        return AdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, **implementation)
+    if section.name == "sgd":
+        return SGD(groups, lr=learning_rate, momentum=section.effective_momentum, **implementation)
+    assert model is not None, f"{section.name} needs the sharding of parameters"
+    if section.name == "adafactor":
+        return Adafactor(groups, model, lr=learning_rate)
+    if section.name == "adamw_8bit":
+        return AdamW8bit(
+            groups,
+            model,
+            lr=learning_rate,
+            betas=betas,
+            eps=section.eps,
+            block_size=section.block_size,
+        )
+    return Muon(
+        groups,
+        model,
+        lr=learning_rate,
+        momentum=section.effective_momentum,
+        betas=betas,
+        eps=section.eps,
+        fused=implementation.get("fused", False),
+    )
+
+
+def choose_implementation(parameters: list[torch.nn.Parameter]) -> dict[str, bool]:
+    """Choose torch's fastest implementation for the parameters: fused, foreach, or a loop.
+
+    Fused updates run one kernel over all parameters and need no temporary copies; torch
+    supports them for floating-point parameters on CPU and CUDA and raises an error for others.
+    """
+    kinds = {parameter.device.type for parameter in parameters}
+    if (
+        kinds
+        and kinds <= {"cpu", "cuda"}
+        and all(parameter.is_floating_point() for parameter in parameters)
+    ):
+        return {"fused": True}
+    if kinds and kinds <= {"cuda", "xpu"}:
+        return {"foreach": True}
+    return {"foreach": False}
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of every group for the next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate

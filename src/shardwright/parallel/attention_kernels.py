@@ -1,0 +1,447 @@
+"""Attention kernels over part of the keys, forward and backward.
+
+Each returns the log-sum-exp by which such parts are merged. The backward pass of a part takes
+the output and the log-sum-exp of the whole row, not its own: with them the softmax weights of
+every part are exp(score - lse) of the whole row, and the gradients of the parts add up (Liu et
+al. 2023, Ring Attention, arXiv 2310.01889; Dao 2023, FlashAttention-2, section 3.1).
+
+Legend: B sequences, H query heads, K key/value heads, G = H / K, L queries, S keys, E head_dim,
+V value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.model.dropout import Dropout
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ScoreSettings:
+    """Settings that turn query-key products into weights; the same for all parts of a layer.
+
+    `first_head` is the model-wide index of the first head on this rank; dropout masks depend on
+    it.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    dropout: Dropout | None = None
+    dropout_rate: float = 0.0
+    first_head: int = 0
+
+
+class TileVisibility(NamedTuple):
+    """Visibility of a tile's keys to its queries.
+
+    If `is_causal`, query i sees keys 0 to i, and there are as many keys as queries. Otherwise
+    `visible_BLS` (B may be 1) states it per pair; None means every key. Dropout masks depend on
+    `query_slice`, the rows of the dropout keys that belong to these queries, and on the positions
+    of the keys in the row.
+    """
+
+    is_causal: bool
+    visible_BLS: Tensor | None
+    query_slice: slice
+    key_indices_S: Tensor
+
+
+class PartialAttention(NamedTuple):
+    """Attention over some keys, normalised among them, with the log-sum-exp of their scores.
+
+    The log-sum-exp is -inf for a query that sees none of the keys.
+    """
+
+    out_BHLV: Tensor
+    lse_BHL: Tensor
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients of a tile's queries, keys and values."""
+
+    q_BHLE: Tensor
+    k_BKSE: Tensor
+    v_BKSV: Tensor
+
+
+class AttentionKernel(Protocol):
+    """One implementation of attention over a tile, forward and backward."""
+
+    def forward(
+        self,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> PartialAttention:
+        """Compute attention over the tile's keys alone."""
+        ...
+
+    def backward(
+        self,
+        d_out_BHLV: Tensor,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        row_output: PartialAttention,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> AttentionGradients:
+        """Compute the tile's gradients; `row_output` has the output and log-sum-exp of the row."""
+        ...
+
+
+def choose_kernel(
+    q_BHLE: Tensor, v_BKSV: Tensor, scores: ScoreSettings, *, has_mask: bool, is_explicit: bool
+) -> AttentionKernel:
+    """Choose the fused kernel that computes exactly this, or else the explicit products."""
+    if (
+        is_explicit
+        or scores.soft_cap is not None
+        or scores.dropout is not None
+        or q_BHLE.shape[-1] != v_BKSV.shape[-1]
+    ):
+        return ExplicitKernel()
+    if q_BHLE.device.type == "cpu":
+        return CpuFlashKernel()
+    if q_BHLE.is_cuda and q_BHLE.shape[-1] % 8 == 0 and q_BHLE.shape[-1] <= 256:
+        if q_BHLE.dtype in (torch.float16, torch.bfloat16) and not has_mask:
+            return CudaFlashKernel()
+        if q_BHLE.dtype in (torch.float16, torch.bfloat16, torch.float32):
+            return CudaEfficientKernel()
+    return ExplicitKernel()
+
+
+def merge_partial(into: PartialAttention, part: PartialAttention) -> None:
+    """Merge the attention over further keys into `into`, in place.
+
+    Every query of `into` must have seen a key already.
+    """
+    weight_BHL = torch.sigmoid(part.lse_BHL - into.lse_BHL)
+    into.out_BHLV.lerp_(part.out_BHLV.to(into.out_BHLV.dtype), weight_BHL[..., None])
+    torch.logaddexp(into.lse_BHL, part.lse_BHL, out=into.lse_BHL)
+
+
+class ExplicitKernel:
+    """Explicit products on any device and in any precision.
+
+    They support soft caps, dropout by token and any mask, and store all scores of the tile.
+    """
+
+    def forward(
+        self,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> PartialAttention:
+        scores_BHLS, _ = _compute_scores(q_BHLE, k_BKSE, visibility, scores)
+        lse_BHL = torch.logsumexp(scores_BHLS, dim=-1)
+        # For a query that sees no key, -inf - -inf would be nan.
+        weights_BHLS = torch.exp(
+            scores_BHLS - lse_BHL.clamp(min=torch.finfo(lse_BHL.dtype).min)[..., None]
+        )
+        weights_BHLS = _apply_dropout(weights_BHLS, visibility, scores).to(v_BKSV.dtype)
+        return PartialAttention(_multiply_by_group(weights_BHLS, v_BKSV), lse_BHL)
+
+    def backward(
+        self,
+        d_out_BHLV: Tensor,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        row_output: PartialAttention,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> AttentionGradients:
+        scores_BHLS, slope_BHLS = _compute_scores(q_BHLE, k_BKSE, visibility, scores)
+        wide = scores_BHLS.dtype
+        weights_BHLS = torch.exp(scores_BHLS - row_output.lse_BHL[..., None])
+        dropped_BHLS = _apply_dropout(weights_BHLS, visibility, scores).to(v_BKSV.dtype)
+        d_v_BKSV = _sum_by_group(dropped_BHLS, d_out_BHLV, v_BKSV.shape[1])
+        d_weights_BHLS = _apply_dropout(
+            _multiply_by_group(d_out_BHLV, v_BKSV.transpose(-1, -2)).to(wide), visibility, scores
+        )
+        delta_BHL = (d_out_BHLV.to(wide) * row_output.out_BHLV.to(wide)).sum(-1)
+        d_scores_BHLS = weights_BHLS * (d_weights_BHLS - delta_BHL[..., None])
+        if slope_BHLS is not None:
+            d_scores_BHLS = d_scores_BHLS * slope_BHLS
+        d_scores_BHLS = (d_scores_BHLS * scores.scale).to(q_BHLE.dtype)
+        return AttentionGradients(
+            _multiply_by_group(d_scores_BHLS, k_BKSE),
+            _sum_by_group(d_scores_BHLS, q_BHLE, k_BKSE.shape[1]),
+            d_v_BKSV,
+        )
+
+
+def _compute_scores(
+    q_BHLE: Tensor, k_BKSE: Tensor, visibility: TileVisibility, scores: ScoreSettings
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the scores in fp32 or wider, -inf for hidden keys, and the slope of the soft cap.
+
+    The slope is None without a soft cap.
+    """
+    raw_BHLS = _multiply_by_group(q_BHLE * scores.scale, k_BKSE.transpose(-1, -2))
+    raw_BHLS = raw_BHLS.to(torch.promote_types(raw_BHLS.dtype, torch.float32))
+    slope_BHLS = None
+    if scores.soft_cap is not None:
+        tanh_BHLS = torch.tanh(raw_BHLS / scores.soft_cap)
+        raw_BHLS = tanh_BHLS * scores.soft_cap
+        slope_BHLS = 1 - tanh_BHLS.square()
+    if visibility.visible_BLS is not None:
+        raw_BHLS = raw_BHLS.masked_fill(~visibility.visible_BLS[:, None], float("-inf"))
+    elif visibility.is_causal:
+        later = torch.ones(raw_BHLS.shape[-2:], dtype=torch.bool, device=raw_BHLS.device).triu(1)
+        raw_BHLS = raw_BHLS.masked_fill(later, float("-inf"))
+    return raw_BHLS, slope_BHLS
+
+
+def _apply_dropout(
+    weights_BHLS: Tensor, visibility: TileVisibility, scores: ScoreSettings
+) -> Tensor:
+    if scores.dropout is None:
+        return weights_BHLS
+    rows = Dropout(scores.dropout.keys_BT[:, visibility.query_slice])
+    return rows.drop_attention(
+        weights_BHLS,
+        scores.dropout_rate,
+        first_head=scores.first_head,
+        key_indices_S=visibility.key_indices_S,
+    )
+
+
+def _multiply_by_group(x_BHLS: Tensor, y_BKSE: Tensor) -> Tensor:
+    """Compute x @ y where each head of y serves a group of heads of x, without expanding y.
+
+    The rows of a group form one matrix.
+    """
+    num_groups = y_BKSE.shape[1]
+    return (
+        (x_BHLS.unflatten(1, (num_groups, -1)).flatten(2, 3) @ y_BKSE)
+        .unflatten(2, (-1, x_BHLS.shape[2]))
+        .flatten(1, 2)
+    )
+
+
+def _sum_by_group(x_BHLS: Tensor, y_BHLE: Tensor, num_groups: int) -> Tensor:
+    """Compute x^T @ y summed over the heads of each group, `[B, K, S, E]`."""
+    x, y = (part.unflatten(1, (num_groups, -1)).flatten(2, 3) for part in (x_BHLS, y_BHLE))
+    return x.transpose(-1, -2) @ y
+
+
+def _find_queries_with_keys(visible_BLS: Tensor | None) -> Tensor | None:
+    """Find the queries that see at least one key, `[B, 1, L]`; None without a mask."""
+    return None if visible_BLS is None else visible_BLS.any(-1)[:, None]
+
+
+def _mask_queries_without_keys(
+    part: PartialAttention, visible_BLS: Tensor | None
+) -> PartialAttention:
+    """Set the output to 0 and the log-sum-exp to -inf for queries that see no key.
+
+    The fused kernels return a log-sum-exp of 0 for them, as if they had seen a key.
+    """
+    has_keys = _find_queries_with_keys(visible_BLS)
+    if has_keys is None:
+        return part
+    return PartialAttention(
+        part.out_BHLV.masked_fill(~has_keys[..., None], 0.0),
+        part.lse_BHL.masked_fill(~has_keys, float("-inf")),
+    )
+
+
+def _build_additive_mask(visible_BLS: Tensor | None, like: Tensor) -> Tensor | None:
+    """Build the mask that fused kernels add to the scores, in the dtype of the queries."""
+    if visible_BLS is None:
+        return None
+    mask = torch.zeros(visible_BLS.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(~visible_BLS, float("-inf"))[:, None]
+
+
+class CpuFlashKernel:
+    """PyTorch's flash kernel for CPUs; supports fewer key/value heads than query heads.
+
+    Its log-sum-exp has the dtype of the inputs.
+    """
+
+    def forward(
+        self,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> PartialAttention:
+        mask = _build_additive_mask(visibility.visible_BLS, q_BHLE)
+        part = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHLE, k_BKSE, v_BKSV, 0.0, visibility.is_causal, attn_mask=mask, scale=scores.scale
+        )
+        return _mask_queries_without_keys(PartialAttention(*part), visibility.visible_BLS)
+
+    def backward(
+        self,
+        d_out_BHLV: Tensor,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        row_output: PartialAttention,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> AttentionGradients:
+        mask = _build_additive_mask(visibility.visible_BLS, q_BHLE)
+        return AttentionGradients(
+            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                d_out_BHLV,
+                q_BHLE,
+                k_BKSE,
+                v_BKSV,
+                row_output.out_BHLV.to(q_BHLE.dtype),
+                row_output.lse_BHL,
+                0.0,
+                visibility.is_causal,
+                attn_mask=mask,
+                scale=scores.scale,
+            )
+        )
+
+
+class CudaFlashKernel:
+    """FlashAttention-2 on CUDA, in half precision and without masks.
+
+    It supports fewer key/value heads than query heads.
+    """
+
+    def forward(
+        self,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> PartialAttention:
+        assert visibility.visible_BLS is None
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            q_BHLE, k_BKSE, v_BKSV, 0.0, visibility.is_causal, False, scale=scores.scale
+        )
+        return PartialAttention(out, lse)
+
+    def backward(
+        self,
+        d_out_BHLV: Tensor,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        row_output: PartialAttention,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> AttentionGradients:
+        # Without dropout the random state is never read, but the kernel requires tensors for
+        # it.
+        unread = torch.zeros(2, dtype=torch.uint64, device=q_BHLE.device)
+        return AttentionGradients(
+            *_aten._scaled_dot_product_flash_attention_backward(
+                d_out_BHLV,
+                q_BHLE,
+                k_BKSE,
+                v_BKSV,
+                row_output.out_BHLV.to(q_BHLE.dtype),
+                row_output.lse_BHL.contiguous(),
+                None,
+                None,
+                q_BHLE.shape[2],
+                k_BKSE.shape[2],
+                0.0,
+                visibility.is_causal,
+                unread,
+                unread[:0],
+                scale=scores.scale,
+            )
+        )
+
+
+_LSE_ALIGNMENT = 32
+"""The efficient kernel takes log-sum-exps in rows of a multiple of this, padded with +inf:
+exp(score - lse) is then 0."""
+_BIAS_ALIGNMENT = 16
+"""Elements to which that kernel requires the rows of a mask to be aligned."""
+
+
+class CudaEfficientKernel:
+    """The memory-efficient kernel on CUDA: single precision and masks.
+
+    It requires a key/value head for every query head.
+    """
+
+    def forward(
+        self,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> PartialAttention:
+        k_BHSE = self._expand_heads(k_BKSE, q_BHLE)
+        v_BHSV = self._expand_heads(v_BKSV, q_BHLE)
+        bias = self._build_bias(visibility.visible_BLS, q_BHLE)
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q_BHLE, k_BHSE, v_BHSV, bias, True, 0.0, visibility.is_causal, scale=scores.scale
+        )
+        return _mask_queries_without_keys(
+            PartialAttention(out, lse[..., : q_BHLE.shape[2]]), visibility.visible_BLS
+        )
+
+    def backward(
+        self,
+        d_out_BHLV: Tensor,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        row_output: PartialAttention,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> AttentionGradients:
+        k_BHSE = self._expand_heads(k_BKSE, q_BHLE)
+        v_BHSV = self._expand_heads(v_BKSV, q_BHLE)
+        lse = F.pad(row_output.lse_BHL, (0, -q_BHLE.shape[2] % _LSE_ALIGNMENT), value=float("inf"))
+        unread = torch.zeros((), dtype=torch.int64, device=q_BHLE.device)
+        d_q, d_k, d_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            d_out_BHLV,
+            q_BHLE,
+            k_BHSE,
+            v_BHSV,
+            self._build_bias(visibility.visible_BLS, q_BHLE),
+            row_output.out_BHLV.to(q_BHLE.dtype),
+            lse,
+            unread,
+            unread,
+            0.0,
+            [True, True, True, False],
+            visibility.is_causal,
+            scale=scores.scale,
+        )
+        num_groups = k_BKSE.shape[1]
+        return AttentionGradients(
+            d_q, *(part.unflatten(1, (num_groups, -1)).sum(2) for part in (d_k, d_v))
+        )
+
+    @staticmethod
+    def _expand_heads(x_BKSE: Tensor, q_BHLE: Tensor) -> Tensor:
+        return x_BKSE.repeat_interleave(q_BHLE.shape[1] // x_BKSE.shape[1], dim=1)
+
+    @staticmethod
+    def _build_bias(visible_BLS: Tensor | None, q_BHLE: Tensor) -> Tensor | None:
+        mask = _build_additive_mask(visible_BLS, q_BHLE)
+        if mask is None:
+            return None
+        num_keys = mask.shape[-1]
+        aligned = F.pad(mask, (0, -num_keys % _BIAS_ALIGNMENT))[..., :num_keys]
+        return aligned.expand(q_BHLE.shape[0], q_BHLE.shape[1], -1, -1)

@@ -1,0 +1,185 @@
+"""Context parallelism: attention of local queries over tokens that other ranks hold.
+
+Legend: B sequences, T tokens of the row, H query heads, K key/value heads, L tokens of this
+rank, E head_dim.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.architecture import ModelShape
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.layout.context_method import (
+    ContextMethod,
+    assign_chunks,
+    check_context_parallel,
+    check_row_length,
+    count_chunks,
+)
+from shardwright.model.dropout import Dropout
+from shardwright.model.forward_context import ForwardContext
+from shardwright.model.parallel_hooks import AttentionSettings
+from shardwright.parallel.attention_kernels import ScoreSettings
+from shardwright.parallel.block_mask import RowChunks
+from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.ring_attention import RowAttentionSettings, attend_row
+from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
+
+logger = logging.getLogger(__name__)
+
+
+def build_context_parallel(
+    shape: ModelShape, layout: Layout, mesh: Mesh | None, sequence_length: int
+) -> ContextParallel | None:
+    """Build the context parallelism of a layout; None if one rank has whole rows.
+
+    Logs the method and the reason for it.
+
+    Raises:
+        LayoutError: the degree does not divide heads or tokens.
+    """
+    group = None if mesh is None or layout.cp == 1 else mesh.group("cp")
+    if mesh is None or group is None:
+        return None
+    choice = check_context_parallel(
+        layout,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        windows=tuple(layer.window for layer in shape.layers),
+        sequence_length=sequence_length,
+    )
+    logger.info(
+        "context parallelism: %s over %d ranks: %s", choice.method, layout.cp, choice.reason
+    )
+    return ContextParallel(
+        layout,
+        choice.method,
+        group,
+        tensor_rank=mesh.coordinates["tp"],
+        device_type=mesh.device_type,
+    )
+
+
+class ContextParallel:
+    """`model.cuts.ContextParallelHooks` by one of three methods.
+
+    Supports every mask, soft cap, sink and dropout of the model.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        method: ContextMethod,
+        group: dist.ProcessGroup,
+        *,
+        tensor_rank: int,
+        device_type: str,
+    ) -> None:
+        self.layout = layout
+        self.method = method
+        self.group = group
+        self.tensor_rank = tensor_rank
+        self.rank = dist.get_rank(group)
+        self.degree = group.size()
+        self.chunks = assign_chunks(method, self.degree)
+        self.device = torch.device(device_type)
+        self._row_chunks: WeakKeyDictionary[ForwardContext, RowChunks] = WeakKeyDictionary()
+
+    def local_token_indices(self, num_tokens: int) -> Tensor:
+        """Return this rank's positions in a row of `num_tokens`, in its order, `[L]`.
+
+        Raises:
+            LayoutError: the row cannot be split into equal chunks.
+        """
+        check_row_length(self.method, self.layout, num_tokens)
+        return RowChunks.from_documents(
+            num_tokens, count_chunks(self.method, self.degree), None
+        ).token_indices(self.chunks[self.rank], self.device)
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        terms: AttentionSettings,
+        q_BHLE: Tensor,
+        k_BKLE: Tensor,
+        v_BKLE: Tensor,
+        context: ForwardContext,
+        dropout: Dropout | None,
+    ) -> Tensor:
+        """Compute attention of this rank's queries over the whole row, `[B, H, L, E]`."""
+        if context.cache is not None:
+            raise LayoutError(
+                "generation does not support context parallelism",
+                field="layout.cp",
+                got=self.degree,
+                allowed="1",
+                remedy="Generate from a checkpoint of this run without context parallelism",
+            )
+        settings = RowAttentionSettings(
+            group=self.group,
+            chunks=self.chunks,
+            row_chunks=self._get_row_chunks(context, q_BHLE),
+            scores=ScoreSettings(
+                scale=terms.scale,
+                soft_cap=terms.soft_cap,
+                dropout=dropout if terms.dropout_rate > 0.0 else None,
+                dropout_rate=terms.dropout_rate,
+                first_head=self.tensor_rank * q_BHLE.shape[1],
+            ),
+            window=terms.window,
+            is_all_gather=self.method == "all_gather",
+            is_explicit=context.has_explicit_attention,
+        )
+        if self.method != "ulysses":
+            return attend_row(q_BHLE, k_BKLE, v_BKLE, terms.sinks_H, settings)
+        return self._attend_by_heads((q_BHLE, k_BKLE, v_BKLE), terms, settings, context)
+
+    def _attend_by_heads(
+        self,
+        parts: tuple[Tensor, Tensor, Tensor],
+        settings: AttentionSettings,
+        row_attention: RowAttentionSettings,
+        context: ForwardContext,
+    ) -> Tensor:
+        """Attend over whole rows for this rank's share of the heads, between two all-to-alls."""
+        num_heads = parts[0].shape[1] // self.degree
+        first = self.rank * num_heads
+        scores = replace(row_attention.scores, first_head=row_attention.scores.first_head + first)
+        if scores.dropout is not None:
+            assert context.dropout_key is not None
+            places_T = torch.arange(parts[0].shape[2] * self.degree)
+            dropout = Dropout.from_key(context.dropout_key, places_T, parts[0].device).for_layer(
+                settings.layer
+            )
+            scores = replace(scores, dropout=dropout)
+        row_attention = replace(row_attention, group=None, chunks=((0,),), scores=scores)
+        sinks_H = None if settings.sinks_H is None else settings.sinks_H[first : first + num_heads]
+        q_BHTE, k_BKTE, v_BKTE = exchange_to_heads(parts, self.group)
+        return exchange_to_tokens(
+            attend_row(q_BHTE, k_BKTE, v_BKTE, sinks_H, row_attention), self.group
+        )
+
+    def _get_row_chunks(self, context: ForwardContext, q_BHLE: Tensor) -> RowChunks:
+        """Return the row chunks of a forward pass.
+
+        Its first layer computes them, because which chunks share documents is read from the
+        device.
+        """
+        row = self._row_chunks.get(context)
+        if row is None:
+            num_row_chunks = (
+                1 if self.method == "ulysses" else count_chunks(self.method, self.degree)
+            )
+            row = RowChunks.from_documents(
+                q_BHLE.shape[2] * self.degree, num_row_chunks, context.document_ids_BT
+            )
+            self._row_chunks[context] = row
+        return row

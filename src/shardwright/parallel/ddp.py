@@ -1,0 +1,71 @@
+"""DDP for zero_stage 0: gradients are reduced in buckets during the backward pass."""
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types
+# themselves, not with their names.
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def apply_ddp(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    bucket_size_bytes: int,
+    reduce_dtype: torch.dtype,
+    device: torch.device,
+    excluded_names: Collection[str] = (),
+) -> DistributedDataParallel:
+    """Wrap a module whose weights are already equal on every rank.
+
+    The buckets are summed by our own hook: the loss contains the one normaliser, so nothing is
+    divided (a mean of means is wrong if ranks have different numbers of tokens). Gradients are
+    views of the buckets, so there is no second copy.
+
+    Args:
+        reduce_dtype: bf16 halves the bytes sent and rounds the sum; anything else sums in the
+            gradients' own dtype.
+        excluded_names: names of parameters that are not reduced over `group`.
+    """
+    # PyTorch has no public way to exclude parameters; DDP's own tests use this one. Buffers,
+    # which only models run by transformers have, are computed equally on every rank: DDP need
+    # not broadcast them.
+    ignored = [*excluded_names, *(name for name, _ in module.named_buffers())]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    wrapped = DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=group,
+        bucket_cap_mb=bucket_size_bytes / 1024**2,
+        gradient_as_bucket_view=True,
+        init_sync=False,  # weights depend on name and seed (or one file) only: already equal
+    )
+    wrapped.register_comm_hook(
+        group, _all_reduce_bucket_in_bf16 if reduce_dtype == torch.bfloat16 else _all_reduce_bucket
+    )
+    return wrapped
+
+
+def _all_reduce_bucket(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer()
+    return (
+        dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda _done: buffer)
+    )
+
+
+def _all_reduce_bucket_in_bf16(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer()
+    rounded = buffer.to(torch.bfloat16)
+    return (
+        dist.all_reduce(rounded, group=group, async_op=True)
+        .get_future()
+        .then(lambda _done: buffer.copy_(rounded))
+    )

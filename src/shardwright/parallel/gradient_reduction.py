@@ -1,0 +1,159 @@
+"""Gradient reductions that DDP and FSDP2 do not make, after the last backward pass.
+
+They follow from the parameters' descriptors: parameters that are replicated over
+tensor-parallel ranks which see different tokens or heads, key-value heads that several of these
+ranks hold, tied embeddings on several pipeline stages and, where no wrapper runs, every
+parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.layout import DATA_AXES, Bounds, ParameterLayout, compute_local_boxes
+from shardwright.parallel.comm_timing import time_wait
+from shardwright.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class PendingReduction:
+    """Reduction of a parameter's local gradient over `group`, limited to `boxes`.
+
+    A box is (start, length) per dimension.
+    """
+
+    name: str
+    boxes: tuple[Bounds, ...]
+    group: dist.ProcessGroup
+
+
+def list_pending_reductions(
+    layouts: Mapping[str, ParameterLayout],
+    mesh: Mesh,
+    *,
+    has_wrapper: bool,
+    excluded_names: Collection[str] = (),
+) -> list[PendingReduction]:
+    """List the reductions that remain on this rank.
+
+    Every rank calls this with the descriptors of the whole model, because it creates groups.
+
+    Args:
+        has_wrapper: True if a wrapper reduces over the data axes.
+        excluded_names: names of parameters that the wrapper leaves out.
+    """
+    reductions = []
+    for name, layout in layouts.items():
+        boxes = compute_local_boxes(layout, mesh.layout, mesh.coordinates)
+        reduced_axes = (
+            (*DATA_AXES, "fsdp", "efsdp") if has_wrapper and name not in excluded_names else ()
+        )
+        for axes in _group_axes(
+            [axis for axis in layout.reduced_axes if axis not in reduced_axes and axis != "pp"]
+        ):
+            group = mesh.group(*axes)
+            if group is not None and boxes:
+                reductions.append(
+                    PendingReduction(name, tuple(box.local_bounds for box in boxes), group)
+                )
+        if len(layout.pp_ranks) > 1:
+            group = mesh.join_group(
+                [
+                    tuple(ranks[stage] for stage in layout.pp_ranks)
+                    for ranks in mesh.grid.groups(["pp"])
+                ]
+            )
+            if boxes:
+                assert group is not None
+                reductions.append(
+                    PendingReduction(name, tuple(box.local_bounds for box in boxes), group)
+                )
+        for copies in _list_copy_counts(layout, mesh):
+            group = mesh.join_group(mesh.grid.subgroups("tp", copies))
+            shared = tuple(box.local_bounds for box in boxes if box.num_copies == copies)
+            if boxes:
+                assert group is not None
+                # ZeRO may leave this rank none of the shared boxes; then the same is true of
+                # its whole group.
+                reductions.append(PendingReduction(name, shared, group))
+    return reductions
+
+
+def _group_axes(axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Split axes into reductions: all data axes in one, each other axis in its own."""
+    data = tuple(axis for axis in axes if axis in (*DATA_AXES, "efsdp"))
+    return ([data] if data else []) + [(axis,) for axis in axes if axis not in data]
+
+
+def _list_copy_counts(layout: ParameterLayout, mesh: Mesh) -> list[int]:
+    """Return how many neighbours share a piece, for sections with fewer pieces than ranks."""
+    return sorted(
+        {
+            mesh.layout.degree(shard.axis) // section.num_pieces
+            for shard in layout.shards
+            for section in shard.sections
+            if section.num_pieces < mesh.layout.degree(shard.axis)
+        }
+    )
+
+
+def reduce_gradients(
+    reductions: Iterable[PendingReduction],
+    gradients: Mapping[str, Tensor],
+    *,
+    bucket_size_bytes: int,
+) -> None:
+    """Reduce local gradients in place, group by group, in buckets.
+
+    Every rank of a group passes the same tensors in the same order.
+    """
+    by_kind: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = {}
+    for pending in reductions:
+        gradient = gradients[pending.name]
+        parts = by_kind.setdefault((pending.group, gradient.dtype), [])
+        parts += [narrow_to_box(gradient, box) for box in pending.boxes]
+    # A tensor may be reduced over several groups, one after another. The order is the same on
+    # every rank, because descriptors come in the model's order.
+    for (group, _), parts in by_kind.items():
+        for bucket in _split_into_buckets(parts, bucket_size_bytes):
+            _all_reduce_bucket(bucket, group)
+
+
+def narrow_to_box(tensor: Tensor, bounds: Bounds) -> Tensor:
+    """Return a view of a box of a tensor."""
+    for dim, (start, length) in enumerate(bounds):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _split_into_buckets(tensors: list[Tensor], size_bytes: int) -> Iterable[list[Tensor]]:
+    bucket: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        filled += tensor.numel() * tensor.element_size()
+        if filled >= size_bytes:
+            yield bucket
+            bucket = []
+            filled = 0
+    if filled:
+        yield bucket
+
+
+def _all_reduce_bucket(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        with time_wait(group):
+            dist.all_reduce(tensors[0], group=group)
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    with time_wait(group):
+        dist.all_reduce(flat, group=group)
+    for tensor, summed in zip(
+        tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
+        tensor.copy_(summed.view(tensor.shape))

@@ -1,0 +1,368 @@
+"""A decoder under a layout: forward and backward passes, gradient reduction, local parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwright.architecture.flop_count import EXPERT_ROLES
+from shardwright.data.loader import MicroBatch
+from shardwright.layout import (
+    BATCH_AXES,
+    DATA_AXES,
+    Layout,
+    ParameterBox,
+    ParameterLayout,
+    RankGrid,
+    compute_local_boxes,
+)
+from shardwright.model.decoder import Decoder
+from shardwright.parallel.comm_timing import CommunicationTimer, begin_wait, end_wait
+from shardwright.parallel.gradient_reduction import (
+    PendingReduction,
+    narrow_to_box,
+    reduce_gradients,
+)
+from shardwright.parallel.matrix_exchange import DistributedMatrixExchange
+from shardwright.parallel.mesh import Mesh, sum_over
+from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
+
+
+def get_local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ParallelModel:
+    """A decoder under a layout; each step calls `forward_backward`, then `finish_gradients`.
+
+    Attributes:
+        module: module to call without a pipeline; its arguments are the decoder's.
+        pipeline: runs the rank's stages; None without pipeline parallelism.
+        decoder: the decoder itself; its parameter names are those of Hugging Face files.
+        layouts: one descriptor per parameter of the whole model, by name; a pipeline rank holds
+            some of these parameters.
+        trainable: names of the parameters of the whole model that take gradients.
+        mesh: None for one rank.
+        device: device on which this rank computes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        decoder: Decoder,
+        layouts: dict[str, ParameterLayout],
+        layout: Layout,
+        mesh: Mesh | None,
+        device: torch.device,
+        fsdp_modules: list[FSDPModule],
+        trainable: frozenset[str],
+        pending_reductions: list[PendingReduction],
+    ) -> None:
+        self.module = module
+        self.decoder = decoder
+        self.layouts = layouts
+        self.layout = layout
+        self.mesh = mesh
+        self.device = device
+        self.fsdp_modules = fsdp_modules
+        self.pipeline: Pipeline | None = None
+        self.trainable = trainable
+        self._gradient_hooks: list[Callable[[], None]] = []
+        self._pending_reductions = [
+            pending for pending in pending_reductions if pending.name in trainable
+        ]
+        self._coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
+        # FSDP2 swaps a module's parameters between sharded and gathered ones. The sharded ones
+        # are the model's, and always these objects.
+        self._parameters = dict(decoder.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by name: DTensors if FSDP shards them, plain tensors otherwise."""
+        yield from self._parameters.items()
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        arguments: DecoderArguments,
+        scale: Tensor,
+        mark: TimeMarker,
+    ) -> Tensor:
+        """Run forward and backward on a step's micro-batches, accumulating gradients.
+
+        Args:
+            arguments: returns the decoder's arguments for a micro-batch that is on the device.
+            scale: gradient of each loss.
+            mark: called after each phase with its name: forward, backward, waiting or
+                reduction.
+
+        Returns:
+            Sum of the losses that this rank computed.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
+        loss_sum: Tensor | None = None
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            waits_for_reduction = self._has_wrapper and (is_last or self.layout.zero_stage >= 2)
+
+            def end_backward(waits_for_reduction: bool = waits_for_reduction) -> None:
+                mark("backward")
+                if waits_for_reduction:  # only the embedding's gradient and this wait remain
+                    begin_wait()
+
+            with self.synchronise_gradients(is_last), self.call_at_backward_end(end_backward):
+                loss = self.module(**arguments(batch.to(self.device)))
+                mark("forward")
+                loss.backward(scale.to(loss.dtype))
+            if waits_for_reduction:
+                end_wait("data")
+            mark("reduction")
+            loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
+        assert loss_sum is not None, "a step has at least one micro-batch"
+        return loss_sum
+
+    @property
+    def _has_wrapper(self) -> bool:
+        """True if DDP or FSDP2 reduces gradients during the backward pass."""
+        return bool(self.fsdp_modules) or isinstance(self.module, DistributedDataParallel)
+
+    def compute_losses(
+        self, micro_batches: Sequence[MicroBatch], arguments: DecoderArguments
+    ) -> Tensor:
+        """Sum the losses that this rank computes, in fp64 and without gradients.
+
+        Call it within `evaluate_mode`.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.compute_losses(micro_batches, arguments).double()
+        losses = [
+            self.module(**arguments(batch.to(self.device))).double() for batch in micro_batches
+        ]
+        return torch.stack(losses).sum()
+
+    def synchronise_gradients(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context for the passes of one micro-batch; `is_last` for a step's last one.
+
+        Stages 0 and 1 reduce gradients on the last micro-batch only. Stages 2 and 3 cannot
+        store unsharded gradients: they reduce-scatter every time and defer only the all-reduce
+        over replicas, which takes shards.
+        """
+        if isinstance(self.module, DistributedDataParallel):
+            return nullcontext() if is_last else self.module.no_sync()
+        if self.fsdp_modules:
+            root = self.fsdp_modules[-1]
+            if self.layout.zero_stage == 1:
+                root.set_requires_gradient_sync(is_last)
+            else:
+                root.set_requires_all_reduce(is_last)
+        return nullcontext()
+
+    @contextmanager
+    def call_at_backward_end(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call `callback` when the gradient of the first block's input is computed.
+
+        Wrap forward and backward passes in this context. After that call only the embedding's
+        gradient and waiting for reductions remain. If that input takes no gradient (frozen
+        embeddings), `callback` runs when the context ends.
+        """
+        is_hooked = False
+
+        def hook_input(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            nonlocal is_hooked
+            if arguments and isinstance(arguments[0], Tensor) and arguments[0].requires_grad:
+                is_hooked = True
+                arguments[0].register_hook(lambda _gradient: callback())
+
+        handle = self.decoder.blocks[0].register_forward_pre_hook(hook_input)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if not is_hooked:
+            callback()
+
+    def finish_gradients(self) -> None:
+        """Complete gradient reduction and reshard parameters, after the last backward pass."""
+        if self.fsdp_modules and self.layout.zero_stage < 3:
+            self.reshard()
+        if self._pending_reductions:
+            trained_parameters = {
+                name: parameter
+                for name, parameter in self._parameters.items()
+                if parameter.requires_grad
+            }
+            for parameter in trained_parameters.values():
+                if parameter.grad is None:  # the other ranks of its group have a gradient
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = {
+                name: get_local_tensor(p.grad)
+                for name, p in trained_parameters.items()
+                if p.grad is not None
+            }
+            reduce_gradients(
+                self._pending_reductions, gradients, bucket_size_bytes=self.layout.bucket_size_bytes
+            )
+        for call in self._gradient_hooks:
+            call()
+
+    def add_gradient_hook(self, callback: Callable[[], None]) -> None:
+        """Register a function to run when a step's gradients are complete, before any use."""
+        self._gradient_hooks.append(callback)
+
+    def reshard(self) -> None:
+        """Free all gathered parameters. Required before parameters are read or written by name."""
+        for group in self.fsdp_modules:
+            group.reshard()
+
+    @contextmanager
+    def evaluate_mode(self) -> Iterator[nn.Module]:
+        """Return a context for forward passes without gradients that reshards at its end."""
+        try:
+            with torch.no_grad():
+                yield self.module
+        finally:
+            self.reshard()
+
+    def list_gradients(self) -> list[tuple[Tensor | None, ParameterLayout]]:
+        """List this rank's shard of every trainable parameter's gradient, with its descriptor."""
+        return [
+            (
+                None if parameter.grad is None else get_local_tensor(parameter.grad),
+                self.layouts[name],
+            )
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
+        ]
+
+    def list_norm_gradients(self) -> list[tuple[Tensor | None, ParameterLayout]]:
+        """List the local gradients that count in the model's norm; copies count once.
+
+        Every rank lists every trainable parameter, with None where it has nothing to count, so
+        that all ranks reduce over the same axes.
+        """
+        counted: list[tuple[Tensor | None, ParameterLayout]] = []
+        for name in self.layouts:
+            if name in self.trainable:
+                parameter = self._parameters.get(name)
+                parameter_layout = self.layouts[name]
+                counted.append((None, parameter_layout))
+                if (
+                    parameter is not None
+                    and parameter.grad is not None
+                    and self._coordinates["pp"] == parameter_layout.pp_ranks[0]
+                ):
+                    gradient = get_local_tensor(parameter.grad)
+                    counted += [
+                        (narrow_to_box(gradient, box.local_bounds), parameter_layout)
+                        for box in self.local_boxes(name)
+                        if box.is_first_copy
+                    ]
+        return counted
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold different parameters."""
+        return ("pp",) if self.layout.pp > 1 else ()
+
+    def local_boxes(self, name: str) -> tuple[ParameterBox, ...]:
+        """List the boxes of a parameter (and of its gradient and moments) that this rank holds."""
+        return compute_local_boxes(self.layouts[name], self.layout, self._coordinates)
+
+    def build_comm_timer(self) -> CommunicationTimer:
+        """Build the timer of this rank's waits, by kind of parallelism."""
+        return CommunicationTimer(
+            self.device, {} if self.mesh is None else self.mesh.map_groups_to_parallelisms()
+        )
+
+    def block_matrices(self) -> frozenset[str]:
+        """Return the names of trained matrices, and of experts' stacks of them, of all blocks."""
+        specs = [
+            spec
+            for spec in self.decoder.shape.list_parameters()
+            if spec.layer is not None and not spec.is_bias
+        ]
+        matrices = (
+            spec.name
+            for spec in specs
+            if len(spec.shape) == 2 or (len(spec.shape) == 3 and spec.role in EXPERT_ROLES)
+        )
+        return frozenset(matrices) & self.trainable
+
+    def build_matrix_exchange(self, names: Collection[str]) -> DistributedMatrixExchange:
+        """Build the exchange that assembles these parameters' matrices.
+
+        Every rank calls this with the same names of the whole model.
+        """
+        return DistributedMatrixExchange(self.layouts, names, self.mesh, self.layout)
+
+    def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
+        """Sum `tensor` in place over the ranks of mesh axes."""
+        return sum_over(tensor, axes, self.mesh)
+
+    def sum_over_data(self, tensor: Tensor) -> Tensor:
+        """Sum a loss in place over all ranks with different tokens.
+
+        Of a pipeline's ranks one has computed the loss, so the sum includes `pp`.
+        """
+        return sum_over(tensor, ("pp", *DATA_AXES), self.mesh)
+
+    def sum_over_batch(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` in place over all ranks that read different sequences."""
+        return sum_over(tensor, BATCH_AXES, self.mesh)
+
+    def any_rank(self, value: bool) -> bool:
+        """Return True on every rank if `value` is True on any rank."""
+        if self.mesh is None:
+            return value
+        flag = torch.tensor(value, dtype=torch.int32, device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def gather_parameter(self, name: str) -> Tensor:
+        """Gather a whole parameter on every rank (a collective)."""
+        parameter = self._parameters.get(name)
+        return self._gather_full(name, None if parameter is None else parameter.detach())
+
+    def gather_gradient(self, name: str) -> Tensor | None:
+        """Gather a whole gradient on every rank (a collective); None for a frozen parameter.
+
+        Elements for which there is no gradient are nan.
+        """
+        if name not in self.trainable:
+            return None
+        parameter = self._parameters.get(name)
+        return self._gather_full(name, None if parameter is None else parameter.grad)
+
+    def _gather_full(self, name: str, tensor: Tensor | None) -> Tensor:
+        """Assemble a tensor from all ranks' boxes, each from the first rank that holds it."""
+        parameter_layout = self.layouts[name]
+        if self.mesh is None:
+            assert tensor is not None
+            return tensor
+        # Packed bytes are assembled as numbers too. Every rank has a parameter in the widest
+        # dtype.
+        dtype = max(
+            (p.dtype for p in self._parameters.values() if p.is_floating_point()),
+            key=lambda dtype: dtype.itemsize,
+        )
+        whole = torch.zeros(parameter_layout.shape, dtype=dtype, device=self.device)
+        is_first_rank = self._coordinates["pp"] == parameter_layout.pp_ranks[0] and not any(
+            self._coordinates[axis] for axis in parameter_layout.replicated_axes
+        )
+        for box in self.local_boxes(name) if is_first_rank else ():
+            if box.is_first_copy:
+                part = narrow_to_box(whole, box.global_bounds)
+                part.fill_(torch.nan) if tensor is None else part.copy_(
+                    narrow_to_box(get_local_tensor(tensor), box.local_bounds)
+                )
+        dist.all_reduce(whole)
+        return whole

@@ -1,0 +1,115 @@
+"""`layout: auto`: let the planner choose among the layouts that `train` can run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardwright import placement
+from shardwright.config.layout import ClusterSection, LayoutSection
+from shardwright.config.recipe import Recipe
+from shardwright.errors import InputError, LayoutError
+from shardwright.hardware import Cluster
+from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.hardware.measured_profile import load_profile
+from shardwright.plan import settle_precision
+from shardwright.planner.calibration import load_efficiencies
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.problem import (
+    build_problem,
+    build_template,
+    choose_precision_on,
+    read_planning_shape,
+)
+from shardwright.planner.scaling import find_min_gpus, resize_cluster
+from shardwright.planner.search import search_layouts
+from shardwright.planner.search_space import PlanningProblem
+from shardwright.units import format_bytes
+
+
+def build_cluster(section: ClusterSection, world_size: int) -> Cluster:
+    """Build the recipe's cluster with one device per rank.
+
+    Raises:
+        InputError: unknown devices or links, or a number of ranks that is no multiple of a
+            node's devices.
+    """
+    profile = None if section.profile is None else load_profile(section.profile)
+    return resize_cluster(
+        parse_cluster(section.node, link=section.link, profile=profile), world_size
+    )
+
+
+def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Recipe, Prediction]:
+    """Return the recipe with layout, micro-batch, accumulation and recomputation chosen.
+
+    Values that the recipe sets are kept.
+
+    Raises:
+        LayoutError: no layout that `train` can run fits.
+    """
+    shape = read_planning_shape(recipe)
+    training = recipe.training
+    facts = get_model_facts(shape)
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
+
+    def can_run(candidate: Candidate) -> bool:
+        try:
+            placement.check_layout(shape, candidate.layout, candidate.sequence_length)
+        except InputError:
+            return False
+        return candidate.is_runnable
+
+    resolved = settle_precision(recipe, choose_precision_on(cluster.accelerator))
+    question: PlanningProblem = replace(
+        build_problem(recipe, build_template(resolved), world_size), is_allowed=can_run
+    )
+    if training.global_batch_size is not None:
+        question = replace(
+            question,
+            micro_batch_sizes=None
+            if training.micro_batch_size is None
+            else (training.micro_batch_size,),
+            accumulation_steps=None
+            if training.gradient_accumulation_steps is None
+            else (training.gradient_accumulation_steps,),
+        )
+    if "recompute" in recipe.model_fields_set:
+        question = replace(question, recompute_kinds=(recipe.recompute,))
+    result = search_layouts(Predictor(facts, cluster, efficiency), question, num_layouts=1)
+    if result.chosen is None:
+        larger = find_min_gpus(facts, cluster, efficiency, question)
+        remedy = "Shorten the sequence, unset recompute and micro_batch_size, or run `plan`"
+        if larger is not None:
+            remedy = f"Use {larger.num_gpus} devices: {larger.candidate.describe()}"
+        capacity = format_bytes(cluster.accelerator.memory_bytes)
+        raise LayoutError(
+            f"no layout that the recipe allows fits on {world_size} devices of {capacity}",
+            field="layout",
+            got="auto",
+            remedy=remedy,
+        )
+    return apply_candidate(recipe, result.chosen.candidate), result.chosen
+
+
+def apply_candidate(recipe: Recipe, candidate: Candidate) -> Recipe:
+    """Return the recipe with the candidate's layout, batch and recomputation written into
+    it."""
+    layout = candidate.layout
+    degrees: dict[str, Any] = {
+        name: getattr(layout, name) for name in LayoutSection.model_fields if name != "auto"
+    }
+    batch = {
+        "micro_batch_size": candidate.micro_batch_size,
+        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+    }
+    return recipe.model_copy(
+        update={
+            "layout": LayoutSection(**degrees),
+            "training": recipe.training.model_copy(update=batch),
+            "recompute": candidate.recompute,
+        }
+    )

@@ -1,0 +1,241 @@
+"""Reasons for the chosen layout: sentences that compare predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shardwright.config.recipe import RecomputeKind
+from shardwright.layout import Layout
+from shardwright.planner.candidate import Candidate, LowRankAdapter
+from shardwright.planner.divisibility import list_divisors
+from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.rejections import explain_conflict
+from shardwright.planner.search import SearchResult, search_layouts
+from shardwright.planner.search_space import PlanningProblem
+from shardwright.units import format_bytes, format_seconds
+
+EXAMPLE_LORA_RANK = 16
+
+
+def explain(predictor: Predictor, problem: PlanningProblem, result: SearchResult) -> list[str]:
+    """Return the sentences that apply: links, pipelines, tensor parallelism against sharding,
+    recomputation and adapters."""
+    chosen = result.chosen
+    if chosen is None:
+        return []
+    sentences: list[str | None] = [
+        _explain_choice(result),
+        _explain_tensor_links(predictor, problem),
+        _explain_micro_batches(predictor, problem),
+        _explain_tensor_parallelism(predictor, problem, result),
+        _explain_recomputation(predictor, problem, chosen),
+        _explain_adapters(predictor, problem, chosen),
+    ]
+    return [sentence for sentence in sentences if sentence is not None]
+
+
+def _explain_choice(result: SearchResult) -> str | None:
+    chosen = result.chosen
+    fastest = result.predictions[0]
+    assert chosen is not None
+    if result.best_with_margin is not None and result.best is not None:
+        passed_over = result.best
+        return (
+            f"{passed_over.candidate.describe()} would take "
+            f"{format_seconds(passed_over.time.step)} per step and "
+            f"{format_bytes(passed_over.memory.total)} of "
+            f"{format_bytes(chosen.memory_capacity_bytes)}; "
+            f"{chosen.candidate.describe()} takes {format_seconds(chosen.time.step)} "
+            f"and {format_bytes(chosen.memory.total)}, "
+            f"which leaves room for {MEMORY_ERROR_SHARE:.0%} more memory than predicted."
+        )
+    if chosen is fastest:
+        return f"{chosen.candidate.describe()} is the fastest layout that fits."
+    slower = chosen.time.step / fastest.time.step - 1
+    name = fastest.candidate.describe()
+    return (
+        f"{chosen.candidate.describe()} is only {slower:.1%} slower than the fastest ({name}) "
+        "and has less partitioning; predictions are not that precise."
+    )
+
+
+def _explain_tensor_links(predictor: Predictor, problem: PlanningProblem) -> str | None:
+    """Compare tensor parallelism within a domain with twice its degree."""
+    cluster = predictor.cluster
+    inside = max(
+        (d for d in list_divisors(problem.num_gpus) if d <= cluster.domain_size), default=1
+    )
+    outside = 2 * inside
+    if inside == 1 or problem.num_gpus % outside:
+        return None
+    within, across = (
+        _predict(predictor, problem, tp=tp, recompute="full") for tp in (inside, outside)
+    )
+    if within is None or across is None:
+        return None
+    assert cluster.inter is not None
+    return (
+        f"Tensor parallelism over {inside} GPUs uses {cluster.intra.name} only: "
+        f"its communication takes {_format_share(within, 'tensor')} of the step; "
+        f"over {outside} it also uses {cluster.inter.name}, {_format_share(across, 'tensor')} of the step "
+        f"({_format_tokens_per_second_per_gpu(within)} against {_format_tokens_per_second_per_gpu(across)} tokens/s per GPU)."
+    )
+
+
+def _explain_micro_batches(predictor: Predictor, problem: PlanningProblem) -> str | None:
+    """Compare the bubble of a pipeline with one, two and four micro-batches per stage."""
+    layers = predictor.facts.shape.num_layers
+    stages = max((d for d in list_divisors(problem.num_gpus) if 1 < d <= min(layers, 8)), default=1)
+    if stages == 1:
+        return None
+    bubbles = []
+    for rounds in (1, 2, 4):
+        candidate = _build_candidate(problem, recompute="full", pp=stages)
+        candidate = replace(
+            candidate, micro_batch_size=1, gradient_accumulation_steps=rounds * stages
+        )
+        prediction = predictor.predict(candidate)
+        share = prediction.time.bubble / prediction.time.step
+        bubbles.append(f"{share:.0%} with {rounds * stages}")
+    shares = ", ".join(bubbles)
+    return f"A pipeline of {stages} stages (1F1B) idles for {shares} micro-batches per step."
+
+
+def _explain_tensor_parallelism(
+    predictor: Predictor, problem: PlanningProblem, result: SearchResult
+) -> str | None:
+    """Compare the best layout without tensor parallelism with the best one with it."""
+    if problem.num_gpus == 1:
+        return None
+    without = _find_best(predictor, problem, result, lambda candidate: candidate.layout.tp == 1)
+    with_tensor = _find_best(predictor, problem, result, lambda candidate: candidate.layout.tp > 1)
+    if without is None or with_tensor is None:
+        missing, other = ("without", with_tensor) if without is None else ("with", without)
+        return None if other is None else f"Nothing fits {missing} tensor parallelism."
+    ahead, behind = sorted((without, with_tensor), key=lambda prediction: prediction.time.step)
+    return (
+        f"Without tensor parallelism the best is {without.candidate.describe()} "
+        f"({format_seconds(without.time.step)}, {format_seconds(without.time.exposed)} of it "
+        f"exposed communication); with it {with_tensor.candidate.describe()} "
+        f"({format_seconds(with_tensor.time.step)}, "
+        f"{format_seconds(with_tensor.time.exposed)}): "
+        f"{behind.time.step / ahead.time.step - 1:.1%} apart."
+    )
+
+
+def _explain_recomputation(
+    predictor: Predictor, problem: PlanningProblem, chosen: Prediction
+) -> str | None:
+    """Compare the saved memory and added time of full recomputation with those of a higher ZeRO
+    stage."""
+    plain = replace(chosen.candidate, recompute="none")
+    full = predictor.predict(replace(plain, recompute="full"))
+    none = predictor.predict(plain)
+    saved = format_bytes(none.memory.total - full.memory.total)
+    cost = full.time.step / none.time.step - 1
+    sentence = f"Full recomputation saves {saved} per GPU and adds {cost:.0%} of time"
+    layout = chosen.candidate.layout
+    stage = layout.zero_stage
+    if layout.data_ranks * layout.cp > 1 and stage < 3:
+        more_sharded = replace(
+            layout,
+            zero_stage=stage + 1,  # type: ignore[arg-type]
+            dp_shard=layout.data_ranks,
+            dp_replicate=1,
+        )
+        sharded = predictor.predict(replace(plain, layout=more_sharded))
+        sentence += (
+            f"; zero_stage {stage + 1} saves "
+            f"{format_bytes(none.memory.total - sharded.memory.total)} "
+            f"and adds {sharded.time.step / none.time.step - 1:.0%}"
+        )
+    fit = "" if none.fits else ", which does not fit"
+    return sentence + f" (without either: {format_bytes(none.memory.total)}{fit})."
+
+
+def _explain_adapters(
+    predictor: Predictor, problem: PlanningProblem, chosen: Prediction
+) -> str | None:
+    """Compare low-rank adapters with training all weights."""
+    if problem.template.adapter is not None:
+        return None
+    adapted = replace(
+        problem, template=replace(problem.template, adapter=LowRankAdapter(EXAMPLE_LORA_RANK))
+    )
+    best = search_layouts(predictor, adapted, num_layouts=1).chosen
+    if best is None:
+        return None
+    return (
+        f"Low-rank adapters (rank {EXAMPLE_LORA_RANK}) in place of all weights would take "
+        f"{format_bytes(best.memory.total)} per GPU "
+        f"and run at {best.tokens_per_second:,.0f} tokens/s ({best.candidate.describe()}), "
+        f"against {format_bytes(chosen.memory.total)} and "
+        f"{chosen.tokens_per_second:,.0f}."
+    )
+
+
+def _build_candidate(
+    problem: PlanningProblem, recompute: RecomputeKind, **degrees: Any
+) -> Candidate:
+    """Build a candidate with these degrees, ZeRO-1 over the remaining ranks, and micro-batch
+    1."""
+    model_ranks = 1
+    for degree in degrees.values():
+        model_ranks *= degree
+    data = problem.num_gpus // model_ranks
+    layout: Layout = replace(
+        problem.template.layout,
+        **degrees,
+        dp_shard=data,
+        zero_stage=1 if data > 1 else 0,
+    )
+    total = problem.global_batch_size or data * (problem.accumulation_steps or (1,))[0]
+    return replace(
+        problem.template,
+        layout=layout,
+        recompute=recompute,
+        micro_batch_size=1,
+        gradient_accumulation_steps=max(1, total // data),
+    )
+
+
+def _predict(
+    predictor: Predictor, problem: PlanningProblem, recompute: RecomputeKind, **degrees: Any
+) -> Prediction | None:
+    candidate = _build_candidate(problem, recompute, **degrees)
+    return (
+        predictor.predict(candidate)
+        if explain_conflict(predictor, problem, candidate) is None
+        else None
+    )
+
+
+def _find_best(
+    predictor: Predictor,
+    problem: PlanningProblem,
+    result: SearchResult,
+    is_accepted: Callable[[Candidate], bool],
+) -> Prediction | None:
+    for prediction in result.predictions:
+        if is_accepted(prediction.candidate):
+            return prediction
+    allowed = problem.is_allowed
+    limited = replace(
+        problem,
+        is_allowed=lambda candidate: (
+            is_accepted(candidate) and (allowed is None or allowed(candidate))
+        ),
+    )
+    predictions = search_layouts(predictor, limited, num_layouts=1).predictions
+    return predictions[0] if predictions else None
+
+
+def _format_share(prediction: Prediction, part: str) -> str:
+    return f"{getattr(prediction.time, part) / prediction.time.step:.0%}"
+
+
+def _format_tokens_per_second_per_gpu(prediction: Prediction) -> str:
+    return f"{prediction.tokens_per_second_per_gpu:,.0f}"

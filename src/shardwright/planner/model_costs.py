@@ -1,0 +1,232 @@
+"""Costs of a model that do not depend on the candidate, computed once per shape.
+
+Kinds of layers, their matmuls, and the parameters on a rank. Equal layers form one kind with a
+count, so that a 126-layer model costs as much to evaluate as one layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from operator import add
+from typing import NamedTuple
+
+from shardwright.architecture import LayerShape, ModelShape, ParameterSpec
+from shardwright.architecture.flop_count import (
+    EXPERT_ROLES,
+    compute_mean_visible_keys,
+    count_matmul_parameters,
+)
+from shardwright.layout import Layout, ParameterLayout, compute_local_shape
+from shardwright.placement import TENSOR_PARALLEL_STYLES, build_parameter_layouts
+
+_FIRST_RANK = {
+    "pp": 0,
+    "dp_replicate": 0,
+    "dp_shard": 0,
+    "cp": 0,
+    "tp": 0,
+    "fsdp": 0,
+    "ep": 0,
+    "efsdp": 0,
+}
+"""Rank with the largest shards: `torch.chunk` leaves the smaller remainder to the last
+ranks."""
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A weight matrix by which every token is multiplied (for an expert: every token sent to
+    it)."""
+
+    role: str
+    num_inputs: int
+    num_outputs: int
+    sharding: str
+    """`columns`, `rows`, `vocabulary`, or `residual` if tensor parallelism replicates it."""
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Equal layers of a model. `slot` is the position among the kinds, `count` the number of
+    layers."""
+
+    shape: LayerShape
+    slot: int
+    count: int
+    matmuls: tuple[Matmul, ...]
+    expert_matmuls: tuple[Matmul, ...]
+    num_norms: int
+    num_tensors: int
+
+
+class ParameterElements(NamedTuple):
+    """Elements of some parameters on the rank with the most: `local` is its tensor- and
+    expert-parallel shard, `sharded` the ZeRO shard of that. `expert_*` are the elements of
+    experts among them, `local_matrices` those of tensors with two or more dims (of `local`)."""
+
+    local: float = 0.0
+    sharded: float = 0.0
+    expert_local: float = 0.0
+    expert_sharded: float = 0.0
+    local_matrices: float = 0.0
+
+    def add(self, other: ParameterElements) -> ParameterElements:
+        """Return the sum."""
+        return ParameterElements._make(map(add, self, other))
+
+    def multiply(self, count: float) -> ParameterElements:
+        """Return `count` times the elements."""
+        return ParameterElements._make([elements * count for elements in self])
+
+
+@dataclass(frozen=True)
+class ParameterElementsByPart:
+    """Elements on a rank: for one layer of each kind, for parameters before the layers, and for
+    those after them."""
+
+    layers: tuple[ParameterElements, ...]
+    embedding: ParameterElements
+    head: ParameterElements
+    """Elements of the final norm and the head. With tied embeddings, of the norm alone."""
+
+
+class ModelFacts:
+    """A model shape with its layers grouped into kinds."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        counts = Counter(shape.layers)
+        self.unique_layers = tuple(counts)
+        self.slot_of_layer = tuple(
+            map({layer: slot for slot, layer in enumerate(counts)}.__getitem__, shape.layers)
+        )
+        # One layer of each kind has all parameters of the model, except for the layer number.
+        self.sample = replace(shape, layers=self.unique_layers)
+        self.sample_parameters = self.sample.list_parameters()
+        self.kinds = tuple(
+            self._build_layer_kind(slot, layer, counts[layer]) for slot, layer in enumerate(counts)
+        )
+        self._element_counts: dict[tuple[int, ...], ParameterElementsByPart] = {}
+        self.pipeline_cache: dict[tuple[object, ...], object] = {}
+        """Cache of `planner.pipeline`."""
+        self.activation_cache: dict[tuple[object, ...], object] = {}
+        """Cache of `planner.activation_cache`."""
+
+    def _build_layer_kind(self, slot: int, layer: LayerShape, count: int) -> LayerKind:
+        specs = [spec for spec in self.sample_parameters if spec.layer == slot]
+        products = [
+            self._build_matmul(spec, specs)
+            for spec in specs
+            if len(spec.shape) >= 2 and not spec.is_bias
+        ]
+        return LayerKind(
+            shape=layer,
+            slot=slot,
+            count=count,
+            matmuls=tuple(product for product in products if product.role not in EXPERT_ROLES),
+            expert_matmuls=tuple(product for product in products if product.role in EXPERT_ROLES),
+            num_tensors=len(specs),
+            num_norms=sum(spec.role == "norm" and not spec.is_bias for spec in specs),
+        )
+
+    def _build_matmul(self, spec: ParameterSpec, siblings: list[ParameterSpec]) -> Matmul:
+        first, second = spec.shape[-2:]
+        expert = spec.role in EXPERT_ROLES
+        layout = (
+            self.shape.experts.matrix_layout
+            if expert and self.shape.experts
+            else self.shape.matrix_layout
+        )
+        num_out, num_in = (first, second) if layout == "out_in" else (second, first)
+        biased = any(other.is_bias and other.role == spec.role for other in siblings)
+        return Matmul(
+            spec.role, num_in, num_out, TENSOR_PARALLEL_STYLES.get(spec.role, "residual"), biased
+        )
+
+    @cached_property
+    def head(self) -> Matmul:
+        """Output projection to the vocabulary."""
+        return Matmul("head", self.shape.hidden_size, self.shape.vocab_size, "vocabulary")
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Number of parameters of the whole model."""
+        per_kind = [0] * len(self.kinds)
+        rest = 0
+        for spec in self.sample_parameters:
+            if spec.layer is None:
+                rest += spec.num_elements
+            else:
+                per_kind[spec.layer] += spec.num_elements
+        return rest + sum(
+            kind.count * elements for kind, elements in zip(self.kinds, per_kind, strict=True)
+        )
+
+    def compute_flops_per_token(self, tokens: int, *, is_frozen: bool = False) -> float:
+        """Compute `ModelShape.flops_per_token` for documents of `tokens`.
+
+        Frozen matrices need no weight gradient: 4 FLOPs per element instead of 6.
+        """
+        saved = 0.0
+        if is_frozen:
+            specs = self.shape.list_parameters()
+            saved = 2.0 * count_matmul_parameters(
+                specs, is_tied=self.shape.tied_embeddings, active_share=self.shape.active_share
+            )
+        return self._compute_flops_per_token(tokens) - saved
+
+    @lru_cache(maxsize=64)
+    def _compute_flops_per_token(self, sequence_length: int) -> float:
+        return self.shape.count_flops_per_token(sequence_length)
+
+    def compute_mean_visible_keys(self, kind: LayerKind, tokens: int) -> float:
+        """Compute the mean number of keys that a token of a causal document of `tokens` attends
+        to."""
+        return compute_mean_visible_keys(tokens, kind.shape.window)
+
+    def count_elements(self, layout: Layout) -> ParameterElementsByPart:
+        """Count the elements on the rank of a stage with the most, from `placement.place`."""
+        key = (layout.tp, layout.ep, layout.fsdp, layout.zero_stage >= 1)
+        if key not in self._element_counts:
+            self._element_counts[key] = self._count_elements(layout)
+        return self._element_counts[key]
+
+    def _count_elements(self, layout: Layout) -> ParameterElementsByPart:
+        single_stage = replace(layout, pp=1, dp_replicate=1)
+        layouts = build_parameter_layouts(self.sample, single_stage)
+        layers = [ParameterElements() for _ in self.kinds]
+        embedding = ParameterElements()
+        head = ParameterElements()
+        for spec in self.sample_parameters:
+            part = _count_parameter_elements(layouts[spec.name], spec, single_stage)
+            if spec.layer is not None:
+                layers[spec.layer] = layers[spec.layer].add(part)
+            elif spec.role in ("embedding", "positions"):
+                embedding = embedding.add(part)
+            else:
+                head = head.add(part)
+        return ParameterElementsByPart(tuple(layers), embedding, head)
+
+
+def _count_parameter_elements(
+    parameter_layout: ParameterLayout, spec: ParameterSpec, layout: Layout
+) -> ParameterElements:
+    whole = 1.0
+    shard = 1.0
+    for size in compute_local_shape(parameter_layout, layout, _FIRST_RANK, with_zero=False):
+        whole *= size
+    for size in compute_local_shape(parameter_layout, layout, _FIRST_RANK):
+        shard *= size
+    matrices = whole if len(spec.shape) >= 2 else 0.0
+    if spec.role in EXPERT_ROLES:
+        return ParameterElements(whole, shard, whole, shard, matrices)
+    return ParameterElements(whole, shard, local_matrices=matrices)
+
+
+@lru_cache(maxsize=1024)
+def get_model_facts(shape: ModelShape) -> ModelFacts:
+    """Return the cached facts of a shape."""
+    return ModelFacts(shape)

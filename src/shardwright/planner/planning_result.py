@@ -1,0 +1,194 @@
+"""Result of `plan` for one recipe on one cluster, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwright.config.recipe import Recipe
+from shardwright.hardware import Cluster
+from shardwright.plan import settle_precision
+from shardwright.planner.calibration import load_efficiencies
+from shardwright.planner.candidate import LowRankAdapter, Precision
+from shardwright.planner.divisibility import list_divisors
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.explanation import explain
+from shardwright.planner.model_costs import ModelFacts, get_model_facts
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.problem import (
+    build_problem,
+    build_recipe_candidate,
+    build_template,
+    choose_precision_on,
+    explain_missing_candidate,
+    read_planning_shape,
+)
+from shardwright.planner.rejections import (
+    Rejection,
+    explain_conflict,
+    find_cheapest_change,
+    find_rejections,
+)
+from shardwright.planner.scaling import ScalePoint, find_min_gpus, scale_devices
+from shardwright.planner.search import search_layouts
+from shardwright.planner.search_space import PlanningProblem, SearchSpace
+from shardwright.units import format_bytes
+
+
+@dataclass(frozen=True)
+class SearchEffort:
+    """Number of layouts that the search proved, predicted and rejected for memory."""
+
+    num_proven: int
+    num_predicted: int
+    num_too_large: int
+
+
+@dataclass(frozen=True)
+class PlanningResult:
+    """Layouts with the best first, the chosen one, the recipe's own layout or its conflict,
+    rejected common layouts, scaling, explanation, and, if nothing fits, the smallest change or
+    number of devices that would."""
+
+    predictions: tuple[Prediction, ...]
+    chosen: Prediction | None
+    recipe_prediction: Prediction | None
+    rejections: tuple[Rejection, ...]
+    scale_points: tuple[ScalePoint, ...]
+    explanation: tuple[str, ...]
+    effort: SearchEffort
+    remedy: str | None = None
+    precision_reason: str | None = None
+    """Reason for the precision that `precision: auto` resolved to. None if the recipe names
+    it."""
+    is_chosen_for_margin: bool = False
+    """True if a tight layout that is as good as the chosen one or better was passed over."""
+    recipe_conflict: str | None = None
+    """Reason why the recipe's layout cannot run on this number of devices, whatever their
+    memory."""
+
+
+def plan_recipe(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    num_layouts: int = 10,
+    precision: Precision | None = None,
+    adapter: LowRankAdapter | None = None,
+    gpu_counts: tuple[int, ...] = (),
+    should_explain: bool = False,
+) -> PlanningResult:
+    """Plan a recipe.
+
+    Raises:
+        InputError: the model is unsupported or its size is unknown, or the device lacks the
+            precision.
+    """
+    choice = (
+        choose_precision_on(cluster.accelerator)
+        if recipe.precision.kind == "auto" and precision is None
+        else None
+    )
+    recipe = settle_precision(recipe, choice)
+    facts = get_model_facts(read_planning_shape(recipe))
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
+    template = build_template(recipe, precision=precision, adapter=adapter)
+    predictor = Predictor(facts, cluster, efficiency)
+    # Raise for an unsupported precision before the search starts.
+    predictor.get_rates(template.precision)
+    question = build_problem(recipe, template, cluster.num_gpus)
+    result = search_layouts(predictor, question, num_layouts=num_layouts)
+    candidate = build_recipe_candidate(recipe, template, cluster.num_gpus)
+    conflict = explain_missing_candidate(recipe, template, cluster.num_gpus)
+    if candidate is not None:
+        conflict = explain_conflict(predictor, question, candidate)
+    return PlanningResult(
+        predictions=tuple(result.predictions[:num_layouts]),
+        chosen=result.chosen,
+        recipe_prediction=None if candidate is None or conflict else predictor.predict(candidate),
+        rejections=tuple(find_rejections(predictor, question)),
+        scale_points=tuple(scale_devices(facts, cluster, efficiency, question, gpu_counts)),
+        explanation=tuple(explain(predictor, question, result)) if should_explain else (),
+        effort=SearchEffort(result.num_proven, result.num_predicted, result.num_too_large),
+        remedy=None
+        if result.chosen
+        else _find_remedy(facts, cluster, efficiency, predictor, question),
+        precision_reason=None if choice is None else choice.reason,
+        is_chosen_for_margin=result.best_with_margin is not None,
+        recipe_conflict=conflict,
+    )
+
+
+def _find_remedy(
+    facts: ModelFacts,
+    cluster: Cluster,
+    efficiency: Efficiency,
+    predictor: Predictor,
+    problem: PlanningProblem,
+) -> str:
+    """Describe the smallest change, or the number of devices, that makes a layout fit."""
+    remedies: list[str] = []
+    num_gpus = problem.num_gpus
+    if not _has_valid_degrees(facts, cluster, problem, num_gpus):
+        counts = _find_nearest_counts(facts, cluster, problem)
+        total = problem.global_batch_size
+        batch = "one batch per rank" if total is None else f"a batch of {total} sequences"
+        reason = f"No degrees dividing heads, widths, layers and {batch} multiply to {num_gpus:,}"
+        alternatives = " or ".join(f"{count:,}" for count in counts)
+        remedy = f"{alternatives} GPUs would work" if counts else "Change the global batch"
+        return f"{reason}; {remedy}"
+    for degree in (d for d in list_divisors(num_gpus) if d <= cluster.domain_size):
+        layout = replace(
+            problem.template.layout,
+            tp=degree,
+            dp_shard=num_gpus // degree,
+            zero_stage=3 if num_gpus > degree else 0,
+        )
+        total = problem.global_batch_size or num_gpus // degree
+        candidate = replace(
+            problem.template,
+            layout=layout,
+            micro_batch_size=1,
+            gradient_accumulation_steps=max(1, total // (num_gpus // degree)),
+            recompute="full",
+        )
+        if (
+            total % (num_gpus // degree) == 0
+            and explain_conflict(predictor, problem, candidate) is None
+        ):
+            change, changed = find_cheapest_change(predictor, problem, candidate)
+            if change is not None and changed is not None:
+                layout_name = candidate.describe()
+                remedies.append(f"{layout_name} with full recomputation would fit with {change}")
+                break
+    larger = find_min_gpus(facts, cluster, efficiency, problem)
+    if larger is not None:
+        size = format_bytes(larger.memory.total)
+        enough = f"{larger.num_gpus} of these GPUs would be enough"
+        remedies.append(f"{enough}: {larger.candidate.describe()}, {size} each")
+    return "; ".join(remedies) or "Use a shorter sequence_length, a smaller model or larger GPUs"
+
+
+def _has_valid_degrees(
+    facts: ModelFacts, cluster: Cluster, problem: PlanningProblem, num_gpus: int
+) -> bool:
+    """Return True if some degrees multiply to `num_gpus`, whatever their memory."""
+    return any(
+        SearchSpace(facts, replace(problem, num_gpus=num_gpus), cluster.domain_size).list_degrees()
+    )
+
+
+def _find_nearest_counts(
+    facts: ModelFacts, cluster: Cluster, problem: PlanningProblem
+) -> list[int]:
+    """Return the next smaller and next larger device counts that some degrees multiply to."""
+    num_gpus = problem.num_gpus
+    directions = (range(num_gpus - 1, 0, -1), range(num_gpus + 1, 2 * num_gpus + 1))
+    nearest = [
+        next(
+            (count for count in direction if _has_valid_degrees(facts, cluster, problem, count)),
+            None,
+        )
+        for direction in directions
+    ]
+    return [count for count in nearest if count is not None]

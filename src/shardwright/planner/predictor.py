@@ -1,0 +1,142 @@
+"""Prediction of the memory and time of one candidate on one cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from shardwright.architecture import ModelShape
+from shardwright.hardware import Cluster
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.communication import NetworkModel
+from shardwright.planner.compute import DeviceRates
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.memory import predict_memory
+from shardwright.planner.model_costs import ModelFacts, get_model_facts
+from shardwright.planner.pipeline import (
+    PipelineStages,
+    bound_simulation,
+    get_pipeline,
+    is_simulated,
+)
+from shardwright.planner.prediction import MemoryParts, Prediction
+from shardwright.planner.step_time import (
+    LayerCosts,
+    StepCosts,
+    compute_stage_seconds,
+    count_turns,
+    predict_time,
+)
+
+
+def predict(
+    shape: ModelShape, candidate: Candidate, cluster: Cluster, efficiency: Efficiency
+) -> Prediction:
+    """Predict memory and time of one optimizer step of `candidate` on `cluster`.
+
+    The candidate's layout must divide the model and the batch (see `planner.rules`). Its world
+    size may be smaller than the cluster; it then uses the first ranks.
+
+    Raises:
+        InputError: the accelerator has no units for the precision, or the schedule does not
+            support the number of micro-batches.
+    """
+    return Predictor(get_model_facts(shape), cluster, efficiency).predict(candidate)
+
+
+class Predictor:
+    """Predictor of many candidates of one model on one cluster. Caches rates and
+    collectives."""
+
+    def __init__(self, facts: ModelFacts, cluster: Cluster, efficiency: Efficiency) -> None:
+        self.facts = facts
+        self.cluster = cluster
+        self.efficiency = efficiency
+        self.network = NetworkModel(cluster, efficiency)
+        self._rates: dict[str, DeviceRates] = {}
+
+    def get_rates(self, precision: str) -> DeviceRates:
+        """Return the cached rates of the device in a precision."""
+        rates = self._rates.get(precision)
+        if rates is None:
+            rates = self._rates[precision] = DeviceRates(self.cluster, self.efficiency, precision)
+        return rates
+
+    @cached_property
+    def capacity_bytes(self) -> float:
+        """Bytes of one device that a run may plan to fill."""
+        profile = self.cluster.profile
+        return (
+            self.cluster.accelerator.memory_bytes if profile is None else profile.memory_bytes
+        ) * self.efficiency.usable_share
+
+    def compute_layer_costs(self, candidate: Candidate) -> LayerCosts:
+        """Compute the layer costs of one micro-batch of the candidate."""
+        return LayerCosts(self.facts, candidate, self.get_rates(candidate.precision), self.network)
+
+    def get_pipeline_stages(self, candidate: Candidate) -> PipelineStages:
+        """Return the stages of the candidate and their schedule."""
+        steps = candidate.gradient_accumulation_steps
+        rule = candidate.conventions.stage_rule
+        return get_pipeline(self.facts, candidate.layout, steps, candidate.sequence_length, rule)
+
+    def compute_memory(self, candidate: Candidate, pipeline: PipelineStages) -> MemoryParts:
+        """Compute the memory of the rank that needs the most."""
+        if self.cluster.accelerator.kind == "cpu":
+            candidate = replace(candidate, has_fused_norms=False)
+        loads = (
+            predict_memory(self.facts, candidate, load, self.efficiency)
+            for load in pipeline.distinct_loads
+        )
+        return max(loads, key=lambda parts: parts.total)
+
+    def bound_pass_seconds(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
+        """Return minimum seconds of a step's passes, from earlier simulations of the schedule.
+        0 if there are none."""
+        pipeline = self.get_pipeline_stages(candidate)
+        if not is_simulated(pipeline):
+            return 0.0
+        costs = StepCosts(
+            self.facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
+        )
+        return bound_simulation(pipeline, *compute_stage_seconds(costs, pipeline))
+
+    def bound_step_seconds(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
+        """Return minimum seconds of the whole step, from earlier simulations of the
+        schedule."""
+        costs = StepCosts(
+            self.facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
+        )
+        return predict_time(costs, self.get_pipeline_stages(candidate), bound_simulation).step
+
+    def predict(
+        self,
+        candidate: Candidate,
+        memory: MemoryParts | None = None,
+        layer_costs: LayerCosts | None = None,
+    ) -> Prediction:
+        """Predict memory and time. Pass `compute_memory` and `compute_layer_costs` if they are
+        already known."""
+        pipeline = self.get_pipeline_stages(candidate)
+        rates = self.get_rates(candidate.precision)
+        costs = StepCosts(self.facts, candidate, rates, self.network, layer_costs)
+        tokens = min(
+            candidate.sequence_length, candidate.document_tokens or candidate.sequence_length
+        )
+        flops = self.facts.compute_flops_per_token(tokens, is_frozen=candidate.adapter is not None)
+        memory = memory or self.compute_memory(candidate, pipeline)
+        time = predict_time(costs, pipeline)
+        if memory.total > self.capacity_bytes and self.efficiency.limit_seconds:
+            time = replace(
+                time,
+                overhead=time.overhead + count_turns(candidate) * self.efficiency.limit_seconds,
+            )
+        return Prediction(
+            candidate=candidate,
+            num_gpus=candidate.layout.world_size,
+            memory=memory,
+            time=time,
+            memory_capacity_bytes=self.capacity_bytes,
+            model_flops_per_step=flops * candidate.global_batch_tokens,
+            peak_flops_per_second=rates.peak_flops_per_second,
+        )

@@ -1,0 +1,203 @@
+"""Planning problem of a recipe: the settings that it fixes, and those that are searched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.recipe import Recipe
+from shardwright.config.training import OptimizerSection
+from shardwright.errors import ArchitectureError, LayoutError, RecipeError
+from shardwright.hardware import Accelerator
+from shardwright.layout import Layout, resolve_layout
+from shardwright.plan import PrecisionChoice, resolve_batch
+from shardwright.planner.candidate import (
+    Candidate,
+    LowRankAdapter,
+    OptimizerKind,
+    Precision,
+    ReferenceKind,
+)
+from shardwright.planner.search_space import PlanningProblem
+
+_MAX_LAYERS = 2048
+"""Assigning layers to pipeline stages takes time quadratic in their number: about a minute for
+this many."""
+_MAX_SEQUENCES = 2**30
+"""Maximum sequences of a global batch. Finding divisors of larger numbers takes long."""
+
+
+def read_planning_shape(recipe: Recipe) -> ModelShape:
+    """Read the shape of a recipe's model from its config alone: no weights, tokenizer or data.
+
+    Raises:
+        ArchitectureError: the config is unsupported, or lacks a size that is needed.
+    """
+    config = recipe.model.config if recipe.model.config is not None else recipe.model.path
+    assert config is not None  # the schema requires one of them
+    if (
+        isinstance(config, dict)
+        and "vocab_size" not in config
+        and recipe.tokenizer.vocab_size is not None
+    ):
+        config = {**config, "vocab_size": recipe.tokenizer.vocab_size}
+    if isinstance(config, dict) and "vocab_size" not in config:
+        raise ArchitectureError(
+            "vocab_size is needed to count parameters and logits",
+            field="model.config.vocab_size",
+            remedy="Set it there; planning reads no tokenizer",
+        )
+    shape = read_config(config)
+    if shape.num_layers > _MAX_LAYERS:
+        raise ArchitectureError(
+            "too many layers to plan",
+            field="model.config",
+            got=f"{shape.num_layers:,} layers",
+            allowed=f"at most {_MAX_LAYERS:,}",
+        )
+    total = recipe.training.global_batch_size
+    if total is not None and total > _MAX_SEQUENCES:
+        raise RecipeError(
+            "too many sequences to plan",
+            field="training.global_batch_size",
+            got=total,
+            allowed=f"at most {_MAX_SEQUENCES:,}",
+        )
+    shape.check_sequence_length(recipe.training.sequence_length)
+    return shape
+
+
+def build_template(
+    recipe: Recipe,
+    *,
+    precision: Precision | None = None,
+    adapter: LowRankAdapter | None = None,
+    optimizer: OptimizerKind | None = None,
+) -> Candidate:
+    """Build a candidate with all settings of the recipe that are not searched, and a one-device
+    layout.
+
+    `precision` overrides the recipe's; `auto` must be resolved before.
+    """
+    section = recipe.layout
+    training = recipe.training
+    kind = precision or recipe.precision.kind
+    assert kind != "auto", "call settle_precision first"
+    adapter = adapter or build_adapter(recipe)
+    return Candidate(
+        layout=Layout(
+            wrap_blocks=section.wrap_blocks,
+            prefetch_depth=section.prefetch_depth,
+            max_gathers_in_flight=section.max_gathers_in_flight,
+            bucket_size_bytes=section.bucket_size_bytes,
+        ),
+        sequence_length=training.sequence_length,
+        precision=kind,
+        optimizer=optimizer or _choose_optimizer(recipe.optimizer),
+        adapter=adapter,
+        should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
+        compile=recipe.model.compile,
+        flash_attention=recipe.model.attention != "explicit",
+        document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
+        loss_chunk_tokens=recipe.model.loss_chunk_tokens,
+        reference=_choose_reference(recipe, adapter),
+    )
+
+
+def choose_precision_on(accelerator: Accelerator) -> PrecisionChoice:
+    """Resolve `precision: auto` for a device of the catalogue.
+
+    >>> from shardwright.hardware.catalog_loading import find_accelerator
+    >>> str(choose_precision_on(find_accelerator("T4")))
+    'fp32 (auto: T4-16GB has no bf16 units)'
+    """
+    if accelerator.has_bf16_units:
+        return PrecisionChoice("bf16", f"{accelerator.name} multiplies bf16 natively")
+    return PrecisionChoice("fp32", f"{accelerator.name} has no bf16 units")
+
+
+def _choose_reference(recipe: Recipe, adapter: LowRankAdapter | None) -> ReferenceKind:
+    """Return the reference of the recipe's preference training.
+
+    Default: the model with adapters disabled, or a frozen copy without adapters.
+    """
+    if recipe.preference is None:
+        return "none"
+    return recipe.preference.reference or ("frozen" if adapter is None else "adapter_off")
+
+
+def build_adapter(recipe: Recipe) -> LowRankAdapter | None:
+    """Return the recipe's adapters: their rank, and the roles of matrices with an adapter in
+    any layer. None without adapters."""
+    if recipe.adapters is None:
+        return None
+    adapted = add_adapters(read_planning_shape(recipe), recipe.adapters)
+    assert adapted.adapters is not None
+    roles = {
+        spec.adapted_matrix.role
+        for spec in adapted.list_parameters()
+        if spec.adapted_matrix is not None
+    }
+    return LowRankAdapter(
+        adapted.adapters.rank, tuple(sorted(roles)), quantised=adapted.adapters.quantize is not None
+    )
+
+
+def _choose_optimizer(section: OptimizerSection) -> OptimizerKind:
+    if section.name == "sgd":
+        return "sgd_momentum" if section.momentum else "sgd"
+    return section.name
+
+
+def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> PlanningProblem:
+    """Build the planning problem of a recipe on `num_gpus` devices: degrees, recomputation, and
+    the split of the batch are open.
+
+    The recipe's global batch is fixed. Without one, its micro-batch and accumulation are fixed
+    on every rank.
+
+    Raises:
+        RecipeError: the recipe sets neither a global batch nor a micro-batch.
+    """
+    training = recipe.training
+    if training.global_batch_size is not None:
+        return PlanningProblem(template, num_gpus, training.global_batch_size)
+    if training.micro_batch_size is None:
+        raise RecipeError(
+            "the batch size is not set",
+            field="training.global_batch_size",
+            remedy="Set global_batch_size, or micro_batch_size (per rank)",
+        )
+    accumulation = training.gradient_accumulation_steps or 1
+    return PlanningProblem(template, num_gpus, None, (training.micro_batch_size,), (accumulation,))
+
+
+def build_recipe_candidate(recipe: Recipe, template: Candidate, num_gpus: int) -> Candidate | None:
+    """Return the recipe's own layout on `num_gpus` devices. None if it is `auto` or does not
+    match their number."""
+    return _build_recipe_candidate(recipe, template, num_gpus)[0]
+
+
+def explain_missing_candidate(recipe: Recipe, template: Candidate, num_gpus: int) -> str | None:
+    """Return the reason why the recipe's layout cannot run on `num_gpus` devices. None if it
+    can, or is `auto`."""
+    return None if recipe.layout.auto else _build_recipe_candidate(recipe, template, num_gpus)[1]
+
+
+def _build_recipe_candidate(
+    recipe: Recipe, template: Candidate, num_gpus: int
+) -> tuple[Candidate | None, str | None]:
+    try:
+        layout = resolve_layout(recipe.layout, num_gpus)
+        batch = resolve_batch(recipe.training, layout.data_ranks)
+    except (LayoutError, RecipeError) as error:
+        return None, error.problem
+    candidate = replace(
+        template,
+        layout=layout,
+        micro_batch_size=batch.micro_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        recompute=recipe.recompute,
+    )
+    return candidate, None

@@ -1,0 +1,1 @@
+"""Read published measurements of other trainers and predict them."""

@@ -1,0 +1,465 @@
+"""Conventions of other training frameworks, and defaults where published rows are silent.
+
+Sources are the frameworks' documentation and code at the time of the measurements: nanotron
+v0.5; Megatron-Core 0.8 to 0.15 under NeMo; Megatron-LM of 2020 and 2021; Megatron-DeepSpeed of
+BigScience; Composer 0.14 to 0.22 (llm-foundry); torchtitan; litgpt of 2023.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwright.config.recipe import RecomputeKind
+from shardwright.hardware import Accelerator
+from shardwright.layout import Layout
+from shardwright.layout.degrees import ZeroStage
+from shardwright.planner.candidate import FrameworkConventions
+
+
+@dataclass(frozen=True)
+class FrameworkDefaults:
+    """Conventions of one training framework, and its defaults where a row is silent.
+
+    `links` maps accelerator generations to the network of its published runs, by names of the
+    hardware catalogue.
+    """
+
+    conventions: FrameworkConventions
+    earlier_conventions: FrameworkConventions | None = None
+    """Conventions of the release behind the earlier published rows (`_is_earlier_round`), without a
+    pipeline."""
+    earlier_pipelined_conventions: FrameworkConventions | None = None
+    """The same with a pipeline, whose sends limit how far the host runs ahead."""
+    conventions_since_2025: FrameworkConventions | None = None
+    """Conventions of releases that run on the accelerators of 2025 (H200, Blackwell), if they
+    differ."""
+    zero_stage: ZeroStage = 1
+    should_replicate_adapted: bool = False
+    """With adapters each rank replicates the frozen model, unless a row states that it is
+    sharded."""
+    zero_stage_in_pipeline: ZeroStage | None = None
+    """Effective stage under pp if stage 3 is stated: torchtitan then gathers once per step and
+    does not reshard between passes."""
+    recompute: RecomputeKind = "none"
+    is_recompute_variable: bool = False
+    """True if published recipes choose recomputation by available memory, so that silence does
+    not mean the default."""
+    quantised_recompute: RecomputeKind | None = None
+    """Default for QLoRA, if different."""
+    multi_device_recompute: RecomputeKind | None = None
+    """Default on several devices, if different: litgpt's FSDP strategy uses full
+    recomputation."""
+    flash_attention: bool = True
+    has_interleaved_schedule: bool = False
+    """True if published pipelines have several stages per rank when a row does not state the
+    number."""
+    sequence_parallel: bool = True
+    links: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+_MIXED_PRECISION = FrameworkConventions(
+    weight_bytes=2.0, master_bytes=4.0, should_cast_at_use=False, stage_rule="even"
+)
+"""Half-precision weights beside fp32 master weights that are sharded with the optimizer
+states."""
+
+_FUSED_SOFTMAX_BYTES = 13.0
+"""Bytes per attention score of Megatron's fused scale, mask and softmax kernel, all in half
+precision: scores written and read, weights written, read and written by dropout with a one-byte
+mask, and read by the second matmul."""
+
+_DOUBLE_QUANTISED_BYTES = 0.5 + 1.0 / 64 + 4.0 / (64 * 256)
+"""Bytes per NF4 element with quantised scales: 8 bits per scale, and an fp32 one per 256 of
+them (arXiv 2305.14314)."""
+
+_EAGER_LOGIT_BYTES = 14.0
+"""Bytes per logit of the loss in transformers: bf16 logits, an fp32 copy, their log-softmax,
+and its gradient."""
+
+_HUGGING_FACE = FrameworkConventions(
+    "huggingface",
+    num_gated_tensors=4.0,
+    num_norm_tensors=4.0,
+    logit_bytes=_EAGER_LOGIT_BYTES,
+    nf4_bytes=_DOUBLE_QUANTISED_BYTES,
+    unquantised_bytes=4.0,
+    should_drop_frozen_inputs=True,
+)
+
+
+def _use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
+    """Return conventions with weights, gradients and states in bf16 only: 8 bytes per
+    parameter."""
+    return replace(
+        conventions,
+        weight_bytes=2.0,
+        gradient_bytes=2.0,
+        has_half_precision_states=True,
+        should_cast_at_use=False,
+    )
+
+
+# Gradients are summed in fp32 after a micro-batch's bf16 gradients are complete
+# (optim/gradient_accumulator.py). A gate's activation is saved beside gate and up. Gathered
+# inputs and gathered gradients have one persistent buffer each
+# (parallel/tensor_parallel/functional.py). Logits: bf16, an fp32 copy, and its exponentials
+# (models/llama.py). A norm saves twice its input and output, estimated from rows that differ in
+# micro-batch and depth.
+_NANOTRON = replace(
+    _MIXED_PRECISION,
+    name="nanotron",
+    stage_rule="running_sum",
+    gradient_bytes=4.0,
+    micro_batch_gradient_bytes=2.0,
+    reduce_bytes=4.0,
+    has_unsharded_gradients=True,
+    num_gated_tensors=4.0,
+    num_norm_tensors=4.0,
+    logit_bytes=10.0,
+    num_sequence_buffers=2.0,
+    should_save_gathered_sequence=False,
+)
+
+# Selective recomputation saves every second matmul of a block, and attention's output: in a
+# Llama, queries, values, gate and the branch's result, which the compiler recognises as unused.
+_TORCHTITAN = FrameworkConventions(
+    "torchtitan",
+    gather_bytes=2.0,
+    reduce_bytes=4.0,
+    selective_share=0.49,
+    eager_selective_share=0.58,
+    has_separate_gradient_stream=True,
+    logit_bytes=14.0,
+    sharded_logit_bytes=22.0,
+    should_save_fp4_matmuls=False,
+    should_defer_stage_2=True,
+    stage_rule="even",
+)
+
+FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
+    "nanotron": FrameworkDefaults(
+        _NANOTRON,
+        earlier_conventions=replace(_NANOTRON, num_unreleased_sequences=56.0),
+        earlier_pipelined_conventions=replace(_NANOTRON, num_unreleased_sequences=26.0),
+        links={"Hopper": "efa-p5"},
+    ),
+    "megatron-core": FrameworkDefaults(
+        # Gradients are summed in fp32 with bf16, but NVIDIA's performance recipes disable that
+        # (`engine_of`).
+        replace(
+            _MIXED_PRECISION,
+            name="megatron-core",
+            gradient_bytes=4.0,
+            reduce_bytes=4.0,
+            has_unsharded_gradients=True,
+            has_node_dispatch=True,
+        ),
+        is_recompute_variable=True,
+        has_interleaved_schedule=True,
+    ),
+    "megatron-lm": FrameworkDefaults(
+        replace(
+            _MIXED_PRECISION,
+            name="megatron-lm",
+            gradient_bytes=4.0,
+            reduce_bytes=4.0,
+            has_unsharded_gradients=True,
+            score_bytes=_FUSED_SOFTMAX_BYTES,
+        ),
+        zero_stage=0,
+        recompute="full",
+        flash_attention=False,
+        sequence_parallel=False,
+    ),
+    "megatron-deepspeed": FrameworkDefaults(
+        # The step flattens a shard's gradients and casts them to fp32
+        # (runtime/zero/stage_1_and_2.py), each into one tensor. Its BF16_Optimizer keeps bf16
+        # gradients beside their fp32 sums.
+        replace(
+            _MIXED_PRECISION,
+            name="megatron-deepspeed",
+            gradient_bytes=2.0,
+            has_separate_gradient_sum=True,
+            update_copy_bytes=6.0,
+            reduce_bytes=2.0,
+            has_unsharded_gradients=True,
+            score_bytes=_FUSED_SOFTMAX_BYTES,
+        ),
+        recompute="full",
+        flash_attention=False,
+        sequence_parallel=False,
+    ),
+    "aleph": FrameworkDefaults(
+        # Logits: local and gathered in bf16, an fp32 copy, exponentials, gradient, and the
+        # gradient in bf16 twice.
+        replace(
+            _MIXED_PRECISION,
+            name="aleph",
+            stage_rule="weighed",  # by parameters, including embedding and head
+            gradient_bytes=2.0,
+            reduce_bytes=2.0,
+            has_unsharded_gradients=True,
+            should_gather_logits=True,
+            logit_bytes=20.0,
+            num_gated_tensors=4.0,
+            num_rotary_tensors=2.0,
+            num_norm_tensors=5.0,
+        ),
+        sequence_parallel=False,
+    ),
+    "llm-foundry": FrameworkDefaults(
+        FrameworkConventions("llm-foundry", gather_bytes=2.0, reduce_bytes=4.0, logit_bytes=6.0),
+        zero_stage=3,
+    ),
+    "torchtitan": FrameworkDefaults(
+        # Logits in bf16 and fp32, their exponentials and gradient. With a sharded vocabulary,
+        # the shifted logits and the log-softmax are separate tensors. Since 2025 the compiled
+        # loss stores two of these. Pipelines sum unsharded fp32 gradients until the last
+        # micro-batch.
+        _TORCHTITAN,
+        conventions_since_2025=replace(
+            _TORCHTITAN,
+            logit_bytes=5.0,
+            sharded_logit_bytes=None,
+            has_separate_gradient_stream=False,
+        ),
+        zero_stage=3,
+        zero_stage_in_pipeline=2,
+        recompute="selective",
+    ),
+    "litgpt": FrameworkDefaults(
+        FrameworkConventions(
+            "litgpt",
+            weight_bytes=2.0,
+            gradient_bytes=2.0,
+            should_cast_at_use=False,
+            num_gated_tensors=4.0,
+            num_norm_tensors=3.0,
+            should_load_unsharded=True,
+            nf4_bytes=_DOUBLE_QUANTISED_BYTES,
+        ),
+        zero_stage=3,
+        multi_device_recompute="full",
+        sequence_parallel=False,
+    ),
+    "deepspeed": FrameworkDefaults(
+        # Hugging Face's models; the step flattens and casts as Megatron-DeepSpeed does.
+        replace(
+            _MIXED_PRECISION,
+            name="deepspeed",
+            gradient_bytes=2.0,
+            update_copy_bytes=6.0,
+            reduce_bytes=2.0,
+            gather_bytes=2.0,
+            num_gated_tensors=4.0,
+            num_norm_tensors=4.0,
+            logit_bytes=_EAGER_LOGIT_BYTES,
+        ),
+        zero_stage=3,
+        recompute="full",
+    ),
+    "huggingface": FrameworkDefaults(
+        # Trainer, TRL, PEFT and Accelerate: fp32 weights under autocast, whose casts live until
+        # the backward pass. RMS norms work on an fp32 copy, which is saved; so is a gate's
+        # activation. Preparing a model for QLoRA casts everything unquantised to fp32 (peft's
+        # prepare_model_for_kbit_training).
+        _HUGGING_FACE,
+        zero_stage=3,
+        should_replicate_adapted=True,
+        quantised_recompute="full",
+        sequence_parallel=False,
+    ),
+    "llama-factory": FrameworkDefaults(
+        # Its README states 18 bytes per parameter for full tuning of 7B with mixed precision,
+        # and 8 for "pure_bf16".
+        replace(_HUGGING_FACE, name="llama-factory", unquantised_bytes=None),
+        zero_stage=3,
+        should_replicate_adapted=True,
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "axolotl": FrameworkDefaults(
+        # `bf16: true` loads and trains weights in bf16. Its examples recompute, and materialise
+        # all logits.
+        _use_pure_bf16(replace(_HUGGING_FACE, name="axolotl")),
+        zero_stage=3,
+        should_replicate_adapted=True,
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "torchtune": FrameworkDefaults(
+        # `dtype: bf16` applies to weights, gradients and states. The loss projects, casts and
+        # reduces an eighth of the rows at a time (LinearCrossEntropyLoss): bf16, fp32 and
+        # log-softmax of those logits.
+        _use_pure_bf16(
+            FrameworkConventions(
+                "torchtune",
+                num_gated_tensors=4.0,
+                num_norm_tensors=3.0,
+                logit_bytes=10.0 / 8,
+                nf4_bytes=_DOUBLE_QUANTISED_BYTES,
+                should_drop_frozen_inputs=True,
+            )
+        ),
+        zero_stage=3,
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "automodel": FrameworkDefaults(
+        # NeMo Automodel: transformers' models in bf16 under FSDP2, with its own kernels for
+        # norms, gates and the loss.
+        _use_pure_bf16(
+            FrameworkConventions("automodel", nf4_bytes=_DOUBLE_QUANTISED_BYTES, logit_bytes=4.0)
+        ),
+        zero_stage=3,
+        should_replicate_adapted=True,
+    ),
+    "unsloth": FrameworkDefaults(
+        # Its own kernels save no copies, the loss overwrites bf16 logits with their gradient,
+        # and block inputs are offloaded to the host.
+        replace(
+            _HUGGING_FACE,
+            name="unsloth",
+            num_gated_tensors=3.0,
+            num_norm_tensors=2.0,
+            logit_bytes=4.0,
+            unquantised_bytes=None,
+        ),
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "gpt-neox": FrameworkDefaults(
+        replace(
+            _MIXED_PRECISION,
+            name="gpt-neox",
+            gradient_bytes=2.0,
+            update_copy_bytes=6.0,
+            reduce_bytes=2.0,
+            has_unsharded_gradients=True,
+        ),
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "colossalai": FrameworkDefaults(
+        # Gemini stores gradients in the memory of their weights: 14 bytes per parameter.
+        replace(
+            _MIXED_PRECISION,
+            name="colossalai",
+            gradient_bytes=0.0,
+            reduce_bytes=2.0,
+            gather_bytes=2.0,
+            logit_bytes=_EAGER_LOGIT_BYTES,
+        ),
+        zero_stage=3,
+        recompute="full",
+        sequence_parallel=False,
+    ),
+}
+
+_FRAMEWORK_PATTERNS: tuple[tuple[str, str], ...] = (
+    (r"nanotron", "nanotron"),
+    (r"megatron[-+]deepspeed|bigscience|bloom", "megatron-deepspeed"),
+    (r"megascale", "megatron-core"),
+    (r"megatron-lm|ptd\b", "megatron-lm"),
+    (r"automodel", "automodel"),
+    (r"nemo|megatron-core|megatron-bridge|dgxc", "megatron-core"),
+    (r"llm-foundry|composer|mosaic", "llm-foundry"),
+    (r"torchtune", "torchtune"),
+    (r"torchtitan|fsdp2", "torchtitan"),
+    (r"lit-?gpt|lightning", "litgpt"),
+    (r"aleph", "aleph"),
+    (r"unsloth", "unsloth"),
+    (r"axolotl", "axolotl"),
+    (r"llama-?factory", "llama-factory"),
+    (r"gpt-?neox|eleuther", "gpt-neox"),
+    (r"colossal", "colossalai"),
+    (r"primus", "megatron-core"),
+    (r"deepspeed|zero-3", "deepspeed"),
+    (r"hugging ?face|transformers|\btrl\b|\bpeft\b|accelerate|q-?lora", "huggingface"),
+)
+"""Patterns by which a row names its framework; the first match counts."""
+
+
+def find_framework_name(*texts: str) -> str | None:
+    """Return the framework that a text names, trying the texts in order. None if there is no
+    match.
+
+    >>> find_framework_name("", "NVIDIA/NeMo docs"), find_framework_name("a table")
+    ('megatron-core', None)
+    """
+    for text in texts:
+        for pattern, name in _FRAMEWORK_PATTERNS:
+            if re.search(pattern, text.lower()):
+                return name
+    return None
+
+
+_PERFORMANCE_RECIPE_PATTERN = r"nemo(?!\S* automodel)|megatron-bridge|dgxc"
+"""Names of NVIDIA's tables."""
+
+
+def is_performance_recipe(*texts: str) -> bool:
+    """Return True if a text names NVIDIA's performance recipes (scripts/performance of NeMo and
+    of Megatron-Bridge).
+
+    They set `grad_reduce_in_fp32 = False`, and adapt only the fused queries, keys and values
+    (`peft.target_modules = ["linear_qkv"]`).
+    """
+    return any(re.search(_PERFORMANCE_RECIPE_PATTERN, text.lower()) for text in texts)
+
+
+_ZERO_3_OF_2021_PATTERN = r"2104\.04473|megatron-lm"
+"""Paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor at a time. Later
+releases gather a bucket at a time."""
+
+
+def build_conventions(
+    row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout, accelerator: Accelerator
+) -> FrameworkConventions:
+    """Return the conventions of a row's framework: those of its release, changed by the row's
+    notes."""
+    is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
+    release_engine = (framework.conventions_since_2025 if is_recent else None) or (
+        (
+            framework.earlier_conventions
+            if layout.pp == 1
+            else framework.earlier_pipelined_conventions
+        )
+        if _is_earlier_round(layout)
+        else None
+    )
+    engine = release_engine or framework.conventions
+    if engine.name == "huggingface" and re.search(
+        r"(?i)zero|deepspeed|\bds", row["notes.sharding"]
+    ):
+        engine = FRAMEWORK_DEFAULTS["deepspeed"].conventions
+    if row["notes.half_weights"] and engine.weight_bytes is None:
+        engine = _use_pure_bf16(engine)
+    if row["notes.mixed_precision"] == "PURE":
+        engine = replace(engine, reduce_bytes=2.0)
+    if "RMS kernel" in row["notes.kernel"]:
+        engine = replace(engine, num_norm_tensors=2.0)  # the fused kernel's input and output
+    if engine.name == "megatron-core" and is_performance_recipe(
+        row["notes.framework"], row["source"]
+    ):
+        engine = replace(engine, gradient_bytes=2.0, reduce_bytes=2.0)
+    if engine.name == "deepspeed" and re.search(_ZERO_3_OF_2021_PATTERN, row["source"].lower()):
+        engine = replace(engine, should_gather_per_tensor=True)
+    if row["notes.gradients"] and engine.gradient_bytes:
+        unsummed_bytes = engine.gradient_bytes if engine.has_separate_gradient_sum else 0.0
+        engine = replace(engine, gradient_bytes=4.0 + unsummed_bytes, reduce_bytes=4.0)
+    return engine
+
+
+def _is_earlier_round(layout: Layout) -> bool:
+    """Return True if a row of nanotron's table predates the persistent buffers of gathered
+    sequences.
+
+    The table has two rounds: scripts/scaling_benchmarks.py skips configurations of the first
+    round, except for pipelines older than a certain job. By their memory, pipelines of more
+    than two stages on up to 128 GPUs were not measured again, except for those with tensor
+    parallelism over four nodes, which the first round did not contain.
+    """
+    return layout.pp == 1 or (layout.pp > 2 and layout.tp <= 16 and layout.world_size <= 128)

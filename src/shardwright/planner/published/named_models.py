@@ -1,0 +1,477 @@
+"""Model shapes of published rows, from their columns and model names.
+
+A table of measurements gives sizes (layers, widths, heads, vocabulary) and a name. The name's
+family determines whether the feed-forward is gated, embeddings are tied, and positions are
+learned. Models that columns cannot describe (latent attention, alternating layers) are listed
+here with the numbers of their public config.json. Missing sizes are those of the named model
+(`load_named_sizes.yaml`), unless a stated size contradicts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from shardwright.architecture import LayerShape, ModelShape, read_config
+from shardwright.architecture.expert_shape import ExpertShape
+from shardwright.architecture.module_names import LLAMA
+from shardwright.errors import ArchitectureError
+from shardwright.planner.published.named_sizes import BILLIONS_PATTERN, SIZE_COLUMNS, find_sizes
+
+
+@dataclass(frozen=True)
+class FamilyStyle:
+    """Block features that a model family implies."""
+
+    is_gated: bool = True
+    has_tied_embeddings: bool = False
+    has_learned_positions: bool = False
+    has_layer_norm: bool = False
+    has_bias: bool = False
+    has_parallel_residual: bool = False
+
+
+_GPT_STYLE = FamilyStyle(
+    is_gated=False,
+    has_tied_embeddings=True,
+    has_learned_positions=True,
+    has_layer_norm=True,
+    has_bias=True,
+)
+
+FAMILY_STYLES: dict[str, FamilyStyle] = {
+    r"mpt": replace(_GPT_STYLE, has_bias=False),
+    r"bloom": replace(_GPT_STYLE, has_learned_positions=False),
+    r"nemotron-?(3|4)?-?(8|15|22|340)b|nemotron-4": FamilyStyle(
+        is_gated=False, has_layer_norm=True
+    ),
+    r"phi-?[12](?!\d)|stablelm-alpha|pythia|dolly|neox|gpt-j": FamilyStyle(
+        is_gated=False, has_layer_norm=True, has_bias=True, has_parallel_residual=True
+    ),
+    r"falcon(?!-?3)": FamilyStyle(
+        is_gated=False, has_tied_embeddings=True, has_layer_norm=True, has_parallel_residual=True
+    ),
+    r"starcoder-?2": FamilyStyle(is_gated=False, has_layer_norm=True, has_bias=True),
+    r"gpt|opt-|turing|mt-nlg|santacoder|starcoder|granite-(20|34)b": _GPT_STYLE,
+    r"command-r": FamilyStyle(
+        has_tied_embeddings=True, has_layer_norm=True, has_parallel_residual=True
+    ),
+    r"gemma": FamilyStyle(has_tied_embeddings=True),
+}
+"""Patterns of names -> style; the first match counts. Other names are treated as Llama."""
+
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 36,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+
+PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
+    r"deepseek-?v3|deepseek-?r1(?!.*distill)": _DEEPSEEK_V3,
+    r"deepseek-?v2-?lite|deepseek-?v2-16b": _DEEPSEEK_V3
+    | {
+        "num_hidden_layers": 27,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "vocab_size": 102400,
+    },
+    r"deepseek-?v2(\.5)?(?!.*lite)": _DEEPSEEK_V3
+    | {
+        "num_hidden_layers": 60,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "topk_group": 3,
+        "first_k_dense_replace": 1,
+        "vocab_size": 102400,
+    },
+    r"kimi-?k2": _DEEPSEEK_V3
+    | {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_routed_experts": 384,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827,
+        "vocab_size": 163840,
+        "max_position_embeddings": 131072,
+    },
+    r"qwen3-?30b-?a3b": _QWEN3_MOE,
+    r"qwen3-?235b": _QWEN3_MOE
+    | {
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_attention_heads": 64,
+    },
+    r"gpt-?oss-?120b": _GPT_OSS,
+    r"gpt-?oss-?20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    r"llama-?4-?maverick": _QWEN3_MOE
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 16384,
+        "moe_intermediate_size": 8192,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 1,
+        "decoder_sparse_step": 2,
+        "vocab_size": 202048,
+    },
+}
+"""config.json of models that columns cannot describe. Llama 4 is expressed as qwen3_moe; its
+shared experts are added below."""
+
+SHARED_EXPERT_WIDTHS = {r"llama-?4": 8192}
+"""Width of shared experts that a config above has no key for."""
+
+
+@dataclass(frozen=True)
+class _HybridStandIn:
+    """Substitute for a hybrid model (Mamba-2 and experts), made of supported layers: the same
+    number of parameters, matmuls and expert bytes.
+
+    A pair of one Mamba-2 and one sparse layer becomes one layer whose attention has a window of
+    256 tokens and as many parameters as the Mamba-2 layer's projections. Experts without a gate
+    become gated ones of two thirds of the width. The scan itself is not counted. Numbers:
+    NVIDIA Nemotron 3 technical reports and config.json, 2025-12 to 2026-06.
+    """
+
+    num_pairs: int
+    num_attention_layers: int
+    hidden_size: int
+    num_mixer_heads: int
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
+    shared_width: int
+    vocab_size: int = 131072
+
+
+_HYBRIDS = {
+    r"nemotron_?-?3_?-?nano": _HybridStandIn(23, 6, 2688, 54, 128, 6, 1237, 2475),
+    r"nemotron_?-?3_?-?super": _HybridStandIn(40, 8, 4096, 104, 512, 22, 448, 3584),
+    r"nemotron_?-?3_?-?ultra": _HybridStandIn(48, 12, 8192, 192, 512, 22, 853, 6827),
+    r"deepseek[-_ ]?v4[-_ ]?flash": _HybridStandIn(43, 0, 4096, 96, 256, 6, 2048, 2048, 129280),
+}
+
+
+def has_latent_experts(name: str) -> bool:
+    """Return True if experts use a quarter of the model's width as input and output (LatentMoE
+    of Nemotron 3 Super and Ultra)."""
+    return re.search(r"nemotron_?-?3_?-?(super|ultra)", name.lower()) is not None
+
+
+def is_hybrid(name: str) -> bool:
+    """Return True for models planned with a `_HybridStandIn`, whose mixers have their own fitted
+    attention efficiency."""
+    return any(re.search(pattern, name.lower()) for pattern in _HYBRIDS)
+
+
+def build_row_shape(
+    row: Mapping[str, str],
+    *,
+    has_tied_embeddings: bool | None = None,
+    expert_width: int | None = None,
+) -> ModelShape:
+    """Return the shape of a row's model: by name if the name is known, else from its columns.
+
+    Args:
+        row: columns model_name, layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq_len,
+            num_experts, top_k, params_b.
+        has_tied_embeddings: embeddings as stated in the row's notes; None follows the name.
+        expert_width: expert width as stated in the row's notes; None uses ffn_hidden.
+
+    Raises:
+        ArchitectureError: name and columns do not determine the shape.
+    """
+    name = re.sub(r"[\s_/]+", "-", row["model_name"].lower())
+    for pattern in PUBLIC_CONFIGS:
+        if re.search(pattern, name) and _is_consistent(
+            row, shape := _add_shared_experts(name, _read_public_config(pattern))
+        ):
+            return _set_depth(shape, _read_integer(row, "layers", 0))
+    for pattern, stand_in in _HYBRIDS.items():
+        if re.search(pattern, name):
+            return _build_hybrid_shape(stand_in)
+    sizes = find_sizes(name) or find_sizes(f"{name} {float(row.get('params_b') or 0):.0f}b")
+    if sizes is not None and not _has_contradiction(row, sizes):
+        columns = dict(zip(SIZE_COLUMNS, sizes["sizes"], strict=True))
+        row = {**row, **{column: row.get(column) or str(size) for column, size in columns.items()}}
+        return _build_shape_from_columns(row, name, has_tied_embeddings, expert_width, sizes)
+    return _build_shape_from_columns(row, name, has_tied_embeddings, expert_width)
+
+
+@cache
+def _read_public_config(pattern: str) -> ModelShape:
+    return read_config(PUBLIC_CONFIGS[pattern])
+
+
+def _is_consistent(row: Mapping[str, str], shape: ModelShape) -> bool:
+    """Return True if the row's width and the size in its model's name match the shape
+    (`DeepSeek-V3-16B` does not)."""
+    name = row["model_name"].lower()
+    # `17b-128e` counts active parameters.
+    stated_size = None if re.search(r"\d+e\b", name) else re.search(BILLIONS_PATTERN, name)
+    is_near = stated_size is None or 0.8 < float(stated_size[1]) * 1e9 / shape.num_parameters < 1.25
+    return _read_integer(row, "hidden", 0) in (0, shape.hidden_size) and is_near
+
+
+def _set_depth(shape: ModelShape, layers: int) -> ModelShape:
+    """Return the shape with as many layers as the row states, repeating the last kind:
+    scaled-down proxies have fewer layers."""
+    if layers in (0, shape.num_layers):
+        return shape
+    return replace(shape, layers=(shape.layers + shape.layers[-2:] * layers)[:layers])
+
+
+def _has_contradiction(row: Mapping[str, str], sizes: Mapping[str, Any]) -> bool:
+    """Return True if the row's width, heads or experts differ from the named model's. Depth and
+    vocabulary may differ."""
+    named_sizes = dict(zip(SIZE_COLUMNS, sizes["sizes"], strict=True)) | {
+        "num_experts": sizes.get("experts", (0,))[0]
+    }
+    return any(
+        _read_integer(row, column, 0) not in (0, named_sizes[column])
+        for column in ("hidden", "heads", "num_experts")
+    )
+
+
+def _add_shared_experts(name: str, shape: ModelShape) -> ModelShape:
+    for pattern, width in SHARED_EXPERT_WIDTHS.items():
+        if re.search(pattern, name) and shape.experts is not None:
+            return replace(shape, experts=replace(shape.experts, shared_intermediate_size=width))
+    return shape
+
+
+def _build_hybrid_shape(stand_in: _HybridStandIn) -> ModelShape:
+    mixers = (LayerShape(attention_scale=1.0, window=256, sparse=True),) * stand_in.num_pairs
+    attention = (LayerShape(attention_scale=1.0),) * stand_in.num_attention_layers
+    return ModelShape(
+        family="planning",
+        vocab_size=stand_in.vocab_size,
+        hidden_size=stand_in.hidden_size,
+        intermediate_size=128,
+        num_heads=stand_in.num_mixer_heads,
+        num_kv_heads=2,
+        head_dim=128,
+        max_position_embeddings=1 << 20,
+        layers=mixers + attention,
+        experts=ExpertShape(
+            stand_in.num_experts,
+            stand_in.experts_per_token,
+            # The true width fills matmul tiles, two thirds of it may not: round to a multiple
+            # of 64.
+            64 * round(stand_in.expert_width / 64),
+            shared_intermediate_size=64 * round(stand_in.shared_width / 64),
+        ),
+    )
+
+
+def _build_shape_from_columns(
+    row: Mapping[str, str],
+    name: str,
+    has_tied_embeddings: bool | None,
+    expert_width: int | None,
+    named_sizes: Mapping[str, Any] | None = None,
+) -> ModelShape:
+    """Build the shape from a row's columns. The family, or the `named_sizes` model if known,
+    supplies the rest."""
+    style = find_style(name)
+    named_sizes = named_sizes or {}
+    if has_tied_embeddings is None and named_sizes:
+        has_tied_embeddings = named_sizes.get("tied", style.has_tied_embeddings)
+    vocab = _read_integer(row, "vocab")
+    layers, hidden = _read_depth_and_width(row)
+    heads = min(_read_integer(row, "heads", max(1, hidden // 128)), hidden)
+    kv_heads = _read_integer(row, "kv_heads", heads)
+    inner = _read_integer(row, "ffn_hidden", (4 if not style.is_gated else 3) * hidden)
+    known_experts, known_top, known_width = named_sizes.get("experts", (0, 2, None))
+    num_experts = _read_integer(row, "num_experts", known_experts)
+    width = expert_width or known_width or inner
+    shared = named_sizes.get("shared", 0)
+    experts = (
+        ExpertShape(num_experts, _read_integer(row, "top_k", known_top), width, shared)
+        if num_experts
+        else None
+    )
+    layer = LayerShape(attention_scale=1.0, sparse=experts is not None)
+    dense = (replace(layer, sparse=False),) * min(layers, named_sizes.get("dense", 0))
+    shape = ModelShape(
+        family="planning",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=heads,
+        num_kv_heads=heads if heads % kv_heads else kv_heads,
+        head_dim=named_sizes.get("head_dim", hidden // heads),
+        max_position_embeddings=_read_integer(row, "seq_len", 4096),
+        layers=dense + (layer,) * (layers - len(dense)),
+        names=replace(
+            LLAMA,
+            gate=LLAMA.gate if style.is_gated else None,
+            positions="positions" if style.has_learned_positions else None,
+        ),
+        norm="layer" if style.has_layer_norm else "rms",
+        norm_bias=style.has_bias,
+        qkv_bias=style.has_bias,
+        attention_out_bias=style.has_bias,
+        mlp_bias=style.has_bias,
+        activation="silu" if style.is_gated else "gelu",
+        parallel_residual=style.has_parallel_residual,
+        tied_embeddings=style.has_tied_embeddings
+        if has_tied_embeddings is None
+        else has_tied_embeddings,
+        experts=experts,
+    )
+    num_parameters = _read_num_parameters(row)
+    return (
+        shape
+        if has_tied_embeddings is not None or not num_parameters or not shape.tied_embeddings
+        else _choose_tied_embeddings(shape, num_parameters)
+    )
+
+
+def _choose_tied_embeddings(shape: ModelShape, num_parameters: float) -> ModelShape:
+    """Return the shape with an untied head if that is much closer to the stated number of
+    parameters."""
+    untied = replace(shape, tied_embeddings=False)
+    tied_error, untied_error = (
+        abs(each.num_parameters / num_parameters - 1) for each in (shape, untied)
+    )
+    return untied if untied_error < 0.5 * tied_error and tied_error > 0.004 else shape
+
+
+def _read_depth_and_width(row: Mapping[str, str]) -> tuple[int, int]:
+    """Return layers and model width. Missing ones follow from the stated parameters with
+    GPT-3's 128 features per layer."""
+    num_parameters = _read_num_parameters(row)
+    layers = _read_integer(row, "layers", 0)
+    default_width = (
+        (num_parameters / 12 / layers) ** (1 / 2)
+        if layers
+        else (128 * num_parameters / 12) ** (1 / 3)
+    )
+    width = _read_integer(row, "hidden", 128 * round(default_width / 128) or None)
+    if (
+        layers := _read_integer(row, "layers", round(num_parameters / (12 * width**2)) or None)
+    ) > _MAX_LAYERS:
+        raise ArchitectureError(
+            "too many layers",
+            field="measurements.layers",
+            got=layers,
+            allowed=f"at most {_MAX_LAYERS}",
+        )
+    return layers, width
+
+
+_MAX_LAYERS = 1000
+
+
+def _read_num_parameters(row: Mapping[str, str]) -> float:
+    """Return the number of parameters in the row or the model's name (`7B`). 0 if neither
+    states it."""
+    match = re.search(BILLIONS_PATTERN, row["model_name"].lower())
+    return float(row.get("params_b") or (match[1] if match else 0)) * 1e9
+
+
+def find_style(name: str) -> FamilyStyle:
+    """Return the block style of a model name's family.
+
+    >>> find_style("gpt3-175b").is_gated, find_style("llama-3-8b").is_gated
+    (False, True)
+    """
+    return next(
+        (style for pattern, style in FAMILY_STYLES.items() if re.search(pattern, name.lower())),
+        FamilyStyle(),
+    )
+
+
+_DEFAULT_SIZES = {"vocab": 51200}
+"""Defaults of sizes with little effect: the padded GPT-2 vocabulary."""
+
+
+def _read_integer(row: Mapping[str, str], key: str, default: int | None = None) -> int:
+    text = row.get(key) or ""
+    if text:
+        return round(float(text))
+    default = _DEFAULT_SIZES.get(key) if default is None else default
+    if default is None:
+        raise ArchitectureError(
+            "neither the model's name nor this column gives its size",
+            field=f"measurements.{key}",
+            got=f"an empty field for {row['model_name']!r}",
+            allowed="a whole number",
+            remedy="Fill in layers, hidden, heads, ffn_hidden and vocab, or name a known model",
+        )
+    return default

@@ -1,0 +1,127 @@
+"""Predictions for published rows, with unstated settings chosen as a user would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwright.planner.calibration import EfficiencyTable, load_efficiencies
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.memory import predict_memory
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.pipeline import get_pipeline
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.predictor import predict
+from shardwright.planner.published.measurements import PublishedRun
+from shardwright.units import GIB_BYTES
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+"""Sizes tried if a row states none; the fastest that fits is used."""
+
+
+@dataclass(frozen=True)
+class PredictedRow:
+    """Output of `predict` for one row."""
+
+    id: str
+    tokens_per_second_per_gpu: float
+    memory_gib: float
+    fits: bool
+
+    def as_row(self) -> dict[str, str]:
+        """Return the output columns: pred_tok in tokens/s per GPU, pred_mem in GiB per GPU."""
+        return {
+            "id": self.id,
+            "pred_tok": f"{self.tokens_per_second_per_gpu:.6g}",
+            "pred_mem": f"{self.memory_gib:.4g}",
+            "fits": str(int(self.fits)),
+        }
+
+
+def predict_row(run: PublishedRun, efficiencies: EfficiencyTable | None = None) -> PredictedRow:
+    """Predict throughput, memory in the row's own metric, and whether the row's configuration
+    fits."""
+    prediction = predict_run(run, efficiencies)
+    fits = prediction.fits
+    memory = compute_reported_memory_bytes(run, prediction, efficiencies)
+    if not fits and _is_feasible_with_recompute(run, prediction, efficiencies):
+        # It recomputes as much as necessary: parts of some layers, which takes little time and
+        # leaves the device full.
+        fits = True
+        memory = min(memory, run.cluster.accelerator.memory_bytes)
+    return PredictedRow(run.id, prediction.tokens_per_second_per_gpu, memory / GIB_BYTES, fits)
+
+
+def compute_reported_memory_bytes(
+    run: PublishedRun, prediction: Prediction, efficiencies: EfficiencyTable | None = None
+) -> float:
+    """Return the predicted memory in the row's own metric, on the rank that it reports."""
+    parts = prediction.memory
+    if run.is_first_rank_memory:
+        facts = get_model_facts(run.shape)
+        candidate = prediction.candidate
+        steps = candidate.gradient_accumulation_steps
+        rule = candidate.conventions.stage_rule
+        first = get_pipeline(
+            facts, candidate.layout, steps, candidate.sequence_length, rule
+        ).build_rank_load(0)
+        parts = predict_memory(facts, candidate, first, _find_efficiency(run, efficiencies))
+    return {"allocated": parts.live, "reserved": parts.reserved, "device": parts.total}[
+        run.memory_metric
+    ]
+
+
+def _find_efficiency(run: PublishedRun, efficiencies: EfficiencyTable | None) -> Efficiency:
+    return (efficiencies or load_efficiencies()).get_efficiency(
+        run.cluster.accelerator, run.framework, run.features
+    )
+
+
+def _is_feasible_with_recompute(
+    run: PublishedRun, prediction: Prediction, efficiencies: EfficiencyTable | None
+) -> bool:
+    """Return True if a row that does not state its recomputation fits with full
+    recomputation."""
+    if run.is_recompute_stated:
+        return False
+    recomputed = replace(prediction.candidate, recompute="full")
+    return predict_run(
+        replace(run, candidate=recomputed, is_micro_batch_stated=True, is_recompute_stated=True),
+        efficiencies,
+    ).fits
+
+
+def predict_run(run: PublishedRun, efficiencies: EfficiencyTable | None = None) -> Prediction:
+    """Predict the row's configuration. Unstated settings are the fastest choice that fits, or
+    the smallest if none does."""
+    efficiency = _find_efficiency(run, efficiencies)
+    predictions = [
+        predict(run.shape, candidate, run.cluster, efficiency) for candidate in list_candidates(run)
+    ]
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    if fitting:
+        return max(fitting, key=lambda prediction: prediction.tokens_per_second)
+    return min(predictions, key=lambda prediction: prediction.memory.total)
+
+
+def list_candidates(run: PublishedRun) -> Iterator[Candidate]:
+    """Yield the row's candidate or, if it does not state the micro-batch, one candidate per
+    possible micro-batch."""
+    stated = run.candidate
+    per_rank = stated.micro_batch_size * stated.gradient_accumulation_steps
+    sizes = (
+        [stated.micro_batch_size]
+        if run.is_micro_batch_stated
+        else [m for m in MICRO_BATCH_SIZES if per_rank % m == 0] or [1]
+    )
+    for size in sizes:
+        steps = max(1, per_rank // size)
+        if stated.layout.virtual_stages and steps % stated.layout.pp:
+            continue
+        candidate = replace(stated, micro_batch_size=size, gradient_accumulation_steps=steps)
+        yield candidate
+        if candidate.conventions.num_unreleased_sequences:
+            yield replace(
+                candidate, conventions=replace(candidate.conventions, num_unreleased_sequences=0.0)
+            )

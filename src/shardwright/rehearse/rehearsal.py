@@ -1,0 +1,173 @@
+"""Rehearsal of a layout: the step of every role, and the check that their collectives match."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from shardwright.architecture import ModelShape
+from shardwright.config import Recipe
+from shardwright.layout import AXES, RankGrid
+from shardwright.plan import Plan
+from shardwright.rehearse.agreement import Disagreement, find_disagreement
+from shardwright.rehearse.collective_recorder import sum_bytes_by_axis
+from shardwright.rehearse.rank_rehearsal import RankRehearsal, has_several_documents, rehearse_rank
+from shardwright.rehearse.roles import RankRole, list_roles, restrict_to_rehearsed
+
+SCHEMA_VERSION = 1
+MAX_RANKS_WITHOUT_ROLES = 8
+"""World sizes up to this rehearse every rank, which also finds bugs of a single rank."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Memory and collectives of a layout's step for each role, and the first mismatch."""
+
+    plan: Plan
+    roles: tuple[RankRole, ...]
+    reports: tuple[RankRehearsal, ...]
+    disagreement: Disagreement | None
+    assumptions: tuple[str, ...] = ()
+    """Assumptions about the data, one sentence each."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak bytes of the rank that needs most."""
+        return max(report.peak_bytes for report in self.reports)
+
+    def find_axes(self, report: RankRehearsal, ranks: tuple[int, ...]) -> str:
+        """Name the mesh axes that a group of this rank spans: `tp`, `dp_shard x cp`."""
+        grid = RankGrid(self.plan.layout)
+        here = grid.coordinates(report.rank)
+        others = [grid.coordinates(rank) for rank in ranks]
+        return (
+            " x ".join(axis for axis in AXES if any(other[axis] != here[axis] for other in others))
+            or "this rank"
+        )
+
+    def compute_traffic(self, report: RankRehearsal) -> dict[tuple[str, str], tuple[int, float]]:
+        """Compute calls and sent bytes of one step by axes and kind."""
+        sent = sum_bytes_by_axis(report.collectives, lambda ranks: self.find_axes(report, ranks))
+        calls: dict[tuple[str, str], int] = {}
+        for call in report.collectives:
+            key = (self.find_axes(report, call.ranks), call.kind)
+            calls[key] = calls.get(key, 0) + 1
+        return {(axis, kind): (calls[axis, kind], total) for (axis, kind), total in sent.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the rehearsal as JSON values."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "plan": self.plan.as_dict(),
+            "agrees": self.disagreement is None,
+            "disagreement": None if self.disagreement is None else self.disagreement.message,
+            "peak_bytes": self.peak_bytes,
+            "assumptions": list(self.assumptions),
+            "roles": [
+                self._build_role_json(role, report)
+                for role, report in zip(self.roles, self.reports, strict=True)
+            ],
+        }
+
+    def _build_role_json(self, role: RankRole, report: RankRehearsal) -> dict[str, Any]:
+        return {
+            "rank": role.rank,
+            "stage": role.stage,
+            "num_ranks": len(role.ranks),
+            "weights_bytes": report.weights_bytes,
+            "gradients_bytes": report.gradients_bytes,
+            "optimizer_bytes": report.optimizer_bytes,
+            "peak_bytes": report.peak_bytes,
+            "at_peak": [
+                {
+                    "kind": part.origin.kind,
+                    "operator": part.origin.operator,
+                    "line": part.origin.source_line,
+                    "num_bytes": part.num_bytes,
+                    "num_tensors": part.num_tensors,
+                }
+                for part in report.contributions
+            ],
+            "collectives": [
+                {
+                    "kind": call.kind,
+                    "ranks": call.ranks,
+                    "num_bytes": call.num_bytes,
+                    "dtype": call.dtype,
+                    "peer": call.peer,
+                }
+                for call in report.collectives
+            ],
+            "seconds": round(report.seconds, 3),
+        }
+
+
+def rehearse(
+    recipe: Recipe,
+    shape: ModelShape,
+    plan: Plan,
+    *,
+    should_run_each_rank: bool | None = None,
+    on_report: Callable[[RankRehearsal], None] = lambda _report: None,
+) -> Rehearsal:
+    """Rehearse one optimizer step of every role, in parallel processes.
+
+    Args:
+        should_run_each_rank: rehearse every rank; default for at most `MAX_RANKS_WITHOUT_ROLES`
+            ranks.
+        on_report: called with every role's report when it is finished.
+    """
+    should_run_each_rank = (
+        plan.layout.world_size <= MAX_RANKS_WITHOUT_ROLES
+        if should_run_each_rank is None
+        else should_run_each_rank
+    )
+    roles = list_roles(plan.layout, should_run_each_rank=should_run_each_rank)
+    reports: list[RankRehearsal] = []
+    if len(roles) == 1:
+        reports.append(rehearse_rank(recipe, shape, plan, roles[0].rank))
+        on_report(reports[0])
+    else:
+        workers = min(len(roles), os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+            for report in pool.map(
+                rehearse_rank,
+                *zip(*((recipe, shape, plan, role.rank) for role in roles), strict=True),
+            ):
+                reports.append(report)
+                on_report(report)
+    disagreement = find_disagreement(
+        restrict_to_rehearsed({report.rank: report.collectives for report in reports})
+    )
+    return Rehearsal(
+        plan,
+        tuple(roles),
+        tuple(reports),
+        disagreement,
+        tuple(_list_assumptions(recipe, shape, plan)),
+    )
+
+
+def _list_assumptions(recipe: Recipe, shape: ModelShape, plan: Plan) -> Iterator[str]:
+    """List the assumptions made because fake tensors have no values."""
+    if shape.experts is not None:
+        over = f" over {plan.layout.ep} ranks" if plan.layout.ep > 1 else ""
+        yield (
+            f"tokens are distributed evenly over experts{over}; with uneven loads the fullest "
+            "rank needs more memory and sends more"
+        )
+    if has_several_documents(recipe):
+        yield (
+            "every row holds two documents of half its length; memory does not depend on the "
+            "documents' lengths"
+        )
+        if shape.num_kv_heads < shape.num_heads:
+            yield (
+                "the mask of such rows makes the CUDA kernel repeat keys and values for every "
+                "query head; these copies are not counted"
+            )
+    yield "every token is supervised and every gradient is finite"

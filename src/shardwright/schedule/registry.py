@@ -1,0 +1,213 @@
+"""Named schedules, their limits on ranks, stages and micro-batches; and schedules from files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from shardwright.errors import ScheduleError, find_closest_name
+from shardwright.schedule.actions import (
+    Action,
+    Schedule,
+    assign_folded_stages,
+    assign_looped_stages,
+)
+from shardwright.schedule.builders import build_1f1b, build_gpipe, build_zb_h1
+from shardwright.schedule.folded import build_dualpipev, build_zbv
+from shardwright.schedule.interleaved import build_interleaved_1f1b
+from shardwright.schedule.text_format import read_schedule
+from shardwright.schedule.validation import check_schedule
+
+ActionRows = tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True)
+class ScheduleFamily:
+    """A named schedule; `stage_assignment` is its assignment of stages to ranks.
+
+    straight   rank r holds stage r
+    looped     v stages per rank: r, r + p, r + 2p, ...
+    folded     two stages per rank: r and 2p - 1 - r
+    """
+
+    title: str
+    stage_assignment: Literal["straight", "looped", "folded"]
+    build: Callable[[int, int, int], ActionRows]
+    """(ranks, micro-batches, stages per rank) -> rows of actions."""
+    has_split_backward: bool = False
+    has_divisibility_rule: bool = False
+    """True if the micro-batches must be a multiple of the ranks."""
+    min_micro_batches_per_rank: int = 0
+    """Fewest micro-batches, as a multiple of the ranks."""
+
+
+PIPELINE_SCHEDULES: dict[str, ScheduleFamily] = {
+    "gpipe": ScheduleFamily("GPipe", "straight", lambda p, m, v: build_gpipe(p, m)),
+    "1f1b": ScheduleFamily("1F1B", "straight", lambda p, m, v: build_1f1b(p, m)),
+    "interleaved_1f1b": ScheduleFamily(
+        "interleaved 1F1B", "looped", build_interleaved_1f1b, has_divisibility_rule=True
+    ),
+    "zb_h1": ScheduleFamily(
+        "ZB-H1", "straight", lambda p, m, v: build_zb_h1(p, m), has_split_backward=True
+    ),
+    "zbv": ScheduleFamily(
+        "ZBV", "folded", lambda p, m, v: build_zbv(p, m), has_split_backward=True
+    ),
+    "dualpipev": ScheduleFamily(
+        "DualPipeV",
+        "folded",
+        lambda p, m, v: build_dualpipev(p, m),
+        has_split_backward=True,
+        min_micro_batches_per_rank=2,
+    ),
+}
+
+
+def count_stages_per_rank(name: str, virtual_stages: int | None = None) -> int:
+    """Return the number of stages of each rank under a named schedule.
+
+    >>> count_stages_per_rank("1f1b"), count_stages_per_rank("interleaved_1f1b"), count_stages_per_rank("zbv")
+    (1, 2, 2)
+
+    Raises:
+        ScheduleError: the schedule does not support this number of virtual stages.
+    """
+    family = _get_family(name)
+    if family.stage_assignment == "looped":
+        return virtual_stages or 2
+    fixed = 2 if family.stage_assignment == "folded" else 1
+    if virtual_stages not in (None, fixed):
+        raise ScheduleError(
+            f"{family.title} holds {fixed} stage{'s' if fixed > 1 else ''} on each rank",
+            field="virtual_stages",
+            got=virtual_stages,
+            allowed=str(fixed),
+            remedy="Omit it, or use interleaved_1f1b",
+        )
+    return fixed
+
+
+def assign_stages(name: str, num_ranks: int, virtual_stages: int | None = None) -> tuple[int, ...]:
+    """Return the rank of each stage under a named schedule or one from a file.
+
+    >>> assign_stages("interleaved_1f1b", 2, 2), assign_stages("zbv", 2)
+    ((0, 1, 0, 1), (0, 1, 1, 0))
+
+    Raises:
+        ScheduleError: an unknown name, or a file for another number of ranks.
+    """
+    if name not in PIPELINE_SCHEDULES:
+        schedule = load_schedule_file(name)
+        _check_fits(name, "ranks", "layout.pp", num_ranks, schedule.num_ranks)
+        return schedule.rank_of_stage
+    if PIPELINE_SCHEDULES[name].stage_assignment == "folded":
+        return assign_folded_stages(num_ranks)
+    return assign_looped_stages(num_ranks, num_ranks * count_stages_per_rank(name, virtual_stages))
+
+
+def has_split_backward(name: str) -> bool:
+    """True if a schedule, by name or from a file, splits backward passes into I and W."""
+    return (
+        PIPELINE_SCHEDULES[name].has_split_backward
+        if name in PIPELINE_SCHEDULES
+        else load_schedule_file(name).has_split_backward
+    )
+
+
+@lru_cache(maxsize=256)
+def build_schedule(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
+) -> Schedule:
+    """Build a named schedule for p ranks and m micro-batches.
+
+    Args:
+        virtual_stages: stages per rank, for interleaved_1f1b; default 2.
+
+    Raises:
+        ScheduleError: unsupported numbers; names the nearest supported ones.
+
+    >>> print(build_schedule("zbv", 4, 8))
+    ZBV: 4 ranks, 8 stages, 8 micro-batches
+    """
+    family = _get_family(name)
+    stages = count_stages_per_rank(name, virtual_stages)
+    for number, name_of_number in ((num_ranks, "ranks"), (num_micro_batches, "micro_batches")):
+        if number < 1:
+            raise ScheduleError("must be at least one", field=name_of_number, got=number)
+    if family.has_divisibility_rule and num_micro_batches % num_ranks:
+        below = num_micro_batches // num_ranks * num_ranks
+        above = -(-num_micro_batches // num_ranks) * num_ranks
+        raise ScheduleError(
+            f"{family.title} runs micro-batches in groups of {num_ranks}, one per rank, "
+            f"and {num_micro_batches} is not a multiple of {num_ranks}",
+            field="micro_batches",
+            got=num_micro_batches,
+            allowed=f"{below} or {above}" if below else str(above),
+            remedy="Change gradient_accumulation_steps, or use 1f1b or zbv, which need no multiple",
+        )
+    if num_micro_batches < family.min_micro_batches_per_rank * num_ranks:
+        raise ScheduleError(
+            f"{family.title} needs {family.min_micro_batches_per_rank} micro-batches per rank to fill "
+            f"{num_ranks} ranks in both directions",
+            field="micro_batches",
+            got=num_micro_batches,
+            allowed=f"{family.min_micro_batches_per_rank * num_ranks} or more",
+            remedy="Raise gradient_accumulation_steps, or use zbv, which runs with any number",
+        )
+    return Schedule(family.title, family.build(num_ranks, num_micro_batches, stages))
+
+
+def load_schedule(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
+) -> Schedule:
+    """Load the schedule that a layout names: one of `PIPELINE_SCHEDULES`, or a file, which is
+    checked.
+
+    Raises:
+        ScheduleError: an unknown name, or a schedule that does not fit the ranks and
+            micro-batches or cannot run.
+    """
+    if name in PIPELINE_SCHEDULES:
+        return build_schedule(name, num_ranks, num_micro_batches, virtual_stages)
+    schedule = load_schedule_file(name)
+    field = "training.gradient_accumulation_steps"
+    _check_fits(name, "ranks", "layout.pp", num_ranks, schedule.num_ranks)
+    _check_fits(name, "micro-batches", field, num_micro_batches, schedule.num_micro_batches)
+    return schedule
+
+
+def _check_fits(name: str, noun: str, field: str, got: int, expected: int) -> None:
+    if got != expected:
+        raise ScheduleError(
+            f"{name} is written for {expected} {noun}", field=field, got=got, allowed=str(expected)
+        )
+
+
+def load_schedule_file(name: str) -> Schedule:
+    """Read a schedule from a file and check that it is complete, ordered and free of deadlock.
+
+    Raises:
+        ScheduleError: no such file, or a schedule that cannot run.
+    """
+    path = Path(name)
+    if not path.is_file():
+        _get_family(name)
+    schedule = read_schedule(path)
+    check_schedule(schedule)
+    return schedule
+
+
+def _get_family(name: str) -> ScheduleFamily:
+    if name not in PIPELINE_SCHEDULES:
+        closest = find_closest_name(name.lower().replace("-", "_"), PIPELINE_SCHEDULES)
+        raise ScheduleError(
+            "neither a known schedule nor a file",
+            field="schedule",
+            got=name,
+            allowed=", ".join(PIPELINE_SCHEDULES) + ", or a file",
+            remedy=f"Did you mean {closest}?" if closest else None,
+        )
+    return PIPELINE_SCHEDULES[name]

@@ -1,0 +1,250 @@
+"""Simulation of a schedule with given times, predicted or measured.
+
+A rank runs its actions in order, each as soon as its input has arrived. Transfers overlap with
+computation; those of one channel (one sender, one receiver) run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import Action, ActionKind, Schedule
+
+
+@dataclass(frozen=True)
+class ActionTimes:
+    """Seconds (or any one unit) per micro-batch, by stage; B takes as long as I and W together.
+
+    Attributes:
+        transfer: per boundary between stages s and s + 1 on different ranks, in either
+            direction; one number fewer than stages.
+    """
+
+    forward: tuple[float, ...]
+    input_gradient: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+    transfer: tuple[float, ...]
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward: float = 1.0,
+        input_gradient: float = 1.0,
+        weight_gradient: float = 1.0,
+        transfer: float = 0.0,
+    ) -> ActionTimes:
+        """Return the same times for all stages."""
+        return cls(
+            (forward,) * num_stages,
+            (input_gradient,) * num_stages,
+            (weight_gradient,) * num_stages,
+            (transfer,) * (num_stages - 1),
+        )
+
+    def duration_of(self, action: Action) -> float:
+        """Return the time of an action."""
+        stage = action.stage
+        if action.kind == "F":
+            return self.forward[stage]
+        if action.kind == "I":
+            return self.input_gradient[stage]
+        if action.kind == "W":
+            return self.weight_gradient[stage]
+        return self.input_gradient[stage] + self.weight_gradient[stage]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of every action, in the unit of the times, by row as in `schedule.rows`."""
+
+    schedule: Schedule
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Time from the first start to the last end, over all ranks."""
+        return max(row[-1] for row in self.ends)
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Computing time of each rank."""
+        return tuple(
+            sum(end - start for start, end in zip(starts, ends, strict=True))
+            for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
+
+    @property
+    def utilisation(self) -> float:
+        """Share of all ranks' time spent computing, 0 to 1."""
+        return sum(self.busy_seconds) / (self.schedule.num_ranks * self.step_seconds)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Waiting time divided by computing time, over all ranks."""
+        return 1.0 / self.utilisation - 1.0
+
+
+def simulate(
+    schedule: Schedule,
+    times: ActionTimes | Mapping[Action, float],
+    transfer: Sequence[float] | None = None,
+) -> Timeline:
+    """Compute the start and end of every action.
+
+    Args:
+        times: per stage and kind, or one measured number for each action.
+        transfer: with measured times, the time of each boundary between stages; default zero.
+
+    Raises:
+        ScheduleError: the schedule cannot run to its end.
+
+    >>> from shardwright.schedule import build_schedule
+    >>> timeline = simulate(build_schedule("1f1b", 4, 8), ActionTimes.uniform(4))
+    >>> timeline.step_seconds, round(timeline.utilisation, 4), timeline.bubble_fraction == 3 / 8
+    (33.0, 0.7273, True)
+    """
+    order = _build_execution_order(schedule)
+    boundary_times: Sequence[float]
+    if isinstance(times, ActionTimes):
+        slot_times = _list_slot_times(times)
+        durations = [slot_times[slot] for slot, *_ in order.steps]
+        boundary_times = times.transfer
+    else:
+        durations = [times[action] for action in order.actions]
+        boundary_times = transfer or (0.0,) * (schedule.num_stages - 1)
+    rank_free = [0.0] * schedule.num_ranks
+    channel_free = [0.0] * order.num_channels
+    available = [0.0] * len(order.actions)
+    starts: list[list[float]] = [[] for _ in schedule.rows]
+    ends: list[list[float]] = [[] for _ in schedule.rows]
+    for number, (_, rank, source, channel, boundary) in enumerate(order.steps):
+        start = rank_free[rank]
+        if source >= 0 and available[source] > start:
+            start = available[source]
+        end = rank_free[rank] = start + durations[number]
+        starts[rank].append(start)
+        ends[rank].append(end)
+        if channel >= 0:
+            begin = channel_free[channel]
+            channel_free[channel] = end = (end if end > begin else begin) + boundary_times[boundary]
+        available[number] = end
+    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+
+
+def simulate_step_seconds(schedule: Schedule, times: ActionTimes) -> float:
+    """Compute `simulate(...).step_seconds` without the timeline, for large searches.
+
+    >>> from shardwright.schedule import build_schedule
+    >>> simulate_step_seconds(build_schedule("1f1b", 4, 8), ActionTimes.uniform(4))
+    33.0
+    """
+    order = _build_execution_order(schedule)
+    durations = _list_slot_times(times)
+    rank_free = [0.0] * schedule.num_ranks
+    channel_free = [0.0] * order.num_channels
+    available: list[float] = []
+    boundary_times = times.transfer
+    for slot, rank, source, channel, boundary in order.steps:
+        start = rank_free[rank]
+        if source >= 0 and available[source] > start:
+            start = available[source]
+        rank_free[rank] = end = start + durations[slot]
+        if channel >= 0:
+            begin = channel_free[channel]
+            channel_free[channel] = end = (end if end > begin else begin) + boundary_times[boundary]
+        available.append(end)
+    return max(rank_free)
+
+
+_SLOT_OF_KIND: dict[ActionKind, int] = {"F": 0, "I": 1, "W": 2, "B": 3}
+
+
+def _list_slot_times(times: ActionTimes) -> tuple[float, ...]:
+    """List the times of actions by slot of `_ExecutionOrder.steps`: kind by kind, stage by
+    stage.
+    """
+    backward = tuple(
+        i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)
+    )
+    return (*times.forward, *times.input_gradient, *times.weight_gradient, *backward)
+
+
+@dataclass(frozen=True)
+class _ExecutionOrder:
+    """All actions in an order that respects their dependencies, whatever their times.
+
+    `steps` has for each action the slot of its time, its rank, the number of the action on
+    another stage that it waits for (-1: none), the channel of its message (-1: none) and the
+    boundary that the message crosses.
+    """
+
+    actions: tuple[Action, ...]
+    steps: tuple[tuple[int, int, int, int, int], ...]
+    num_channels: int
+
+
+@lru_cache(maxsize=256)
+def _build_execution_order(schedule: Schedule) -> _ExecutionOrder:
+    rows = schedule.rows
+    rank_of_stage = schedule.rank_of_stage
+    num_stages = schedule.num_stages
+    num_micro_batches = schedule.num_micro_batches
+    actions: list[Action] = []
+    steps: list[tuple[int, int, int, int, int]] = []
+    # Flat indices over (is it a backward pass, stage, micro-batch): number of the action that
+    # computes a tensor, and the rank that waits for it.
+    num_forwards = num_stages * num_micro_batches
+    action_number = [-1] * (2 * num_forwards)
+    waiting_rank = [-1] * (2 * num_forwards)
+    channels: dict[tuple[int, int], int] = {}
+    positions = [0] * schedule.num_ranks
+    ready = deque(range(schedule.num_ranks))
+    while ready:
+        rank = ready.popleft()
+        row = rows[rank]
+        for position in range(positions[rank], len(row)):
+            action = row[position]
+            kind, stage, micro_batch = action
+            channel = boundary = prerequisite = -1
+            if kind != "W":
+                is_forward = kind == "F"
+                output_index = (
+                    stage * num_micro_batches + micro_batch + (0 if is_forward else num_forwards)
+                )
+                target_stage = stage + 1 if is_forward else stage - 1
+                if stage > 0 if is_forward else stage < num_stages - 1:
+                    input_index = (
+                        output_index - num_micro_batches
+                        if is_forward
+                        else output_index + num_micro_batches
+                    )
+                    prerequisite = action_number[input_index]
+                    if prerequisite < 0:
+                        waiting_rank[input_index] = rank
+                        positions[rank] = position
+                        break
+                if 0 <= target_stage < num_stages and rank_of_stage[target_stage] != rank:
+                    channel = channels.setdefault(
+                        (rank, rank_of_stage[target_stage]), len(channels)
+                    )
+                    boundary = min(stage, target_stage)
+                action_number[output_index] = len(actions)
+                if waiting_rank[output_index] >= 0:
+                    ready.append(waiting_rank[output_index])
+            actions.append(action)
+            steps.append(
+                (_SLOT_OF_KIND[kind] * num_stages + stage, rank, prerequisite, channel, boundary)
+            )
+        else:
+            positions[rank] = len(row)
+    if len(actions) < sum(map(len, rows)):
+        raise ScheduleError(
+            f"{schedule.name} cannot run to its end; `check` reports why", field="schedule"
+        )
+    return _ExecutionOrder(tuple(actions), tuple(steps), len(channels))

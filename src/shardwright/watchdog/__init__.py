@@ -1,0 +1,1 @@
+"""Detect hangs: heartbeats, flight recorder, stack dumps, stragglers."""

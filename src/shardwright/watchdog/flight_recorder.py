@@ -1,0 +1,148 @@
+"""Recording of the collectives that this process enters, and of its waits, in its heartbeat.
+
+Wraps the methods of torch's process groups, through which all collectives go: those of FSDP2,
+DDP and our own. Wrappers of our functions would miss the former, and torch's flight recorder is
+readable only by its own rank, which fails if that rank is stopped. A call costs a few
+microseconds (measured in docs/decisions/0045-watchdog.md). Waits inside C++ (DDP's buckets at
+the end of the backward pass, CUDA streams) are not recorded, only their collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.watchdog.heartbeat import (
+    NCCL_PIPE_STEM,
+    OPERATIONS,
+    CommunicationChannel,
+    HeartbeatWriter,
+    build_channel,
+)
+
+_OPERATION_OF_METHOD = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "barrier": "barrier",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+}
+"""Methods of torch's ProcessGroup -> operation; not all exist in every torch version."""
+
+_UNEVEN_OPERATIONS = ("all_to_all", "barrier", "gather", "scatter")
+"""Operations whose ranks may have different numbers of elements."""
+
+
+def enable_nccl_flight_recorder(heartbeat: HeartbeatWriter, hang_reports: Path) -> None:
+    """Enable NCCL's flight recorder, which knows the collectives started on the device.
+
+    Sets environment variables, so it must run before NCCL creates groups; values set by the
+    user stay. NCCL writes the record to `hang_reports` when a collective times out, and when the
+    watchdog writes to the pipe beside the heartbeat (`watchdog.Watchdog`). Torch 2.9 renamed two
+    of the variables and reads both names.
+    """
+    stem = str(hang_reports / "nccl-rank-")
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"),
+        ("TORCH_FR_DUMP_TEMP_FILE", stem),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(heartbeat.folder / NCCL_PIPE_STEM)),
+    ):
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def record_collectives(heartbeat: HeartbeatWriter, hang_reports: Path) -> Iterator[None]:
+    """Record this process's collectives in `heartbeat`, and NCCL's record in `hang_reports`."""
+    if torch.cuda.is_available():
+        enable_nccl_flight_recorder(heartbeat, hang_reports)
+    # From the class's dict: getattr returns another object than the one to restore.
+    former = {
+        name: vars(dist.ProcessGroup)[name]
+        for name in _OPERATION_OF_METHOD
+        if name in vars(dist.ProcessGroup)
+    }
+    former_wait = vars(dist.Work)["wait"]
+    wait_for = dist.Work.wait
+    channels: dict[tuple[str, int, int], CommunicationChannel] = {}
+    for name in former:
+        setattr(
+            dist.ProcessGroup,
+            name,
+            _wrap_method(
+                heartbeat, channels, _OPERATION_OF_METHOD[name], getattr(dist.ProcessGroup, name)
+            ),
+        )
+
+    def wait(work: dist.Work, *arguments: Any, **options: Any) -> Any:
+        heartbeat.record_wait(is_waiting=True)
+        result = wait_for(work, *arguments, **options)
+        heartbeat.record_wait(is_waiting=False)  # not after an error: the watchdog needs the wait
+        return result
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = former_wait  # type: ignore[method-assign]
+        for name, method in former.items():
+            setattr(dist.ProcessGroup, name, method)
+
+
+def _wrap_method(
+    heartbeat: HeartbeatWriter,
+    channels: dict[tuple[str, int, int], CommunicationChannel],
+    operation: str,
+    method: Callable[..., Any],
+) -> Callable[..., Any]:
+    number = OPERATIONS.index(operation)
+    even = operation not in _UNEVEN_OPERATIONS
+    paired = operation in ("send", "recv")
+
+    def enter(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Any:
+        peer = int(arguments[1]) if paired else -1
+        sender, receiver = (group.rank(), peer) if operation == "send" else (peer, group.rank())
+        key = (group.group_name, sender, receiver) if paired else (group.group_name, -1, -1)
+        channel = channels.get(key)
+        if channel is None:
+            ranks = dist.get_process_group_ranks(group)
+            channel = build_channel(
+                group.group_name, ranks, pair=(ranks[sender], ranks[receiver]) if paired else None
+            )
+            channels[key] = channel
+        heartbeat.record_collective(channel, number, _count_elements(arguments) if even else 0)
+        return method(group, *arguments, **options)
+
+    return enter
+
+
+def _count_elements(arguments: Sequence[Any]) -> int:
+    """Count the elements of the first tensor of a collective's arguments."""
+    first: Any = arguments[0] if arguments else None
+    while isinstance(first, list | tuple):
+        if not first:
+            return 0
+        first = first[0]
+    return first.numel() if isinstance(first, torch.Tensor) else 0
