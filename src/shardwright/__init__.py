@@ -1,3 +1,51 @@
-"""shardwright: plan, verify and train large language models on any number of devices."""
+"""shardwright: plan, prove and train large language models on any number of devices.
+
+    >>> import shardwright as sw
+    >>> sorted(sw.__all__)[:3]
+    ['Recipe', 'export', 'generate']
+
+`import shardwright` imports neither torch nor the rest of the package; names are loaded when they
+are first used. docs/python.md shows them in use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwright.api import (
+        Recipe,
+        export,
+        generate,
+        load_recipe,
+        load_run,
+        plan,
+        rehearse,
+        train,
+        verify,
+    )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Recipe",
+    "export",
+    "generate",
+    "load_recipe",
+    "load_run",
+    "plan",
+    "rehearse",
+    "train",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("shardwright.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -63,93 +63,73 @@ def export_command(
     For a run with adapters: write the adapter folder for peft, or with --merge the whole model.
     """
     # Torch is imported here, so that --help stays fast.
-    from shardwright.inference.adapter_export import check_merged_logits, merge_adapters
-    from shardwright.inference.export import export_hf_folder
-    from shardwright.inference.model_source import (
-        DTYPE_OF_PRECISION,
-        open_model_source,
-        parse_dtype,
-    )
-
-    enable_log()
-    model = open_model_source(source, checkpoint)
-    if model.shape.adapters is not None and not merge:
-        _export_adapters(
-            model, out, dtype, overwrite=overwrite, check=check, json_output=json_output
-        )
-        return
-    if merge:
-        unmerged = model
-        model = merge_adapters(model)
-        if check:
-            check_merged_logits(unmerged, model)
-    stored = parse_dtype(dtype, model.dtype)
-    written = export_hf_folder(
-        model,
-        out,
-        dtype=stored,
-        max_shard_bytes=round(max_shard_gb * 1e9),
-        overwrite=overwrite,
-        check=check,
-    )
-    dtype_name = next(
-        dtype_name
-        for dtype_name, torch_dtype in DTYPE_OF_PRECISION.items()
-        if torch_dtype == stored
-    )
-    num_files = len(written.weight_files)
-    outcome = (
-        "loaded with transformers, logits agree" if check else "all tensors read back, identical"
-    )
-    sys.stderr.write(
-        f"{model.name} -> {out}: {format_count(written.num_parameters)} parameters in "
-        f"{dtype_name}, "
-        f"{format_bytes(written.weights_bytes)} in {num_files} "
-        f"file{'s' if num_files > 1 else ''}; "
-        f"{outcome}\n"
-    )
-    if json_output:
-        _print_json(
-            model, out, dtype_name, written, weight_files=written.weight_files, checked=check
-        )
-
-
-def _export_adapters(
-    model: ModelSource, out: Path, dtype: str, *, overwrite: bool, check: bool, json_output: bool
-) -> None:
     import torch
 
-    from shardwright.inference.adapter_export import export_adapters
+    from shardwright import api
+    from shardwright.inference.adapter_export import ExportedAdapters
     from shardwright.inference.model_source import DTYPE_OF_PRECISION, parse_dtype
 
-    stored = parse_dtype(dtype, torch.float32)
-    written = export_adapters(model, out, dtype=stored, overwrite=overwrite, check=check)
-    dtype_name = next(
-        dtype_name
-        for dtype_name, torch_dtype in DTYPE_OF_PRECISION.items()
-        if torch_dtype == stored
+    loaded: list[ModelSource] = []
+    enable_log()
+    written = api.export(
+        source,
+        out,
+        dtype=dtype,
+        checkpoint=checkpoint,
+        max_shard_bytes=round(max_shard_gb * 1e9),
+        should_overwrite=overwrite,
+        should_check=check,
+        should_merge=merge,
+        on_load=loaded.append,
     )
+    (model,) = loaded
+    is_adapter = isinstance(written, ExportedAdapters)
+    stored = parse_dtype(dtype, torch.float32 if is_adapter else model.dtype)
+    dtype_name = next(name for name, known in DTYPE_OF_PRECISION.items() if known == stored)
+    what, outcome = (
+        _describe_adapters(written)
+        if isinstance(written, ExportedAdapters)
+        else _describe_folder(written, check)
+    )
+    sys.stderr.write(
+        f"{model.name} -> {out}: {what} in {dtype_name}, "
+        f"{format_bytes(written.weights_bytes)}{outcome}\n"
+    )
+    if json_output:
+        extra = (
+            {
+                "weight_files": ["adapter_model.safetensors"],
+                "checked": check,
+                "held_against": written.checked_with,
+            }
+            if isinstance(written, ExportedAdapters)
+            else {"weight_files": written.weight_files, "checked": check}
+        )
+        _print_json(model, out, dtype_name, written, **extra)
+
+
+def _describe_folder(written: ExportedFolder, is_checked: bool) -> tuple[str, str]:
+    """Return number of parameters, and number of files and result of the check."""
+    num_files = len(written.weight_files)
+    outcome = (
+        "loaded with transformers, logits agree"
+        if is_checked
+        else "all tensors read back, identical"
+    )
+    return (
+        f"{format_count(written.num_parameters)} parameters",
+        f" in {num_files} file{'s' if num_files > 1 else ''}; {outcome}",
+    )
+
+
+def _describe_adapters(written: ExportedAdapters) -> tuple[str, str]:
+    """Return number of parameters, and result of the check."""
     outcomes = {
         "peft": "loaded with peft, logits agree",
         "itself": "read back, identical (peft is not installed)",
     }
     outcome = "not verified" if written.checked_with is None else outcomes[written.checked_with]
-    sys.stderr.write(
-        f"{model.name} -> {out}: adapters of {format_count(written.num_parameters)} "
-        f"parameters in {dtype_name}, "
-        f"{format_bytes(written.weights_bytes)}; {outcome}\n"
-    )
-    if json_output:
-        files = ["adapter_model.safetensors"]
-        _print_json(
-            model,
-            out,
-            dtype_name,
-            written,
-            weight_files=files,
-            checked=check,
-            held_against=written.checked_with,
-        )
+    return f"adapters of {format_count(written.num_parameters)} parameters", f"; {outcome}"
 
 
 def _print_json(

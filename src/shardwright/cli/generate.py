@@ -13,6 +13,7 @@ from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, ena
 
 if TYPE_CHECKING:
     from shardwright.inference.generation import Completion
+    from shardwright.inference.model_source import ModelSource
 
 SCHEMA_VERSION = 1
 
@@ -62,42 +63,33 @@ def generate_command(
     """Continue a prompt with the model of a run or of a Hugging Face folder; print text as it
     comes."""
     # Torch is imported here, so that --help stays fast.
-    import torch
+    from shardwright import api
 
-    from shardwright.inference.generation import SamplingSettings, complete_prompt, encode_prompt
-    from shardwright.inference.model_source import (
-        load_decoder,
-        open_model_source,
-        parse_device,
-        parse_dtype,
-    )
-
-    sampling = SamplingSettings(temperature, top_k, top_p, seed)
-    torch_device = parse_device(device)
-    precision = parse_dtype(dtype, torch.float32 if torch_device.type == "cpu" else torch.bfloat16)
-    enable_log()
-    model = open_model_source(source, checkpoint)
-    tokenizer = model.load_tokenizer()
-    decoder = load_decoder(model, device=torch_device, dtype=precision)
+    loaded: list[tuple[ModelSource, float]] = []
 
     def show(text: str) -> None:
         if not json_output:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    encode_prompt(decoder, tokenizer, prompt)  # raise for an invalid prompt before it is printed
-    show(prompt)
-    started = time.perf_counter()
-    completion = complete_prompt(
-        decoder,
-        tokenizer,
+    enable_log()
+    completion = api.generate(
+        source,
         prompt,
-        sampling,
         max_new_tokens=max_new_tokens,
-        stop_ids=() if ignore_eos else model.stop_ids(tokenizer),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        should_stop_at_eos=not ignore_eos,
         should_slide=slide,
+        checkpoint=checkpoint,
+        device=device,
+        dtype=dtype,
+        on_load=lambda model: loaded.append((model, time.perf_counter())),
         on_text=show,
     )
+    ((model, started),) = loaded
     seconds = time.perf_counter() - started
     show("\n")
     sys.stderr.write(

@@ -19,7 +19,6 @@ from shardwright.errors import InputError, LayoutError
 if TYPE_CHECKING:
     from shardwright.config import Recipe
     from shardwright.hardware import Cluster
-    from shardwright.planner.candidate import LowRankAdapter
     from shardwright.planner.planning_result import PlanningResult
     from shardwright.planner.prediction import Prediction
 
@@ -133,25 +132,17 @@ def plan_command(
     _check_emit(emit, out)
     loaded_recipe = load_recipe(recipe, overrides or [])
     # Imported here: the catalogue and the planner take time that `--help` does not need.
-    from shardwright.hardware.catalog_loading import parse_cluster
-    from shardwright.hardware.measured_profile import load_profile
-    from shardwright.planner.planning_result import plan_recipe
+    from shardwright import api
 
-    target = parse_cluster(
-        cluster,
-        num_nodes=nodes,
-        link=link,
-        profile=None if profile is None else load_profile(profile),
-    )
-    adapter = _build_adapter(lora, quantised)
-    gpu_counts = _parse_gpu_counts(gpus)
-    result = plan_recipe(
+    target = api.build_cluster(loaded_recipe, cluster, num_nodes=nodes, link=link, profile=profile)
+    result = api.plan(
         loaded_recipe,
         target,
         num_layouts=top,
-        precision=_check_precision(precision),
-        adapter=adapter,
-        gpu_counts=gpu_counts,
+        precision=precision,
+        lora_rank=lora,
+        is_quantised=quantised,
+        gpu_counts=_parse_gpu_counts(gpus),
         should_explain=why,
     )
     seconds = time.perf_counter() - started
@@ -262,30 +253,6 @@ def _emit_layout(
         "notes": list(emitted.notes),
         "out": None if out is None else str(out),
     }
-
-
-def _build_adapter(rank: int | None, is_quantised: bool) -> LowRankAdapter | None:
-    from shardwright.planner.candidate import LowRankAdapter
-
-    if rank is None:
-        if is_quantised:
-            raise InputError(
-                "only the frozen weights under adapters can be quantised",
-                field="--quantised",
-                remedy="Add --lora RANK",
-            )
-        return None
-    return LowRankAdapter(rank, quantised=is_quantised)
-
-
-def _check_precision(text: str | None) -> Any:
-    from shardwright.planner.candidate import Precision
-
-    if text is not None and text not in get_args(Precision):
-        raise InputError(
-            "not a precision", field="--precision", got=text, allowed=", ".join(get_args(Precision))
-        )
-    return text
 
 
 def _parse_gpu_counts(text: str | None) -> tuple[int, ...]:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.architecture import read_recipe_shape
+from shardwright import api
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.config import load_recipe, parse_layout
 from shardwright.errors import CheckFailed, ExitCode
-from shardwright.placement import check_layout
-from shardwright.plan import resolve_degrees, resolve_plan
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from shardwright.config import Recipe
+    from shardwright.plan import PrecisionChoice
     from shardwright.rehearse.rank_rehearsal import RankRehearsal
     from shardwright.rehearse.rehearsal import Rehearsal
 
@@ -89,23 +88,17 @@ def rehearse_and_print(
     should_list_all: bool = False,
 ) -> Rehearsal:
     """Rehearse a recipe on `world_size` ranks and print its memory and collectives."""
-    shape = read_recipe_shape(recipe)
-    layout, batch = resolve_degrees(recipe, world_size)
-    check_layout(shape, layout, batch.sequence_length)
-    # Torch is imported after the recipe is validated, so that errors in it appear at once.
-    from shardwright.launch.auto_layout import choose_planned_precision
-    from shardwright.rehearse.rehearsal import rehearse
 
-    choice = choose_planned_precision(recipe)
-    plan = resolve_plan(recipe, world_size, choice)
-    if choice is not None:
-        console.print(f"precision {choice}", highlight=False)
+    def print_precision(choice: PrecisionChoice | None) -> None:
+        if choice is not None:
+            console.print(f"precision {choice}", highlight=False)
+
     with console.status("starting") as status:
-        result = rehearse(
+        result = api.rehearse(
             recipe,
-            shape,
-            plan,
+            world_size,
             should_run_each_rank=should_run_each_rank or None,
+            on_start=print_precision,
             on_report=lambda report: status.update(
                 f"rehearsed rank {report.rank} in {report.seconds:.0f} s"
             ),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwright import api
 from shardwright.cli.data_progress import show_data_progress
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath, enable_log
 from shardwright.config import load_recipe
@@ -98,10 +99,7 @@ def train_command(
     resolve_degrees(loaded_recipe, world_size)
     if rehearse_first:
         _rehearse_first(loaded_recipe, world_size, is_launched=ranks is not None)
-    # Torch is imported after the recipe is validated, so that errors in it appear at once.
-    from shardwright.train.run import train
-
-    summary = train(
+    run = api.train(
         loaded_recipe,
         num_ranks=nproc,
         resume=resume,
@@ -109,7 +107,10 @@ def train_command(
         allow_drift=allow_drift or (),
         open_progress=show_data_progress,
     )
-    if json_output and summary is not None:
+    if json_output and run is not None:
+        from shardwright.train.run import build_run_summary
+
+        summary = build_run_summary(run.path)
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")
 
 

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.architecture import MODEL_FAMILIES, HFShape, ModelShape, read_recipe_shape
-from shardwright.architecture.adapter_targets import add_adapters
-from shardwright.architecture.recipe_shape import read_recipe_config
 from shardwright.cli.options import JsonOutput, Overrides
-from shardwright.config import Recipe, load_recipe
+from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, ExitCode, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from shardwright.verify.cases import VerificationDtype
+    from shardwright.plan import PrecisionChoice
     from shardwright.verify.verification import CellResult, VerificationReport
 
 
@@ -125,40 +122,33 @@ def verify_command(
         )
     loaded_recipe = load_recipe(recipe, overrides or [])
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
+    from shardwright import api
     from shardwright.cli.console import open_console
-    from shardwright.launch.auto_layout import choose_planned_precision
-    from shardwright.verify.cases import (
-        choose_cases,
-        choose_hf_cases,
-        choose_layouts,
-        shrink_shape,
-    )
-    from shardwright.verify.rank_pool import RankPool
-    from shardwright.verify.verification import verify
 
-    dtypes = _choose_dtypes(dtype)
-    chosen = choose_layouts(layouts or [], nproc, loaded_recipe.layout)
-    shape = shrink_shape(_read_shape(loaded_recipe), num_layers=num_layers, hidden_size=hidden_size)
-    cases = (choose_hf_cases if isinstance(shape, HFShape) else choose_cases)(
-        shape.tied_embeddings, is_full=full
-    )
+    dtypes = api.choose_dtypes(dtype or ())
     console = open_console(stderr=json_output)
-    if (choice := choose_planned_precision(loaded_recipe)) is not None:
-        console.print(
-            f"precision {choice}; gradients are compared in {' and '.join(dtypes)} nevertheless",
-            highlight=False,
-        )
-    if loaded_recipe.model.compile:
-        console.print("model.compile is ignored: blocks run uncompiled")
-    with RankPool() as pool, console.status("starting ranks") as status:
-        report = verify(
+
+    def print_settings(choice: PrecisionChoice | None) -> None:
+        if choice is not None:
+            console.print(
+                f"precision {choice}; "
+                f"gradients are compared in {' and '.join(dtypes)} nevertheless",
+                highlight=False,
+            )
+        if loaded_recipe.model.compile:
+            console.print("model.compile is ignored: blocks run uncompiled")
+
+    with console.status("starting ranks") as status:
+        report = api.verify(
             loaded_recipe,
-            shape,
-            chosen,
-            cases,
-            dtypes,
-            sequence_length=sequence_length or min(32, loaded_recipe.training.sequence_length),
-            pool=pool,
+            layouts or (),
+            max_ranks=nproc,
+            dtypes=dtypes,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            sequence_length=sequence_length,
+            is_full=full,
+            on_start=print_settings,
             on_result=lambda cell: status.update(
                 f"verified {cell.layout} in {cell.dtype}: {cell.case}"
             ),
@@ -171,32 +161,6 @@ def verify_command(
             raise typer.Exit(ExitCode.CHECK_FAILED)
         failed = sum(not cell.passed for cell in report.cells)
         raise CheckFailed(f"{failed} of {len(report.cells)} cells differ from one process")
-
-
-def _choose_dtypes(requested: list[str] | None) -> list[VerificationDtype]:
-    """Return the requested dtypes in the usual order; all if none is requested."""
-    from shardwright.verify.cases import VERIFICATION_DTYPES
-
-    unknown = [name for name in requested or () if name not in VERIFICATION_DTYPES]
-    if unknown:
-        raise InputError(
-            "not a supported dtype",
-            field="--dtype",
-            got=unknown[0],
-            allowed=" or ".join(VERIFICATION_DTYPES),
-        )
-    return [name for name in VERIFICATION_DTYPES if not requested or name in requested]
-
-
-def _read_shape(recipe: Recipe) -> ModelShape:
-    """Return the shape of the recipe's model; of an unknown family, as transformers defines
-    it."""
-    config = read_recipe_config(recipe)
-    if config.get("model_type") in MODEL_FAMILIES:
-        return read_recipe_shape(recipe)
-    from shardwright.model.hf_model import read_model_shape
-
-    return add_adapters(read_model_shape(config, recipe.model), recipe.adapters)
 
 
 def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:

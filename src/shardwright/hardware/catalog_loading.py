@@ -106,7 +106,7 @@ def _load_catalog() -> tuple[
     folder = files("shardwright.hardware") / "catalog"
     texts = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir()}
     documents = {
-        name: yaml.load(text, Loader=_SafeLoader)
+        name: yaml.load(text, Loader=_SafeLoader)  # noqa: S506 - a subclass of SafeLoader
         for name, text in texts.items()
     }
     links, link_names = _read_links(documents.pop("links.yaml"))
@@ -300,7 +300,7 @@ def parse_cluster(
     Raises:
         InputError: an unknown accelerator or link (with the closest names), or no machine.
 
-    >>> cluster = parse_cluster("8xH100-80GB", nodes=4, link="ib400")
+    >>> cluster = parse_cluster("8xH100-80GB", num_nodes=4, link="ib400")
     >>> cluster.name, cluster.num_gpus, cluster.intra.name
     ('4 x 8xH100-80GB-SXM over ib400', 32, 'nvlink4')
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -60,8 +60,8 @@ class Completion:
     """Text that a model added to a prompt, without the end token, and the reason to stop."""
 
     text: str
-    prompt_ids: tuple[int, ...]
-    new_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...] = field(repr=False)
+    new_ids: tuple[int, ...] = field(repr=False)
     stop_reason: StopReason
 
 

@@ -44,7 +44,7 @@ class SearchEffort:
     num_too_large: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanningResult:
     """Layouts with the best first, the chosen one, the recipe's own layout or its conflict,
     rejected common layouts, scaling, explanation, and, if nothing fits, the smallest change or
@@ -66,6 +66,26 @@ class PlanningResult:
     recipe_conflict: str | None = None
     """Reason why the recipe's layout cannot run on this number of devices, whatever their
     memory."""
+
+    def __repr__(self) -> str:
+        def describe(prediction: Prediction) -> str:
+            candidate = prediction.candidate
+            return (
+                f"{prediction.tokens_per_second:12,.0f}  "
+                f"{format_bytes(prediction.memory.total):>10}  {candidate.describe()}, "
+                f"micro-batch {candidate.micro_batch_size}, recompute {candidate.recompute}"
+            )
+
+        lines = [f"{'tokens/s':>12}  {'memory':>10}  layout (* chosen)"]
+        lines += [
+            describe(prediction) + (" *" if prediction is self.chosen else "")
+            for prediction in self.predictions
+        ]
+        if self.chosen is None:
+            lines.append(f"no layout fits. {self.remedy or ''}".rstrip())
+        elif not any(prediction is self.chosen for prediction in self.predictions):
+            lines.append(f"chosen: {describe(self.chosen)}")
+        return "\n".join(lines)
 
 
 def plan_recipe(

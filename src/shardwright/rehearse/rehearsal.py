@@ -17,13 +17,14 @@ from shardwright.rehearse.agreement import Disagreement, find_disagreement
 from shardwright.rehearse.collective_recorder import sum_bytes_by_axis
 from shardwright.rehearse.rank_rehearsal import RankRehearsal, has_several_documents, rehearse_rank
 from shardwright.rehearse.roles import RankRole, list_roles, restrict_to_rehearsed
+from shardwright.units import format_bytes
 
 SCHEMA_VERSION = 1
 MAX_RANKS_WITHOUT_ROLES = 8
 """World sizes up to this rehearse every rank, which also finds bugs of a single rank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rehearsal:
     """Memory and collectives of a layout's step for each role, and the first mismatch."""
 
@@ -33,6 +34,19 @@ class Rehearsal:
     disagreement: Disagreement | None
     assumptions: tuple[str, ...] = ()
     """Assumptions about the data, one sentence each."""
+
+    def __repr__(self) -> str:
+        layout = self.plan.layout
+        num_collectives = max(len(report.collectives) for report in self.reports)
+        outcome = (
+            "all collectives match"
+            if self.disagreement is None
+            else f"collectives do not match: {self.disagreement}"
+        )
+        return (
+            f"{layout} on {layout.world_size} ranks: peak {format_bytes(self.peak_bytes)}, "
+            f"at most {num_collectives} collectives per rank; {outcome}"
+        )
 
     @property
     def peak_bytes(self) -> int:

@@ -34,6 +34,7 @@ from shardwright.telemetry.event_log import (
     read_events,
     select_surviving,
 )
+from shardwright.telemetry.event_table import EventTable, build_event_table
 from shardwright.telemetry.goodput import Goodput, measure_goodput
 from shardwright.telemetry.meter import STEP_PARTS
 
@@ -42,7 +43,7 @@ RUNNING_STATUS = "running or killed"
 """Status of a run whose events end without a result."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """Contents of one run folder."""
 
@@ -50,6 +51,25 @@ class Run:
     name: str
     log: EventLog
     surviving_events: tuple[Event, ...]
+
+    def __repr__(self) -> str:
+        summary = summarise_run(self)
+        parts = [f"step {summary['steps']} of {summary['total_steps'] or 'unknown'}"]
+        for name in ("training_loss", "validation_loss"):
+            if summary[name] is not None:
+                parts.append(f"{name.replace('_', ' ')} {summary[name]:.4f}")
+        if summary["tokens_per_second"] is not None:
+            parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
+        return f"run {self.name} ({self.path}), {self.status}: {', '.join(parts)}"
+
+    def table(self, kind: str = "step", *, should_include_withdrawn: bool = False) -> EventTable:
+        """Return the events of one kind as a table, without steps that a resume withdrew.
+
+        Raises:
+            InputError: unknown kind.
+        """
+        events = self.log.events if should_include_withdrawn else self.surviving_events
+        return build_event_table(events, kind)
 
     @cached_property
     def steps(self) -> list[StepEvent]:

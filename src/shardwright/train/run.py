@@ -146,7 +146,7 @@ def train(
                 allow_drift=allow_drift,
                 open_progress=open_progress,
             )
-    return build_run_summary(folder) if ranks is None or ranks.is_main_rank else None
+    return build_run_summary(folder.path) if ranks is None or ranks.is_main_rank else None
 
 
 def write_run_folder(validated_run: ValidatedRun, folder: RunFolder) -> None:
@@ -411,14 +411,14 @@ def _list_warnings(validated_run: ValidatedRun, device: torch.device) -> Iterato
         yield f"batch_scaling multiplies the learning rate by {scale:g}: its peak is {peak:g}"
 
 
-def build_run_summary(folder: RunFolder) -> dict[str, Any]:
-    """Summarise the run from its events."""
-    log = select_surviving(read_events(folder.path))
+def build_run_summary(folder: Path) -> dict[str, Any]:
+    """Summarise the run of a folder from its events."""
+    log = select_surviving(read_events(folder))
     steps = [event for event in log if isinstance(event, StepEvent)]
     evaluations = [event for event in log if isinstance(event, EvaluationEvent)]
     endings = [event for event in log if isinstance(event, RunFinishedEvent)]
     return {
-        "run": str(folder.path),
+        "run": str(folder),
         "status": endings[-1].status if endings else "unknown",
         "steps": steps[-1].step if steps else 0,
         "train_loss": steps[-1].loss if steps else None,

@@ -81,13 +81,25 @@ def _encode_number(number: float) -> float | str:
     return number if abs(number) < float("inf") else str(number)
 
 
-@dataclass
+@dataclass(repr=False)
 class VerificationReport:
     """Model, sequence length and results of a verification."""
 
     shape: ModelShape
     sequence_length: int
     cells: list[CellResult] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        failed = [cell for cell in self.cells if not cell.passed]
+        lines = [f"{len(self.cells) - len(failed)} of {len(self.cells)} cells equal one process"]
+        for cell in failed:
+            reason = cell.failure or ", ".join(
+                f"{finding.quantity} of {finding.subject}: error {finding.error:.2e}"
+                for finding in cell.findings
+                if not finding.passed
+            )
+            lines.append(f"{cell.layout}, {cell.dtype}, {cell.case}: {reason}")
+        return "\n".join(lines)
 
     @property
     def passed(self) -> bool:

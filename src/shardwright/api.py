@@ -1,0 +1,512 @@
+"""Public Python API: `import shardwright as sw`. The verbs of the command line are built on it.
+
+Functions that take a recipe take a `Recipe`, the path of a YAML file, or a mapping with the same
+keys. Torch is imported by the functions that need it, never by the import of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from shardwright.architecture import MODEL_FAMILIES, HFShape, ModelShape, read_recipe_shape
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.architecture.recipe_shape import read_recipe_config
+from shardwright.config import Recipe
+from shardwright.config import load_recipe as load_recipe_file
+from shardwright.config.recipe_loading import apply_overrides, parse_layout, validate_recipe
+from shardwright.errors import InputError
+from shardwright.placement import check_layout
+from shardwright.plan import PrecisionChoice, resolve_degrees, resolve_plan
+
+if TYPE_CHECKING:
+    from shardwright.hardware import Cluster
+    from shardwright.inference.adapter_export import ExportedAdapters
+    from shardwright.inference.generation import Completion
+    from shardwright.inference.model_source import ModelSource
+    from shardwright.model.hf_folder import ExportedFolder
+    from shardwright.planner.candidate import LowRankAdapter, Precision
+    from shardwright.planner.planning_result import PlanningResult
+    from shardwright.rehearse.rank_rehearsal import RankRehearsal
+    from shardwright.rehearse.rehearsal import Rehearsal
+    from shardwright.report.recorded_run import Run
+    from shardwright.train.run import ProgressOpener
+    from shardwright.verify.cases import VerificationDtype
+    from shardwright.verify.verification import CellResult, VerificationReport
+
+__all__ = [
+    "Recipe",
+    "export",
+    "generate",
+    "load_recipe",
+    "load_run",
+    "plan",
+    "rehearse",
+    "train",
+    "verify",
+]
+
+RecipeSource = Recipe | str | Path | Mapping[str, Any]
+"""Recipe, path of a YAML file, or mapping with the keys of a recipe."""
+
+
+def load_recipe(
+    source: RecipeSource, *, overrides: Iterable[str] = (), layout: str | None = None
+) -> Recipe:
+    """Read and validate a recipe.
+
+    Args:
+        source: path of a YAML file, a mapping with the same keys, or a recipe.
+        overrides: `section.key=value` as in `--set`; values are YAML.
+        layout: `tp=2,zero_stage=3` as in `--layout`; replaces the whole layout of the recipe.
+
+    Raises:
+        RecipeError, LayoutError: with the field, the value, the allowed values and the closest
+            known key.
+
+    >>> load_recipe({"model": {"path": "my-model"}, "data": {"sources": "text.txt"}, "training": {
+    ...     "sequence_length": 128, "max_steps": 10, "learning_rate": 1e-3,
+    ...     "micro_batch_size": 1}}, layout="dp_shard=2,zero_stage=3").layout.zero_stage
+    3
+    """
+    overrides = list(overrides)
+    if isinstance(source, str | Path):
+        return load_recipe_file(source, overrides, layout)
+    if isinstance(source, Recipe):
+        if not overrides and layout is None:
+            return source
+        source = source.model_dump(mode="json")
+    document = apply_overrides(dict(source), overrides)
+    if layout is not None:
+        document["layout"] = parse_layout(layout)
+    return validate_recipe(document)
+
+
+def plan(
+    recipe: RecipeSource,
+    cluster: Cluster | str | None = None,
+    *,
+    num_nodes: int = 1,
+    link: str | None = None,
+    profile: str | Path | None = None,
+    num_layouts: int = 10,
+    precision: str | None = None,
+    lora_rank: int | None = None,
+    is_quantised: bool = False,
+    gpu_counts: tuple[int, ...] = (),
+    should_explain: bool = False,
+) -> PlanningResult:
+    """Rank a recipe's layouts by predicted tokens/s, with memory and time by part.
+
+    Nothing is started and no data is read.
+
+    Args:
+        cluster: devices of a node such as `8xH100-80GB`, or a `Cluster`; None: the recipe's
+            `cluster`.
+        num_nodes, link, profile: number of such nodes, link between them, and file of measured
+            rates (`doctor --calibrate`); only with the text of a cluster.
+        precision: instead of the recipe's; `fp8` and `nvfp4` are predictions only.
+        lora_rank: train adapters of this rank; with `is_quantised` over NF4 weights (QLoRA).
+        gpu_counts: numbers of devices whose throughput is predicted too.
+        should_explain: add sentences that explain the choice.
+
+    Raises:
+        InputError: unknown devices, link or precision, or an unsupported model.
+    """
+    from shardwright.planner.planning_result import plan_recipe
+
+    loaded = load_recipe(recipe)
+    return plan_recipe(
+        loaded,
+        build_cluster(loaded, cluster, num_nodes=num_nodes, link=link, profile=profile),
+        num_layouts=num_layouts,
+        precision=_check_precision(precision),
+        adapter=_build_adapter(lora_rank, is_quantised),
+        gpu_counts=gpu_counts,
+        should_explain=should_explain,
+    )
+
+
+def build_cluster(
+    recipe: Recipe,
+    cluster: Cluster | str | None,
+    *,
+    num_nodes: int = 1,
+    link: str | None = None,
+    profile: str | Path | None = None,
+) -> Cluster:
+    """Build the cluster that `plan` predicts for; see there.
+
+    Raises:
+        InputError: unknown devices or link, or neither a cluster nor one in the recipe.
+    """
+    from shardwright.hardware import Cluster
+    from shardwright.hardware.catalog_loading import parse_cluster
+    from shardwright.hardware.measured_profile import load_profile
+
+    if isinstance(cluster, Cluster):
+        return cluster
+    section = recipe.cluster
+    if cluster is None and section is not None:
+        cluster = section.node
+        link = link or section.link
+        profile = profile or section.profile
+    if cluster is None:
+        raise InputError(
+            "missing cluster",
+            field="cluster",
+            allowed="the devices of a node, e.g. 8xH100-80GB",
+            remedy="Give it, or set `cluster` in the recipe",
+        )
+    measured = None if profile is None else load_profile(Path(profile))
+    return parse_cluster(cluster, num_nodes=num_nodes, link=link, profile=measured)
+
+
+def rehearse(
+    recipe: RecipeSource,
+    world_size: int,
+    *,
+    should_run_each_rank: bool | None = None,
+    on_start: Callable[[PrecisionChoice | None], None] = lambda _choice: None,
+    on_report: Callable[[RankRehearsal], None] = lambda _report: None,
+) -> Rehearsal:
+    """Run one real optimizer step of each role on fake devices.
+
+    Args:
+        world_size: number of ranks of the layout.
+        should_run_each_rank: run every rank instead of one per role; default up to 8 ranks.
+        on_start: called once with the precision that `auto` resolved to, None if the recipe
+            names it.
+        on_report: called with each rank's report when it is finished.
+
+    Returns:
+        Peak bytes by role, every collective in order, and the first mismatch between ranks.
+
+    Raises:
+        InputError: the recipe, its layout or its model cannot run.
+    """
+    loaded = load_recipe(recipe)
+    shape = read_recipe_shape(loaded)
+    layout, batch = resolve_degrees(loaded, world_size)
+    check_layout(shape, layout, batch.sequence_length)
+    # Torch is imported after the recipe is validated, so that errors in it appear at once.
+    from shardwright.launch.auto_layout import choose_planned_precision
+    from shardwright.rehearse.rehearsal import rehearse as rehearse_plan
+
+    choice = choose_planned_precision(loaded)
+    on_start(choice)
+    return rehearse_plan(
+        loaded,
+        shape,
+        resolve_plan(loaded, world_size, choice),
+        should_run_each_rank=should_run_each_rank,
+        on_report=on_report,
+    )
+
+
+def verify(
+    recipe: RecipeSource,
+    layouts: Sequence[str] = (),
+    *,
+    max_ranks: int = 4,
+    dtypes: Sequence[str] = (),
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    sequence_length: int | None = None,
+    is_full: bool = False,
+    on_start: Callable[[PrecisionChoice | None], None] = lambda _choice: None,
+    on_result: Callable[[CellResult], None] = lambda _result: None,
+) -> VerificationReport:
+    """Compare loss, raw gradients, gradient norm and updated weights of layouts with one process.
+
+    Args:
+        layouts: such as `zero_stage=3`; default every layout of data ranks.
+        max_ranks: most ranks to start, all on this machine's CPU.
+        dtypes: `float32`, `float64`; default both.
+        num_layers, hidden_size: verify a smaller model of the same kind.
+        sequence_length: tokens per row; default the recipe's, at most 32.
+        is_full: every combination of accumulation, recomputation, tying and dropout instead of
+            three of them.
+        on_start: called once before ranks start, with the precision that `auto` would use.
+        on_result: called with each result.
+
+    Raises:
+        InputError: the recipe, a layout or a dtype is not supported.
+    """
+    loaded = load_recipe(recipe)
+    # Torch is imported after the recipe is validated, so that errors in it appear at once.
+    from shardwright.launch.auto_layout import choose_planned_precision
+    from shardwright.verify.cases import (
+        choose_cases,
+        choose_hf_cases,
+        choose_layouts,
+        shrink_shape,
+    )
+    from shardwright.verify.rank_pool import RankPool
+    from shardwright.verify.verification import verify as verify_layouts
+
+    chosen_dtypes = choose_dtypes(dtypes)
+    chosen_layouts = choose_layouts(layouts, max_ranks, loaded.layout)
+    shape = shrink_shape(_read_shape(loaded), num_layers=num_layers, hidden_size=hidden_size)
+    list_cases = choose_hf_cases if isinstance(shape, HFShape) else choose_cases
+    on_start(choose_planned_precision(loaded))
+    with RankPool() as pool:
+        return verify_layouts(
+            loaded,
+            shape,
+            chosen_layouts,
+            list_cases(shape.tied_embeddings, is_full=is_full),
+            chosen_dtypes,
+            sequence_length=sequence_length or min(32, loaded.training.sequence_length),
+            pool=pool,
+            on_result=on_result,
+        )
+
+
+def train(
+    recipe: RecipeSource,
+    *,
+    num_ranks: int | None = None,
+    resume: bool = False,
+    resume_if_started: bool = False,
+    allow_drift: Sequence[str] = (),
+    open_progress: ProgressOpener = nullcontext,
+) -> Run | None:
+    """Train a recipe, in this process unless `num_ranks` is more than one; return the run.
+
+    Under torchrun or srun this process is one of their ranks, and ranks but the first return
+    None. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and raise `Preempted`.
+
+    Args:
+        num_ranks: ranks to start on this machine; default 1, in this process.
+        resume: continue the run, which must exist.
+        resume_if_started: continue the run if it exists, else start it.
+        allow_drift: fields that may differ from the run that is continued.
+        open_progress: opens a progress display for reading and tokenising data.
+
+    Raises:
+        InputError: first problem found, before any rank starts.
+        RunFailed, Preempted: the run failed or was stopped.
+    """
+    from shardwright.launch.rank_environment import detect_rank_environment
+
+    loaded = load_recipe(recipe)
+    ranks = detect_rank_environment()
+    world_size = ranks.world_size if ranks else num_ranks or 1
+    if loaded.layout.auto:
+        from shardwright.launch.auto_layout import resolve_auto_layout
+
+        loaded = resolve_auto_layout(loaded, world_size)
+    resolve_degrees(loaded, world_size)
+    # Torch is imported after the recipe is validated, so that errors in it appear at once.
+    from shardwright.train.run import train as train_recipe
+
+    summary = train_recipe(
+        loaded,
+        num_ranks=num_ranks,
+        resume=resume,
+        resume_if_started=resume_if_started,
+        allow_drift=allow_drift,
+        open_progress=open_progress,
+    )
+    return None if summary is None else load_run(summary["run"])
+
+
+def generate(
+    source: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    should_stop_at_eos: bool = True,
+    should_slide: bool = False,
+    checkpoint: str = "latest",
+    device: str = "auto",
+    dtype: str = "auto",
+    on_load: Callable[[ModelSource], None] = lambda _model: None,
+    on_text: Callable[[str], None] | None = None,
+) -> Completion:
+    """Continue a prompt with the model of a run folder or of a Hugging Face folder.
+
+    Args:
+        temperature: 0 takes the most likely token every time.
+        top_k, top_p: sample from the k most likely tokens, from the smallest set of tokens whose
+            probabilities reach p.
+        seed: sampling seed; results are the same on every device.
+        should_slide: at the model's maximum length, drop the older half of the text and continue.
+        checkpoint: `latest`, `best` or a step; only for a run.
+        device, dtype: `auto` is CUDA if available, and bf16 there, else fp32 on the CPU.
+        on_load: called once with the model that was opened.
+        on_text: called with the prompt and then with each piece of text when it is complete.
+
+    Raises:
+        InputError: no model there, or a value that is not allowed.
+    """
+    import torch
+
+    from shardwright.inference.generation import SamplingSettings, complete_prompt, encode_prompt
+    from shardwright.inference.model_source import (
+        load_decoder,
+        open_model_source,
+        parse_device,
+        parse_dtype,
+    )
+
+    sampling = SamplingSettings(temperature, top_k, top_p, seed)
+    torch_device = parse_device(device)
+    default_dtype = torch.float32 if torch_device.type == "cpu" else torch.bfloat16
+    torch_dtype = parse_dtype(dtype, default_dtype)
+    model = open_model_source(source, checkpoint)
+    tokenizer = model.load_tokenizer()
+    decoder = load_decoder(model, device=torch_device, dtype=torch_dtype)
+    on_load(model)
+    encode_prompt(decoder, tokenizer, prompt)  # raise for an invalid prompt before it is shown
+    if on_text is not None:
+        on_text(prompt)
+    return complete_prompt(
+        decoder,
+        tokenizer,
+        prompt,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        stop_ids=model.stop_ids(tokenizer) if should_stop_at_eos else (),
+        should_slide=should_slide,
+        on_text=on_text,
+    )
+
+
+def export(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    dtype: str = "auto",
+    checkpoint: str = "latest",
+    max_shard_bytes: int = 5_000_000_000,
+    should_overwrite: bool = False,
+    should_check: bool = True,
+    should_merge: bool = False,
+    on_load: Callable[[ModelSource], None] = lambda _model: None,
+) -> ExportedFolder | ExportedAdapters:
+    """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+    A run with adapters writes the adapter folder for peft, or with `should_merge` the whole model.
+
+    Args:
+        dtype: of the written weights; `auto` is the training precision.
+        max_shard_bytes: maximum size of one weights file.
+        should_check: load the folder with transformers (or peft) and compare logits; otherwise
+            the tensors are read back.
+        on_load: called once with the model that was opened.
+
+    Raises:
+        InputError: no model there, a folder that is not empty, or a value that is not allowed.
+    """
+    import torch
+
+    from shardwright.inference.adapter_export import (
+        check_merged_logits,
+        export_adapters,
+        merge_adapters,
+    )
+    from shardwright.inference.export import export_hf_folder
+    from shardwright.inference.model_source import open_model_source, parse_dtype
+
+    model = open_model_source(source, checkpoint)
+    on_load(model)
+    if model.shape.adapters is not None and not should_merge:
+        return export_adapters(
+            model,
+            Path(folder),
+            dtype=parse_dtype(dtype, torch.float32),
+            overwrite=should_overwrite,
+            check=should_check,
+        )
+    if should_merge:
+        unmerged = model
+        model = merge_adapters(model)
+        if should_check:
+            check_merged_logits(unmerged, model)
+    return export_hf_folder(
+        model,
+        Path(folder),
+        dtype=parse_dtype(dtype, model.dtype),
+        max_shard_bytes=max_shard_bytes,
+        overwrite=should_overwrite,
+        check=should_check,
+    )
+
+
+def load_run(path: str | Path) -> Run:
+    """Read a run folder: its events, curves and summary.
+
+    `run.table("step")` has the steps as columns, `run.table("evaluation")` the evaluations;
+    docs/events.md lists kinds and fields.
+
+    Raises:
+        InputError: there are no events, or none is readable.
+    """
+    from shardwright.report.recorded_run import load_run as load_recorded_run
+
+    return load_recorded_run(path)
+
+
+def choose_dtypes(requested: Sequence[str]) -> list[VerificationDtype]:
+    """Return the requested dtypes of `verify` in the usual order; all if none is requested.
+
+    Raises:
+        InputError: a dtype that is not supported.
+    """
+    from shardwright.verify.cases import VERIFICATION_DTYPES
+
+    unknown = [name for name in requested if name not in VERIFICATION_DTYPES]
+    if unknown:
+        raise InputError(
+            "not a supported dtype",
+            field="dtype",
+            got=unknown[0],
+            allowed=" or ".join(VERIFICATION_DTYPES),
+        )
+    return [name for name in VERIFICATION_DTYPES if not requested or name in requested]
+
+
+def _read_shape(recipe: Recipe) -> ModelShape:
+    """Return the shape of the recipe's model; of an unknown family, as transformers defines
+    it."""
+    config = read_recipe_config(recipe)
+    if config.get("model_type") in MODEL_FAMILIES:
+        return read_recipe_shape(recipe)
+    from shardwright.model.hf_model import read_model_shape
+
+    return add_adapters(read_model_shape(config, recipe.model), recipe.adapters)
+
+
+def _build_adapter(rank: int | None, is_quantised: bool) -> LowRankAdapter | None:
+    from shardwright.planner.candidate import LowRankAdapter
+
+    if rank is not None:
+        return LowRankAdapter(rank, quantised=is_quantised)
+    if is_quantised:
+        raise InputError(
+            "only the frozen weights under adapters can be quantised",
+            field="quantised",
+            remedy="Add --lora RANK (in Python: lora_rank)",
+        )
+    return None
+
+
+def _check_precision(name: str | None) -> Precision | None:
+    from shardwright.planner.candidate import Precision
+
+    for precision in get_args(Precision):
+        if name == precision:
+            return precision
+    if name is None:
+        return None
+    raise InputError(
+        "not a precision", field="precision", got=name, allowed=", ".join(get_args(Precision))
+    )

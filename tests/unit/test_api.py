@@ -1,0 +1,164 @@
+"""The public Python API: `import shardwright as sw`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import shardwright as sw
+from shardwright.errors import InputError, RecipeError
+from shardwright.telemetry.event_table import build_event_table
+from shardwright.telemetry.event_types import EvaluationEvent
+
+ROOT = Path(__file__).parents[2]
+
+
+def build_recipe(folder: Path) -> dict[str, Any]:
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return {
+        "name": "tiny",
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 64,
+            }
+        },
+        "tokenizer": {"kind": "character"},
+        "data": {
+            "sources": str(text),
+            "validation_fraction": 0.05,
+            "cache_dir": str(folder / "cache"),
+        },
+        "training": {
+            "sequence_length": 32,
+            "max_steps": 3,
+            "learning_rate": 0.01,
+            "micro_batch_size": 2,
+        },
+        "evaluation": {"every_steps": 3},
+        "run": {"dir": str(folder / "run"), "device": "cpu"},
+    }
+
+
+def test_the_package_imports_neither_torch_nor_pydantic() -> None:
+    code = (
+        "import sys, shardwright as sw; sw.__all__\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "sw.load_recipe; sw.plan; sw.train\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    for name in sw.__all__:
+        assert getattr(sw, name).__doc__, name
+        assert name in page
+    assert set(sw.__all__) <= set(dir(sw))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        sw.trian  # noqa: B018
+
+
+def test_public_names_survive_the_import_of_all_modules() -> None:
+    code = (
+        "import importlib, pkgutil, shardwright as sw\n"
+        "for module in pkgutil.iter_modules(sw.__path__):\n"
+        "    if module.name != '__main__':\n"
+        "        importlib.import_module('shardwright.' + module.name)\n"
+        "from types import ModuleType\n"
+        "assert not [name for name in sw.__all__ if isinstance(getattr(sw, name), ModuleType)]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_recipe_is_a_path_a_mapping_or_a_recipe(tmp_path: Path) -> None:
+    document = build_recipe(tmp_path)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(document))
+    recipe = sw.load_recipe(document)
+    assert sw.load_recipe(path) == sw.load_recipe(str(path)) == sw.load_recipe(recipe) == recipe
+    overrides = ["training.max_steps=7"]
+    for source in (document, path, recipe):
+        changed = sw.load_recipe(source, overrides=overrides, layout="dp_shard=2,zero_stage=3")
+        assert changed.training.max_steps == 7
+        assert changed.layout.zero_stage == 3
+    assert document["training"]["max_steps"] == 3
+    with pytest.raises(RecipeError, match="learning_rate"):
+        sw.load_recipe(document | {"training": document["training"] | {"learning_rte": 1}})
+
+
+def test_plan_returns_the_predictions_that_the_command_prints() -> None:
+    result = sw.plan(ROOT / "recipes/llama3-8b.yaml", "8xH100-80GB", num_layouts=3)
+    assert len(result.predictions) == 3
+    assert result.chosen is not None
+    lines = repr(result).splitlines()
+    assert len(lines) == 5
+    assert f"{result.chosen.tokens_per_second:,.0f}" in lines[-1]
+    with pytest.raises(InputError, match="missing cluster"):
+        sw.plan(ROOT / "recipes/llama3-8b.yaml")
+    with pytest.raises(InputError, match="not a precision"):
+        sw.plan(ROOT / "recipes/llama3-8b.yaml", "8xH100-80GB", precision="int3")
+
+
+def test_training_generating_exporting_and_reading_the_run(tmp_path: Path) -> None:
+    run = sw.train(build_recipe(tmp_path))
+    assert run is not None
+    assert repr(run).startswith(f"run tiny ({tmp_path / 'run'}), completed: step 3 of 3, ")
+    steps = run.table()
+    assert steps["step"] == (1, 2, 3)
+    assert steps["loss"] == tuple(run.loss)
+    assert [row["step"] for row in sw.load_run(tmp_path / "run").table("step").iterate_rows()] == [
+        1,
+        2,
+        3,
+    ]
+    assert len(run.table("evaluation")) == 1
+    parts: list[str] = []
+    completion = sw.generate(run.path, "the", max_new_tokens=5, seed=3, on_text=parts.append)
+    assert "".join(parts) == "the" + completion.text
+    assert "new_ids" not in repr(completion)
+    exported = sw.export(run.path, tmp_path / "model", should_check=False)
+    assert (tmp_path / "model/config.json").is_file()
+    assert exported.num_parameters > 0
+    again = sw.generate(tmp_path / "model", "the", max_new_tokens=5, seed=3)
+    assert again.text == completion.text
+
+
+def test_a_rehearsal_needs_no_devices(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path)
+    recipe["model"]["config"]["vocab_size"] = 64
+    recipe["precision"] = "fp32"
+    rehearsal = sw.rehearse(recipe, 1)
+    assert rehearsal.disagreement is None
+    assert repr(rehearsal).endswith("all collectives match")
+
+
+def test_event_tables(tmp_path: Path) -> None:
+    events = [
+        EvaluationEvent(step=s, loss=1.0 / s, perplexity=2.0, tokens=5, seconds=0.1, best=True)
+        for s in range(1, 14)
+    ]
+    table = build_event_table(events, "evaluation")
+    assert table["step"] == tuple(range(1, 14))
+    lines = repr(table).splitlines()
+    assert lines[0] == "evaluation events: 13"
+    assert len(lines) == 2 + 10 + 1
+    assert "reward_chosen" not in lines[1]
+    with pytest.raises(InputError, match=r"no such column.*Did you mean `loss`"):
+        table["los"]
+    with pytest.raises(InputError, match="unknown event kind"):
+        build_event_table(events, "evaluations")
+    assert len(build_event_table(events, "step")) == 0
