@@ -38,6 +38,7 @@ def build_recipe(folder: Path) -> dict[str, Any]:
         "data": {
             "sources": str(text),
             "validation_fraction": 0.05,
+            "validation_split": "tail",
             "cache_dir": str(folder / "cache"),
         },
         "training": {

@@ -181,8 +181,8 @@ def _refuse_logits(
 
     Their backward pass would read the head's weight, which is freed by then.
     """
-    stage = named.get("stage")
-    hidden = stage is not None and not stage.head
+    stage: PipelineStage | None = named.get("stage")
+    hidden = stage is not None and not stage.has_head
     assert hidden or output.ndim == 0 or not output.requires_grad, (
         "under zero_stage 3 gradients of logits are unsupported; compute the loss in the decoder"
     )
