@@ -1,6 +1,4 @@
-"""Sparse models: gradients of one process with experts on every rank, and with experts spread over
-ranks.
-"""
+"""Sparse models against one process: experts replicated, and sharded over ranks."""
 
 from __future__ import annotations
 
@@ -24,68 +22,27 @@ from shardwright.plan import BatchPlan, Plan
 from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verify.cell import MutationContext
 from shardwright.verify.verification import VerificationReport, verify
-from tests.multiprocess.models import recipe_of
+from tests.multiprocess.models import DEEPSEEK, GPT_OSS, MIXTRAL, build_recipe
 from tests.multiprocess.pool import RankPool
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 53,
-    "hidden_size": 24,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral",
-    **_SIZES,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss",
-    **_SIZES,
-    "head_dim": 8,
-    "sliding_window": 5,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    "initializer_range": 0.2,
-}
-DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    **_SIZES,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 10,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "num_nextn_predict_layers": 0,
-}
 PLAIN = VerificationCase(1, "none", documents=False)
 LOSSES = VerificationCase(2, "full", router_losses=True)
 CAPACITY = VerificationCase(2, "selective", router_losses=True, capacity_factor=0.8)
 IDLE = VerificationCase(1, "full", router_losses=True, idle_experts=True)
 
 
-def run(
+def verify_layout(
     ranks: RankPool,
     config: dict[str, Any],
     layout: Layout,
     case: VerificationCase,
-    changed: MutationContext | None = None,
+    mutation: MutationContext | None = None,
 ) -> VerificationReport:
-    """float32 runs grouped products, float64 the loop over experts: both for mixtral, one of them
-    for the others.
+    """Verify a layout; float32 uses grouped products, float64 the loop over experts.
+
+    Mixtral runs in both dtypes, the other models in one.
     """
-    recipe = recipe_of(config)
+    recipe = build_recipe(config)
     dtypes = {
         "mixtral": VERIFICATION_DTYPES,
         "gpt_oss": VERIFICATION_DTYPES[:1],
@@ -99,11 +56,11 @@ def run(
         dtypes,
         sequence_length=12,
         pool=ranks,
-        mutation=changed,
+        mutation=mutation,
     )
 
 
-def failures(report: VerificationReport) -> list[Any]:
+def list_failures(report: VerificationReport) -> list[Any]:
     return [
         (cell.failure, finding)
         for cell in report.cells
@@ -127,8 +84,8 @@ def failures(report: VerificationReport) -> list[Any]:
 def test_experts_on_every_rank(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.parametrize(
@@ -145,16 +102,16 @@ def test_experts_on_every_rank(
     ],
     ids=str,
 )
-def test_experts_over_ranks(
+def test_sharded_experts(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
 
 
 @contextmanager
-def one_mesh_per_module() -> Iterator[None]:
-    """FSDP2 as it was before torch 2.13: experts are wrapped by themselves."""
+def wrap_experts_separately() -> Iterator[None]:
+    """Wrap experts separately, as FSDP2 requires before torch 2.13."""
     with patch.object(fsdp, "_build_expert_placement", lambda *_: None):
         yield
 
@@ -167,11 +124,11 @@ def one_mesh_per_module() -> Iterator[None]:
     ],
     ids=str,
 )
-def test_experts_wrapped_by_themselves(
+def test_experts_wrapped_separately(
     ranks: RankPool, layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, GPT_OSS, layout, case, one_mesh_per_module)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, GPT_OSS, layout, case, wrap_experts_separately)
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.parametrize(
@@ -184,18 +141,16 @@ def test_experts_wrapped_by_themselves(
     ],
     ids=str,
 )
-def test_experts_with_rows_over_ranks(
+def test_experts_under_context_parallelism(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
 
 
-def note_the_order(zero_stage: Any) -> list[str]:
-    """Exchanges issued and waited for, and shared experts, forward and backward, in one sparse
-    layer.
-    """
-    noted: list[str] = []
+def record_order(zero_stage: Any) -> list[str]:
+    """Record when exchanges start and end and shared experts run, in one sparse layer."""
+    log: list[str] = []
     shape = read_config(DEEPSEEK)
     layout = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
     with torch.device("meta"):
@@ -214,34 +169,34 @@ def note_the_order(zero_stage: Any) -> list[str]:
     issue = expert_parallel.start_all_to_all
     wait = expert_parallel.wait_all_to_all
 
-    def noted_issue(*arguments: Any) -> Any:
-        noted.append("issue")
+    def log_issue(*arguments: Any) -> Any:
+        log.append("issue")
         return issue(*arguments)
 
-    def noted_wait(work: Any) -> None:
-        noted.append("wait")
+    def log_wait(work: Any) -> None:
+        log.append("wait")
         wait(work)
 
     shared = decoder.get_submodule("model.layers.1.mlp.shared_experts.down_proj")
-    shared.register_forward_hook(lambda *_arguments: noted.append("shared"))
-    shared.register_full_backward_hook(lambda *_arguments: noted.append("shared"))
+    shared.register_forward_hook(lambda *_arguments: log.append("shared"))
+    shared.register_full_backward_hook(lambda *_arguments: log.append("shared"))
     ids_BT = torch.arange(24).view(2, 12)
     with (
-        patch.object(expert_parallel, "start_all_to_all", noted_issue),
-        patch.object(expert_parallel, "wait_all_to_all", noted_wait),
+        patch.object(expert_parallel, "start_all_to_all", log_issue),
+        patch.object(expert_parallel, "wait_all_to_all", log_wait),
     ):
         loss = model.module(ids_BT, labels_BT=ids_BT)
-        noted.append("backward")
+        log.append("backward")
         loss.backward()
-    return noted
+    return log
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_shared_experts_run_while_rows_travel(ranks: RankPool, zero_stage: int) -> None:
+def test_shared_experts_overlap_with_the_exchange(ranks: RankPool, zero_stage: int) -> None:
     forward = ["issue", "shared", "wait", "issue", "wait"]
     backward = ["issue", "wait", "issue", "shared", "wait"]
-    for noted in ranks.run(2, note_the_order, zero_stage):
-        assert noted == [*forward, "backward", *backward]
+    for log in ranks.run(2, record_order, zero_stage):
+        assert log == [*forward, "backward", *backward]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +214,8 @@ def test_shared_experts_run_while_rows_travel(ranks: RankPool, zero_stage: int) 
 def test_experts_in_a_pipeline(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +228,8 @@ def test_experts_in_a_pipeline(
     ],
     ids=str,
 )
-def test_experts_with_features_over_ranks(
+def test_experts_under_tensor_parallelism(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
