@@ -162,7 +162,12 @@ def test_every_look_up_of_the_planner_is_measured(
     attend = MeasuredProfile.find_attention_flops_per_second
 
     def look_for_rows(
-        self: MeasuredProfile, precision: str, row_tokens: float, head_dim: int, *, is_backward: bool
+        self: MeasuredProfile,
+        precision: str,
+        row_tokens: float,
+        head_dim: int,
+        *,
+        is_backward: bool,
     ) -> float | None:
         if not any(
             (rate.precision, rate.row_tokens, rate.head_dim) == (precision, row_tokens, head_dim)

@@ -336,7 +336,11 @@ def test_ranks_with_other_versions_are_named() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "verdict"),
     [
-        ({"unmet_requirements": ("torch>=2.11 is required, 2.4 is installed",)}, "versions", "fail"),
+        (
+            {"unmet_requirements": ("torch>=2.11 is required, 2.4 is installed",)},
+            "versions",
+            "fail",
+        ),
         ({"collective_backends": ()}, "collectives", "fail"),
         ({"has_cuda": True}, "collectives", "fail"),
         ({"attention_kernels": ("math",)}, "attention", "warn"),

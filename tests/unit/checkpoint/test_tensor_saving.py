@@ -1,4 +1,4 @@
-"""One process: what is kept, what is refused, what comes back."""
+"""Saving and loading in one process: retention, refused values, restored tensors and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.errors import CheckpointError, SaveFailed
 
 
-def names(root: Path) -> list[str]:
+def list_names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
@@ -30,7 +30,7 @@ def save(root: Path, step: int, **options: Any) -> None:
     save_checkpoint(root, step, {"x": torch.full((3,), float(step))}, {"step": step}, **options)
 
 
-def test_every_dtype_comes_back_and_safetensors_reads_it(tmp_path: Path) -> None:
+def test_every_dtype_is_restored_and_read_by_safetensors(tmp_path: Path) -> None:
     bytes_8 = torch.arange(64, dtype=torch.uint8)
     tensors = {
         str(dtype): (bytes_8 % 2).bool() if dtype == torch.bool else bytes_8.view(dtype)
@@ -44,11 +44,13 @@ def test_every_dtype_comes_back_and_safetensors_reads_it(tmp_path: Path) -> None
     path = save_checkpoint(tmp_path, 1, tensors, {}).path
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     assert load_checkpoint(path, loaded) == {}
-    theirs = safetensors.torch.load_file(path / "shard-00000.safetensors")
+    by_safetensors = safetensors.torch.load_file(path / "shard-00000.safetensors")
     for name, tensor in tensors.items():
-        wanted = tensor.contiguous().view(-1).view(torch.uint8)
-        assert torch.equal(loaded[name].contiguous().view(-1).view(torch.uint8), wanted), name
-        assert torch.equal(theirs[name].contiguous().view(-1).view(torch.uint8), wanted), name
+        expected = tensor.contiguous().view(-1).view(torch.uint8)
+        assert torch.equal(loaded[name].contiguous().view(-1).view(torch.uint8), expected), name
+        assert torch.equal(
+            by_safetensors[name].contiguous().view(-1).view(torch.uint8), expected
+        ), name
 
 
 def test_loading_into_parameters_and_views_fills_them_in_place(tmp_path: Path) -> None:
@@ -59,19 +61,25 @@ def test_loading_into_parameters_and_views_fills_them_in_place(tmp_path: Path) -
     assert parameter.sum() == 15
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_retained(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, step, retention=RetentionPolicy(2), is_best=step == 2)
-    assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000005"]
+    assert list_names(tmp_path) == [
+        "best",
+        "latest",
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
     save(tmp_path, 6, retention=RetentionPolicy(2), is_best=True)
-    assert names(tmp_path) == ["best", "latest", "step-00000005", "step-00000006"]
+    assert list_names(tmp_path) == ["best", "latest", "step-00000005", "step-00000006"]
     assert (tmp_path / "best").read_text() == "step-00000006\n"
 
 
-def test_none_is_removed_unless_asked(tmp_path: Path) -> None:
+def test_none_is_removed_without_a_retention_policy(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    assert len(names(tmp_path)) == 4
+    assert len(list_names(tmp_path)) == 4
     assert [path.name for path in prune_checkpoints(tmp_path, RetentionPolicy(1))] == [
         "step-00000001",
         "step-00000002",
@@ -80,26 +88,26 @@ def test_none_is_removed_unless_asked(tmp_path: Path) -> None:
         prune_checkpoints(tmp_path, RetentionPolicy(0))
 
 
-def test_going_back_leaves_the_course_that_was_given_up(tmp_path: Path) -> None:
+def test_after_a_rollback_later_checkpoints_are_pruned(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
     remove_checkpoints(tmp_path, [tmp_path / "step-00000020"])
     (tmp_path / "latest").write_text("step-00000010\n")
-    found = find_newest_checkpoint(tmp_path)
-    assert found is not None
-    assert found.step == 10
+    newest = find_newest_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.step == 10
     save(tmp_path, 15, retention=RetentionPolicy(2))
-    assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
+    assert list_names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
 
 
-def test_a_step_saved_again_is_the_one_that_counts(tmp_path: Path) -> None:
+def test_a_step_saved_again_replaces_the_earlier_one(tmp_path: Path) -> None:
     for value in (1, 2, 3):
         save_checkpoint(tmp_path, 7, {"x": torch.tensor(value)}, {}, retention=RetentionPolicy(2))
-    assert names(tmp_path) == ["latest", "step-00000007.2"]
+    assert list_names(tmp_path) == ["latest", "step-00000007.2"]
     tensors = {"x": torch.tensor(0)}
-    found = find_newest_checkpoint(tmp_path)
-    assert found is not None
-    load_checkpoint(found, tensors)
+    newest = find_newest_checkpoint(tmp_path)
+    assert newest is not None
+    load_checkpoint(newest, tensors)
     assert tensors["x"] == 3
 
 
@@ -112,7 +120,7 @@ def test_a_step_saved_again_is_the_one_that_counts(tmp_path: Path) -> None:
         (Path("a"), "values.deep[1].x"),
     ],
 )
-def test_values_that_json_cannot_hold_are_refused_by_place(
+def test_values_outside_json_are_refused_with_their_place(
     tmp_path: Path, value: object, place: str
 ) -> None:
     with pytest.raises(SaveFailed, match="rank 0: values") as caught:
@@ -121,7 +129,7 @@ def test_values_that_json_cannot_hold_are_refused_by_place(
     assert not (tmp_path / "root").exists()
 
 
-def test_values_come_back_equal(tmp_path: Path) -> None:
+def test_values_are_restored_equal(tmp_path: Path) -> None:
     values = {
         "f": 0.1 + 0.2,
         "big": 2**200,
@@ -131,19 +139,19 @@ def test_values_come_back_equal(tmp_path: Path) -> None:
         "small": 5e-324,
     }
     save_checkpoint(tmp_path, 1, {}, values)
-    found = find_newest_checkpoint(tmp_path)
-    assert found is not None
-    assert read_values(found) == values
-    assert json.loads((found.path / "values.json").read_text()) == values
+    newest = find_newest_checkpoint(tmp_path)
+    assert newest is not None
+    assert read_values(newest) == values
+    assert json.loads((newest.path / "values.json").read_text()) == values
 
 
-def test_a_root_that_cannot_be_made_is_a_failed_save(tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_created_fails_the_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveFailed, match="nothing was written"):
         save(tmp_path / "file" / "root", 1)
 
 
-def test_drift_is_told_field_by_field() -> None:
+def test_drift_is_listed_field_by_field() -> None:
     saved = {"seed": 1, "model": {"width": 4, "bias": True}, "order": [1, 2], "gone": 0}
     current = {"seed": 1, "model": {"width": 8, "bias": 1}, "order": (1, 2), "new": None}
     assert [str(difference) for difference in find_differences(saved, current)] == [
@@ -154,7 +162,7 @@ def test_drift_is_told_field_by_field() -> None:
     ]
 
 
-def test_every_so_many_steps_stay_for_ever(tmp_path: Path) -> None:
+def test_every_nth_step_is_never_pruned(tmp_path: Path) -> None:
     for step in range(1, 8):
         save(tmp_path, step, retention=RetentionPolicy(2, every_steps=3))
-    assert names(tmp_path) == ["latest", "step-00000003", "step-00000006", "step-00000007"]
+    assert list_names(tmp_path) == ["latest", "step-00000003", "step-00000006", "step-00000007"]

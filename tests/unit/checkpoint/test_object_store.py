@@ -1,6 +1,4 @@
-"""Checkpoints behind an fsspec URL: the same promises as on a disk where an object store can give
-them.
-"""
+"""Checkpoints behind an fsspec URL: the same guarantees as on a disk, where a store allows them."""
 
 from __future__ import annotations
 
@@ -21,42 +19,42 @@ from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_c
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.cli.main import run
 from shardwright.errors import CheckpointError, SaveFailed
-from tests.unit.checkpoint.conftest import some_tensors
-from tests.unit.checkpoint.some_values import run_values
+from tests.unit.checkpoint.conftest import make_tensors
+from tests.unit.checkpoint.sample_values import make_run_values
 
 URL = "memory://bucket/run"
 
 
 @pytest.fixture
 def root() -> Iterator[RemotePath]:
-    """Nothing is in the bucket."""
+    """Return the root of an empty bucket."""
     fsspec.filesystem("memory").store.clear()
-    place = parse_storage_path(URL)
-    assert isinstance(place, RemotePath)
-    yield place
+    path = parse_storage_path(URL)
+    assert isinstance(path, RemotePath)
+    yield path
     fsspec.filesystem("memory").store.clear()
 
 
-def names(root: RemotePath) -> list[str]:
+def list_names(root: RemotePath) -> list[str]:
     return sorted(root.list_sizes())
 
 
-def loaded(root: RemotePath) -> tuple[int, dict[str, torch.Tensor]]:
-    found = find_newest_checkpoint(URL)
-    assert found is not None
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in some_tensors().items()}
-    assert load_checkpoint(found, tensors) == {"step": found.step}
-    return found.step, tensors
+def load_newest(root: RemotePath) -> tuple[int, dict[str, torch.Tensor]]:
+    newest = find_newest_checkpoint(URL)
+    assert newest is not None
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in make_tensors().items()}
+    assert load_checkpoint(newest, tensors) == {"step": newest.step}
+    return newest.step, tensors
 
 
 def save(step: int, **options: Any) -> None:
-    save_checkpoint(URL, step, some_tensors(), {"step": step}, **options)
+    save_checkpoint(URL, step, make_tensors(), {"step": step}, **options)
 
 
-def test_saves_are_kept_pruned_and_read_back(root: RemotePath) -> None:
+def test_saves_are_retained_pruned_and_read_back(root: RemotePath) -> None:
     for step in (1, 2, 3, 4, 5):
         save(step, retention=RetentionPolicy(1, every_steps=2), is_best=step == 1)
-    assert names(root) == [
+    assert list_names(root) == [
         "best",
         "latest",
         "step-00000001",
@@ -64,15 +62,15 @@ def test_saves_are_kept_pruned_and_read_back(root: RemotePath) -> None:
         "step-00000004",
         "step-00000005",
     ]
-    step, tensors = loaded(root)
+    step, tensors = load_newest(root)
     assert step == 5
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in some_tensors().items())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in make_tensors().items())
     save(5, retention=RetentionPolicy(1))
-    assert names(root)[-1] == "step-00000005.1"
+    assert list_names(root)[-1] == "step-00000005.1"
     assert verify_checkpoint(root / "step-00000005.1")[1] == []
 
 
-def test_damage_is_found_and_the_one_before_is_taken(root: RemotePath) -> None:
+def test_damage_is_found_and_the_previous_checkpoint_is_used(root: RemotePath) -> None:
     for step in (1, 2, 3):
         save(step)
     shard = root / "step-00000003" / "shard-00000.safetensors"
@@ -81,20 +79,20 @@ def test_damage_is_found_and_the_one_before_is_taken(root: RemotePath) -> None:
     shard.file_system.pipe_file(shard.path, bytes(data))
     (manifest,) = [root / "step-00000002" / "manifest.json"]
     OBJECT_STORE_DISK.remove(manifest)
-    assert loaded(root)[0] == 1
+    assert load_newest(root)[0] == 1
     assert "SHA-256" in str(verify_checkpoint(root / "step-00000003")[1])
 
 
-class Dying(ObjectStoreDisk):
-    """Dies before the n-th operation: an error that nothing of the save catches."""
+class KillingStoreDisk(ObjectStoreDisk):
+    """Raises an error that the save does not catch before the n-th operation."""
 
-    def __init__(self, death: int) -> None:
+    def __init__(self, kill_at: int) -> None:
         super().__init__()
-        self.left = death
+        self.num_operations_left = kill_at
 
     def _count(self) -> None:
-        self.left -= 1
-        if self.left == 0:
+        self.num_operations_left -= 1
+        if self.num_operations_left == 0:
             raise KeyboardInterrupt
 
     def make_folder(self, path: RemotePath) -> None:
@@ -118,53 +116,55 @@ class Dying(ObjectStoreDisk):
         super().remove(path)
 
 
-def test_wherever_a_save_dies_a_whole_checkpoint_is_found_and_the_next_save_clears_up(
+def test_after_a_killed_save_a_whole_checkpoint_remains_and_the_next_save_cleans_up(
     root: RemotePath,
 ) -> None:
-    death = 0
-    found = set()
+    kill_at = 0
+    newest = set()
     while True:
-        death += 1
+        kill_at += 1
         root.file_system.store.clear()
         save(1, is_best=True)
         save(2)
         try:
-            save(3, retention=RetentionPolicy(1), disk=Dying(death))
+            save(3, retention=RetentionPolicy(1), disk=KillingStoreDisk(kill_at))
         except KeyboardInterrupt:
-            found.add(loaded(root)[0])
+            newest.add(load_newest(root)[0])
         else:
             break
         assert list_step_folders(root)[0].step == 1
         save(4, retention=RetentionPolicy(1))
-        assert names(root) == ["best", "latest", "step-00000001", "step-00000004"], death
-    assert found == {2, 3}
-    assert death > 15
+        assert list_names(root) == ["best", "latest", "step-00000001", "step-00000004"], kill_at
+    assert newest == {2, 3}
+    assert kill_at > 15
 
 
-def test_a_store_that_refuses_is_a_failed_save(root: RemotePath) -> None:
-    class Refusing(ObjectStoreDisk):
+def test_a_store_that_refuses_writes_fails_the_save(root: RemotePath) -> None:
+    class RefusingDisk(ObjectStoreDisk):
         def sync(self, descriptor: int) -> None:
             raise OSError("the bucket is read-only")
 
     save(1)
     with pytest.raises(SaveFailed, match="the bucket is read-only"):
-        save(2, disk=Refusing())
-    assert names(root) == ["latest", "step-00000001"]
+        save(2, disk=RefusingDisk())
+    assert list_names(root) == ["latest", "step-00000001"]
 
 
-def test_it_is_written_in_the_background(root: RemotePath) -> None:
+def test_background_saves_reach_the_store(root: RemotePath) -> None:
     saver = BackgroundSaver()
-    saver.save(URL, 7, some_tensors(), {"step": 7})
+    saver.save(URL, 7, make_tensors(), {"step": 7})
     saver.close()
-    assert loaded(root)[0] == 7
+    assert load_newest(root)[0] == 7
     pointer = read_pointer(root, "latest")
     assert pointer is not None
     assert pointer.step == 7
 
 
-def test_the_verb_reads_it(root: RemotePath, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoint_verbs_read_the_store(
+    root: RemotePath, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (1, 2):
-        save_checkpoint(URL, step, some_tensors(), run_values(step))
+        save_checkpoint(URL, step, make_tensors(), make_run_values(step))
     for verb in ("list", "verify", "inspect"):
         assert run(["checkpoint", verb, URL, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["schema_version"] == 1

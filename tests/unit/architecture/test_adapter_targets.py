@@ -1,4 +1,4 @@
-"""Which matrices get an adapter, what an adapter is made of, and what is refused."""
+"""Adapter targets, shapes and initial values, and refused adapter sections."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ LLAMA = read_config(CASES["llama-padding-row"])
 MOE = read_config(CASES["qwen3_moe"])
 
 
-def parts(shape: ModelShape, **section: Any) -> dict[str, tuple[int, ...]]:
+def list_adapter_shapes(shape: ModelShape, **section: Any) -> dict[str, tuple[int, ...]]:
     adapted = add_adapters(shape, AdapterSection.model_validate(section))
     return {
         spec.name: spec.shape for spec in adapted.list_parameters() if spec.adapter_part is not None
     }
 
 
-def test_every_projection_by_default() -> None:
-    ends = {name.rpartition(".")[2] for name in choose_modules(MOE, None)}
-    assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"} | (
+def test_every_projection_has_an_adapter_by_default() -> None:
+    suffixes = {name.rpartition(".")[2] for name in choose_modules(MOE, None)}
+    assert suffixes == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"} | (
         set() if all(layer.sparse for layer in MOE.layers) else {"gate_proj", "up_proj"}
     )
 
 
-def test_patterns_are_held_against_names_and_their_ends() -> None:
+def test_patterns_match_names_and_their_suffixes() -> None:
     layers = range(LLAMA.num_layers)
     assert choose_modules(LLAMA, ("q_proj",)) == {
         f"model.layers.{layer}.self_attn.q_proj" for layer in layers
@@ -45,24 +45,24 @@ def test_patterns_are_held_against_names_and_their_ends() -> None:
     }
 
 
-def test_sizes_and_names_are_pefts() -> None:
-    found = parts(MOE, rank=4, targets=("k_proj", "experts.down_proj"))
+def test_sizes_and_names_are_those_of_peft() -> None:
+    shapes = list_adapter_shapes(MOE, rank=4, targets=("k_proj", "experts.down_proj"))
     assert MOE.experts is not None
     experts = MOE.experts.num_experts
     inner = MOE.experts.intermediate_size
     width = MOE.hidden_size
-    assert found["model.layers.1.self_attn.k_proj.lora_A.weight"] == (4, width)
-    assert found["model.layers.1.self_attn.k_proj.lora_B.weight"] == (MOE.kv_width, 4)
-    assert found["model.layers.1.mlp.experts.down_proj_lora_A"] == (experts, 4, inner)
-    assert found["model.layers.1.mlp.experts.down_proj_lora_B"] == (experts, width, 4)
-    gpt2 = parts(read_config(CASES["gpt2"]), kind="dora", rank=2, targets=("c_fc",))
+    assert shapes["model.layers.1.self_attn.k_proj.lora_A.weight"] == (4, width)
+    assert shapes["model.layers.1.self_attn.k_proj.lora_B.weight"] == (MOE.kv_width, 4)
+    assert shapes["model.layers.1.mlp.experts.down_proj_lora_A"] == (experts, 4, inner)
+    assert shapes["model.layers.1.mlp.experts.down_proj_lora_B"] == (experts, width, 4)
+    gpt2 = list_adapter_shapes(read_config(CASES["gpt2"]), kind="dora", rank=2, targets=("c_fc",))
     assert (
         gpt2["transformer.h.0.mlp.c_fc.lora_magnitude_vector"]
         == gpt2["transformer.h.0.mlp.c_fc.lora_B.weight"][:1]
     )
 
 
-def test_the_start_and_the_scale() -> None:
+def test_initial_values_and_scale() -> None:
     shape = add_adapters(LLAMA, AdapterSection(rank=8, alpha=4.0, targets=("down_proj",)))
     spec = next(spec for spec in shape.list_parameters() if spec.adapter_part == "lora_A")
     assert spec.init == UniformInit(1 / math.sqrt(LLAMA.intermediate_size))
@@ -73,13 +73,13 @@ def test_the_start_and_the_scale() -> None:
     )
 
 
-def test_frozen_matrices_cost_no_gradient() -> None:
+def test_frozen_matrices_need_no_weight_gradient_flops() -> None:
     whole = LLAMA.count_flops_per_token(16)
     adapted = add_adapters(LLAMA, AdapterSection(rank=1)).count_flops_per_token(16)
     assert 0.66 * whole < adapted < 0.85 * whole
 
 
-def test_adapters_are_cut_with_their_matrix() -> None:
+def test_adapters_are_sharded_with_their_matrix() -> None:
     layouts = build_parameter_layouts(
         add_adapters(LLAMA, AdapterSection(kind="dora", rank=3)), Layout(tp=2, dp_replicate=2)
     )
@@ -98,7 +98,7 @@ def test_adapters_are_cut_with_their_matrix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "section", "told"),
+    ("shape", "section", "message"),
     [
         (LLAMA, {"targets": ("q_prj",)}, "Did you mean `q_proj`"),
         (LLAMA, {"targets": ("q_proj", "c_attn")}, "matches no matrix"),
@@ -115,21 +115,25 @@ def test_adapters_are_cut_with_their_matrix() -> None:
         (MOE, {"dropout": 0.1}, r"exclude: \[experts"),
     ],
 )
-def test_refusals_name_what_is_wrong(shape: ModelShape, section: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecipeError, match=told):
+def test_refusals_name_the_wrong_key(
+    shape: ModelShape, section: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
         add_adapters(shape, AdapterSection.model_validate(section))
 
 
 @pytest.mark.parametrize(
-    ("adapters", "model", "told"),
+    ("adapters", "model", "message"),
     [
         ({"path": "somewhere", "rank": 4}, {}, "already determines rank"),
         ({"rank": 4}, {"freeze": ["*.bias"]}, "remove `model.freeze`"),
     ],
 )
-def test_a_recipe_says_it_once(adapters: dict[str, Any], model: dict[str, Any], told: str) -> None:
+def test_keys_that_repeat_or_contradict_another_are_refused(
+    adapters: dict[str, Any], model: dict[str, Any], message: str
+) -> None:
     training = {"sequence_length": 8, "micro_batch_size": 1, "max_steps": 1, "learning_rate": 1.0}
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(RecipeError, match=message):
         validate_recipe(
             {
                 "model": {"config": {}} | model,

@@ -1,4 +1,4 @@
-"""What a config.json means, what is refused, and that refusals name the field."""
+"""Reading of config.json; refusals name the field."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_reads_a_folder_a_file_and_a_mapping(tmp_path: Path) -> None:
 def test_config_is_written_back_as_read(case: str) -> None:
     shape = read_config(CASES[case])
     assert shape.to_config() == CASES[case]
-    shape.to_config()["hidden_size"] = 0  # a copy: the shape does not change
+    shape.to_config()["hidden_size"] = 0  # changes a copy, not the shape
     assert read_config(shape.to_config()) == shape
 
 
-def test_a_missing_folder_names_it(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError, match=r"cannot be read.*nowhere"):
         read_config(tmp_path / "nowhere")
 
@@ -99,7 +99,7 @@ def test_other_families_are_refused(family: str | None, remedy: str) -> None:
         ("gpt_neox", "num_key_value_heads", 2),
     ],
 )
-def test_what_we_do_not_compute_is_refused_by_name(case: str, field: str, value: Any) -> None:
+def test_unsupported_features_are_refused_by_name(case: str, field: str, value: Any) -> None:
     with pytest.raises(ArchitectureError) as caught:
         read_config({**CASES[case], field: value})
     assert caught.value.field == field
@@ -130,7 +130,7 @@ def test_features_that_are_off_change_nothing(family: str) -> None:
             assert read_config({**plain, field: value}) == read_config(plain), (field, value)
 
 
-def test_a_missing_size_is_not_guessed() -> None:
+def test_a_missing_size_is_an_error() -> None:
     for field in (
         "hidden_size",
         "num_hidden_layers",
@@ -144,16 +144,16 @@ def test_a_missing_size_is_not_guessed() -> None:
         assert caught.value.field == field
 
 
-def without(case: str, *fields: str) -> dict[str, Any]:
+def drop_fields(case: str, *fields: str) -> dict[str, Any]:
     return {name: value for name, value in CASES[case].items() if name not in fields}
 
 
-def test_key_heads_are_guessed_only_where_transformers_takes_the_query_heads() -> None:
-    assert read_config(without("llama", "num_key_value_heads")).num_kv_heads == 4
+def test_key_heads_default_to_query_heads_only_where_transformers_does_so() -> None:
+    assert read_config(drop_fields("llama", "num_key_value_heads")).num_kv_heads == 4
     assert read_config({**CASES["mistral-window"], "num_key_value_heads": None}).num_kv_heads == 4
     for case in ("mistral-window", "qwen2", "qwen3", "gemma2", "smollm3"):
         with pytest.raises(ArchitectureError, match="missing") as caught:
-            read_config(without(case, "num_key_value_heads"))
+            read_config(drop_fields(case, "num_key_value_heads"))
         assert caught.value.field == "num_key_value_heads"
 
 
@@ -161,10 +161,8 @@ def test_key_heads_are_guessed_only_where_transformers_takes_the_query_heads() -
     ("case", "row"),
     [("llama", None), ("gemma2", 0), ("olmo2", 1), ("gpt2", None), ("gpt_neox", None)],
 )
-def test_the_familys_padding_token_holds_where_the_file_is_silent(
-    case: str, row: int | None
-) -> None:
-    shape = read_config(without(case, "pad_token_id"))
+def test_the_familys_padding_token_is_the_default(case: str, row: int | None) -> None:
+    shape = read_config(drop_fields(case, "pad_token_id"))
     assert shape.padding_row == row
     assert "pad_token_id" not in shape.to_config()
 
@@ -173,7 +171,7 @@ def test_the_familys_padding_token_holds_where_the_file_is_silent(
 def test_a_padding_token_outside_a_small_vocabulary_is_written_back_as_null(
     case: str, row: int
 ) -> None:
-    config = without(case, "pad_token_id")
+    config = drop_fields(case, "pad_token_id")
     assert read_config(config | {"vocab_size": 130_000}).padding_row == row
     shape = read_config(config)
     assert shape.padding_row is None
@@ -245,12 +243,12 @@ def test_two_spellings_that_contradict_are_refused() -> None:
 
 
 def test_windows_by_family() -> None:
-    def windows(case: str) -> list[int | None]:
+    def list_windows(case: str) -> list[int | None]:
         return [layer.window for layer in read_config(CASES[case]).layers]
 
-    assert windows("mistral-window") == [7, 7, 7]
-    assert windows("qwen2-window-from-layer-1") == [None, 5, 5]
-    assert windows("gemma2") == [6, None, 6, None]
+    assert list_windows("mistral-window") == [7, 7, 7]
+    assert list_windows("qwen2-window-from-layer-1") == [None, 5, 5]
+    assert list_windows("gemma2") == [6, None, 6, None]
     assert [layer.rope for layer in read_config(CASES["smollm3"]).layers] == [0, None, 0, None]
     # Absent is not null: Mistral's class default is a window of 4096.
     absent = {
@@ -260,7 +258,7 @@ def test_windows_by_family() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cut_keeps_the_odd_features(case: str) -> None:
+def test_a_shrunk_model_keeps_the_features_of_its_family(case: str) -> None:
     shape = read_config(CASES[case])
     small = shrink_model(shape, num_layers=2, hidden_size=16, vocab_size=50, sequence_length=8)
     assert (small.family, small.num_layers, small.hidden_size, small.vocab_size) == (
@@ -288,7 +286,7 @@ def test_cut_keeps_the_odd_features(case: str) -> None:
     assert shrink_model(shape, num_layers=99, hidden_size=4096) == shape
 
 
-def test_cut_refuses_a_width_that_heads_do_not_divide() -> None:
+def test_shrinking_refuses_a_width_that_heads_do_not_divide() -> None:
     with pytest.raises(ArchitectureError, match="multiple of"):
         shrink_model(read_config(LLAMA), hidden_size=13)
 
@@ -303,7 +301,7 @@ def test_cut_refuses_a_width_that_heads_do_not_divide() -> None:
     ],
 )
 def test_numbers_beyond_any_model_are_refused(field: str, value: float) -> None:
-    """A billion layers would be described one by one."""
+    """A billion layers would need a billion descriptions."""
     with pytest.raises(ArchitectureError) as caught:
         read_config(LLAMA | {field: value})
     assert caught.value.field == field

@@ -1,12 +1,12 @@
-"""Values as training saves them, of a run that never was."""
+"""Checkpoint values as training saves them, of an invented run."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def run_values(step: int) -> dict[str, Any]:
-    """Values of a checkpoint at a step; one sequence a step, one parameter."""
+def make_run_values(step: int) -> dict[str, Any]:
+    """Return the values at a step; the run has one sequence per step and one parameter."""
     run = {
         "model": {"family": "llama"},
         "tokenizer": "0" * 32,

@@ -1,7 +1,7 @@
-"""Kill a save before each of its operations on disk, and cut the power there; what is found
-afterwards must be whole.
+"""Kill sweep: a save is killed, or loses power, before each of its operations on disk; a whole
+checkpoint must remain.
 
-Run as a program: it imports torch once and forks a process per death. Prints the number of
+Run as a program: it imports torch once and forks a process per kill. Prints the number of
 operations of a save as JSON.
 """
 
@@ -27,9 +27,7 @@ from shardwright.checkpoint.tensor_saving import save_checkpoint
 OLD = 20
 NEW = 30
 SCRATCH = "/dev/shm" if os.path.isdir("/dev/shm") else None
-"""In memory where there is such a place: the order of operations is what counts here, and a real
-fsync takes milliseconds.
-"""
+"""In memory if possible: only the order of operations matters, and fsync takes milliseconds."""
 
 
 class CountingDisk(Disk):
@@ -86,24 +84,24 @@ class CountingDisk(Disk):
 class KillingDisk(CountingDisk):
     """Kills the process before the n-th operation."""
 
-    def __init__(self, death: int) -> None:
+    def __init__(self, kill_at: int) -> None:
         super().__init__()
-        self.death = death
+        self.kill_at = kill_at
 
     def before(self, operation: str, *paths: Path) -> None:
         super().before(operation, *paths)
-        if self.count == self.death:
-            self.at_death()
+        if self.count == self.kill_at:
+            self.lose_data()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def at_death(self) -> None:
-        """What else is lost."""
+    def lose_data(self) -> None:
+        """Lose further data at the kill; nothing here."""
 
 
 @dataclass
-class Name:
-    """A name that its folder may forget: made, or moved from `source` in the place of a file that
-    held `replaced`.
+class UnsyncedName:
+    """Directory entry that is not yet synced: created, or renamed from `source` over a file with
+    the content `replaced`.
     """
 
     path: Path
@@ -121,15 +119,15 @@ class Name:
             self.path.unlink(missing_ok=True)
 
 
-class PowerCut(KillingDisk):
-    """Dies like a machine that loses power: bytes that were not synced are gone, and with
-    `lose_names` so are all names made or moved since their folder was synced."""
+class PowerLossDisk(KillingDisk):
+    """Kills the process like a power failure: unsynced bytes are lost, and with `lose_names` so are
+    all names created or renamed since their folder was synced."""
 
-    def __init__(self, death: int, lose_names: bool) -> None:
-        super().__init__(death)
+    def __init__(self, kill_at: int, lose_names: bool) -> None:
+        super().__init__(kill_at)
         self.lose_names = lose_names
         self.unsynced: set[Path] = set()
-        self.names: list[Name] = []
+        self.names: list[UnsyncedName] = []
 
     def before(self, operation: str, *paths: Path) -> None:
         super().before(operation, *paths)
@@ -139,17 +137,19 @@ class PowerCut(KillingDisk):
         if operation == "sync":
             self.unsynced.discard(path)
         if operation in ("create", "make_folder"):
-            self.names.append(Name(path))
+            self.names.append(UnsyncedName(path))
         if operation == "sync_folder":
             self.names = [name for name in self.names if name.path.parent != path]
         if operation == "rename":
             source = paths[0]
-            self.unsynced = {moved(p, source, path) for p in self.unsynced}
+            self.unsynced = {rename_path(p, source, path) for p in self.unsynced}
             for name in self.names:
-                name.path = moved(name.path, source, path)
-            self.names.append(Name(path, source, path.read_bytes() if path.is_file() else None))
+                name.path = rename_path(name.path, source, path)
+            self.names.append(
+                UnsyncedName(path, source, path.read_bytes() if path.is_file() else None)
+            )
 
-    def at_death(self) -> None:
+    def lose_data(self) -> None:
         for path in self.unsynced:
             if path.exists():
                 os.truncate(path, path.stat().st_size // 3)
@@ -158,27 +158,25 @@ class PowerCut(KillingDisk):
                 last = self.names.pop()
                 last.forget()
                 for name in self.names if last.source is not None else ():
-                    name.path = moved(name.path, last.path, last.source)
+                    name.path = rename_path(name.path, last.path, last.source)
 
 
-def moved(path: Path, source: Path, target: Path) -> Path:
-    """Where a path is after a rename."""
+def rename_path(path: Path, source: Path, target: Path) -> Path:
+    """Return a path after `source` was renamed to `target`."""
     return target / path.relative_to(source) if path.is_relative_to(source) else path
 
 
-def tensors_of(step: int) -> dict[str, torch.Tensor]:
+def make_tensors(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((40, 30), float(step)), "b": torch.arange(7) + step}
 
 
 def prepare(root: Path, *, damaged: bool) -> None:
-    """Two old checkpoints; with `damaged` also one of the step that is saved next, broken as a
-    fallback would have found it.
-    """
-    save_checkpoint(root, 10, tensors_of(10), {"step": 10}, is_best=True)
-    save_checkpoint(root, OLD, tensors_of(OLD), {"step": OLD})
+    """Save two old checkpoints, and with `damaged` also a damaged one of the next step."""
+    save_checkpoint(root, 10, make_tensors(10), {"step": 10}, is_best=True)
+    save_checkpoint(root, OLD, make_tensors(OLD), {"step": OLD})
     if damaged:
         broken = (
-            save_checkpoint(root, NEW, tensors_of(NEW), {"step": NEW}).path
+            save_checkpoint(root, NEW, make_tensors(NEW), {"step": NEW}).path
             / "shard-00000.safetensors"
         )
         data = bytearray(broken.read_bytes())
@@ -190,7 +188,7 @@ def save_new(root: Path, disk: Disk) -> None:
     save_checkpoint(
         root,
         NEW,
-        tensors_of(NEW),
+        make_tensors(NEW),
         {"step": NEW},
         retention=RetentionPolicy(1),
         is_best=True,
@@ -198,51 +196,51 @@ def save_new(root: Path, disk: Disk) -> None:
     )
 
 
-def check_after(root: Path) -> int:
-    """The newest checkpoint is the old or the new one, bit-equal; saving again works and leaves
-    nothing behind. Its step.
+def check_root(root: Path) -> int:
+    """Check that the newest checkpoint is the old or the new one, bit-equal, and that another save
+    works and leaves no files behind. Return the newest step.
     """
-    found = find_newest_checkpoint(root)
-    assert found is not None, "no checkpoint left"
-    assert found.step in (OLD, NEW), found
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()}
-    assert load_checkpoint(found, tensors) == {"step": found.step}
+    newest = find_newest_checkpoint(root)
+    assert newest is not None, "no checkpoint left"
+    assert newest.step in (OLD, NEW), newest
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in make_tensors(0).items()}
+    assert load_checkpoint(newest, tensors) == {"step": newest.step}
     assert all(
-        torch.equal(tensors[name], tensor) for name, tensor in tensors_of(found.step).items()
+        torch.equal(tensors[name], tensor) for name, tensor in make_tensors(newest.step).items()
     )
-    save_checkpoint(root, NEW + 10, tensors_of(NEW + 10), {}, retention=RetentionPolicy(1))
-    left = sorted(path.name for path in root.iterdir())
+    save_checkpoint(root, NEW + 10, make_tensors(NEW + 10), {}, retention=RetentionPolicy(1))
+    remaining = sorted(path.name for path in root.iterdir())
     best = (root / "best").read_text().strip()
-    assert left == sorted({"best", "latest", "step-00000040", best}), left
-    return found.step
+    assert remaining == sorted({"best", "latest", "step-00000040", best}), remaining
+    return newest.step
 
 
 def sweep(make_disk: Callable[[int], CountingDisk], *, damaged: bool) -> dict[str, int]:
-    """Die before every operation; how often the old and the new checkpoint were found."""
+    """Kill a save before every operation; count how often the old and the new checkpoint remain."""
     counting = CountingDisk()
-    found = {OLD: 0, NEW: 0}
+    counts = {OLD: 0, NEW: 0}
     with tempfile.TemporaryDirectory(dir=SCRATCH) as base:
         prepared = Path(base) / "prepared"
         prepare(prepared, damaged=damaged)
         shutil.copytree(prepared, Path(base) / "counted")
         save_new(Path(base) / "counted", counting)
-        for death in range(1, counting.count + 1):
+        for kill_at in range(1, counting.count + 1):
             root = Path(base) / "root"
             shutil.copytree(prepared, root)
             child = os.fork()
             if child == 0:
-                save_new(root, make_disk(death))
+                save_new(root, make_disk(kill_at))
                 os._exit(0)
             _, status = os.waitpid(child, 0)
-            assert os.WIFSIGNALED(status), f"the save lived past operation {death}"
+            assert os.WIFSIGNALED(status), f"the save survived operation {kill_at}"
             try:
-                found[check_after(root)] += 1
+                counts[check_root(root)] += 1
             except Exception as error:
                 raise AssertionError(
-                    f"died before operation {death} of {counting.count}"
+                    f"killed before operation {kill_at} of {counting.count}"
                 ) from error
             shutil.rmtree(root)
-    return {"operations": counting.count, "old": found[OLD], "new": found[NEW]}
+    return {"operations": counting.count, "old": counts[OLD], "new": counts[NEW]}
 
 
 def main() -> None:
@@ -250,12 +248,12 @@ def main() -> None:
     result = {
         f"kill damaged={damaged}": sweep(KillingDisk, damaged=damaged) for damaged in (False, True)
     }
-    result["power"] = sweep(lambda death: PowerCut(death, lose_names=False), damaged=False)
+    result["power"] = sweep(lambda kill_at: PowerLossDisk(kill_at, lose_names=False), damaged=False)
     result["power lose_names"] = sweep(
-        lambda death: PowerCut(death, lose_names=True), damaged=False
+        lambda kill_at: PowerLossDisk(kill_at, lose_names=True), damaged=False
     )
     result["power lose_names damaged"] = sweep(
-        lambda death: PowerCut(death, lose_names=True), damaged=True
+        lambda kill_at: PowerLossDisk(kill_at, lose_names=True), damaged=True
     )
     sys.stdout.write(json.dumps(result) + "\n")
 

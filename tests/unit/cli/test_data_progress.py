@@ -1,4 +1,4 @@
-"""What is logged behind the bar."""
+"""Log messages during a progress bar."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Damaged, foreign and hostile checkpoints are refused by name; loading falls back to the newest
-whole one.
+"""Damaged, unknown and malicious checkpoints are refused with a reason; loading falls back to the
+newest whole one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardwright.checkpoint.manifest import (
 )
 from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_checkpoint
 from shardwright.errors import CheckpointError
-from tests.unit.checkpoint.conftest import some_tensors
+from tests.unit.checkpoint.conftest import make_tensors
 
 SHARD = "shard-00000.safetensors"
 
 
-def rewrite(folder: Path, change: Callable[[Any], Any]) -> None:
-    """Change the manifest and give it the right hash, as whoever wants us to believe it would."""
+def rewrite_manifest(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Change the manifest and write the matching hash, as an attacker would."""
     manifest = json.loads((folder / MANIFEST_NAME).read_bytes())
     write_manifest(folder, json.dumps(change(manifest) or manifest).encode())
 
@@ -47,13 +47,13 @@ def write_manifest(folder: Path, text: bytes) -> None:
 
 
 def rewrite_shard(folder: Path, data: bytes) -> None:
-    """Change the shard and let the manifest agree with it."""
+    """Change the shard and update its hash in the manifest."""
     (folder / SHARD).write_bytes(data)
     entry = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    rewrite(folder, lambda manifest: manifest["files"].update({SHARD: entry}))
+    rewrite_manifest(folder, lambda manifest: manifest["files"].update({SHARD: entry}))
 
 
-def flip(path: Path, position: int) -> None:
+def flip_bit(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
@@ -62,11 +62,11 @@ def flip(path: Path, position: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda f: flip(f / SHARD, -1), f"{SHARD} is damaged"),
-        (lambda f: flip(f / SHARD, 20), f"{SHARD} is damaged"),
-        (lambda f: flip(f / "values.json", 3), "values.json is damaged"),
-        (lambda f: flip(f / MANIFEST_NAME, 60), "manifest.json is damaged"),
-        (lambda f: flip(f / MANIFEST_HASH_NAME, 0), "manifest.json is damaged"),
+        (lambda f: flip_bit(f / SHARD, -1), f"{SHARD} is damaged"),
+        (lambda f: flip_bit(f / SHARD, 20), f"{SHARD} is damaged"),
+        (lambda f: flip_bit(f / "values.json", 3), "values.json is damaged"),
+        (lambda f: flip_bit(f / MANIFEST_NAME, 60), "manifest.json is damaged"),
+        (lambda f: flip_bit(f / MANIFEST_HASH_NAME, 0), "manifest.json is damaged"),
         (lambda f: os.truncate(f / SHARD, 100), f"{SHARD} has 100 bytes"),
         (
             lambda f: (f / SHARD).write_bytes(bytes((f / SHARD).stat().st_size)),
@@ -82,26 +82,26 @@ def flip(path: Path, position: int) -> None:
         ),
     ],
 )
-def test_damage_is_named_and_the_one_before_is_taken(
+def test_damage_is_reported_and_the_previous_checkpoint_is_used(
     root: Path, damage: Callable[[Path], Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(root / "step-00000030")
     with caplog.at_level(logging.WARNING):
-        found = find_newest_checkpoint(root)
-    assert found is not None
-    assert found.step == 20
-    assert reason in found.refused[0].reason
-    (line,) = caplog.messages
-    assert "falling back" in line
-    assert reason in line
-    alone, refused = find_newest_whole(root)
-    assert alone is not None
-    assert (alone.path, refused) == (found.path, list(found.refused))
+        newest = find_newest_checkpoint(root)
+    assert newest is not None
+    assert newest.step == 20
+    assert reason in newest.refused[0].reason
+    (message,) = caplog.messages
+    assert "falling back" in message
+    assert reason in message
+    newest_whole, refused = find_newest_whole(root)
+    assert newest_whole is not None
+    assert (newest_whole.path, refused) == (newest.path, list(newest.refused))
 
 
 def test_a_damaged_checkpoint_is_not_loaded(root: Path) -> None:
-    flip(root / "step-00000030" / SHARD, -1)
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in some_tensors().items()}
+    flip_bit(root / "step-00000030" / SHARD, -1)
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in make_tensors().items()}
     with pytest.raises(CheckpointError, match="is damaged"):
         load_checkpoint(root / "step-00000030", tensors)
     assert not any(tensor.any() for tensor in tensors.values())
@@ -110,13 +110,13 @@ def test_a_damaged_checkpoint_is_not_loaded(root: Path) -> None:
 def test_a_checkpoint_under_another_name_is_refused(root: Path) -> None:
     (root / "step-00000030").rename(root / "step-00000031")
     (root / "latest").unlink()
-    found = find_newest_checkpoint(root)
-    assert found is not None
-    assert found.step == 20
-    assert found.refused[0].reason == "its manifest is of step 30"
+    newest = find_newest_checkpoint(root)
+    assert newest is not None
+    assert newest.step == 20
+    assert newest.refused[0].reason == "its manifest is of step 30"
 
 
-def test_none_whole_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_whole_checkpoint_is_reported(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     for folder in root.glob("step-*"):
         (folder / SHARD).unlink()
     assert find_newest_checkpoint(root) is None
@@ -125,7 +125,7 @@ def test_none_whole_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def set_in(*place: Any, value: Any) -> Callable[[Any], None]:
-    """Set a value inside the manifest."""
+    """Return a function that sets a value inside the manifest."""
 
     def change(manifest: Any) -> None:
         target = manifest
@@ -197,7 +197,7 @@ def test_hostile_manifests_are_refused(
         (b"", "not valid JSON"),
     ],
 )
-def test_text_that_is_no_manifest_is_refused(root: Path, text: bytes, reason: str) -> None:
+def test_text_that_is_not_a_manifest_is_refused(root: Path, text: bytes, reason: str) -> None:
     write_manifest(root / "step-00000030", text)
     with pytest.raises(CheckpointError, match=reason):
         read_manifest(root / "step-00000030")
@@ -219,17 +219,17 @@ def test_links_pipes_and_folders_are_refused(root: Path, name: str, kind: str) -
     assert any(
         "symbolic link" in f or "not a regular file" in f or "no manifest" in f for f in faults
     )
-    found = find_newest_checkpoint(root)
-    assert found is not None
-    assert found.step == 20
+    newest = find_newest_checkpoint(root)
+    assert newest is not None
+    assert newest.step == 20
 
 
-def test_a_folder_that_is_a_link_is_no_checkpoint(root: Path) -> None:
+def test_a_linked_folder_is_not_a_checkpoint(root: Path) -> None:
     (root / "step-00000030").rename(root / "elsewhere")
     (root / "step-00000030").symlink_to(root / "elsewhere")
-    found = find_newest_checkpoint(root)
-    assert found is not None
-    assert found.step == 20
+    newest = find_newest_checkpoint(root)
+    assert newest is not None
+    assert newest.step == 20
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,9 @@ def test_a_folder_that_is_a_link_is_no_checkpoint(root: Path) -> None:
 )
 def test_a_wrong_pointer_is_not_followed(root: Path, pointer: str) -> None:
     (root / "latest").write_bytes(pointer.encode("utf-8", errors="surrogateescape"))
-    found = find_newest_checkpoint(root)
-    assert found is not None
-    assert found.step == 30
+    newest = find_newest_checkpoint(root)
+    assert newest is not None
+    assert newest.step == 30
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_hostile_headers_are_refused(root: Path, header: bytes, reason: str) -> 
     assert reason in faults[0]
 
 
-def entry_of(
+def make_header_entry(
     name: str, start: int, stop: int, shape: list[int] | None = None, dtype: str = "F32"
 ) -> dict[str, Any]:
     return {
@@ -275,12 +275,20 @@ def entry_of(
 @pytest.mark.parametrize(
     ("entries", "num_bytes", "reason"),
     [
-        (entry_of("a", 0, 8) | entry_of("b", 4, 12), 12, "overlap or leave a gap"),
-        (entry_of("a", 0, 8) | entry_of("b", 12, 16), 16, "overlap or leave a gap"),
-        (entry_of("a", 8, 0), 0, "malformed|does not match"),
-        (entry_of("a", 0, 8, [3]), 8, "has 8 bytes"),
-        (entry_of("a", 0, 8, [2**61, 2**61]), 8, "has 8 bytes"),
-        (entry_of("a", 0, 8, dtype="F999"), 8, "unknown dtype"),
+        (
+            make_header_entry("a", 0, 8) | make_header_entry("b", 4, 12),
+            12,
+            "overlap or leave a gap",
+        ),
+        (
+            make_header_entry("a", 0, 8) | make_header_entry("b", 12, 16),
+            16,
+            "overlap or leave a gap",
+        ),
+        (make_header_entry("a", 8, 0), 0, "malformed|does not match"),
+        (make_header_entry("a", 0, 8, [3]), 8, "has 8 bytes"),
+        (make_header_entry("a", 0, 8, [2**61, 2**61]), 8, "has 8 bytes"),
+        (make_header_entry("a", 0, 8, dtype="F999"), 8, "unknown dtype"),
         ({"a": 5}, 0, "malformed"),
     ],
 )
@@ -294,13 +302,13 @@ def test_hostile_header_entries_are_refused(
     assert any(part in faults[0] for part in reason.split("|")), faults
 
 
-def mutated(text: bytes, source: random.Random) -> bytes:
-    """Bytes changed, cut out, doubled or swapped for what parsers stumble over."""
+def mutate(text: bytes, source: random.Random) -> bytes:
+    """Delete, double or replace random bytes, often by values that break parsers."""
     data = bytearray(text)
     for _ in range(source.randint(1, 4)):
         start = source.randrange(len(data) + 1)
         stop = min(len(data), start + source.randint(0, 12))
-        poison = [
+        replacements = [
             b"",
             b"-1",
             b"1e400",
@@ -315,16 +323,15 @@ def mutated(text: bytes, source: random.Random) -> bytes:
             data[:stop],
         ]
         data[start:stop] = source.choice(
-            [*poison, bytes(source.randrange(256) for _ in range(3)), data[start:stop] * 2]
+            [*replacements, bytes(source.randrange(256) for _ in range(3)), data[start:stop] * 2]
         )
     return bytes(data)
 
 
 def fuzz(root: Path, rounds: int) -> int:
-    """Mutated manifests with a right hash, and mutated headers that the manifest vouches for:
-    refused or harmless, and quickly.
+    """Verify mutated manifests and headers with matching hashes: refused or harmless, and fast.
 
-    Returns how many were refused.
+    Returns the number of refused ones.
     """
     folder = root / "step-00000030"
     source = random.Random(4)
@@ -337,21 +344,21 @@ def fuzz(root: Path, rounds: int) -> int:
     }
     header_bytes = 8 + struct.unpack("<Q", shard[:8])[0]
     refused = 0
-    for turn in range(rounds):
+    for round_number in range(rounds):
         write_manifest(folder, manifest_text)
         (folder / SHARD).write_bytes(shard)
-        if turn % 2:
-            rewrite_shard(folder, mutated(shard[:header_bytes], source) + shard[header_bytes:])
+        if round_number % 2:
+            rewrite_shard(folder, mutate(shard[:header_bytes], source) + shard[header_bytes:])
         else:
-            write_manifest(folder, mutated(manifest_text, source))
-        began = time.monotonic()
+            write_manifest(folder, mutate(manifest_text, source))
+        start_seconds = time.monotonic()
         manifest, faults = verify_checkpoint(folder)
         if not faults:
             assert manifest is not None
             for entry in manifest.tensors.values():
                 assert {part.file for part in entry.slices} <= {SHARD}
         refused += bool(faults)
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - start_seconds < 60
     assert refused > rounds * 0.7
     assert before == {path: path.stat().st_mtime_ns for path in before}
     return refused
@@ -371,6 +378,6 @@ def test_many_fuzzed_manifests_and_headers(root: Path, capsys: pytest.CaptureFix
         )
 
 
-def test_a_manifest_reads_back_as_it_was_written(root: Path) -> None:
+def test_a_manifest_survives_a_round_trip(root: Path) -> None:
     manifest = read_manifest(root / "step-00000030")
     assert parse_manifest(manifest.to_json(), root) == manifest

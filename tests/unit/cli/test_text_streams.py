@@ -1,4 +1,4 @@
-"""Text that others wrote, on a terminal: shown as it is, whatever it looks like."""
+"""Text of other origin is shown literally on a terminal."""
 
 from __future__ import annotations
 
@@ -15,42 +15,40 @@ from shardwright.cli.console import open_console
 from shardwright.cli.main import run
 from shardwright.cli.text_streams import escape_unencodable
 
-ODD = "[/x] [bold]b[/] :smile: \x1b[2J \ud800"
+MARKUP_AND_CODES = "[/x] [bold]b[/] :smile: \x1b[2J \ud800"
 
 
 def test_the_console_shows_strings_literally(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8"))
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="utf-8"))
     escape_unencodable()
-    table = Table(ODD, title=ODD)
-    table.add_row(ODD)
+    table = Table(MARKUP_AND_CODES, title=MARKUP_AND_CODES)
+    table.add_row(MARKUP_AND_CODES)
     console = open_console()
     console.print(table)
-    console.print(ODD)
+    console.print(MARKUP_AND_CODES)
     sys.stdout.flush()
-    told = written.getvalue().decode()
-    assert "\x1b" not in told
-    assert told.count("[/x] [bold]b[/] :smile: ␛[2J \\ud800") == 4
+    text = buffer.getvalue().decode()
+    assert "\x1b" not in text
+    assert text.count("[/x] [bold]b[/] :smile: ␛[2J \\ud800") == 4
 
 
-def test_an_error_steers_no_terminal_and_is_written_in_any_encoding(
+def test_an_error_sends_no_terminal_codes_and_fits_any_encoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written, encoding="ascii", errors="strict"))
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(buffer, encoding="ascii", errors="strict"))
     assert run(["plan", "ü[/x] :smile: \x1b[2J \udcff", "--cluster", "8xH100-80GB"]) == 2
     sys.stderr.flush()
-    told = written.getvalue().decode("ascii")
-    assert "\\xfc[/x] :smile: \\u241b[2J \\udcff" in told
-    assert "Traceback" not in told
+    text = buffer.getvalue().decode("ascii")
+    assert "\\xfc[/x] :smile: \\u241b[2J \\udcff" in text
+    assert "Traceback" not in text
 
 
-def test_no_verb_makes_a_console_of_its_own() -> None:
-    """Only these two know how to print foreign text: the verbs' console, and the live line of a
-    run.
-    """
+def test_no_verb_creates_its_own_console() -> None:
+    """Only the verbs' console and the live line of a run can print text of other origin safely."""
     root = Path(shardwright.__file__).parent
-    makers = {
+    creators = {
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -63,4 +61,4 @@ def test_no_verb_makes_a_console_of_its_own() -> None:
             and any(getattr(base, "id", "") == "Console" for base in node.bases)
         )
     }
-    assert makers == {"cli/console.py", "telemetry/terminal.py"}
+    assert creators == {"cli/console.py", "telemetry/terminal.py"}
