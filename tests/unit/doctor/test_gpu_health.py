@@ -1,5 +1,5 @@
-"""What a driver tells becomes verdicts: readings as a healthy H100 gives them, and altered; a
-module of ours stands in for NVML.
+"""Verdicts from driver readings: those of a healthy H100, and changed ones; a fake module replaces
+NVML.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ HEALTHY = GpuState(
 )
 
 
-def judged(
-    rest: dict[str, Any] | None = None, load: dict[str, Any] | None = None
+def judge_rank_1(
+    idle_changes: dict[str, Any] | None = None, load_changes: dict[str, Any] | None = None
 ) -> dict[str, str]:
-    """Verdicts by name of rank 1, altered, beside a healthy rank 0."""
-    at_rest = {0: HEALTHY, 1: replace(HEALTHY, **(rest or {}))}
-    loaded = {0: HEALTHY, 1: replace(HEALTHY, **(load or {}))}
+    """Return the verdicts by name of a changed rank 1 beside a healthy rank 0."""
+    at_rest = {0: HEALTHY, 1: replace(HEALTHY, **(idle_changes or {}))}
+    loaded = {0: HEALTHY, 1: replace(HEALTHY, **(load_changes or {}))}
     return {
         finding.name: finding.verdict
         for finding in judge_gpus(at_rest, loaded, {})
@@ -62,7 +62,7 @@ def test_a_healthy_gpu_at_its_power_cap_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rest", "name", "verdict"),
+    ("idle_changes", "name", "verdict"),
     [
         ({"num_ecc_uncorrected": 2}, "ECC, rank 1", "fail"),
         ({"num_ecc_corrected": 40}, "ECC, rank 1", "warn"),
@@ -79,14 +79,14 @@ def test_a_healthy_gpu_at_its_power_cap_passes() -> None:
         ({"driver": "535.1"}, "kind", "warn"),
     ],
 )
-def test_what_is_wrong_at_rest_is_told_of_its_rank(
-    rest: dict[str, Any], name: str, verdict: str
+def test_problems_of_an_idle_gpu_name_its_rank(
+    idle_changes: dict[str, Any], name: str, verdict: str
 ) -> None:
-    assert judged(rest) == {name: verdict}
+    assert judge_rank_1(idle_changes) == {name: verdict}
 
 
 @pytest.mark.parametrize(
-    ("load", "name", "verdict"),
+    ("load_changes", "name", "verdict"),
     [
         ({"throttle_bits": 0x44}, "throttling, rank 1", "fail"),
         ({"throttle_bits": 0x20}, "throttling, rank 1", "warn"),
@@ -94,33 +94,37 @@ def test_what_is_wrong_at_rest_is_told_of_its_rank(
         ({"power_limit_watts": 500.0}, "power, rank 1", "warn"),
     ],
 )
-def test_what_throttles_under_load_is_told(load: dict[str, Any], name: str, verdict: str) -> None:
-    assert judged(load=load) == {name: verdict}
+def test_throttling_under_load_is_reported(
+    load_changes: dict[str, Any], name: str, verdict: str
+) -> None:
+    assert judge_rank_1(load_changes=load_changes) == {name: verdict}
 
 
-def test_a_driver_that_tells_nothing_names_the_extra() -> None:
+def test_without_nvml_the_remedy_names_the_extra() -> None:
     plain = GpuState("NVIDIA H100 80GB HBM3", 85_017_493_504, 84_400_000_000)
     findings = judge_gpus(
         {0: plain, 1: plain}, {}, dict.fromkeys((0, 1), "nvidia-ml-py is not installed")
     )
-    (told,) = [finding for finding in findings if finding.verdict != "pass"]
-    assert told.remedy == "pip install 'shardwright[nvml]'"
-    assert "ranks 0-1" in told.value
+    (problem,) = [finding for finding in findings if finding.verdict != "pass"]
+    assert problem.remedy == "pip install 'shardwright[nvml]'"
+    assert "ranks 0-1" in problem.value
 
 
-class _Error(Exception):
+class _NVMLError(Exception):
     pass
 
 
 def fake_nvml(answers: dict[str, Any]) -> ModuleType:
-    """A module with NVML's names: questions without an answer raise NVMLError, as an old device
-    does.
+    """Return a module with NVML's names; functions without an answer raise NVMLError, as on an old
+    device.
     """
     module = ModuleType("pynvml")
-    names = {"NVMLError": _Error, "NVML_FEATURE_ENABLED": 1, "NVML_FEATURE_DISABLED": 0}
+    names = {"NVMLError": _NVMLError, "NVML_FEATURE_ENABLED": 1, "NVML_FEATURE_DISABLED": 0}
     constants = (
-        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_MEMORY_ERROR_TYPE_CORRECTED", "NVML_VOLATILE_ECC", "NVML_AGGREGATE_ECC",
-        "NVML_TEMPERATURE_GPU", "NVML_CLOCK_SM", "NVML_NVLINK_ERROR_DL_REPLAY", "NVML_NVLINK_ERROR_DL_RECOVERY",
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_MEMORY_ERROR_TYPE_CORRECTED",
+        "NVML_VOLATILE_ECC", "NVML_AGGREGATE_ECC",
+        "NVML_TEMPERATURE_GPU", "NVML_CLOCK_SM", "NVML_NVLINK_ERROR_DL_REPLAY",
+        "NVML_NVLINK_ERROR_DL_RECOVERY",
         "NVML_NVLINK_ERROR_DL_CRC_FLIT", "NVML_NVLINK_ERROR_DL_CRC_DATA",
     )  # fmt: skip
     for number, name in enumerate(constants):
@@ -128,21 +132,21 @@ def fake_nvml(answers: dict[str, Any]) -> ModuleType:
     for name, value in names.items():
         setattr(module, name, value)
 
-    def question(name: str) -> Any:
-        def ask(*words: Any) -> Any:
+    def get_function(name: str) -> Any:
+        def call(*words: Any) -> Any:
             if name not in answers:
-                raise _Error(f"{name} is not supported")
+                raise _NVMLError(f"{name} is not supported")
             answer = answers[name]
             return answer(*words) if callable(answer) else answer
 
-        return ask
+        return call
 
-    module.__getattr__ = question  # type: ignore[method-assign]
+    module.__getattr__ = get_function  # type: ignore[method-assign]
     return module
 
 
 @pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3", pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0
     )
@@ -150,15 +154,15 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (84_400_000_000, 85_017_493_504))
 
 
-@pytest.mark.usefixtures("one_gpu")
-def test_nvml_is_read_by_pci_address_and_what_it_does_not_know_is_none(
+@pytest.mark.usefixtures("fake_gpu")
+def test_nvml_is_read_by_pci_address_and_unsupported_values_are_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[bytes] = []
+    addresses: list[bytes] = []
     answers = {
         "nvmlInit": None,
         "nvmlShutdown": None,
-        "nvmlDeviceGetHandleByPciBusId": lambda address: asked.append(address) or "handle",
+        "nvmlDeviceGetHandleByPciBusId": lambda address: addresses.append(address) or "handle",
         "nvmlSystemGetDriverVersion": "550.90.07",
         "nvmlDeviceGetTemperature": 58,
         "nvmlDeviceGetPowerUsage": 688_000,
@@ -168,9 +172,9 @@ def test_nvml_is_read_by_pci_address_and_what_it_does_not_know_is_none(
         "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1), SimpleNamespace(pid=2)],
     }
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(answers))
-    gpu, silent = read_gpu(torch.device("cuda", 0), current_process_id=1)
-    assert silent is None
-    assert asked == [b"00000000:1B:00.0"]
+    gpu, reason = read_gpu(torch.device("cuda", 0), current_process_id=1)
+    assert reason is None
+    assert addresses == [b"00000000:1B:00.0"]
     assert (gpu.temperature_celsius, gpu.power_watts, gpu.power_limit_watts) == (58, 688.0, None)
     assert (gpu.num_remapped_rows, gpu.has_pending_rows, gpu.has_failed_rows) == (3, True, False)
     assert (gpu.links_up, gpu.links_down, gpu.process_ids) == ((0,), (1,), (2,))
@@ -183,15 +187,15 @@ def test_nvml_is_read_by_pci_address_and_what_it_does_not_know_is_none(
     assert gpu.num_ecc_uncorrected is None
 
 
-@pytest.mark.usefixtures("one_gpu")
-def test_without_the_package_or_the_driver_torch_is_asked_alone(
+@pytest.mark.usefixtures("fake_gpu")
+def test_without_the_package_or_the_driver_only_torch_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    gpu, silent = read_gpu(torch.device("cuda", 0), current_process_id=1)
+    gpu, reason = read_gpu(torch.device("cuda", 0), current_process_id=1)
     assert gpu == GpuState("NVIDIA H100 80GB HBM3", 85_017_493_504, 84_400_000_000)
-    assert silent == "nvidia-ml-py is not installed"
+    assert reason == "nvidia-ml-py is not installed"
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml({}))
-    _, silent = read_gpu(torch.device("cuda", 0), current_process_id=1)
-    assert silent is not None
-    assert silent.startswith("NVML cannot be initialised")
+    _, reason = read_gpu(torch.device("cuda", 0), current_process_id=1)
+    assert reason is not None
+    assert reason.startswith("NVML cannot be initialised")

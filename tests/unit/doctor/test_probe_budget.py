@@ -1,4 +1,4 @@
-"""An examination ends in time on a device of any speed, and what it leaves out is named."""
+"""An examination ends within its budget on a device of any speed and names omitted work."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ BUDGET_SECONDS = 60.0
 
 
 class VirtualDevice:
-    """Stands in for the probes: takes no time, and moves the clock by what a device would have
-    taken.
+    """Replaces the probes: takes no time, and advances a clock by the time of a real device.
 
-    Two calls at least are made of each problem, and repeated calls of a short one take 0.2 s.
+    Each problem is called at least twice; repeated calls of a short one take 0.2 s.
     """
 
     def __init__(self, flops_per_second: dict[str, float]) -> None:
@@ -69,9 +68,9 @@ class VirtualDevice:
         self, precision: str, tokens: int, width: int, device: torch.device, *, seconds: float = 0.2
     ) -> ElementwiseRate:
         rate = self.flops_per_second[precision]
-        found = ElementwiseRate(precision, tokens, width, rate, rate)
-        self._acquire(elementwise.compute_call_seconds(found))
-        return found
+        rate_of_tensor = ElementwiseRate(precision, tokens, width, rate, rate)
+        self._acquire(elementwise.compute_call_seconds(rate_of_tensor))
+        return rate_of_tensor
 
 
 def examine_virtually(
@@ -84,69 +83,75 @@ def examine_virtually(
     monkeypatch.setattr(device_rates, "time_matmul", device.time_product)
     monkeypatch.setattr(device_rates, "time_attention", device.time_attention)
     monkeypatch.setattr(elementwise, "time_elementwise", device.time_elementwise)
-    order = build_request(
+    request = build_request(
         None, Layout(), device="cpu", should_calibrate=True, budget_seconds=budget_seconds
     )
-    order = replace(order, folders=(), elementwise=(*order.elementwise, ("bf16", 2**17, 512)))
-    diagnosis = examine(order, 1)
+    request = replace(request, folders=(), elementwise=(*request.elementwise, ("bf16", 2**17, 512)))
+    diagnosis = examine(request, 1)
     assert diagnosis is not None
-    return device, diagnosis, order
+    return device, diagnosis, request
 
 
-def named(diagnosis: Diagnosis, name: str) -> Finding | None:
-    return next((one for one in diagnosis.findings if one.name == name), None)
+def find_finding(diagnosis: Diagnosis, name: str) -> Finding | None:
+    return next((each for each in diagnosis.findings if each.name == name), None)
 
 
-@pytest.mark.parametrize("slow", [1e7, 7e8, 5e9])
-def test_a_calibration_ends_in_time_however_slow_the_device(
-    slow: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("slow_flops_per_second", [1e7, 7e8, 5e9])
+def test_a_calibration_ends_in_time_on_a_device_of_any_speed(
+    slow_flops_per_second: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    device, diagnosis, order = examine_virtually(monkeypatch, {"fp32": 8e10, "bf16": slow})
-    # Beside the budget the square products, and of each precision one trial of attention and of
-    # tensors.
+    device, diagnosis, request = examine_virtually(
+        monkeypatch, {"fp32": 8e10, "bf16": slow_flops_per_second}
+    )
+    # In addition to the budget: square products, and one trial of attention and of elementwise
+    # operations per precision.
     trials_seconds = (
-        2 * 2.0 * 128**3 / slow
-        + 2 * (3.5 * device_rates.TRIAL_FLOPS["cpu"] + 2 * 54 * 2**18) / slow
+        2 * 2.0 * 128**3 / slow_flops_per_second
+        + 2 * (3.5 * device_rates.TRIAL_FLOPS["cpu"] + 2 * 54 * 2**18) / slow_flops_per_second
     )
     assert device.now_seconds < BUDGET_SECONDS + trials_seconds + 5.0
     assert device.longest_seconds <= max(60.0 / 12 * 1.01, trials_seconds)
-    bounded = named(diagnosis, "products")
-    assert (bounded is not None) == (slow < 1e9)
-    if bounded is not None:
-        assert "bf16" in bounded.value
-        assert "fp32" not in bounded.value
-    emulated = named(diagnosis, "products, bf16")
+    truncated = find_finding(diagnosis, "products")
+    assert (truncated is not None) == (slow_flops_per_second < 1e9)
+    if truncated is not None:
+        assert "bf16" in truncated.value
+        assert "fp32" not in truncated.value
+    emulated = find_finding(diagnosis, "products, bf16")
     assert emulated is not None
-    assert f"{8e10 / slow:.0f} times slower than fp32" in emulated.value
-    profile = build_profile(diagnosis, order)
+    assert f"{8e10 / slow_flops_per_second:.0f} times slower than fp32" in emulated.value
+    profile = build_profile(diagnosis, request)
     save_profile(profile, tmp_path / "here.json")
     profile = load_profile(tmp_path / "here.json")
-    assert profile.find_matmul_flops_per_second("bf16", 10**5, 10**5, 10**4) == pytest.approx(slow)
+    assert profile.find_matmul_flops_per_second("bf16", 10**5, 10**5, 10**4) == pytest.approx(
+        slow_flops_per_second
+    )
     assert profile.find_matmul_flops_per_second("fp32", 10**5, 10**5, 10**4) == pytest.approx(8e10)
 
 
 def test_a_fast_device_measures_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, diagnosis, order = examine_virtually(monkeypatch, {"fp32": 1e12, "bf16": 2e12})
-    assert [one for one in diagnosis.findings if one.section == "calibration"] == []
+    _, diagnosis, request = examine_virtually(monkeypatch, {"fp32": 1e12, "bf16": 2e12})
+    assert [each for each in diagnosis.findings if each.section == "calibration"] == []
     measured = {
         (rate["precision"], rate["m"], rate["n"], rate["k"]) for rate in diagnosis.rates["products"]
     }
-    assert set(order.matmuls) <= measured
-    assert len(diagnosis.rates["attention"]) == len(order.attention)
-    assert len(diagnosis.rates["elementwise"]) == len(order.elementwise)
+    assert set(request.matmuls) <= measured
+    assert len(diagnosis.rates["attention"]) == len(request.attention)
+    assert len(diagnosis.rates["elementwise"]) == len(request.elementwise)
 
 
-def test_without_time_square_products_make_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, diagnosis, order = examine_virtually(
+def test_without_time_the_profile_has_square_products_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, diagnosis, request = examine_virtually(
         monkeypatch, {"fp32": 8e10, "bf16": 7e8}, budget_seconds=1e-6
     )
-    profile = build_profile(diagnosis, order)
+    profile = build_profile(diagnosis, request)
     assert {rate.precision for rate in profile.matmuls} == {"fp32", "bf16"}
     assert all(rate.m == rate.n == rate.k for rate in profile.matmuls)
     assert profile.attention == profile.elementwise == ()
     for kind in ("products", "attention", "elementwise"):
         (finding,) = [
-            one for one in diagnosis.findings if (one.section, one.name) == ("calibration", kind)
+            each
+            for each in diagnosis.findings
+            if (each.section, each.name) == ("calibration", kind)
         ]
         assert (finding.verdict, finding.remedy != "") == ("warn", True)
     assert (
@@ -154,21 +159,21 @@ def test_without_time_square_products_make_the_profile(monkeypatch: pytest.Monke
     )  # the catalogue answers
 
 
-def test_square_products_stop_where_any_rank_would_take_too_long() -> None:
-    alone = [rate.m for rate in time_squares("fp32", CPU, lambda seconds: min(seconds, 0.1))]
-    assert alone == [128, 256, 512, 1024]
-    with_a_slow_rank = [rate.m for rate in time_squares("fp32", CPU, lambda seconds: 60.0)]
-    assert with_a_slow_rank == [128]
+def test_square_products_stop_if_any_rank_would_take_too_long() -> None:
+    sides = [rate.m for rate in time_squares("fp32", CPU, lambda seconds: min(seconds, 0.1))]
+    assert sides == [128, 256, 512, 1024]
+    sides_with_slow_rank = [rate.m for rate in time_squares("fp32", CPU, lambda seconds: 60.0)]
+    assert sides_with_slow_rank == [128]
 
 
-def test_work_that_takes_long_is_called_twice() -> None:
+def test_slow_work_is_called_twice() -> None:
     calls: list[float] = []
 
-    def work() -> None:
+    def sleep_briefly() -> None:
         calls.append(time.perf_counter())
         time.sleep(0.02)
 
-    assert measure_best_seconds(work, CPU, seconds=0.01) >= 0.02
+    assert measure_best_seconds(sleep_briefly, CPU, seconds=0.01) >= 0.02
     assert len(calls) == 2
 
 
@@ -192,7 +197,7 @@ def test_fast_bf16_is_not_called_emulated(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "mm", mm)
     diagnosis = examine(ExaminationRequest(Layout(), device="cpu"), 1)
     assert diagnosis is not None
-    finding = named(diagnosis, "products, bf16")
+    finding = find_finding(diagnosis, "products, bf16")
     assert finding is not None
     assert finding.verdict == "pass"
     assert "emulated" not in finding.value

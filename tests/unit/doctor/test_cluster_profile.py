@@ -1,6 +1,4 @@
-"""What the planner asks is what is measured, and what was measured changes what the planner
-says.
-"""
+"""A calibration measures every rate that the planner looks up, and its rates change predictions."""
 
 from __future__ import annotations
 
@@ -70,23 +68,23 @@ def recipe() -> Recipe:
     )
 
 
-def measured(
-    order: ExaminationRequest,
+def make_diagnosis(
+    request: ExaminationRequest,
     flops_per_second: float,
     bytes_per_second: float,
-    attends: float | None = None,
+    attention_flops_per_second: float | None = None,
     handoff_seconds: float = 0.0,
 ) -> Diagnosis:
-    """As an examination of the order would end on two ranks, one of them a fifth slower; links
-    carry 1 GB/s, after 50 us.
+    """Return an examination of two ranks, one of them a fifth slower; links transfer 1 GB/s after
+    50 us.
 
     Args:
-        attends: FLOP/s of attention, where they are not those of products.
-        handoff_seconds: that a meeting of ranks costs between two pieces of work.
+        attention_flops_per_second: rate of attention, if not that of products.
+        handoff_seconds: cost of each synchronisation of the ranks between two computations.
     """
     products = [
         asdict(MatmulRate(*shape, flops_per_second * share)) | {"rank": rank}
-        for shape in order.matmuls
+        for shape in request.matmuls
         for rank, share in ((0, 1.0), (1, 0.8))
     ]
     attention = [
@@ -96,8 +94,8 @@ def measured(
             )
         )
         | {"rank": rank}
-        for rate in [attends or flops_per_second]
-        for rows in order.attention
+        for rate in [attention_flops_per_second or flops_per_second]
+        for rows in request.attention
         for rank, share in ((0, 1.0), (1, 0.8))
     ]
     copies = [
@@ -107,12 +105,12 @@ def measured(
     collectives = [
         asdict(CollectiveRate(kind, size, size, num_bytes, 50e-6 + num_bytes / 1e9))
         | {"axis": "dp_shard", "ranks": [0, 1]}
-        for kind, size, num_bytes in order.messages
+        for kind, size, num_bytes in request.messages
     ]
     elementwise = [
         asdict(ElementwiseRate(*tensor, share * bytes_per_second, share * bytes_per_second / 2))
         | {"rank": rank}
-        for tensor in order.elementwise
+        for tensor in request.elementwise
         for rank, share in ((0, 1.0), (1, 0.8))
     ]
     rates = {
@@ -125,11 +123,11 @@ def measured(
         "elementwise": elementwise,
         "handoffs": [{"rank": rank, "seconds": handoff_seconds} for rank in (0, 1)],
     }
-    return Diagnosis((), 2, str(order.layout), "cpu", "x86_64", 2**34, rates)
+    return Diagnosis((), 2, str(request.layout), "cpu", "x86_64", 2**34, rates)
 
 
-def predicted(recipe: Recipe, profile: Path | None) -> Prediction:
-    """As `train` and `plan` predict it, for two CPUs."""
+def predict_for_cpus(recipe: Recipe, profile: Path | None) -> Prediction:
+    """Predict the recipe for two CPUs as `train` and `plan` do."""
     cluster = build_cluster(
         ClusterSection(node="2xCPU", profile=None if profile is None else str(profile)), 2
     )
@@ -143,25 +141,29 @@ def predicted(recipe: Recipe, profile: Path | None) -> Prediction:
     )
 
 
-def test_every_look_up_of_the_planner_is_measured(
+def test_every_rate_that_the_planner_looks_up_is_measured(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    order = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
-    save_profile(build_profile(measured(order, 1e11, 1e10), order), tmp_path / "here.json")
+    request = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
+    save_profile(
+        build_profile(make_diagnosis(request, 1e11, 1e10), request), tmp_path / "here.json"
+    )
     missed: list[Any] = []
-    found = MeasuredProfile.find_matmul_flops_per_second
+    find_matmul = MeasuredProfile.find_matmul_flops_per_second
 
-    def look(self: MeasuredProfile, precision: str, m: int, n: int, k: int) -> float | None:
+    def record_matmul(
+        self: MeasuredProfile, precision: str, m: int, n: int, k: int
+    ) -> float | None:
         if not any(
             (rate.precision, rate.m, rate.n, rate.k) == (precision, m, n, k)
             for rate in self.matmuls
         ):
             missed.append((precision, m, n, k))
-        return found(self, precision, m, n, k)
+        return find_matmul(self, precision, m, n, k)
 
-    attend = MeasuredProfile.find_attention_flops_per_second
+    find_attention = MeasuredProfile.find_attention_flops_per_second
 
-    def look_for_rows(
+    def record_attention(
         self: MeasuredProfile,
         precision: str,
         row_tokens: float,
@@ -174,11 +176,11 @@ def test_every_look_up_of_the_planner_is_measured(
             for rate in self.attention
         ):
             missed.append((precision, row_tokens, head_dim))
-        return attend(self, precision, row_tokens, head_dim, is_backward=is_backward)
+        return find_attention(self, precision, row_tokens, head_dim, is_backward=is_backward)
 
-    between = MeasuredProfile.find_elementwise_bytes_per_second
+    find_elementwise = MeasuredProfile.find_elementwise_bytes_per_second
 
-    def look_between(
+    def record_elementwise(
         self: MeasuredProfile, precision: str, tokens: int, width: int, *, is_backward: bool
     ) -> float | None:
         if not any(
@@ -186,55 +188,54 @@ def test_every_look_up_of_the_planner_is_measured(
             for rate in self.elementwise
         ):
             missed.append((precision, tokens, width))
-        return between(self, precision, tokens, width, is_backward=is_backward)
+        return find_elementwise(self, precision, tokens, width, is_backward=is_backward)
 
-    monkeypatch.setattr(MeasuredProfile, "find_elementwise_bytes_per_second", look_between)
-    monkeypatch.setattr(MeasuredProfile, "find_matmul_flops_per_second", look)
-    monkeypatch.setattr(MeasuredProfile, "find_attention_flops_per_second", look_for_rows)
-    predicted(recipe, tmp_path / "here.json")
+    monkeypatch.setattr(MeasuredProfile, "find_elementwise_bytes_per_second", record_elementwise)
+    monkeypatch.setattr(MeasuredProfile, "find_matmul_flops_per_second", record_matmul)
+    monkeypatch.setattr(MeasuredProfile, "find_attention_flops_per_second", record_attention)
+    predict_for_cpus(recipe, tmp_path / "here.json")
     assert missed == []
-    assert {rows.row_tokens for rows in order.attention} == {128, 256, 512, 2048}
-    assert {kind for kind, _, _ in order.messages} == {"all_gather", "reduce_scatter"}
+    assert {rows.row_tokens for rows in request.attention} == {128, 256, 512, 2048}
+    assert {kind for kind, _, _ in request.messages} == {"all_gather", "reduce_scatter"}
 
 
-def test_what_was_measured_is_what_the_plan_says(recipe: Recipe, tmp_path: Path) -> None:
-    order = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
+def test_predictions_follow_measured_rates(recipe: Recipe, tmp_path: Path) -> None:
+    request = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
     times = {}
-    for name, flops, moved in (("slow", 1e10, 1e9), ("fast", 1e11, 1e10)):
-        profile = build_profile(measured(order, flops, moved), order)
+    for name, flops, bytes_per_second in (("slow", 1e10, 1e9), ("fast", 1e11, 1e10)):
+        profile = build_profile(make_diagnosis(request, flops, bytes_per_second), request)
         save_profile(profile, tmp_path / f"{name}.json")
         assert load_profile(tmp_path / f"{name}.json") == profile
-        assert profile.matmuls[0].flops_per_second == pytest.approx(
-            0.9 * flops
-        )  # the median of the two ranks
+        # The median of the two ranks.
+        assert profile.matmuls[0].flops_per_second == pytest.approx(0.9 * flops)
         assert profile.catalog_name == "EPYC-9654"
-        times[name] = predicted(recipe, tmp_path / f"{name}.json").time
+        times[name] = predict_for_cpus(recipe, tmp_path / f"{name}.json").time
     assert times["slow"].compute == pytest.approx(10 * times["fast"].compute, rel=0.05)
     assert times["slow"].optimizer == pytest.approx(10 * times["fast"].optimizer, rel=0.01)
-    assert (
-        predicted(recipe, None).time.step < times["fast"].step
-    )  # the data sheet's 96 cores are faster than either
+    # The 96 cores of the data sheet are faster than either.
+    assert predict_for_cpus(recipe, None).time.step < times["fast"].step
 
 
-def test_slow_attention_is_what_the_plan_says(recipe: Recipe, tmp_path: Path) -> None:
-    order = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
+def test_predictions_follow_measured_attention(recipe: Recipe, tmp_path: Path) -> None:
+    request = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
     seconds = []
-    for name, attends in (("slow", 1e8), ("fast", 1e10)):
+    for name, attention_flops_per_second in (("slow", 1e8), ("fast", 1e10)):
         save_profile(
-            build_profile(measured(order, 1e11, 1e10, attends), order), tmp_path / f"{name}.json"
+            build_profile(make_diagnosis(request, 1e11, 1e10, attention_flops_per_second), request),
+            tmp_path / f"{name}.json",
         )
-        seconds.append(predicted(recipe, tmp_path / f"{name}.json").time.compute)
+        seconds.append(predict_for_cpus(recipe, tmp_path / f"{name}.json").time.compute)
     # 4 rows of 256, 4 layers, 6 heads of 32: forward and 2.5 times that backward, at nine tenths of
-    # what was said.
+    # the given rate.
     flops = 3.5 * 4 * 2 * (2 * 6 * 32) * (4 * 256) * (257 / 2)
     assert seconds[0] - seconds[1] == pytest.approx(
         flops / (0.9 * 1e8) - flops / (0.9 * 1e10), rel=1e-6
     )
 
 
-def test_what_lies_between_products_is_what_the_plan_says(recipe: Recipe, tmp_path: Path) -> None:
-    order = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
-    profile = build_profile(measured(order, 1e11, 1e10), order)
+def test_predictions_follow_measured_elementwise_operations(recipe: Recipe, tmp_path: Path) -> None:
+    request = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
+    profile = build_profile(make_diagnosis(request, 1e11, 1e10), request)
     assert [(rate.precision, rate.tokens, rate.width) for rate in profile.elementwise] == [
         ("bf16", 1024, 192)
     ]
@@ -247,40 +248,42 @@ def test_what_lies_between_products_is_what_the_plan_says(recipe: Recipe, tmp_pa
             backward_bytes_per_second=share * rate.backward_bytes_per_second,
         )
         save_profile(replace(profile, elementwise=(slow,)), tmp_path / "here.json")
-        seconds.append(predicted(recipe, tmp_path / "here.json").time.compute)
-    # 4 layers of two norms, two sums, rotations and a gate on 1024 tokens; at a hundredth of the
-    # pace 99 times as much on top.
+        seconds.append(predict_for_cpus(recipe, tmp_path / "here.json").time.compute)
+    # 4 layers of two norms, two sums, rotations and a gate on 1024 tokens; a hundredth of the rate
+    # adds 99 times the time.
     width = 1024 * 192
     heads = 1024 * (192 + 96)
     inner = 1024 * 512
     forward = 2 * (10 * width + 3 * heads + 5 * inner)
     backward = 2 * (12 * width + 3 * heads + 11 * inner)
     share = load_efficiencies().get_efficiency(find_accelerator("CPU")).bytes_share
-    once = 4 * share * (forward / (0.9 * 1e10) + backward / (0.9 * 5e9))
-    assert seconds[1] - seconds[0] == pytest.approx(99 * once, rel=1e-6)
+    all_layers_seconds = 4 * share * (forward / (0.9 * 1e10) + backward / (0.9 * 5e9))
+    assert seconds[1] - seconds[0] == pytest.approx(99 * all_layers_seconds, rel=1e-6)
 
 
-def test_every_collective_of_a_step_pays_for_its_meeting(recipe: Recipe, tmp_path: Path) -> None:
-    order = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
+def test_every_collective_of_a_step_pays_for_its_synchronisation(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    request = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
     seconds = []
     for handoff in (0.0, 0.002):
         save_profile(
-            build_profile(measured(order, 1e11, 1e10, handoff_seconds=handoff), order),
+            build_profile(make_diagnosis(request, 1e11, 1e10, handoff_seconds=handoff), request),
             tmp_path / "here.json",
         )
-        seconds.append(predicted(recipe, tmp_path / "here.json").time.data)
-    # Of four layers and the ends: gathered in both passes, reduced in one; the ends are gathered
+        seconds.append(predict_for_cpus(recipe, tmp_path / "here.json").time.data)
+    # Four layers are gathered in both passes and reduced in one; embedding and head are gathered
     # once.
     assert seconds[1] - seconds[0] == pytest.approx(0.002 * (3 * 4 + 2), rel=0.15)
 
 
-def test_element_wise_operations_are_measured_as_they_are_counted() -> None:
+def test_elementwise_rates_use_the_counted_bytes() -> None:
     rate = time_elementwise("bf16", 64, 32, torch.device("cpu"), seconds=0.002)
     assert (rate.precision, rate.tokens, rate.width) == ("bf16", 64, 32)
     assert min(rate.forward_bytes_per_second, rate.backward_bytes_per_second) > 0
 
 
-def test_attention_is_measured_as_it_is_counted() -> None:
+def test_attention_rates_use_the_counted_flops() -> None:
     rows = AttentionWorkload(
         "fp32", num_rows=2, row_tokens=8, num_heads=4, num_kv_heads=2, head_dim=16
     )
@@ -291,29 +294,29 @@ def test_attention_is_measured_as_it_is_counted() -> None:
     assert min(rate.forward_flops_per_second, rate.backward_flops_per_second) > 0
 
 
-def test_without_a_recipe_usual_shapes_are_measured() -> None:
-    order = build_request(None, LAYOUT, device="cpu", should_calibrate=True)
-    assert {shape[0] for shape in order.matmuls} == {"fp32", "bf16"}
-    assert len(order.matmuls) > 40
-    assert len(order.attention) == 3
+def test_without_a_recipe_common_shapes_are_measured() -> None:
+    request = build_request(None, LAYOUT, device="cpu", should_calibrate=True)
+    assert {shape[0] for shape in request.matmuls} == {"fp32", "bf16"}
+    assert len(request.matmuls) > 40
+    assert len(request.attention) == 3
     assert build_request(None, LAYOUT, device="cpu").matmuls == ()
     assert build_request(None, LAYOUT, device="cpu").attention == ()
 
 
-def test_long_products_are_tried_with_fewer_rows(recipe: Recipe) -> None:
+def test_long_products_are_measured_with_fewer_rows(recipe: Recipe) -> None:
     long = recipe.model_copy(
         update={"training": recipe.training.model_copy(update={"micro_batch_size": 4096})}
     )
-    order = build_request(long, LAYOUT, device="cpu", should_calibrate=True)
-    assert max(2.0 * m * n * k for _, m, n, k in order.matmuls) <= 1e11
-    assert max(rows.flops for rows in order.attention) <= 1e11
-    assert max(num_bytes for _, _, num_bytes in order.messages) <= 64 * 2**20
+    request = build_request(long, LAYOUT, device="cpu", should_calibrate=True)
+    assert max(2.0 * m * n * k for _, m, n, k in request.matmuls) <= 1e11
+    assert max(rows.flops for rows in request.attention) <= 1e11
+    assert max(num_bytes for _, _, num_bytes in request.messages) <= 64 * 2**20
 
 
-def test_an_examination_that_broke_off_gives_no_profile() -> None:
-    order = build_request(None, LAYOUT, device="cpu", should_calibrate=True)
-    broken = replace(
-        measured(order, 1e11, 1e10), rates={"products": [], "copies": [], "collectives": []}
+def test_an_incomplete_examination_gives_no_profile() -> None:
+    request = build_request(None, LAYOUT, device="cpu", should_calibrate=True)
+    incomplete = replace(
+        make_diagnosis(request, 1e11, 1e10), rates={"products": [], "copies": [], "collectives": []}
     )
     with pytest.raises(InputError, match="stopped early"):
-        build_profile(broken, order)
+        build_profile(incomplete, request)

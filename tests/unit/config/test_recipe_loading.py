@@ -1,4 +1,4 @@
-"""Recipes: what loads, what is refused, and in which words."""
+"""Loading of recipes, overrides, and messages of refusals."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ MINIMAL = {
 }
 
 
-def write(folder: Path, text: str) -> Path:
+def write_recipe(folder: Path, text: str) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(text)
     return path
 
 
-def with_(section: str, **keys: object) -> dict:
+def change_section(section: str, **keys: object) -> dict:
     return {**MINIMAL, section: {**MINIMAL.get(section, {}), **keys}}
 
 
 def test_round_trip_through_yaml(tmp_path: Path) -> None:
     recipe = validate_recipe(MINIMAL)
-    assert load_recipe(write(tmp_path, dump_recipe(recipe))) == recipe
+    assert load_recipe(write_recipe(tmp_path, dump_recipe(recipe))) == recipe
 
 
 def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
     text = yaml.safe_dump(MINIMAL).replace("0.001", "1e-3")
-    assert load_recipe(write(tmp_path, text)).training.learning_rate == 1e-3
+    assert load_recipe(write_recipe(tmp_path, text)).training.learning_rate == 1e-3
 
 
-def test_overrides_win_and_leave_the_document_alone(tmp_path: Path) -> None:
-    path = write(tmp_path, yaml.safe_dump(MINIMAL))
+def test_overrides_take_precedence_and_do_not_change_the_document(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, yaml.safe_dump(MINIMAL))
     recipe = load_recipe(
         path,
         [
@@ -62,58 +62,80 @@ def test_overrides_win_and_leave_the_document_alone(tmp_path: Path) -> None:
     assert before == {"a": {"b": 1}}
 
 
-def test_layout_is_written_the_same_everywhere(tmp_path: Path) -> None:
-    path = write(tmp_path, yaml.safe_dump(with_("layout", dp_shard=2, zero_stage=3)))
+def test_layout_is_equal_in_recipe_and_command_line(tmp_path: Path) -> None:
+    path = write_recipe(
+        tmp_path, yaml.safe_dump(change_section("layout", dp_shard=2, zero_stage=3))
+    )
     assert load_recipe(path).layout == load_recipe(path, layout="dp_shard=2,zero_stage=3").layout
 
 
 @pytest.mark.parametrize(
-    ("document", "field", "words"),
+    ("document", "field", "message"),
     [
         (
-            with_("training", seqence_length=4),
+            change_section("training", seqence_length=4),
             "training.seqence_length",
             "Did you mean `sequence_length`?",
         ),
         ({**MINIMAL, "learning_rate": 1}, "learning_rate", "training.learning_rate"),
         ({**MINIMAL, "lerning_rate": 1}, "lerning_rate", "training.learning_rate"),
-        (with_("model", path="x"), "model", "exactly one of"),
+        (change_section("model", path="x"), "model", "exactly one of"),
         ({**MINIMAL, "precision": "bf17"}, "precision.kind", "bf16"),
-        (with_("training", micro_batch_size=0), "training.micro_batch_size", "greater than 0"),
-        (with_("training", learning_rate=float("nan")), "training.learning_rate", "finite"),
-        (with_("tokenizer", kind="bpe"), "tokenizer", "vocab_size"),
-        (with_("training", max_steps=True), "training.max_steps", "valid integer"),
-        (with_("training", max_steps="7"), "training.max_steps", "valid integer"),
-        (with_("training", decay_steps=3), "training", "warmup_stable_decay"),
-        (with_("training", base_batch_size=3), "training", "batch_scaling"),
         (
-            with_("training", schedule="constant", min_learning_rate=1e-5),
+            change_section("training", micro_batch_size=0),
+            "training.micro_batch_size",
+            "greater than 0",
+        ),
+        (
+            change_section("training", learning_rate=float("nan")),
+            "training.learning_rate",
+            "finite",
+        ),
+        (change_section("tokenizer", kind="bpe"), "tokenizer", "vocab_size"),
+        (change_section("training", max_steps=True), "training.max_steps", "valid integer"),
+        (change_section("training", max_steps="7"), "training.max_steps", "valid integer"),
+        (change_section("training", decay_steps=3), "training", "warmup_stable_decay"),
+        (change_section("training", base_batch_size=3), "training", "batch_scaling"),
+        (
+            change_section("training", schedule="constant", min_learning_rate=1e-5),
             "training",
             "does not decay",
         ),
-        (with_("optimizer", momentum=0.9), "optimizer", "has no effect with `name: adamw`"),
-        (with_("optimizer", name="sgd", beta2=0.99), "optimizer", "has no effect with `name: sgd`"),
-        (with_("precision", kind="bf16", initial_loss_scale=8.0), "precision", "for `kind: fp16`"),
-        (with_("data", sources=[]), "data.sources", "at least 1"),
+        (
+            change_section("optimizer", momentum=0.9),
+            "optimizer",
+            "has no effect with `name: adamw`",
+        ),
+        (
+            change_section("optimizer", name="sgd", beta2=0.99),
+            "optimizer",
+            "has no effect with `name: sgd`",
+        ),
+        (
+            change_section("precision", kind="bf16", initial_loss_scale=8.0),
+            "precision",
+            "for `kind: fp16`",
+        ),
+        (change_section("data", sources=[]), "data.sources", "at least 1"),
         ({k: v for k, v in MINIMAL.items() if k != "data"}, "data", "missing key"),
     ],
 )
-def test_wrong_keys_are_refused_by_name(document: dict, field: str, words: str) -> None:
+def test_wrong_keys_are_refused_by_name(document: dict, field: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         validate_recipe(document)
     assert caught.value.field == field
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_all_complaints_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
-        validate_recipe({**with_("training", seqence_length=4), "layuot": {}})
+        validate_recipe({**change_section("training", seqence_length=4), "layuot": {}})
     assert "seqence_length" in str(caught.value)
     assert "layuot" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("model: [", "line 1"),
         ("seed: 1\nseed: 2\n", "duplicate key"),
@@ -121,25 +143,25 @@ def test_all_complaints_are_told_at_once() -> None:
         ("a: b: c\n", "line 1"),
     ],
 )
-def test_bad_yaml_names_the_line(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        load_recipe(write(tmp_path, text))
+def test_invalid_yaml_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(write_recipe(tmp_path, text))
 
 
-def test_python_objects_are_never_built(tmp_path: Path) -> None:
+def test_python_objects_are_never_constructed(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="not valid YAML"):
-        load_recipe(write(tmp_path, "a: !!python/object/apply:os.system ['true']"))
+        load_recipe(write_recipe(tmp_path, "a: !!python/object/apply:os.system ['true']"))
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no such file"):
         load_recipe(tmp_path / "absent.yaml")
 
 
-def test_environment_is_expanded_or_asked_for(
+def test_environment_variables_are_expanded_or_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document = with_("data", sources="${CORPUS_HOME}/a.txt")
+    document = change_section("data", sources="${CORPUS_HOME}/a.txt")
     monkeypatch.setenv("CORPUS_HOME", "/corpus")
     assert validate_recipe(document).data.sources[0].path == "/corpus/a.txt"
     monkeypatch.delenv("CORPUS_HOME")
@@ -152,12 +174,12 @@ def test_environment_is_expanded_or_asked_for(
     "text",
     ["tp", "tp=two", "tpp=2", "tp=2,tp=4", "zero_stage=4", "tp=0", "tp=\u00b2", "tp=" + "9" * 5000],
 )
-def test_bad_layouts_are_refused(text: str) -> None:
+def test_invalid_layouts_are_refused(text: str) -> None:
     with pytest.raises(LayoutError):
         parse_layout(text)
 
 
 @pytest.mark.parametrize("override", ["training", "=3", "seed.x=1"])
-def test_bad_overrides_are_refused(override: str) -> None:
+def test_invalid_overrides_are_refused(override: str) -> None:
     with pytest.raises(RecipeError):
         apply_overrides({"seed": 3}, [override])

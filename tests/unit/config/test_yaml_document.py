@@ -1,4 +1,4 @@
-"""YAML as recipes read it: odd scalars are errors with their place, never a traceback."""
+"""YAML of recipes: unusual scalars are errors with their position, never a traceback."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_numbers_are_those_of_yaml_1_2(text: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_what_is_no_number_there_is_text(text: str) -> None:
+def test_other_scalars_are_text(text: str) -> None:
     assert parse_yaml(f"key: {text}", "here") == {"key": text}
 
 
 @pytest.mark.parametrize(
-    ("text", "column", "words"),
+    ("text", "column", "message"),
     [
         ("9" * 5000, 7, "an integer has at most 63 bits"),
         ("0x" + "f" * 9000, 7, "an integer has at most 63 bits"),
@@ -95,10 +95,12 @@ def test_what_is_no_number_there_is_text(text: str) -> None:
         ("\x01", 7, "the character U+0001"),
     ],
 )
-def test_what_is_no_yaml_is_told_with_its_place(text: str, column: int | None, words: str) -> None:
+def test_invalid_yaml_is_refused_with_its_position(
+    text: str, column: int | None, message: str
+) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_yaml(f"first: 1\nseed: {text}", "run.yaml")
-    assert words in caught.value.problem
+    assert message in caught.value.problem
     assert str(caught.value.field).startswith(
         "run.yaml, line 2, column " + ("" if column is None else f"{column}")
     )
@@ -113,7 +115,7 @@ def test_nested_aliases_do_not_grow_without_bound() -> None:
         parse_yaml("\n".join(lines), "here")
 
 
-def test_merge_keys_bring_defaults() -> None:
+def test_merge_keys_give_defaults() -> None:
     text = "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}"
     assert parse_yaml(text, "here")["b"] == {"x": 1, "y": 3}
 
@@ -131,11 +133,11 @@ def test_merge_keys_bring_defaults() -> None:
 @example("010")
 @example("2024-01-01")
 @example("~")
-def test_what_is_written_reads_back_equal(value: Any) -> None:
+def test_values_survive_a_round_trip(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return  # halves of surrogate pairs are in no recipe
+        return  # lone surrogates cannot be in a recipe
     assert parse_yaml(dump_yaml({"key": value}), "here") == {"key": value}
 
 
@@ -165,7 +167,7 @@ def test_lines_are_found_by_key() -> None:
         ("name: small", f"name: {'a' * 300}", "name", 1),
     ],
 )
-def test_a_wrong_value_is_told_with_its_line(
+def test_a_wrong_value_is_reported_with_its_line(
     tmp_path: Path, old: str, new: str, field: str, line: int
 ) -> None:
     path = tmp_path / "run.yaml"
@@ -176,7 +178,7 @@ def test_a_wrong_value_is_told_with_its_line(
     assert f"{path}, line {line}" in str(caught.value)
 
 
-def test_a_value_of_the_command_line_is_not_looked_for_in_the_file(tmp_path: Path) -> None:
+def test_a_wrong_value_of_the_command_line_has_no_line_number(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RECIPE)
     with pytest.raises(RecipeError) as caught:
@@ -185,7 +187,7 @@ def test_a_value_of_the_command_line_is_not_looked_for_in_the_file(tmp_path: Pat
     assert "line" not in str(caught.value)
 
 
-def test_dropout_may_be_switched_off_with_a_bare_word(tmp_path: Path) -> None:
+def test_dropout_off_needs_no_quotes(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RECIPE.replace("model:\n", "model:\n  dropout: off\n"))
     assert load_recipe(path).model.dropout == "off"
@@ -211,46 +213,48 @@ def test_only_files_and_pipes_are_recipes(tmp_path: Path) -> None:
         os.close(read)
 
 
-def test_a_pipe_without_a_writer_is_waited_for_a_while_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_without_a_writer_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.config.recipe_loading._PIPE_TIMEOUT_SECONDS", 0.05)
     os.mkfifo(tmp_path / "run.yaml")
     with pytest.raises(RecipeError, match="nothing was written to this pipe"):
         load_recipe(tmp_path / "run.yaml")
 
 
-def keys_of(section: type[BaseModel], before: tuple[str, ...] = ()) -> Iterator[str]:
-    """Every key of a recipe, sections included."""
+def iterate_keys(section: type[BaseModel], before: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield every key of a recipe, sections included."""
     for name, info in section.model_fields.items():
         yield ".".join((*before, name))
-        for inner in models_in(info.annotation):
-            yield from keys_of(inner, (*before, name))
+        for inner in find_models(info.annotation):
+            yield from iterate_keys(inner, (*before, name))
 
 
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def find_models(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from models_in(argument)
+        yield from find_models(argument)
 
 
-ODD = [
-    *TEXTS, *(text for text, _ in NUMBERS), "~", "", "yes", "off", "1e400", ".nan", "-0", "-1", "9" * 30, "9" * 5000,
-    "1" + "0" * 18, '"a\\0b"', '"\\ud800"', '"${"', '"${HOME}"', '"${A B}"', "a/" * 3000, "a" * 300, "[]", "{}", "[[]]",
-    "{a: {}}", "[1, a, ~]", "{path: 3}", "{path: [a]}", "{1: 2}", "{~: 2}", "{true: 2}", "{? [a] : 1}", "{a: 1, a: 2}",
-    "!!int x", "!!python/none", "&a [*a]", "*a", "!", "!!", "|", ">", "- a", "a: b", "@", "`", "%", "\t", "'", '"', "[", "}",
+UNUSUAL = [
+    *TEXTS, *(text for text, _ in NUMBERS), "~", "", "yes", "off", "1e400", ".nan", "-0", "-1",
+    "9" * 30, "9" * 5000,
+    "1" + "0" * 18, '"a\\0b"', '"\\ud800"', '"${"', '"${HOME}"', '"${A B}"', "a/" * 3000, "a" * 300,
+    "[]", "{}", "[[]]",
+    "{a: {}}", "[1, a, ~]", "{path: 3}", "{path: [a]}", "{1: 2}", "{~: 2}", "{true: 2}",
+    "{? [a] : 1}", "{a: 1, a: 2}",
+    "!!int x", "!!python/none", "&a [*a]", "*a", "!", "!!", "|", ">", "- a", "a: b", "@", "`", "%",
+    "\t", "'", '"', "[", "}",
     "#", "\\", "://", "s3://", "~nobody-here/x",
 ]  # fmt: skip
 SCALARS = (
-    st.sampled_from(ODD)
+    st.sampled_from(UNUSUAL)
     | st.text(max_size=12)
     | st.from_regex(r"[-+]?[0-9._:xbeEoTZ-]{1,12}", fullmatch=True)
 )
 
 
-def with_value(key: str, value: str) -> str:
-    """The recipe with a key set to YAML text as it stands."""
+def set_yaml_value(key: str, value: str) -> str:
+    """Return the recipe with a key set to unquoted YAML text."""
     document = parse_yaml(RECIPE, "here")
     *sections, last = key.split(".")
     target = document
@@ -263,12 +267,12 @@ def with_value(key: str, value: str) -> str:
 
 
 def read_or_refuse(path: Path, overrides: list[str]) -> None:
-    """Read a recipe, write it and read it back; an error of ours has a readable length."""
+    """Read a recipe, write it and read it again; an error message must have a readable length."""
     try:
         recipe = load_recipe(path, overrides)
     except InputError as error:
-        told = str(error)
-        assert len(told) < 20_000, told
+        message = str(error)
+        assert len(message) < 20_000, message
         return
     written = path.with_name("written.yaml")
     written.write_text(dump_yaml(recipe.model_dump(mode="json")), encoding="utf-8")
@@ -276,14 +280,14 @@ def read_or_refuse(path: Path, overrides: list[str]) -> None:
 
 
 @settings(max_examples=100)
-@given(key=st.sampled_from(sorted(keys_of(Recipe))), value=SCALARS)
-def test_no_value_of_any_key_is_a_traceback(
+@given(key=st.sampled_from(sorted(iterate_keys(Recipe))), value=SCALARS)
+def test_no_value_of_any_key_gives_a_traceback(
     tmp_path_factory: pytest.TempPathFactory, key: str, value: str
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
-    odd = folder / "odd.yaml"
+    changed = folder / "odd.yaml"
     plain = folder / "plain.yaml"
-    odd.write_text(with_value(key, value), encoding="utf-8", errors="surrogatepass")
+    changed.write_text(set_yaml_value(key, value), encoding="utf-8", errors="surrogatepass")
     plain.write_text(RECIPE)
-    read_or_refuse(odd, [])
+    read_or_refuse(changed, [])
     read_or_refuse(plain, [f"{key}={value}"])
