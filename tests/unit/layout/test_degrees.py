@@ -1,4 +1,4 @@
-"""Degrees and ranks: what fits, and that every group holds whom it should."""
+"""Degrees and ranks: resolved layouts, refusals, members of groups."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ degree = st.integers(1, 4)
         ("cp=2", 2, "cp=2,zero_stage=3"),
     ],
 )
-def test_the_degree_left_out_takes_the_rest(text: str, world_size: int, expected: str) -> None:
+def test_an_omitted_degree_uses_the_remaining_ranks(
+    text: str, world_size: int, expected: str
+) -> None:
     assert str(resolve_layout(LayoutSection(**parse_layout(text)), world_size)) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "world_size", "words"),
+    ("text", "world_size", "message"),
     [
         ("tp=3", 4, "3 does not divide 4 ranks"),
         ("dp_shard=3", 4, "does not divide"),
@@ -43,14 +45,16 @@ def test_the_degree_left_out_takes_the_rest(text: str, world_size: int, expected
         ("", 0, "at least one rank"),
     ],
 )
-def test_what_does_not_fit_shows_the_arithmetic(text: str, world_size: int, words: str) -> None:
+def test_degrees_that_do_not_fit_are_refused_with_the_arithmetic(
+    text: str, world_size: int, message: str
+) -> None:
     with pytest.raises(LayoutError) as caught:
         resolve_layout(LayoutSection(**parse_layout(text)), world_size)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @given(degree, degree, degree, degree, degree, st.data())
-def test_a_layout_prints_as_it_is_read(
+def test_a_layout_survives_a_round_trip_through_text(
     replicate: int, shard: int, tp: int, pp: int, cp: int, data: st.DataObject
 ) -> None:
     stage = 0 if shard * cp == 1 else data.draw(st.sampled_from([1, 2, 3]))
@@ -69,7 +73,7 @@ def test_groups_partition_the_ranks(
     for group in groups:
         fixed = [axis for axis in AXES if axis not in axes]
         assert len({tuple(grid.coordinates(rank)[axis] for axis in fixed) for rank in group}) == 1
-        # Rank r gives 2^r: a wrong group shows in the sum.
+        # Rank r counts 2^r: a wrong member changes the sum.
         assert sum(2**rank for rank in group) == sum(2**r for r in grid.group_of(group[0], axes))
 
 
@@ -81,22 +85,22 @@ def test_ranks_and_coordinates_are_inverse(
     assert [grid.rank_at(grid.coordinates(rank)) for rank in range(grid.layout.world_size)] == list(
         range(grid.layout.world_size)
     )
-    readers = [grid.data_rank(rank) for rank in range(grid.layout.world_size)]
-    assert sorted(set(readers)) == list(range(replicate * shard))
+    data_ranks = [grid.data_rank(rank) for rank in range(grid.layout.world_size)]
+    assert sorted(set(data_ranks)) == list(range(replicate * shard))
 
 
-def test_groups_of_512_ranks_hold_whom_they_should() -> None:
-    # Rank r gives 2^r; every group's sum names its members, and together the groups of an axis hold
+def test_groups_of_512_ranks_have_the_right_members() -> None:
+    # Rank r counts 2^r: the sum of a group determines its members, and the groups of an axis have
     # every rank once.
     layout = Layout(tp=8, pp=4, dp_shard=8, cp=2, ep=4, zero_stage=3)
     assert layout.world_size == 512
     grid = RankGrid(layout)
-    everyone = sum(2**rank for rank in range(512))
+    all_ranks = sum(2**rank for rank in range(512))
     strides = {"tp": 1, "cp": 8, "dp_shard": 16, "fsdp": 8, "ep": 8, "efsdp": 32, "pp": 128}
     for axis, stride in strides.items():
         groups = grid.groups([axis])
         degree = layout.degree(axis)
-        assert sum(sum(2**rank for rank in group) for group in groups) == everyone
+        assert sum(sum(2**rank for rank in group) for group in groups) == all_ranks
         for group in groups:
             assert sum(2**rank for rank in group) == sum(
                 2 ** (group[0] + stride * number) for number in range(degree)

@@ -1,6 +1,4 @@
-"""Measured profiles: what is written comes back, what is broken is refused by name, look-ups
-interpolate.
-"""
+"""Measured profiles: round trip through a file, refused fields, interpolated rates."""
 
 from __future__ import annotations
 
@@ -50,12 +48,12 @@ PROFILE = MeasuredProfile(
 )
 
 
-def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+def test_a_profile_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
     save_profile(PROFILE, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == PROFILE
 
 
-def test_the_nearest_product_and_sizes_between() -> None:
+def test_matmul_rates_are_the_nearest_and_collective_times_are_interpolated() -> None:
     assert PROFILE.find_matmul_flops_per_second("bf16", 900, 1200, 1024) == 3e14
     assert PROFILE.find_matmul_flops_per_second("bf16", 16384, 4096, 8192) == 7.9e14
     assert PROFILE.find_matmul_flops_per_second("fp8", 8192, 8192, 8192) is None
@@ -65,32 +63,34 @@ def test_the_nearest_product_and_sizes_between() -> None:
     assert PROFILE.find_collective_seconds("all_reduce", 16, 8, 1_000) is None
 
 
-def test_element_wise_operations_of_the_nearest_size() -> None:
+def test_elementwise_rates_are_those_of_the_nearest_size() -> None:
     assert PROFILE.find_elementwise_bytes_per_second("bf16", 512, 1024, is_backward=False) == 2e12
     assert PROFILE.find_elementwise_bytes_per_second("bf16", 8192, 2048, is_backward=True) == 2e12
     assert PROFILE.find_elementwise_bytes_per_second("fp32", 512, 1024, is_backward=False) is None
 
 
-def test_attention_of_the_nearest_width_between_measured_rows() -> None:
-    def rate(
+def test_attention_rates_use_the_nearest_width_and_interpolate_row_lengths() -> None:
+    def find_rate(
         row_tokens: float, head_dim: int, *, backward: bool = False, precision: str = "bf16"
     ) -> float | None:
         return PROFILE.find_attention_flops_per_second(
             precision, row_tokens, head_dim, is_backward=backward
         )
 
-    assert rate(512, 128) == 2e14
-    assert rate(2048, 128) == pytest.approx(4e14)  # halfway from 512 to 8192 by the logarithm
-    assert rate(2048, 128, backward=True) == pytest.approx(3e14)
-    assert (rate(16, 128), rate(10**6, 128)) == (2e14, 6e14)
-    assert rate(8192, 80) == 3e14
-    assert rate(512, 128, precision="fp32") is None
+    assert find_rate(512, 128) == 2e14
+    assert find_rate(2048, 128) == pytest.approx(
+        4e14
+    )  # halfway from 512 to 8192 on a logarithmic scale
+    assert find_rate(2048, 128, backward=True) == pytest.approx(3e14)
+    assert (find_rate(16, 128), find_rate(10**6, 128)) == (2e14, 6e14)
+    assert find_rate(8192, 80) == 3e14
+    assert find_rate(512, 128, precision="fp32") is None
 
 
-def test_a_profile_without_attention_is_read(tmp_path: Path) -> None:
-    written = PROFILE.as_dict()
-    del written["attention"]
-    (tmp_path / "before.json").write_text(json.dumps(written))
+def test_a_profile_without_attention_rates_loads(tmp_path: Path) -> None:
+    document = PROFILE.as_dict()
+    del document["attention"]
+    (tmp_path / "before.json").write_text(json.dumps(document))
     assert load_profile(tmp_path / "before.json").attention == ()
 
 
@@ -99,7 +99,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     assert CollectiveRate("all_gather", 4, 4, 1_000_000, 1.0).bus_bytes_per_second == 750_000
 
 
-def test_the_planner_takes_measured_memory() -> None:
+def test_the_cluster_uses_measured_memory() -> None:
     cluster = parse_cluster("8xH200", profile=PROFILE)
     assert cluster.accelerator.memory_bytes == PROFILE.memory_bytes
     assert cluster.accelerator.memory_bytes_per_second == 4.3e12
@@ -121,17 +121,17 @@ def test_the_planner_takes_measured_memory() -> None:
         ({"collectives": [{"kind": "gossip"}]}, "profile.collectives.kind"),
     ],
 )
-def test_a_broken_profile_is_refused_by_field(
+def test_an_invalid_profile_is_refused_by_field(
     tmp_path: Path, change: dict[str, Any], field: str
 ) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(PROFILE.as_dict() | change))
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as raised:
         load_profile(path)
-    assert refused.value.field == field
+    assert raised.value.field == field
 
 
-def test_no_file_and_no_json_are_wrong_input(tmp_path: Path) -> None:
+def test_missing_files_and_invalid_json_are_wrong_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         load_profile(tmp_path / "none.json")
     (tmp_path / "broken.json").write_text("{")

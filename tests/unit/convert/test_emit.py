@@ -1,5 +1,5 @@
-"""`plan --emit`: the same degrees, batch and optimisation in other systems' words, and nothing left
-unsaid.
+"""`plan --emit`: degrees, batch and optimizer in other systems' keys; a note on each setting that
+they cannot express.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwright.convert.emit import CONFIG_WRITERS, emit
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig
 from shardwright.errors import ExitCode
 from shardwright.plan import resolve_plan
-from tests.unit.interop.argument_names import MEGATRON_CORE, MEGATRON_TRAINING, TORCHTITAN
+from tests.unit.convert.argument_names import MEGATRON_CORE, MEGATRON_TRAINING, TORCHTITAN
 
 ROOT = Path(__file__).parents[3]
 TRAINING = {
@@ -32,54 +32,56 @@ TRAINING = {
 }
 
 
-def subject(world_size: int, layout: dict[str, Any], **sections: Any) -> EmitRequest:
-    told: dict[str, Any] = {
+def make_request(world_size: int, layout: dict[str, Any], **sections: Any) -> EmitRequest:
+    document: dict[str, Any] = {
         "model": {"config": {"model_type": "llama"}},
         "data": {"sources": "corpus.txt"},
         "layout": layout,
     }
-    told["precision"] = "fp32"
-    told["training"] = TRAINING | sections.pop("training", {})
-    recipe = validate_recipe(told | sections)
+    document["precision"] = "fp32"
+    document["training"] = TRAINING | sections.pop("training", {})
+    recipe = validate_recipe(document | sections)
     return EmitRequest(recipe, resolve_plan(recipe, world_size))
 
 
-def arguments_of(told: EmittedConfig) -> dict[str, str]:
-    lines = [line.removeprefix("--") for line in told.text.splitlines() if not line.startswith("#")]
+def parse_arguments(emitted: EmittedConfig) -> dict[str, str]:
+    lines = [
+        line.removeprefix("--") for line in emitted.text.splitlines() if not line.startswith("#")
+    ]
     return {
         name: value for name, _, value in (line.replace("=", " ").partition(" ") for line in lines)
     }
 
 
-EVERYTHING = [
-    subject(1, {}),
-    subject(
+REQUESTS = [
+    make_request(1, {}),
+    make_request(
         4,
         {"zero_stage": 0},
         precision="bf16",
         recompute="full",
         model={"config": {"model_type": "llama"}, "compile": True},
     ),
-    subject(
+    make_request(
         8,
         {"dp_replicate": 2, "dp_shard": 4, "zero_stage": 1},
         precision="fp16",
         optimizer={"name": "sgd", "momentum": 0.9},
     ),
-    subject(
+    make_request(
         16, {"tp": 2, "cp": 2, "zero_stage": 3, "sequence_parallel": False}, recompute="selective"
     ),
-    subject(
+    make_request(
         8,
         {"pp": 4, "schedule": "interleaved_1f1b", "zero_stage": 2},
         training={"schedule": "warmup_stable_decay"},
     ),
-    subject(
+    make_request(
         8,
         {"pp": 4, "schedule": "zb_h1", "ep": 2, "zero_stage": 3},
         training={"schedule": "linear", "max_grad_norm": None},
     ),
-    subject(
+    make_request(
         2,
         {"zero_stage": 3},
         training={"schedule": "constant", "min_learning_rate": 0.0},
@@ -88,18 +90,18 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize("case", EVERYTHING, ids=lambda case: str(case.plan.layout))
-def test_arguments_are_those_that_their_parsers_know(case: EmitRequest) -> None:
-    assert set(arguments_of(emit("torchtitan", case))) <= TORCHTITAN
-    assert set(arguments_of(emit("megatron", case))) <= MEGATRON_CORE | MEGATRON_TRAINING
+@pytest.mark.parametrize("case", REQUESTS, ids=lambda case: str(case.plan.layout))
+def test_emitted_arguments_exist_in_the_other_systems(case: EmitRequest) -> None:
+    assert set(parse_arguments(emit("torchtitan", case))) <= TORCHTITAN
+    assert set(parse_arguments(emit("megatron", case))) <= MEGATRON_CORE | MEGATRON_TRAINING
 
 
-def test_every_degree_is_said_or_noted() -> None:
-    """What a cut is called where it can be said, and that it is named where it cannot."""
-    cut = subject(
+def test_every_degree_is_emitted_or_noted() -> None:
+    """A degree is a key of the other system, or a note if it has none."""
+    request = make_request(
         64, {"dp_replicate": 2, "dp_shard": 4, "tp": 2, "pp": 2, "cp": 2, "ep": 2, "zero_stage": 3}
     )
-    titan = arguments_of(emit("torchtitan", cut))
+    titan = parse_arguments(emit("torchtitan", request))
     for degree, value in (
         ("tensor", "2"),
         ("pipeline", "2"),
@@ -114,64 +116,66 @@ def test_every_degree_is_said_or_noted() -> None:
         titan["parallelism.data-parallel-shard-degree"],
     ) == ("2", "4")
     assert titan["training.local-batch-size"] == "8", (
-        "a pipeline's micro-batches are one local batch there"
+        "torchtitan counts a pipeline's micro-batches as one local batch"
     )
-    megatron = arguments_of(emit("megatron", cut))
+    megatron = parse_arguments(emit("megatron", request))
     assert [
         megatron[f"{axis}-size"]
         for axis in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
     ] == ["2"] * 3
     assert megatron["data-parallel-sharding-strategy"] == "optim_grads_params"
     assert megatron["num-distributed-optimizer-instances"] == "2"
-    accelerate = emit("accelerate", cut)
+    accelerate = emit("accelerate", request)
     degrees = yaml.safe_load(accelerate.text)["parallelism_config"]
     assert [
         degrees[f"parallelism_config_{axis}_size"]
         for axis in ("dp_replicate", "dp_shard", "tp", "cp")
     ] == [2, 4, 2, 2]
-    deepspeed = emit("deepspeed", cut)
-    told = json.loads(deepspeed.text)
-    assert told["zero_optimization"]["mics_shard_size"] == 8
-    assert told["tensor_parallel"] == {"autotp_size": 2}
-    for notes, unsaid in (
+    deepspeed = emit("deepspeed", request)
+    emitted = json.loads(deepspeed.text)
+    assert emitted["zero_optimization"]["mics_shard_size"] == 8
+    assert emitted["tensor_parallel"] == {"autotp_size": 2}
+    for notes, noted_keys in (
         (accelerate.notes, ("layout.pp", "layout.ep")),
         (deepspeed.notes, ("layout.pp", "layout.cp", "layout.ep")),
     ):
-        assert all(any(note.startswith(key) for note in notes) for key in unsaid)
+        assert all(any(note.startswith(key) for note in notes) for key in noted_keys)
 
 
 @pytest.mark.parametrize("system", CONFIG_WRITERS)
-def test_what_is_not_expressed_stands_in_the_file(system: str) -> None:
-    told = emit(
+def test_settings_that_cannot_be_expressed_are_noted_in_the_file(system: str) -> None:
+    emitted = emit(
         system,
-        subject(
+        make_request(
             8,
             {"pp": 2, "schedule": "zb_h1", "zero_stage": 1},
             precision="fp64",
             elastic={"max_restarts": 1},
         ),
     )
-    assert any("elastic" in note for note in told.notes)
-    assert any("fp64" in note for note in told.notes)
+    assert any("elastic" in note for note in emitted.notes)
+    assert any("fp64" in note for note in emitted.notes)
     if system == "deepspeed":
-        assert json.loads(told.text)["_not_expressed"] == list(told.notes)
+        assert json.loads(emitted.text)["_not_expressed"] == list(emitted.notes)
     else:
-        comments = [line for line in told.text.splitlines() if line.startswith("# not expressed: ")]
-        assert comments == [f"# not expressed: {note}" for note in told.notes]
+        comments = [
+            line for line in emitted.text.splitlines() if line.startswith("# not expressed: ")
+        ]
+        assert comments == [f"# not expressed: {note}" for note in emitted.notes]
 
 
-def test_the_learning_rate_is_what_the_batch_makes_of_it() -> None:
-    scaled = subject(
+def test_the_learning_rate_is_scaled_with_the_batch() -> None:
+    scaled = make_request(
         4, {"zero_stage": 0}, training={"batch_scaling": "linear", "base_batch_size": 8}
     )
     assert scaled.plan.batch.global_batch_size == 32
-    assert float(arguments_of(emit("megatron", scaled))["lr"]) == pytest.approx(4e-3)
-    told = json.loads(emit("deepspeed", scaled).text)
-    assert told["optimizer"]["params"]["lr"] == pytest.approx(4e-3)
-    assert told["scheduler"]["params"]["cos_min_ratio"] == pytest.approx(0.1)
+    assert float(parse_arguments(emit("megatron", scaled))["lr"]) == pytest.approx(4e-3)
+    emitted = json.loads(emit("deepspeed", scaled).text)
+    assert emitted["optimizer"]["params"]["lr"] == pytest.approx(4e-3)
+    assert emitted["scheduler"]["params"]["cos_min_ratio"] == pytest.approx(0.1)
 
 
-def test_torchtitans_own_parser_takes_it() -> None:
+def test_torchtitans_own_parser_accepts_the_arguments() -> None:
     tyro = pytest.importorskip("tyro")
     configs = pytest.importorskip("torchtitan.config.configs")
     schedulers = pytest.importorskip("torchtitan.components.optimizer.lr_scheduler")
@@ -182,11 +186,11 @@ def test_torchtitans_own_parser_takes_it() -> None:
         "debug": configs.DebugConfig,
         "lr-scheduler": schedulers.LRSchedulersContainer.Config,
     }
-    for case in EVERYTHING:
-        arguments = arguments_of(emit("torchtitan", case))
+    for case in REQUESTS:
+        arguments = parse_arguments(emit("torchtitan", case))
         assert {name.partition(".")[0] for name in arguments} <= sections.keys()
         for section, config in sections.items():
-            given = {
+            section_arguments = {
                 name.partition(".")[2]: value
                 for name, value in arguments.items()
                 if name.startswith(f"{section}.")
@@ -194,7 +198,8 @@ def test_torchtitans_own_parser_takes_it() -> None:
             parsed = tyro.cli(
                 config,
                 args=[
-                    f"--{name}" + (f"={value}" if value else "") for name, value in given.items()
+                    f"--{name}" + (f"={value}" if value else "")
+                    for name, value in section_arguments.items()
                 ],
             )
             if section == "parallelism":
@@ -220,16 +225,16 @@ def test_plan_writes_the_chosen_layout(tmp_path: Path, capsys: pytest.CaptureFix
     words = ["plan", str(ROOT / "recipes" / "llama3-8b.yaml"), "--cluster", "8xH100-80GB", "--json"]
     assert run([*words, "--emit", "deepspeed", "--out", str(out)]) == ExitCode.DONE
     captured = capsys.readouterr()
-    answer = json.loads(captured.out)
-    told = json.loads(out.read_text())
-    assert told["zero_optimization"]["stage"] == answer["chosen"]["layout"]["zero_stage"]
-    assert told["train_micro_batch_size_per_gpu"] == answer["chosen"]["micro_batch_size"]
-    assert told["train_batch_size"] == 512
-    assert answer["emitted"]["notes"]
-    assert all(f"not expressed: {note}" in captured.err for note in answer["emitted"]["notes"])
+    output = json.loads(captured.out)
+    emitted = json.loads(out.read_text())
+    assert emitted["zero_optimization"]["stage"] == output["chosen"]["layout"]["zero_stage"]
+    assert emitted["train_micro_batch_size_per_gpu"] == output["chosen"]["micro_batch_size"]
+    assert emitted["train_batch_size"] == 512
+    assert output["emitted"]["notes"]
+    assert all(f"not expressed: {note}" in captured.err for note in output["emitted"]["notes"])
 
 
-def test_what_was_supposed_on_the_command_line_is_said_too(
+def test_settings_from_the_command_line_are_noted_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [
@@ -256,7 +261,7 @@ def test_what_was_supposed_on_the_command_line_is_said_too(
         (["--emit", "megatron", "--precision", "fp8"], "can only be predicted, not trained"),
     ],
 )
-def test_wrong_input_is_told(
+def test_wrong_input_is_refused(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     recipe = str(ROOT / "recipes" / "llama3-8b.yaml")

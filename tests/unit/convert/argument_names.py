@@ -1,5 +1,5 @@
-"""Names of arguments that torchtitan and Megatron take, with where they stand: what `plan --emit`
-writes is held to them.
+"""Arguments of torchtitan and Megatron, with the files that define them; `plan --emit` may use no
+others.
 """
 
 from __future__ import annotations

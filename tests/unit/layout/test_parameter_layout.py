@@ -1,6 +1,4 @@
-"""What ranks hold tiles a parameter once per copy, and lies where torch.chunk puts it, section by
-section.
-"""
+"""Local boxes of ranks tile a parameter once per copy and equal torch.chunk in each section."""
 
 from __future__ import annotations
 
@@ -21,20 +19,20 @@ from shardwright.layout import (
 degrees = st.integers(1, 4)
 
 
-def whole_by_boxes(parameter: ParameterLayout, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """How often each element is held, and how often by the first of the neighbours that hold it."""
-    seen = np.zeros(parameter.shape, dtype=int)
-    first = np.zeros(parameter.shape, dtype=int)
+def count_elements(parameter: ParameterLayout, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Count the copies of each element, and its first copies among neighbouring ranks."""
+    copies = np.zeros(parameter.shape, dtype=int)
+    first_copies = np.zeros(parameter.shape, dtype=int)
     for rank in range(layout.world_size):
         here = RankGrid(layout).coordinates(rank)
         local = np.zeros(compute_local_shape(parameter, layout, here), dtype=int)
         for box in compute_local_boxes(parameter, layout, here):
             part = tuple(slice(start, start + length) for start, length in box.global_bounds)
-            seen[part] += 1
-            first[part] += box.is_first_copy
+            copies[part] += 1
+            first_copies[part] += box.is_first_copy
             local[tuple(slice(start, start + length) for start, length in box.local_bounds)] += 1
         assert (local == 1).all()
-    return seen, first
+    return copies, first_copies
 
 
 @given(
@@ -45,16 +43,16 @@ def whole_by_boxes(parameter: ParameterLayout, layout: Layout) -> tuple[np.ndarr
     tp=degrees,
     columns=st.booleans(),
 )
-def test_boxes_tile_the_whole_once_per_copy(
+def test_boxes_tile_the_parameter_once_per_copy(
     rows: int, replicate: int, shard: int, cp: int, tp: int, columns: bool
 ) -> None:
     layout = Layout(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, zero_stage=3)
     parameter = ParameterLayout(
         "w", (rows, 5), (Shard("tp", 0 if columns else 1), Shard("fsdp", 0))
     )
-    seen, first = whole_by_boxes(parameter, layout)
-    assert (seen == replicate).all()
-    assert (first == replicate).all()
+    copies, first_copies = count_elements(parameter, layout)
+    assert (copies == replicate).all()
+    assert (first_copies == replicate).all()
 
 
 @given(
@@ -63,7 +61,7 @@ def test_boxes_tile_the_whole_once_per_copy(
     kv_pieces=st.sampled_from([1, 2, 4]),
     shard=degrees,
 )
-def test_a_fused_projection_with_few_key_value_heads(
+def test_a_fused_projection_with_shared_key_value_heads_is_tiled(
     heads: int, group: int, kv_pieces: int, shard: int
 ) -> None:
     tp = 4
@@ -77,18 +75,18 @@ def test_a_fused_projection_with_few_key_value_heads(
     parameter = ParameterLayout(
         "qkv", (queries + 2 * keys, 2), (Shard("tp", 0, sections), Shard("fsdp", 0))
     )
-    seen, first = whole_by_boxes(parameter, Layout(dp_shard=shard, tp=tp, zero_stage=3))
-    assert (seen[:queries] == 1).all()
-    assert (seen[queries:] == tp // kv_pieces).all()
-    assert (first == 1).all()
+    copies, first_copies = count_elements(parameter, Layout(dp_shard=shard, tp=tp, zero_stage=3))
+    assert (copies[:queries] == 1).all()
+    assert (copies[queries:] == tp // kv_pieces).all()
+    assert (first_copies == 1).all()
 
 
 @given(rows=st.integers(1, 17), shard=degrees, ep=st.sampled_from([1, 2]))
-def test_experts_lie_over_ep_first(rows: int, shard: int, ep: int) -> None:
+def test_experts_are_sharded_over_ep_first(rows: int, shard: int, ep: int) -> None:
     layout = Layout(dp_shard=shard * ep, ep=ep, zero_stage=1)
     parameter = ParameterLayout("experts", (4, rows), (Shard("ep", 0), Shard("efsdp", 1)))
-    seen, _ = whole_by_boxes(parameter, layout)
-    assert (seen == 1).all()
+    copies, _ = count_elements(parameter, layout)
+    assert (copies == 1).all()
 
 
 def test_slices_are_those_of_torch_chunk() -> None:
@@ -110,7 +108,7 @@ def test_slices_are_those_of_torch_chunk() -> None:
     assert compute_local_shape(parameter, layout, grid.coordinates(3)) == (0, 3)
 
 
-def test_a_stage_that_lacks_a_parameter_holds_nothing() -> None:
+def test_stages_without_a_parameter_have_no_boxes() -> None:
     layout = Layout(pp=2)
     parameter = ParameterLayout("w", (5, 3), pp_ranks=(1,))
     grid = RankGrid(layout)

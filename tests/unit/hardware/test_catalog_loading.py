@@ -1,4 +1,4 @@
-"""The catalogue: spellings, plausibility of every number, clusters as they are written."""
+"""The catalogue: alternative names, plausible numbers, parsed clusters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.units import GIB_BYTES
 
 
 @pytest.mark.parametrize(
-    ("spelling", "name"),
+    ("alias", "name"),
     [
         ("H100-80GB-SXM", "H100-80GB-SXM"),
         ("NVIDIA H100 80GB HBM3", "H100-80GB-SXM"),
@@ -30,7 +30,7 @@ from shardwright.units import GIB_BYTES
         ("AMD Instinct MI300X", "MI300X-192GB"),
         ("MI250X GCD", "MI250X-GCD-64GB"),
         ("GH200 120GB", "GH200-96GB"),
-        # Spellings that stand in no file: family, memory and mounting are read one by one.
+        # Names without an entry: family, memory and form factor are parsed separately.
         ("A10 (24GB)", "A10-24GB"),
         ("A100 80G", "A100-80GB-SXM"),
         ("A100 40GB PCIe", "A100-40GB-PCIe"),
@@ -43,12 +43,12 @@ from shardwright.units import GIB_BYTES
         ("L40 48GB", "L40-48GB"),
     ],
 )
-def test_spellings_of_data_sheets_drivers_and_published_tables(spelling: str, name: str) -> None:
-    assert find_accelerator(spelling).name == name
+def test_names_of_data_sheets_drivers_and_published_tables_are_known(alias: str, name: str) -> None:
+    assert find_accelerator(alias).name == name
 
 
 @pytest.mark.parametrize("name", list_accelerators())
-def test_every_entry_is_whole_and_says_where_its_numbers_stand(name: str) -> None:
+def test_every_entry_is_complete_and_has_sources(name: str) -> None:
     node = find_node(name)
     device = node.accelerator
     numbers = {
@@ -62,7 +62,7 @@ def test_every_entry_is_whole_and_says_where_its_numbers_stand(name: str) -> Non
     assert all(
         any(year in text for year in map(str, range(2015, 2027)))
         for text in device.sources.values()
-    ), "a date for each"
+    ), "every source has a date"
     assert 14 * GIB_BYTES < device.memory_bytes < 400 * GIB_BYTES
     assert 2e11 < device.memory_bytes_per_second < 1e13
     peaks = device.peak_flops_per_second
@@ -72,17 +72,17 @@ def test_every_entry_is_whole_and_says_where_its_numbers_stand(name: str) -> Non
             "dense, not sparse"
         )
     assert all(
-        0.4 * peaks[precision] < reached < peaks[precision]
-        for precision, reached in device.sustained_flops_per_second.items()
+        0.4 * peaks[precision] < sustained < peaks[precision]
+        for precision, sustained in device.sustained_flops_per_second.items()
     )
     assert node.intra.bytes_per_second > node.inter.bytes_per_second
 
 
-def test_every_file_means_itself_by_its_own_name_and_by_its_parts() -> None:
+def test_every_entry_is_found_by_its_name_and_by_its_parts() -> None:
     for name in list_accelerators():
         assert find_accelerator(name).name == name
         assert find_accelerator(f"NVIDIA {name.replace('-', ' ')} GPU").name == name, (
-            "the same, read part by part"
+            "the same entry, parsed by its parts"
         )
 
 
@@ -97,7 +97,7 @@ def test_a_links_rate_is_one_direction_of_one_accelerator() -> None:
     assert all(find_link(name, 8).sources for name in list_links())
 
 
-def test_a_cluster_as_it_is_written() -> None:
+def test_a_cluster_is_parsed_from_its_name() -> None:
     cluster = parse_cluster("8xH100-80GB", num_nodes=4, link="ib400")
     assert (cluster.num_gpus, cluster.domain_size, cluster.name) == (
         32,
@@ -117,22 +117,22 @@ def test_a_rack_is_one_domain() -> None:
     assert cluster.get_link(128, 1).kind == "infiniband"
 
 
-def test_one_machine_needs_no_link_and_two_do() -> None:
+def test_two_nodes_need_a_link_and_one_does_not() -> None:
     node = find_node("H100")
     assert Cluster(node.accelerator, 8, 1, node.intra).inter is None
     with pytest.raises(InputError, match="no link connects the nodes"):
         Cluster(node.accelerator, 8, 2, node.intra)
 
 
-@pytest.mark.parametrize("word", ["H1000", "8xH10-80GB", "A100-20GB", "H100-64GB", "warp drive"])
-def test_unknown_accelerators_are_refused_with_the_nearest(word: str) -> None:
-    with pytest.raises(InputError, match="not in the catalogue") as refused:
-        parse_cluster(word)
-    assert refused.value.exit_code == 2
-    assert "SXM" in str(refused.value.allowed)
+@pytest.mark.parametrize("name", ["H1000", "8xH10-80GB", "A100-20GB", "H100-64GB", "warp drive"])
+def test_unknown_accelerators_are_refused_with_the_nearest(name: str) -> None:
+    with pytest.raises(InputError, match="not in the catalogue") as raised:
+        parse_cluster(name)
+    assert raised.value.exit_code == 2
+    assert "SXM" in str(raised.value.allowed)
 
 
-def test_unknown_links_and_no_accelerators_are_refused() -> None:
+def test_unknown_links_and_zero_accelerators_are_refused() -> None:
     with pytest.raises(InputError, match=r"closest: .*ib400"):
         find_link("ib4000", 8)
     with pytest.raises(InputError, match="at least 1"):
@@ -140,6 +140,6 @@ def test_unknown_links_and_no_accelerators_are_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["99999999999999xH100-80GB", "9" * 5000 + "xH100-80GB"])
-def test_clusters_of_more_devices_than_there_are_are_refused(text: str) -> None:
+def test_clusters_with_too_many_devices_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="at most 262,144"):
         parse_cluster(text)

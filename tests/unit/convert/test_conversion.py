@@ -1,5 +1,5 @@
-"""`convert`: what other systems' files say as a recipe, what they do not, and the way back of what
-we write.
+"""`convert`: recipes from other systems' files, dropped and missing keys, and round trips through
+`emit`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardwright.convert.emitted_config import EmitRequest
 from shardwright.errors import ExitCode, InputError
 from shardwright.plan import resolve_plan
 
-GIVEN = ["model.path=model", "data.sources=corpus.txt", "training.sequence_length=64"]
+OVERRIDES = ["model.path=model", "data.sources=corpus.txt", "training.sequence_length=64"]
 
 
-def converted(
+def convert_document(
     folder: Path, name: str, document: dict[str, Any], *overrides: str
 ) -> ConvertedRecipe:
     path = folder / name
@@ -30,25 +30,23 @@ def converted(
     return convert(path, overrides=overrides)
 
 
-def test_a_deepspeed_file_keeps_deepspeeds_defaults(tmp_path: Path) -> None:
+def test_a_deepspeed_file_uses_deepspeeds_defaults(tmp_path: Path) -> None:
     document = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }
-    found = converted(tmp_path, "ds.json", document, *GIVEN, "training.max_steps=5")
-    recipe = validate_recipe(found.document)
-    assert recipe.training.max_grad_norm is None, "DeepSpeed clips nothing unless told"
+    conversion = convert_document(tmp_path, "ds.json", document, *OVERRIDES, "training.max_steps=5")
+    recipe = validate_recipe(conversion.document)
+    assert recipe.training.max_grad_norm is None, "DeepSpeed does not clip by default"
     assert (recipe.optimizer.beta1, recipe.optimizer.beta2) == (0.9, 0.999)
     assert recipe.training.schedule == "constant"
     assert recipe.layout.zero_stage == 0
     assert recipe.precision.kind == "fp32"
-    assert not found.dropped
+    assert not conversion.dropped
 
 
-def test_every_key_is_carried_or_named(tmp_path: Path) -> None:
-    """Nothing disappears: each leaf of a rich file is a key of the recipe, a dropped one, or one
-    that says nothing.
-    """
+def test_every_key_is_converted_or_reported(tmp_path: Path) -> None:
+    """Each leaf of a large file becomes a key of the recipe, is dropped, or has no effect."""
     document = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 2,
@@ -63,8 +61,8 @@ def test_every_key_is_carried_or_named(tmp_path: Path) -> None:
         "optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}},
         "curriculum_learning": {"enabled": True},
     }
-    found = converted(tmp_path, "ds.json", document)
-    dropped = {item.key for item in found.dropped}
+    conversion = convert_document(tmp_path, "ds.json", document)
+    dropped = {item.key for item in conversion.dropped}
     assert dropped == {
         "train_batch_size",
         "zero_optimization.offload_param",
@@ -77,18 +75,18 @@ def test_every_key_is_carried_or_named(tmp_path: Path) -> None:
         "optimizer.params.max_coeff",
         "curriculum_learning.enabled",
     }
-    assert found.document["precision"] == {"kind": "fp16", "initial_loss_scale": 1024.0}
-    assert set(found.missing_keys) == {
+    assert conversion.document["precision"] == {"kind": "fp16", "initial_loss_scale": 1024.0}
+    assert set(conversion.missing_keys) == {
         "model.path",
         "data.sources",
         "training.sequence_length",
         "training.max_steps",
     }
-    assert found.document["training"]["learning_rate"] == 1e-3
+    assert conversion.document["training"]["learning_rate"] == 1e-3
 
 
-def test_what_a_trainer_would_fill_in_is_asked_for(tmp_path: Path) -> None:
-    """As the files for Hugging Face's Trainer are written."""
+def test_auto_values_of_a_trainer_are_reported_as_missing(tmp_path: Path) -> None:
+    """Files for Hugging Face's Trainer have such `auto` values."""
     document = {
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
@@ -103,31 +101,31 @@ def test_what_a_trainer_would_fill_in_is_asked_for(tmp_path: Path) -> None:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
     }
-    found = converted(tmp_path, "ds.json", document)
+    conversion = convert_document(tmp_path, "ds.json", document)
     assert {"training.learning_rate", "training.max_steps", "training.micro_batch_size"} <= set(
-        found.missing_keys
+        conversion.missing_keys
     )
-    assert {item.key: item.why for item in found.dropped}["bf16.enabled"].endswith(
+    assert {item.key: item.why for item in conversion.dropped}["bf16.enabled"].endswith(
         "set precision.kind"
     )
-    said = converted(tmp_path, "ds.json", document | {"bf16": {"enabled": True}})
-    assert said.document["precision"]["kind"] == "bf16"
-    assert not {item.key for item in said.dropped} & {"bf16.enabled", "fp16.enabled"}
+    with_bf16 = convert_document(tmp_path, "ds.json", document | {"bf16": {"enabled": True}})
+    assert with_bf16.document["precision"]["kind"] == "bf16"
+    assert not {item.key for item in with_bf16.dropped} & {"bf16.enabled", "fp16.enabled"}
 
 
-def test_adam_whose_decay_is_in_the_gradient_is_not_ours(tmp_path: Path) -> None:
+def test_adam_with_l2_regularisation_is_dropped(tmp_path: Path) -> None:
     params = {"lr": 1e-4, "adam_w_mode": False, "weight_decay": 0.1}
-    found = converted(
+    conversion = convert_document(
         tmp_path,
         "ds.json",
         {"zero_optimization": {}, "optimizer": {"type": "Adam", "params": params}},
     )
-    assert [item.key for item in found.dropped] == ["optimizer.params.adam_w_mode"]
-    without = {
+    assert [item.key for item in conversion.dropped] == ["optimizer.params.adam_w_mode"]
+    no_decay = {
         "zero_optimization": {},
         "optimizer": {"type": "Adam", "params": params | {"weight_decay": 0.0}},
     }
-    assert not converted(tmp_path, "ds.json", without).dropped
+    assert not convert_document(tmp_path, "ds.json", no_decay).dropped
 
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -139,10 +137,10 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_deepspeed_goes_round(
+def test_deepspeed_survives_a_round_trip(
     tmp_path: Path, world_size: int, layout: dict[str, Any], schedule: str
 ) -> None:
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "model": {"path": "model"},
         "data": {"sources": "corpus.txt"},
         "training": {
@@ -162,21 +160,21 @@ def test_deepspeed_goes_round(
         "precision": "bf16",
         "layout": layout,
     }
-    recipe = validate_recipe(told)
+    recipe = validate_recipe(document)
     plan = resolve_plan(recipe, world_size)
     path = tmp_path / "ds.json"
     path.write_text(emit("deepspeed", EmitRequest(recipe, plan)).text)
-    overrides = [*GIVEN, "training.max_steps=100"]
-    found = convert(path, overrides=overrides)
-    assert not found.dropped
-    back = validate_recipe(found.document)
-    again = resolve_plan(back, world_size)
-    assert again.batch == plan.batch
-    assert (again.layout, again.precision) == (plan.layout, plan.precision)
-    assert back.optimizer == recipe.optimizer
-    assert back.training.model_dump(exclude={"global_batch_size"}) == recipe.training.model_dump(
+    overrides = [*OVERRIDES, "training.max_steps=100"]
+    conversion = convert(path, overrides=overrides)
+    assert not conversion.dropped
+    converted_recipe = validate_recipe(conversion.document)
+    converted_plan = resolve_plan(converted_recipe, world_size)
+    assert converted_plan.batch == plan.batch
+    assert (converted_plan.layout, converted_plan.precision) == (plan.layout, plan.precision)
+    assert converted_recipe.optimizer == recipe.optimizer
+    assert converted_recipe.training.model_dump(
         exclude={"global_batch_size"}
-    )
+    ) == recipe.training.model_dump(exclude={"global_batch_size"})
 
 
 @pytest.mark.parametrize(
@@ -187,16 +185,18 @@ def test_deepspeed_goes_round(
         (16, {"zero_stage": 3, "dp_replicate": 2, "dp_shard": 2, "tp": 2, "cp": 2}),
     ],
 )
-def test_accelerate_goes_round(tmp_path: Path, world_size: int, layout: dict[str, Any]) -> None:
+def test_accelerate_survives_a_round_trip(
+    tmp_path: Path, world_size: int, layout: dict[str, Any]
+) -> None:
     training = {"sequence_length": 64, "max_steps": 9, "learning_rate": 1e-3, "micro_batch_size": 2}
-    told = {
+    document = {
         "model": {"path": "model"},
         "data": {"sources": "corpus.txt"},
         "training": training,
         "layout": layout,
         "precision": "bf16",
     }
-    recipe = validate_recipe(told | {"recompute": "full" if layout["zero_stage"] else "none"})
+    recipe = validate_recipe(document | {"recompute": "full" if layout["zero_stage"] else "none"})
     plan = resolve_plan(recipe, world_size)
     path = tmp_path / "accelerate.yaml"
     path.write_text(emit("accelerate", EmitRequest(recipe, plan)).text)
@@ -206,9 +206,9 @@ def test_accelerate_goes_round(tmp_path: Path, world_size: int, layout: dict[str
         "training.micro_batch_size=2",
         "layout.cp_method=auto",
     ]
-    back = validate_recipe(convert(path, overrides=[*GIVEN, *extra]).document)
-    again = resolve_plan(back, world_size)
-    assert (again.layout, again.precision, again.recompute) == (
+    converted_recipe = validate_recipe(convert(path, overrides=[*OVERRIDES, *extra]).document)
+    converted_plan = resolve_plan(converted_recipe, world_size)
+    assert (converted_plan.layout, converted_plan.precision, converted_plan.recompute) == (
         plan.layout,
         plan.precision,
         plan.recompute,
@@ -245,10 +245,10 @@ AXOLOTL: dict[str, Any] = {
 }
 
 
-def test_an_axolotl_file(tmp_path: Path) -> None:
-    found = converted(tmp_path, "axolotl.yml", AXOLOTL)
-    recipe = validate_recipe(found.document)
-    assert not found.missing_keys
+def test_an_axolotl_file_becomes_a_recipe(tmp_path: Path) -> None:
+    conversion = convert_document(tmp_path, "axolotl.yml", AXOLOTL)
+    recipe = validate_recipe(conversion.document)
+    assert not conversion.missing_keys
     assert recipe.model.path == "./llama"
     assert [(source.path, source.records) for source in recipe.data.sources] == [
         ("./alpaca.jsonl", "alpaca"),
@@ -267,71 +267,75 @@ def test_an_axolotl_file(tmp_path: Path) -> None:
         "bf16",
     )
     assert recipe.optimizer.beta2 == 0.999
-    assert {item.key for item in found.dropped} == {
+    assert {item.key for item in conversion.dropped} == {
         "warmup_ratio",
         "saves_per_epoch",
         "deepspeed",
         "special_tokens.pad_token",
     }
-    assert any("Hub" in remark for remark in found.remarks)
+    assert any("Hub" in remark for remark in conversion.remarks)
 
 
-def test_axolotls_preferences_are_learned_or_asked_for(tmp_path: Path) -> None:
-    """A file that learns preferences never becomes a recipe that learns the responses token by
-    token.
-    """
+def test_axolotls_preference_training_is_converted_or_reported(tmp_path: Path) -> None:
+    """Preference training must never become supervised training on the responses."""
     pairs = AXOLOTL | {
         "datasets": [{"path": "./pairs.jsonl", "type": "chat_template.default"}],
         "sample_packing": False,
     }
-    found = converted(tmp_path, "dpo.yml", pairs | {"rl": "dpo", "rl_beta": 0.3})
-    recipe = validate_recipe(found.document)
+    conversion = convert_document(tmp_path, "dpo.yml", pairs | {"rl": "dpo", "rl_beta": 0.3})
+    recipe = validate_recipe(conversion.document)
     assert recipe.preference is not None
     assert (recipe.preference.kind, recipe.preference.beta) == ("dpo", 0.3)
     assert [(source.path, source.records) for source in recipe.data.sources] == [
         ("./pairs.jsonl", "auto")
     ]
-    other = converted(tmp_path, "kto.yml", pairs | {"rl": "kto"})
+    other = convert_document(tmp_path, "kto.yml", pairs | {"rl": "kto"})
     assert other.missing_keys == ("preference.kind",)
     assert "rl" in {item.key for item in other.dropped}
 
 
 @pytest.mark.parametrize(
-    ("words", "stage", "named"),
+    ("words", "stage", "is_dropped"),
     [(["full_shard", "auto_wrap"], 3, False), (["shard_grad_op", "offload"], 2, True)],
 )
-def test_axolotls_older_words(tmp_path: Path, words: list[str], stage: int, named: bool) -> None:
-    told = {key: value for key, value in AXOLOTL.items() if key != "deepspeed"}
-    told |= {"fsdp": words, "optimizer": "paged_adamw_8bit", "neftune_noise_alpha": 5}
-    found = converted(tmp_path, "old.yml", told)
-    recipe = validate_recipe(found.document)
+def test_axolotls_older_keys_are_converted(
+    tmp_path: Path, words: list[str], stage: int, is_dropped: bool
+) -> None:
+    document = {key: value for key, value in AXOLOTL.items() if key != "deepspeed"}
+    document |= {"fsdp": words, "optimizer": "paged_adamw_8bit", "neftune_noise_alpha": 5}
+    conversion = convert_document(tmp_path, "old.yml", document)
+    recipe = validate_recipe(conversion.document)
     assert (
         recipe.layout.zero_stage,
         recipe.optimizer.name,
         recipe.training.neftune_noise_alpha,
     ) == (stage, "adamw_8bit", 5)
-    assert ("fsdp" in {item.key for item in found.dropped}) == named
+    assert ("fsdp" in {item.key for item in conversion.dropped}) == is_dropped
 
 
-def test_a_value_in_place_of_a_section_is_named(tmp_path: Path) -> None:
-    found = converted(tmp_path, "ds.json", {"train_batch_size": 4, "zero_optimization": True})
-    assert [item.key for item in found.dropped] == ["zero_optimization"]
+def test_a_value_in_place_of_a_section_is_reported(tmp_path: Path) -> None:
+    conversion = convert_document(
+        tmp_path, "ds.json", {"train_batch_size": 4, "zero_optimization": True}
+    )
+    assert [item.key for item in conversion.dropped] == ["zero_optimization"]
 
 
-def test_values_of_odd_sizes_are_carried_for_the_recipe_to_judge(tmp_path: Path) -> None:
-    found = converted(
+def test_invalid_values_are_left_for_recipe_validation(tmp_path: Path) -> None:
+    conversion = convert_document(
         tmp_path,
         "ds.json",
         {"train_batch_size": 8, "fp16": {"enabled": True, "initial_scale_power": 99999}},
     )
-    assert found.document["precision"]["initial_loss_scale"] == 99999
-    found = converted(tmp_path, "axolotl.yaml", {"base_model": "x", "datasets": [{"path": []}]})
-    assert "data.sources" in found.missing_keys or found.document["data"]["sources"] == [
+    assert conversion.document["precision"]["initial_loss_scale"] == 99999
+    conversion = convert_document(
+        tmp_path, "axolotl.yaml", {"base_model": "x", "datasets": [{"path": []}]}
+    )
+    assert "data.sources" in conversion.missing_keys or conversion.document["data"]["sources"] == [
         {"path": None}
     ]
 
 
-def test_an_accelerate_file_of_the_first_fsdp(tmp_path: Path) -> None:
+def test_an_accelerate_file_with_fsdp1_becomes_a_recipe(tmp_path: Path) -> None:
     section = {
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
         "fsdp_offload_params": True,
@@ -343,18 +347,18 @@ def test_an_accelerate_file_of_the_first_fsdp(tmp_path: Path) -> None:
         "fsdp_config": section,
         "mixed_precision": "fp16",
     }
-    found = converted(
+    conversion = convert_document(
         tmp_path, "accelerate.yaml", document | {"num_processes": 8, "main_process_ip": "10.0.0.1"}
     )
-    assert found.document["layout"] == {"zero_stage": 2}
+    assert conversion.document["layout"] == {"zero_stage": 2}
     assert {
         "fsdp_config.fsdp_offload_params",
         "fsdp_config.fsdp_use_orig_params",
         "main_process_ip",
-    } == {i.key for i in found.dropped}
+    } == {i.key for i in conversion.dropped}
 
 
-def test_words_that_are_not_known_are_named(tmp_path: Path) -> None:
+def test_unknown_values_are_reported(tmp_path: Path) -> None:
     section = {"fsdp_sharding_strategy": "SHARD_SOMEHOW"}
     degrees = {"parallelism_config_cp_size": 2, "parallelism_config_cp_comm_strategy": "pigeon"}
     document = {
@@ -363,26 +367,26 @@ def test_words_that_are_not_known_are_named(tmp_path: Path) -> None:
         "parallelism_config": degrees,
         "mixed_precision": "fp8",
     }
-    dropped = {item.key for item in converted(tmp_path, "accelerate.yaml", document).dropped}
-    cut = "parallelism_config.parallelism_config_cp_comm_strategy"
-    assert dropped == {"fsdp_config.fsdp_sharding_strategy", cut, "mixed_precision"}
-    told = {
+    dropped = {item.key for item in convert_document(tmp_path, "accelerate.yaml", document).dropped}
+    strategy_key = "parallelism_config.parallelism_config_cp_comm_strategy"
+    assert dropped == {"fsdp_config.fsdp_sharding_strategy", strategy_key, "mixed_precision"}
+    document = {
         "fp16": {"enabled": True, "initial_scale_power": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     }
-    dropped = {item.key for item in converted(tmp_path, "ds.json", told).dropped}
+    dropped = {item.key for item in convert_document(tmp_path, "ds.json", document).dropped}
     assert dropped == {"fp16.initial_scale_power", "optimizer.params.lr"}
-    told = AXOLOTL | {
+    document = AXOLOTL | {
         "val_set_size": 200,
         "optimizer": "lion",
         "lr_scheduler": "rex",
         "warmup_ratio": None,
     }
-    dropped = {item.key for item in converted(tmp_path, "axolotl.yml", told).dropped}
+    dropped = {item.key for item in convert_document(tmp_path, "axolotl.yml", document).dropped}
     assert dropped >= {"val_set_size", "optimizer", "lr_scheduler"}
 
 
-def test_the_written_recipe_says_what_is_missing(
+def test_the_written_recipe_lists_missing_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ds.json"
@@ -396,16 +400,16 @@ def test_the_written_recipe_says_what_is_missing(
         )
     )
     assert run(["convert", str(path), "--out", str(out)]) == ExitCode.DONE
-    told = capsys.readouterr().err
-    assert "not carried: zero_optimization.overlap_comm" in told
-    needed = next(line for line in told.splitlines() if line.startswith("missing keys: "))
-    assert "training.learning_rate" in needed
+    document = capsys.readouterr().err
+    assert "not carried: zero_optimization.overlap_comm" in document
+    missing_line = next(line for line in document.splitlines() if line.startswith("missing keys: "))
+    assert "training.learning_rate" in missing_line
     text = out.read_text()
     assert "# to fill in: training.sequence_length" in text
     with pytest.raises(InputError, match="missing key"):
         load_recipe(out)
-    rest = ["training.learning_rate=1e-3", "training.max_steps=3"]
-    words = [word for change in [*GIVEN, *rest] for word in ("--set", change)]
+    more_overrides = ["training.learning_rate=1e-3", "training.max_steps=3"]
+    words = [word for change in [*OVERRIDES, *more_overrides] for word in ("--set", change)]
     assert run(["convert", str(path), "--out", str(out), *words, "--json"]) == ExitCode.DONE
     assert json.loads(capsys.readouterr().out)["needed"] == []
     assert load_recipe(out).layout.zero_stage == 2
@@ -421,7 +425,7 @@ def test_the_written_recipe_says_what_is_missing(
         ("a.yaml", "colour: blue", "the keys match no known system"),
     ],
 )
-def test_wrong_input_is_told(
+def test_wrong_input_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, message: str
 ) -> None:
     path = tmp_path / name
@@ -431,10 +435,10 @@ def test_wrong_input_is_told(
     assert message in capsys.readouterr().err
 
 
-def test_a_contradiction_in_the_file_is_told(tmp_path: Path) -> None:
+def test_an_invalid_value_in_the_file_is_refused(tmp_path: Path) -> None:
     document = {
         "train_micro_batch_size_per_gpu": -1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     with pytest.raises(InputError, match="micro_batch_size"):
-        converted(tmp_path, "ds.json", document, *GIVEN, "training.max_steps=3")
+        convert_document(tmp_path, "ds.json", document, *OVERRIDES, "training.max_steps=3")
