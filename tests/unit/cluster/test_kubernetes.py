@@ -13,7 +13,6 @@ from shardwright.cli.main import run
 from shardwright.errors import ExitCode
 from tests.unit.cluster.conftest import run_launch
 
-
 POD = {
     "type": "object",
     "additionalProperties": False,

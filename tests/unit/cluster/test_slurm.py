@@ -14,7 +14,6 @@ from shardwright.cli.main import run
 from shardwright.errors import ExitCode
 from tests.unit.cluster.conftest import run_launch
 
-
 SLURM = (
     "--slurm",
     "--nodes",

@@ -1,6 +1,4 @@
-"""Models behind the decoder's interface: what is read of them, what is refused, and documents taken
-apart.
-"""
+"""Models of transformers behind the decoder's interface: their shapes, refusals, split documents."""
 
 from __future__ import annotations
 
@@ -28,26 +26,26 @@ from shardwright.model.hf_model import load_hf_folder, read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
-from tests.unit.model.foreign_models import FOREIGN
+from tests.unit.model.hf_models import HF_CONFIGS
 
 
-def read(family: str, **changes: Any) -> HFShape:
-    config = FOREIGN[family] | changes
+def read_shape(family: str, **changes: Any) -> HFShape:
+    config = HF_CONFIGS[family] | changes
     shape = read_model_shape(config, ModelSection(config=config, dropout="off"))
     assert isinstance(shape, HFShape)
     return shape
 
 
-def loss(*arguments: Any, **options: Any) -> Tensor:
+def compute_loss(*arguments: Any, **options: Any) -> Tensor:
     return chunked_cross_entropy(*arguments, chunk_tokens=5, **options)
 
 
-def saved(family: str, folder: Path) -> Any:
-    """transformers' model with values of its own choice, saved."""
+def save_model(family: str, folder: Path) -> Any:
+    """Save and return a model of transformers with its own initial values."""
     torch.manual_seed(0)
-    config = {key: value for key, value in FOREIGN[family].items() if key != "model_type"}
+    config = {key: value for key, value in HF_CONFIGS[family].items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).eval()
-    # Not save_pretrained, which asks every library here whether the model is wrapped by it.
+    # save_pretrained would import every library that may wrap the model.
     save_file(
         {name: parameter.detach() for name, parameter in model.named_parameters()},
         folder / "model.safetensors",
@@ -56,14 +54,16 @@ def saved(family: str, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", sorted(FOREIGN))
-def test_losses_of_packed_documents_are_those_of_each_alone(family: str, tmp_path: Path) -> None:
-    theirs = saved(family, tmp_path)
+@pytest.mark.parametrize("family", sorted(HF_CONFIGS))
+def test_losses_of_packed_documents_equal_those_of_separate_ones(
+    family: str, tmp_path: Path
+) -> None:
+    model_ = save_model(family, tmp_path)
     shape = read_model_shape(tmp_path, ModelSection(path=str(tmp_path), dropout="off"))
     folder = WeightsFolder(tmp_path)
     folder.check(shape)
     with torch.device("meta"):
-        decoder = build_decoder(shape, loss_function=loss)
+        decoder = build_decoder(shape, loss_function=compute_loss)
     decoder = decoder.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -72,38 +72,37 @@ def test_losses_of_packed_documents_are_those_of_each_alone(family: str, tmp_pat
     documents_BT = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 12])
     labels_BT = ids_BT.roll(-1, 1)
     labels_BT[0, [4, 8, 11]] = -100
-    labels_BT[0, 9:] = -100  # the third document supervises nothing
+    labels_BT[0, 9:] = -100  # the third document has no labels
     expected = torch.zeros(())
-    for row, here in ((0, slice(0, 5)), (0, slice(5, 9)), (1, slice(0, 12))):
-        logits_SV = theirs(ids_BT[row : row + 1, here]).logits[0]
+    for row, columns in ((0, slice(0, 5)), (0, slice(5, 9)), (1, slice(0, 12))):
+        logits_SV = model_(ids_BT[row : row + 1, columns]).logits[0]
         expected = expected + F.cross_entropy(
-            logits_SV, labels_BT[row, here], reduction="sum", ignore_index=-100
+            logits_SV, labels_BT[row, columns], reduction="sum", ignore_index=-100
         )
     with torch.no_grad():
-        found = decoder(ids_BT, document_ids_BT=documents_BT, labels_BT=labels_BT)
+        loss = decoder(ids_BT, document_ids_BT=documents_BT, labels_BT=labels_BT)
         whole_BTV = decoder(ids_BT, document_ids_BT=documents_BT)
-    torch.testing.assert_close(found, expected.detach(), rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(loss, expected.detach(), rtol=2e-5, atol=1e-5)
     torch.testing.assert_close(
-        whole_BTV[0, 5:9], theirs(ids_BT[:1, 5:9]).logits[0].detach(), rtol=1e-4, atol=1e-5
+        whole_BTV[0, 5:9], model_(ids_BT[:1, 5:9]).logits[0].detach(), rtol=1e-4, atol=1e-5
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing:FutureWarning"
-)  # peft asks by transformers' former name
+# peft uses an old name of transformers.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    theirs = saved("opt", tmp_path)
+    model_ = save_model("opt", tmp_path)
     peft: Any = get_peft_model(
-        theirs, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"])
+        model_, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"])
     ).eval()
     section = AdapterSection(rank=2, alpha=4.0, targets=("q_proj", "fc1"))
     shape = add_adapters(
         read_model_shape(tmp_path, ModelSection(path=str(tmp_path), dropout="off")), section
     )
     with torch.device("meta"):
-        decoder = build_decoder(shape, loss_function=loss)
+        decoder = build_decoder(shape, loss_function=compute_loss)
     decoder = decoder.to_empty(device="cpu")
     named = {
         name.replace(".default", "").replace("base_model.model.", ""): p
@@ -133,11 +132,8 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
         ("opt", AdapterSection(kind="dora"), "adapters.kind"),
         ("opt", AdapterSection(dropout=0.1), "adapters.dropout"),
         ("opt", AdapterSection(quantize="nf4"), "adapters.quantize"),
-        (
-            "mamba",
-            AdapterSection(targets=("dt_proj",)),
-            "adapters.targets",
-        ),  # its class multiplies with that matrix by itself
+        # Mamba's class multiplies with this matrix itself.
+        ("mamba", AdapterSection(targets=("dt_proj",)), "adapters.targets"),
     ],
     ids=str,
 )
@@ -145,11 +141,11 @@ def test_adapters_that_a_class_cannot_have_are_refused(
     family: str, section: AdapterSection, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message):
-        add_adapters(read(family), section)
+        add_adapters(read_shape(family), section)
 
 
-def test_what_is_read_of_a_class() -> None:
-    shape = read("opt")
+def test_the_shape_of_a_class_is_read() -> None:
+    shape = read_shape("opt")
     by_name = {spec.name: spec for spec in shape.list_parameters()}
     assert shape.tied_names == {"lm_head.weight": "model.decoder.embed_tokens.weight"}
     assert "lm_head.weight" not in by_name
@@ -160,11 +156,11 @@ def test_what_is_read_of_a_class() -> None:
     assert by_name["model.decoder.final_layer_norm.weight"].layer is None
     assert {
         s.name.split(".")[-1]
-        for s in read("mamba").list_parameters()
+        for s in read_shape("mamba").list_parameters()
         if isinstance(s.init, HFClassInit)
     } == {"A_log", "D"}
-    assert read("phi").has_plain_head
-    assert not read("cohere").has_plain_head  # it scales its logits
+    assert read_shape("phi").has_plain_head
+    assert not read_shape("cohere").has_plain_head  # it scales the logits
 
 
 @pytest.mark.parametrize(
@@ -172,11 +168,11 @@ def test_what_is_read_of_a_class() -> None:
     [
         ({"model_type": "no_such_model"}, {}, "neither our decoder nor transformers supports"),
         (
-            FOREIGN["opt"] | {"dropout": 0.1},
+            HF_CONFIGS["opt"] | {"dropout": 0.1},
             {},
             r"model.dropout: .*dropout: 0.1.*model.dropout: off",
         ),
-        (FOREIGN["opt"] | {"layerdrop": 0.1}, {}, "layerdrop: 0.1"),
+        (HF_CONFIGS["opt"] | {"layerdrop": 0.1}, {}, "layerdrop: 0.1"),
         (
             {"model_type": "bert", "vocab_size": 61, "hidden_size": 12, "num_attention_heads": 2},
             {},
@@ -184,22 +180,26 @@ def test_what_is_read_of_a_class() -> None:
         ),
         ({"model_type": "bart"}, {}, "is_encoder_decoder"),
         (
-            FOREIGN["opt"] | {"quantization_config": {"quant_method": "bitsandbytes"}},
+            HF_CONFIGS["opt"] | {"quantization_config": {"quant_method": "bitsandbytes"}},
             {},
             "quantization_config",
         ),
-        (FOREIGN["phi"] | {"hidden_act": "no_such_activation"}, {}, "transformers cannot build it"),
+        (
+            HF_CONFIGS["phi"] | {"hidden_act": "no_such_activation"},
+            {},
+            "transformers cannot build it",
+        ),
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_exactly_is_refused(
+def test_models_that_cannot_be_trained_exactly_are_refused(
     config: dict[str, Any], section: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ArchitectureError, match=message):
         read_model_shape(config, ModelSection(config=config, **section))
 
 
-def test_code_in_the_folder_wants_a_flag(tmp_path: Path) -> None:
+def test_code_in_the_folder_needs_trust_remote_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}'
     )
@@ -210,7 +210,7 @@ def test_code_in_the_folder_wants_a_flag(tmp_path: Path) -> None:
         read_model_shape(tmp_path, ModelSection(path=str(tmp_path)))
 
 
-def test_code_in_the_folder_makes_the_class_where_it_may(
+def test_code_in_the_folder_defines_the_class_if_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -226,7 +226,7 @@ def test_code_in_the_folder_makes_the_class_where_it_may(
     )
     maps = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
     (folder / "config.json").write_text(
-        json.dumps(FOREIGN["opt"] | {"model_type": "own", "auto_map": maps})
+        json.dumps(HF_CONFIGS["opt"] | {"model_type": "own", "auto_map": maps})
     )
     shape = read_model_shape(
         folder, ModelSection(path=str(folder), trust_remote_code=True, dropout="off")
@@ -246,30 +246,31 @@ def test_code_in_the_folder_makes_the_class_where_it_may(
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp", "cp", "ep"])
-def test_cuts_that_need_to_know_its_inside_are_refused(degree: str) -> None:
+def test_degrees_that_need_our_decoder_are_refused(degree: str) -> None:
     dp_shard = 2 if degree == "ep" else 1
     layout = Layout(**{degree: 2, "dp_shard": dp_shard, "zero_stage": 3 if dp_shard > 1 else 0})
     with pytest.raises(
         LayoutError,
-        match=rf"layout.{degree}: opt runs through transformers' own OPTForCausalLM; shardwright does not know",
+        match=rf"layout.{degree}: opt runs through transformers' own OPTForCausalLM; "
+        "shardwright does not know",
     ):
-        placement.check_layout(read("opt"), layout, 16)
+        placement.check_layout(read_shape("opt"), layout, 16)
 
 
-def test_documents_without_supervision_are_left_out_but_one_row_stays() -> None:
+def test_documents_without_supervision_are_omitted_except_one_row() -> None:
     documents_BT = torch.tensor([[0, 0, 1, 1, 1, 2]])
     labels_BT = torch.tensor([[-100, -100, 5, 6, -100, -100]])
-    places = split_documents(documents_BT, labels_BT)
-    assert places.scatter_to_rows(torch.arange(6)[None], 0).tolist() == [[2, 3, 4]]
-    assert places.scatter_to_rows(labels_BT, -100).tolist() == [[5, 6, -100]]
-    nothing = split_documents(documents_BT, torch.full((1, 6), -100))
-    assert nothing.scatter_to_rows(torch.arange(6)[None], 9).tolist() == [[0, 1]]
-    everything = split_documents(documents_BT, None)
-    assert everything.scatter_to_rows(torch.arange(6)[None], 9).tolist() == [
+    packing = split_documents(documents_BT, labels_BT)
+    assert packing.scatter_to_rows(torch.arange(6)[None], 0).tolist() == [[2, 3, 4]]
+    assert packing.scatter_to_rows(labels_BT, -100).tolist() == [[5, 6, -100]]
+    unsupervised = split_documents(documents_BT, torch.full((1, 6), -100))
+    assert unsupervised.scatter_to_rows(torch.arange(6)[None], 9).tolist() == [[0, 1]]
+    whole = split_documents(documents_BT, None)
+    assert whole.scatter_to_rows(torch.arange(6)[None], 9).tolist() == [
         [0, 1, 9],
         [2, 3, 4],
         [5, 9, 9],
     ]
-    assert everything.gather_from_rows(
-        everything.scatter_to_rows(torch.arange(6)[None], 9)[..., None]
+    assert whole.gather_from_rows(
+        whole.scatter_to_rows(torch.arange(6)[None], 9)[..., None]
     ).flatten().tolist() == list(range(6))

@@ -1,5 +1,5 @@
-"""Writing a Hugging Face folder: bytes, files, atomicity, refusals. That transformers loads it is
-tests/reference's business.
+"""Writing a Hugging Face folder: bytes, files, atomicity, refusals. tests/reference loads one in
+transformers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read(name: str) -> torch.Tensor:
     return initialise_parameter(SPECS[name], 0, dtype=torch.float32)
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def read_tree(folder: Path) -> dict[str, bytes]:
     return {
         str(file.relative_to(folder)): file.read_bytes()
         for file in sorted(folder.rglob("*"))
@@ -54,8 +54,8 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-class Ids:
-    """A tokenizer as far as an export looks at one."""
+class FakeTokenizer:
+    """The part of a tokenizer that an export uses."""
 
     eos_id = 7
     prefix_ids = (5,)
@@ -66,10 +66,10 @@ class Ids:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("max_shard_bytes", [1, 700, 1 << 30])
-def test_written_tensors_read_back_bit_equal(
+def test_written_tensors_are_bit_equal_when_read(
     tmp_path: Path, dtype: torch.dtype, max_shard_bytes: int
 ) -> None:
-    """By the safetensors library and by our own reader, in one file or in many."""
+    """Read by the safetensors library and by our reader, from one file or several."""
     written = write_hf_folder(
         tmp_path / "out", SHAPE, read, dtype=dtype, max_shard_bytes=max_shard_bytes
     )
@@ -87,22 +87,22 @@ def test_written_tensors_read_back_bit_equal(
     assert written.weights_bytes == sum(tensor.nbytes for tensor in stored.values())
 
 
-def test_same_bytes_as_the_library_writes(tmp_path: Path) -> None:
-    """Our header says what safetensors' own writer says: metadata, order of names aside."""
+def test_the_header_equals_that_of_the_safetensors_library(tmp_path: Path) -> None:
+    """The order of names may differ; metadata, dtypes and shapes are equal."""
     write_hf_folder(tmp_path / "out", SHAPE, read, dtype=torch.float32)
-    save_file({name: read(name) for name in SPECS}, tmp_path / "theirs", metadata={"format": "pt"})
+    save_file({name: read(name) for name in SPECS}, tmp_path / "library", metadata={"format": "pt"})
 
-    def header(path: Path) -> dict[str, Any]:
+    def read_header(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         length = int.from_bytes(content[:8], "little")
         assert length % 8 == 0
         return dict(json.loads(content[8 : 8 + length]))
 
-    ours = header(tmp_path / "out" / WEIGHTS_FILE_NAME)
-    theirs = header(tmp_path / "theirs")
-    assert ours.pop("__metadata__") == theirs.pop("__metadata__") == {"format": "pt"}
-    assert {name: (entry["dtype"], entry["shape"]) for name, entry in ours.items()} == {
-        name: (entry["dtype"], entry["shape"]) for name, entry in theirs.items()
+    our_header = read_header(tmp_path / "out" / WEIGHTS_FILE_NAME)
+    library_header = read_header(tmp_path / "library")
+    assert our_header.pop("__metadata__") == library_header.pop("__metadata__") == {"format": "pt"}
+    assert {name: (entry["dtype"], entry["shape"]) for name, entry in our_header.items()} == {
+        name: (entry["dtype"], entry["shape"]) for name, entry in library_header.items()
     }
 
 
@@ -128,14 +128,14 @@ def test_plan_shards_keeps_order_and_limit() -> None:
         for i, size in enumerate([3, 3, 5, 20, 1, 1])
     ]
     tensors = list_exported_tensors(specs, torch.bfloat16)
-    cut = [
+    shards = [
         [tensor.piece.name for tensor in shard]
         for shard in plan_shards(tensors, max_shard_bytes=12)
     ]
-    assert cut == [["0", "1"], ["2"], ["3"], ["4", "5"]]
+    assert shards == [["0", "1"], ["2"], ["3"], ["4", "5"]]
 
 
-def test_config_says_what_is_in_the_folder(tmp_path: Path) -> None:
+def test_config_describes_the_folder(tmp_path: Path) -> None:
     write_hf_folder(tmp_path / "out", SHAPE, read, dtype=torch.bfloat16)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -144,114 +144,118 @@ def test_config_says_what_is_in_the_folder(tmp_path: Path) -> None:
     assert read_config(config) == SHAPE
 
 
-def test_special_ids_come_from_the_tokenizer_where_the_config_is_silent(tmp_path: Path) -> None:
-    write_hf_folder(tmp_path / "silent", SHAPE, read, tokenizer=Ids())
-    config = json.loads((tmp_path / "silent" / "config.json").read_text())
+def test_special_ids_come_from_the_tokenizer_if_the_config_has_none(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "without_ids", SHAPE, read, tokenizer=FakeTokenizer())
+    config = json.loads((tmp_path / "without_ids" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (5, 7, None)
-    assert json.loads((tmp_path / "silent" / "generation_config.json").read_text()) == {
+    assert json.loads((tmp_path / "without_ids" / "generation_config.json").read_text()) == {
         "bos_token_id": 5,
         "eos_token_id": 7,
     }
-    assert (tmp_path / "silent" / "tokenizer.json").exists()
-    spoken = read_config(CONFIG | {"eos_token_id": [1, 2]})
+    assert (tmp_path / "without_ids" / "tokenizer.json").exists()
+    with_ids = read_config(CONFIG | {"eos_token_id": [1, 2]})
     write_hf_folder(
-        tmp_path / "spoken", spoken, read, tokenizer=Ids(), generation_config={"eos_token_id": 3}
+        tmp_path / "with_ids",
+        with_ids,
+        read,
+        tokenizer=FakeTokenizer(),
+        generation_config={"eos_token_id": 3},
     )
-    assert json.loads((tmp_path / "spoken" / "config.json").read_text())["eos_token_id"] == [1, 2]
-    assert json.loads((tmp_path / "spoken" / "generation_config.json").read_text()) == {
+    assert json.loads((tmp_path / "with_ids" / "config.json").read_text())["eos_token_id"] == [1, 2]
+    assert json.loads((tmp_path / "with_ids" / "generation_config.json").read_text()) == {
         "eos_token_id": 3
     }
 
 
-def test_every_family_has_its_class() -> None:
+def test_every_family_has_a_class_name() -> None:
     assert set(HF_CLASS_NAMES) == set(MODEL_FAMILIES)
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_files_is_not_changed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     write_hf_folder(out, SHAPE, read)  # empty: fine
     (out / "notes.txt").write_text("mine")
-    before = tree(out)
+    before = read_tree(out)
     with pytest.raises(InputError, match="the folder is not empty"):
         write_hf_folder(out, SHAPE, read)
-    assert tree(out) == before
+    assert read_tree(out) == before
     write_hf_folder(out, SHAPE, read, overwrite=True)
     assert not (out / "notes.txt").exists()
     assert sorted(tmp_path.iterdir()) == [out]
 
 
-def test_a_file_in_the_way(tmp_path: Path) -> None:
+def test_a_file_at_the_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(InputError, match="this is a file"):
         write_hf_folder(tmp_path / "out", SHAPE, read, overwrite=True)
 
 
-def test_failure_half_way_leaves_the_old_folder_and_no_rubbish(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_folder_and_no_other_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_hf_folder(out, SHAPE, read)
-    before = tree(out)
+    before = read_tree(out)
 
-    def full(name: str) -> torch.Tensor:
+    def raise_no_space(name: str) -> torch.Tensor:
         if name == "model.norm.weight":
             raise OSError(errno.ENOSPC, "No space left on device")
         return read(name)
 
     with pytest.raises(RunFailed, match="No space left on device"):
-        write_hf_folder(out, SHAPE, full, overwrite=True)
-    assert tree(out) == before
+        write_hf_folder(out, SHAPE, raise_no_space, overwrite=True)
+    assert read_tree(out) == before
     assert sorted(tmp_path.iterdir()) == [out]
 
 
-def test_failure_of_the_last_move_brings_the_old_folder_back(
+def test_a_failed_rename_restores_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     write_hf_folder(out, SHAPE, read)
-    before = tree(out)
+    before = read_tree(out)
     rename = Path.rename
 
-    def failing(self: Path, target: Path) -> Path:
+    def fail_for_partial(self: Path, target: Path) -> Path:
         if ".partial-" in self.name:
             raise OSError(errno.EIO, "Input/output error")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", failing)
+    monkeypatch.setattr(Path, "rename", fail_for_partial)
     with pytest.raises(RunFailed, match="Input/output error"):
         write_hf_folder(out, SHAPE, read, dtype=torch.float32, overwrite=True)
-    assert tree(out) == before
+    assert read_tree(out) == before
     assert sorted(tmp_path.iterdir()) == [out]
 
 
-def test_a_failed_check_leaves_nothing(tmp_path: Path) -> None:
-    seen: list[set[str]] = []
+def test_a_failed_check_leaves_no_files(tmp_path: Path) -> None:
+    listings: list[set[str]] = []
 
     def refuse(folder: Path) -> None:
-        seen.append({file.name for file in folder.iterdir()})
+        listings.append({file.name for file in folder.iterdir()})
         raise CheckFailed("no")
 
     with pytest.raises(CheckFailed):
         write_hf_folder(tmp_path / "out", SHAPE, read, check=refuse)
-    assert seen == [{WEIGHTS_FILE_NAME, "config.json", "generation_config.json"}]
+    assert listings == [{WEIGHTS_FILE_NAME, "config.json", "generation_config.json"}]
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype", "told"),
+    ("value", "dtype", "message"),
     [
         (1e5, torch.float16, "too large"),
         (float("nan"), torch.float32, "not finite"),
         (float("inf"), torch.bfloat16, "not finite"),
     ],
 )
-def test_values_that_the_file_could_not_hold(
-    tmp_path: Path, value: float, dtype: torch.dtype, told: str
+def test_values_outside_the_dtype_are_refused(
+    tmp_path: Path, value: float, dtype: torch.dtype, message: str
 ) -> None:
-    def broken(name: str) -> torch.Tensor:
+    def read_with_bad_norm(name: str) -> torch.Tensor:
         return read(name).fill_(value) if name == "model.norm.weight" else read(name)
 
-    with pytest.raises(WeightsError, match=rf"model\.norm\.weight.*{told}"):
-        write_hf_folder(tmp_path / "out", SHAPE, broken, dtype=dtype)
+    with pytest.raises(WeightsError, match=rf"model\.norm\.weight.*{message}"):
+        write_hf_folder(tmp_path / "out", SHAPE, read_with_bad_norm, dtype=dtype)
     assert not list(tmp_path.iterdir())
 
 
@@ -264,20 +268,20 @@ def test_wrong_shape_is_named(tmp_path: Path) -> None:
         )
 
 
-def test_dtypes_that_no_model_is_stored_in(tmp_path: Path) -> None:
+def test_integer_dtypes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="float32, bfloat16"):
         write_hf_folder(tmp_path / "out", SHAPE, read, dtype=torch.int8)
 
 
 def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
-    """Every tensor is gone before the next is asked for."""
+    """Every tensor is freed before the next one is read."""
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
-    def watched(name: str) -> torch.Tensor:
-        assert not alive, "an earlier tensor is still held"
+    def read_and_track(name: str) -> torch.Tensor:
+        assert not alive, "an earlier tensor is still alive"
         tensor = read(name)
         alive.add(tensor)
         return tensor
 
-    write_hf_folder(tmp_path / "out", SHAPE, watched, dtype=torch.float32)
-    write_hf_folder(tmp_path / "cast", SHAPE, watched, dtype=torch.bfloat16)
+    write_hf_folder(tmp_path / "out", SHAPE, read_and_track, dtype=torch.float32)
+    write_hf_folder(tmp_path / "cast", SHAPE, read_and_track, dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
-"""Routing, grouped products, capacity, router losses, and stacked experts in files and initial
-values.
+"""Mixture of experts: routing, grouped products, capacity, router losses, stacked experts in files
+and initial values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build(
     return decoder
 
 
-def mixtures(decoder: Decoder) -> list[MixtureOfExperts]:
+def list_mixtures(decoder: Decoder) -> list[MixtureOfExperts]:
     return [module for module in decoder.modules() if isinstance(module, MixtureOfExperts)]
 
 
@@ -54,7 +54,7 @@ def mixtures(decoder: Decoder) -> list[MixtureOfExperts]:
 @pytest.mark.parametrize("widths", [(16, 24), (6, 10)], ids=["aligned", "not-aligned"])
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 9], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_grouped_products_are_products_one_by_one(
+def test_grouped_products_equal_separate_products(
     dtype: torch.dtype, widths: tuple[int, int], counts: list[int], transposed: bool
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -70,20 +70,20 @@ def test_grouped_products_are_products_one_by_one(
     for expert, count in enumerate(counts):
         matrix = weight.detach()[expert].T if transposed else weight.detach()[expert]
         part = x.detach()[start : start + count]
-        sent = gradient[start : start + count]
+        gradient_part = gradient[start : start + count]
         rows.append(part @ matrix)
         assert x.grad is not None
         assert weight.grad is not None
-        torch.testing.assert_close(x.grad[start : start + count], sent @ matrix.T)
+        torch.testing.assert_close(x.grad[start : start + count], gradient_part @ matrix.T)
         torch.testing.assert_close(
-            weight.grad[expert], sent.T @ part if transposed else part.T @ sent
+            weight.grad[expert], gradient_part.T @ part if transposed else part.T @ gradient_part
         )
         start += count
     torch.testing.assert_close(out.detach(), torch.cat(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_grouped_products_are_an_operation_that_compilers_and_rehearsals_know(
+def test_grouped_products_are_a_registered_operation_with_a_fake_kernel(
     dtype: torch.dtype,
 ) -> None:
     x = torch.randn(9, 16, dtype=dtype, requires_grad=True)
@@ -93,18 +93,18 @@ def test_grouped_products_are_an_operation_that_compilers_and_rehearsals_know(
     )
 
 
-def test_rows_travel_to_their_slots_and_back() -> None:
+def test_rows_are_gathered_and_scattered_by_slot() -> None:
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    slots = torch.tensor([9, 0, 4, 7, 1])  # of 10: two for each row, half of them dropped
+    slots = torch.tensor([9, 0, 4, 7, 1])  # of 10: two per row, half of them dropped
     assert torch.equal(gather_rows(x, slots, 2), x[slots // 2])
     assert torch.autograd.gradcheck(lambda x: gather_rows(x, slots, 2), x)
     assert torch.autograd.gradcheck(lambda y: scatter_rows(y, slots, 10), x)
     assert torch.equal(scatter_rows(x, slots, 10)[slots], x)
 
 
-def test_groups_bound_the_choice() -> None:
-    """Eight experts in four groups: the best expert of all is out, because its group is not among
-    the two best.
+def test_only_experts_of_the_best_groups_are_chosen() -> None:
+    """With eight experts in four groups, the best expert is not chosen: its group is not among the
+    best two.
     """
     experts = ExpertShape(
         8, 3, 16, score="sigmoid", num_groups=4, groups_per_token=2, weight_scale=2.0
@@ -115,16 +115,16 @@ def test_groups_bound_the_choice() -> None:
     assert weights.sum().item() == pytest.approx(2.0)
     assert probabilities.sum().item() == pytest.approx(1.0)
     bias = torch.zeros(8)
-    bias[1] = 1.0  # lifts the first group, and weighs nothing
+    bias[1] = 1.0  # raises the first group; its weight stays zero
     chosen, weights, _ = choose_experts(experts, scores.logit(eps=1e-9), bias)
     assert 1 in chosen[0].tolist()
     assert weights[0, chosen[0].tolist().index(1)].item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_capacity_takes_tokens_in_order_and_row_by_row() -> None:
+def test_capacity_accepts_tokens_in_order_per_row() -> None:
     chosen = torch.tensor([[[0, 1], [0, 2], [0, 1], [0, 3]], [[3, 0], [3, 1], [2, 3], [1, 3]]])
-    kept = mask_within_capacity(chosen, 4, 1.0)  # 4 tokens x 2 / 4 experts: two of each row
-    assert kept.tolist() == [
+    accepted = mask_within_capacity(chosen, 4, 1.0)  # 4 tokens x 2 / 4 experts: two of each row
+    assert accepted.tolist() == [
         [[True, True], [True, True], [False, True], [False, True]],
         [[True, True], [True, True], [True, False], [True, False]],
     ]
@@ -132,32 +132,33 @@ def test_capacity_takes_tokens_in_order_and_row_by_row() -> None:
 
 
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "deepseek_v3"])
-def test_without_a_step_there_is_no_capacity_and_nothing_is_counted(case: str) -> None:
+def test_outside_training_there_is_no_capacity_and_no_count(case: str) -> None:
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(2))
     plain = build(CASES[case])
-    ruled = build(CASES[case], ExpertRules(1.0, 1.0, 0.3))
-    assert torch.equal(plain(ids), ruled(ids))
-    assert not ruled.router_totals.pop_table(4, 8, torch.device("cpu")).any()
-    assert not torch.equal(plain(ids), ruled(ids, row_weight=1.0))
+    with_rules = build(CASES[case], ExpertRules(1.0, 1.0, 0.3))
+    assert torch.equal(plain(ids), with_rules(ids))
+    assert not with_rules.router_totals.pop_table(4, 8, torch.device("cpu")).any()
+    assert not torch.equal(plain(ids), with_rules(ids, row_weight=1.0))
 
 
-def test_router_losses_by_hand() -> None:
-    """Balance and z-loss of every row and layer from the logits, their gradient beside an unchanged
-    loss.
-    """
+def test_router_losses_equal_a_computation_by_hand() -> None:
+    """Balance and z-loss of every row and layer add to the gradient, not to the loss."""
     config = MIXTRAL | {"num_hidden_layers": 2}
     rules = ExpertRules(0.7, 0.3)
     row_weight = 0.125
     ids = torch.randint(0, 97, (3, 10), generator=torch.Generator().manual_seed(4))
-    seen: list[Tensor] = []
+    logits_by_layer: list[Tensor] = []
     decoder = build(config, rules)
-    for mixture in mixtures(decoder):
-        mixture.gate.register_forward_hook(lambda _module, _arguments, logits: seen.append(logits))  # type: ignore[union-attr]
+    for mixture in list_mixtures(decoder):
+        assert mixture.gate is not None
+        mixture.gate.register_forward_hook(
+            lambda _module, _arguments, logits: logits_by_layer.append(logits)
+        )
     loss = decoder(ids, labels_BT=ids, row_weight=row_weight)
     total = loss
     balances = []
     zs = []
-    for logits in seen:
+    for logits in logits_by_layer:
         for row in logits.unflatten(0, (3, 10)):
             probabilities = row.softmax(-1)
             shares = torch.zeros(4, dtype=row.dtype)
@@ -168,14 +169,20 @@ def test_router_losses_by_hand() -> None:
             total = total + row_weight * (0.7 * balances[-1] + 0.3 * zs[-1]) / 2
     parameters = list(decoder.parameters())
     expected = torch.autograd.grad(total, parameters, retain_graph=True)
-    # The graph above holds what `add_to_gradient` adds as well: once by hand, once by itself.
+    # The graph above contains the router losses twice: by hand, and from `add_to_gradient`.
     plain = build(config)(ids, labels_BT=ids)
     assert loss.item() == plain.item()
     reference = build(config)
-    wanted = torch.autograd.grad(reference(ids, labels_BT=ids), list(reference.parameters()))
-    got = torch.autograd.grad(loss, parameters)
-    for both, alone, once in zip(expected, wanted, got, strict=True):
-        torch.testing.assert_close(both - alone, 2 * (once - alone), rtol=1e-9, atol=1e-12)
+    plain_gradients = torch.autograd.grad(
+        reference(ids, labels_BT=ids), list(reference.parameters())
+    )
+    gradients = torch.autograd.grad(loss, parameters)
+    for with_both, plain_gradient, gradient in zip(
+        expected, plain_gradients, gradients, strict=True
+    ):
+        torch.testing.assert_close(
+            with_both - plain_gradient, 2 * (gradient - plain_gradient), rtol=1e-9, atol=1e-12
+        )
     table = decoder.router_totals.pop_table(2, 4, torch.device("cpu"))
     assert table[:, :4].sum(1).tolist() == [60.0, 60.0]
     torch.testing.assert_close(table[:, 5], torch.stack(balances).detach().view(2, 3).sum(1))
@@ -237,7 +244,7 @@ def test_rules_follow_the_model_and_the_recipe() -> None:
         ("llama", {"num_local_experts": 4}, "num_local_experts"),
     ],
 )
-def test_what_a_sparse_model_cannot_be_is_refused(
+def test_unsupported_sparse_models_are_refused(
     case: str, changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ArchitectureError) as caught:
@@ -245,22 +252,22 @@ def test_what_a_sparse_model_cannot_be_is_refused(
     assert caught.value.field == field
 
 
-def stacks(shape: ModelShape) -> list[ParameterSpec]:
+def list_stacks(shape: ModelShape) -> list[ParameterSpec]:
     return [spec for spec in shape.list_parameters() if spec.file_patterns]
 
 
-def test_a_stack_begins_as_its_experts_would_and_by_any_slice() -> None:
-    gate_up, down = stacks(
+def test_a_stack_has_the_initial_values_of_its_experts_in_any_slice() -> None:
+    gate_up, down = list_stacks(
         read_config(MIXTRAL | {"intermediate_size": 300, "num_hidden_layers": 1})
     )
     for spec in (gate_up, down):
         whole = initialise_parameter(spec, 3, dtype=torch.float32)
         for piece in spec.file_slices:
-            alone = initialise_parameter(
+            plain_gradient = initialise_parameter(
                 ParameterSpec(piece.name, piece.shape, "up", 0, spec.init), 3, dtype=torch.float32
             )
             box = tuple(slice(start, stop) for start, stop in piece.box)
-            assert torch.equal(whole[box][0], alone)
+            assert torch.equal(whole[box][0], plain_gradient)
         for narrow in (
             [(1, 2), None, None],
             [(0, 4), (30, 15), (5, 9)],
@@ -300,13 +307,13 @@ def test_stacks_are_written_and_read_expert_by_expert(case: str, tmp_path: Path)
             assert weights.read(name, narrow=[(0, 0), None, None]).shape == (0, *tensor.shape[1:])
 
 
-def test_what_no_gradient_trains_is_stored_in_fp32(tmp_path: Path) -> None:
+def test_buffers_without_gradient_are_stored_in_fp32(tmp_path: Path) -> None:
     shape = read_config(CASES["deepseek_v3"])
     tensors = {spec.name: torch.zeros(spec.shape) + math.pi for spec in shape.list_parameters()}
     write_hf_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.bfloat16)
-    stored = load_file(tmp_path / "out" / "model.safetensors")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
     assert {
-        name.rpartition(".")[2] for name, tensor in stored.items() if tensor.dtype == torch.float32
+        name.rpartition(".")[2] for name, tensor in saved.items() if tensor.dtype == torch.float32
     } == {"e_score_correction_bias"}
 
 
@@ -317,8 +324,8 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         for spec in shape.list_parameters()
         for piece in spec.file_slices
     }
-    lost = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
-    del tensors[lost]
+    missing = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    del tensors[missing]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match=f"1 missing: {lost}"):
+    with pytest.raises(WeightsError, match=f"1 missing: {missing}"):
         WeightsFolder(tmp_path).check(shape)

@@ -1,4 +1,4 @@
-"""Reading weights folders: what is accepted, what is refused, and that only the slice is read."""
+"""Reading of weights folders: accepted and refused files; a slice reads only its bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write_many(folder: Path, tensors: Tensors, num_files: int = 3) -> Path:
     return folder
 
 
-def opened(folder: Path, shape: ModelShape) -> WeightsFolder:
+def open_folder(folder: Path, shape: ModelShape) -> WeightsFolder:
     weights = WeightsFolder(folder)
     weights.check(shape)
     return weights
@@ -71,7 +71,7 @@ def opened(folder: Path, shape: ModelShape) -> WeightsFolder:
 def test_reads_every_tensor(tmp_path: Path, write: Any, dtype: torch.dtype) -> None:
     shape = read_config(LLAMA)
     tensors = random_tensors(shape, dtype)
-    weights = opened(write(tmp_path, tensors), shape)
+    weights = open_folder(write(tmp_path, tensors), shape)
     for name, tensor in tensors.items():
         assert torch.equal(weights.read(name, dtype=torch.float32), tensor.float())
         assert torch.equal(weights.read(name, dtype=dtype), tensor)
@@ -96,15 +96,13 @@ def test_reads_any_slice(tmp_path: Path, data: st.DataObject) -> None:
         expected = expected if part is None else expected.narrow(dim, *part)
     if not (tmp_path / WEIGHTS_FILE_NAME).exists():
         write_one(tmp_path, tensors)
-    read = opened(tmp_path, shape).read(name, narrow=narrow, dtype=torch.float64)
+    read = open_folder(tmp_path, shape).read(name, narrow=narrow, dtype=torch.float64)
     assert read.dtype == torch.float64
     assert torch.equal(read, expected.double())
 
 
-def test_a_slice_of_a_large_file_touches_its_own_bytes(tmp_path: Path) -> None:
-    """The file is sparse: 8 GiB of zeros that exist in the header only. Reading all of it would
-    fail or take minutes.
-    """
+def test_a_slice_of_a_large_file_reads_only_its_bytes(tmp_path: Path) -> None:
+    """The file has 8 GiB of zeros but is sparse; reading all of it would fail or take minutes."""
     rows = 1 << 18
     columns = 1 << 14
     header = json.dumps(
@@ -126,7 +124,7 @@ def test_every_fault_is_listed_in_one_error(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(4, 8, dtype=torch.int8)
     tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(12, 8)
     with pytest.raises(WeightsError) as caught:
-        opened(write_one(tmp_path, tensors), shape)
+        open_folder(write_one(tmp_path, tensors), shape)
     message = str(caught.value)
     assert "2 missing: model.layers.1.mlp.up_proj.weight [12, 8], model.norm.weight [8]" in message
     assert "1 surplus: model.layers.2.mlp.up_proj.weight [12, 8]" in message
@@ -144,28 +142,26 @@ def test_transposed_and_flattened_tensors_are_misshapen(tmp_path: Path) -> None:
         "model.layers.1.mlp.up_proj.weight"
     ].flatten()
     with pytest.raises(WeightsError, match=r"2 wrong.*\[8, 12\].*\[96\]"):
-        opened(write_one(tmp_path, tensors), shape)
+        open_folder(write_one(tmp_path, tensors), shape)
 
 
-class TestTied:
-    """`tie_word_embeddings: true`: the head may be absent, equal, or the only one that is
-    stored.
-    """
+class TestTiedEmbeddings:
+    """With `tie_word_embeddings: true` the head may be absent, equal, or stored alone."""
 
     shape = read_config(TIED)
 
-    def test_absent(self, tmp_path: Path) -> None:
+    def test_an_absent_head_is_accepted(self, tmp_path: Path) -> None:
         tensors = random_tensors(self.shape)
         assert HEAD not in tensors
-        opened(write_one(tmp_path, tensors), self.shape)
+        open_folder(write_one(tmp_path, tensors), self.shape)
 
-    def test_present_and_equal(self, tmp_path: Path) -> None:
+    def test_an_equal_head_is_accepted(self, tmp_path: Path) -> None:
         tensors = random_tensors(self.shape)
         tensors[HEAD] = tensors[EMBEDDING].clone()
-        weights = opened(write_many(tmp_path, tensors), self.shape)
+        weights = open_folder(write_many(tmp_path, tensors), self.shape)
         assert torch.equal(weights.read(EMBEDDING, dtype=torch.float32), tensors[EMBEDDING])
 
-    def test_present_and_different(self, tmp_path: Path) -> None:
+    def test_a_different_head_is_refused(self, tmp_path: Path) -> None:
         tensors = random_tensors(self.shape)
         tensors[HEAD] = tensors[EMBEDDING].clone()
         tensors[HEAD][-1, -1] += 1
@@ -173,26 +169,26 @@ class TestTied:
             WeightsError,
             match=r"lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word_embeddings",
         ):
-            opened(write_one(tmp_path, tensors), self.shape)
+            open_folder(write_one(tmp_path, tensors), self.shape)
 
-    def test_only_the_head_is_stored(self, tmp_path: Path) -> None:
+    def test_a_folder_with_the_head_only_is_accepted(self, tmp_path: Path) -> None:
         tensors = random_tensors(self.shape)
         tensors[HEAD] = tensors.pop(EMBEDDING)
-        weights = opened(write_one(tmp_path, tensors), self.shape)
+        weights = open_folder(write_one(tmp_path, tensors), self.shape)
         assert torch.equal(weights.read(EMBEDDING, dtype=torch.float32), tensors[HEAD])
 
-    def test_untied_needs_its_head(self, tmp_path: Path) -> None:
+    def test_an_untied_model_needs_its_head(self, tmp_path: Path) -> None:
         with pytest.raises(WeightsError, match=r"1 missing: lm_head\.weight"):
-            opened(write_one(tmp_path, random_tensors(self.shape)), read_config(LLAMA))
+            open_folder(write_one(tmp_path, random_tensors(self.shape)), read_config(LLAMA))
 
 
-def test_a_base_model_without_its_root_is_taken_and_said(
+def test_a_base_model_without_its_root_is_accepted_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = read_config(LLAMA)
     tensors = random_tensors(shape)
     caplog.set_level("INFO", logger="shardwright")
-    weights = opened(
+    weights = open_folder(
         write_one(tmp_path, {name.removeprefix("model."): t for name, t in tensors.items()}), shape
     )
     for name, tensor in tensors.items():
@@ -200,26 +196,26 @@ def test_a_base_model_without_its_root_is_taken_and_said(
     assert "lack the root `model.`" in caplog.text
 
 
-def test_both_spellings_of_one_tensor_are_surplus(tmp_path: Path) -> None:
+def test_a_tensor_under_two_names_is_surplus(tmp_path: Path) -> None:
     shape = read_config(LLAMA)
     tensors = random_tensors(shape)
     tensors["norm.weight"] = tensors["model.norm.weight"].clone()
     with pytest.raises(WeightsError, match=r"1 surplus: norm\.weight"):
-        opened(write_one(tmp_path, tensors), shape)
+        open_folder(write_one(tmp_path, tensors), shape)
 
 
-def test_inert_buffers_are_left_unread_and_said(
+def test_inert_buffers_are_ignored_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = read_config(LLAMA)
     tensors = random_tensors(shape)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
     caplog.set_level("INFO", logger="shardwright")
-    opened(write_one(tmp_path, tensors), shape)
+    open_folder(write_one(tmp_path, tensors), shape)
     assert "ignored 1 buffers without effect" in caplog.text
 
 
-def test_pickled_weights_are_refused_unopened(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_without_opening_them(tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[Any, ...]:
             return (pytest.fail, ("the pickle was opened",))
@@ -229,7 +225,7 @@ def test_pickled_weights_are_refused_unopened(tmp_path: Path) -> None:
         WeightsFolder(tmp_path)
 
 
-def test_empty_and_absent_folders(tmp_path: Path) -> None:
+def test_empty_and_missing_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="the folder has no weights"):
         WeightsFolder(tmp_path)
     with pytest.raises(WeightsError, match="no such folder"):
@@ -237,7 +233,7 @@ def test_empty_and_absent_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda content: content[:-5], "damaged, truncated"),
         (lambda content: content + b"\0" * 8, "damaged, truncated"),
@@ -251,10 +247,10 @@ def test_empty_and_absent_folders(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, damage: Any, told: str) -> None:
+def test_damaged_files_are_named(tmp_path: Path, damage: Any, message: str) -> None:
     file = write_one(tmp_path, random_tensors(read_config(LLAMA))) / WEIGHTS_FILE_NAME
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(WeightsError, match=told) as caught:
+    with pytest.raises(WeightsError, match=message) as caught:
         WeightsFolder(tmp_path)
     assert WEIGHTS_FILE_NAME in str(caught.value)
 
@@ -266,7 +262,7 @@ class TestIndex:
     def folder(self, tmp_path: Path) -> Path:
         return write_many(tmp_path / "model", random_tensors(read_config(LLAMA)))
 
-    def rewrite(self, folder: Path, change: Any) -> None:
+    def rewrite_index(self, folder: Path, change: Any) -> None:
         path = folder / INDEX_FILE_NAME
         index = json.loads(path.read_text())
         change(index)
@@ -281,24 +277,24 @@ class TestIndex:
             "..\\b.safetensors",
         ],
     )
-    def test_outside_the_folder(self, folder: Path, file: str) -> None:
+    def test_files_outside_the_folder_are_refused(self, folder: Path, file: str) -> None:
         save_file({"w": torch.ones(1)}, folder.parent / "outside.safetensors")
-        self.rewrite(folder, lambda index: index["weight_map"].update(w=file))
+        self.rewrite_index(folder, lambda index: index["weight_map"].update(w=file))
         with pytest.raises(WeightsError, match="outside the folder"):
             WeightsFolder(folder)
 
-    def test_pickled_file(self, folder: Path) -> None:
-        self.rewrite(folder, lambda index: index["weight_map"].update(w="pytorch_model.bin"))
+    def test_a_pickled_file_is_refused(self, folder: Path) -> None:
+        self.rewrite_index(folder, lambda index: index["weight_map"].update(w="pytorch_model.bin"))
         with pytest.raises(WeightsError, match="not safetensors"):
             WeightsFolder(folder)
 
-    def test_missing_file(self, folder: Path) -> None:
+    def test_a_missing_file_is_refused(self, folder: Path) -> None:
         (folder / "part-1.safetensors").unlink()
         with pytest.raises(WeightsError, match=r"part-1\.safetensors: the file is missing"):
             WeightsFolder(folder)
 
-    def test_tensor_absent_from_its_file(self, folder: Path) -> None:
-        self.rewrite(
+    def test_a_tensor_missing_in_its_file_is_refused(self, folder: Path) -> None:
+        self.rewrite_index(
             folder,
             lambda index: index["weight_map"].update(
                 {HEAD: "part-2.safetensors", "w": "part-0.safetensors"}
@@ -310,9 +306,9 @@ class TestIndex:
         ):
             WeightsFolder(folder)
 
-    def test_tensor_in_two_files(self, folder: Path) -> None:
+    def test_a_tensor_in_two_files_is_refused(self, folder: Path) -> None:
         save_file({HEAD: torch.ones(1)}, folder / "part-9.safetensors")
-        self.rewrite(folder, lambda index: index["weight_map"].update(w="part-9.safetensors"))
+        self.rewrite_index(folder, lambda index: index["weight_map"].update(w="part-9.safetensors"))
         with pytest.raises(
             WeightsError, match=r"lm_head\.weight is in both part-\d\.safetensors and part-9"
         ):
@@ -321,15 +317,15 @@ class TestIndex:
     @pytest.mark.parametrize(
         "content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "\x00"]
     )
-    def test_no_index(self, folder: Path, content: str) -> None:
+    def test_an_invalid_index_is_refused(self, folder: Path, content: str) -> None:
         (folder / INDEX_FILE_NAME).write_text(content)
         with pytest.raises(WeightsError, match=INDEX_FILE_NAME):
             WeightsFolder(folder)
 
-    def test_links_out_of_the_folder_are_a_download_cache(self, folder: Path) -> None:
+    def test_links_to_a_download_cache_are_accepted(self, folder: Path) -> None:
         blobs = folder.parent / "blobs"
         blobs.mkdir()
         for file in folder.glob("*.safetensors"):
             file.rename(blobs / file.name)
             file.symlink_to(blobs / file.name)
-        opened(folder, read_config(LLAMA))
+        open_folder(folder, read_config(LLAMA))

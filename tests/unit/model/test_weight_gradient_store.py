@@ -1,4 +1,4 @@
-"""A weight's gradient that waits is the one that does not."""
+"""Deferred weight gradients equal those of the plain backward pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(transposed: bool, bias: bool) -> nn.Sequential:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [(2, 4), (8,)])
-def test_deferred_gradients_are_the_gradients(
+def test_deferred_gradients_equal_plain_gradients(
     transposed: bool, recompute: bool, dtype: torch.dtype, rows: tuple[int, ...]
 ) -> None:
     plain = build(transposed, bias=True)
@@ -38,31 +38,31 @@ def test_deferred_gradients_are_the_gradients(
     for module in split.modules():
         if isinstance(module, Linear):
             module.gradient_store = store
-    waiting = []
+    deferred = []
     for number in range(3):
         x = torch.randn(*rows, 5, generator=torch.Generator().manual_seed(number)).to(dtype)
-        one = x.clone().requires_grad_()
-        other = x.clone().requires_grad_()
-        plain(one).square().sum().backward()
-        y = checkpoint(split, other, use_reentrant=False) if recompute else split(other)
+        plain_x = x.clone().requires_grad_()
+        split_x = x.clone().requires_grad_()
+        plain(plain_x).square().sum().backward()
+        y = checkpoint(split, split_x, use_reentrant=False) if recompute else split(split_x)
         with store.defer() as products:
             y.square().sum().backward()
         assert len(products) == 2
         assert not any(product.x_NI.requires_grad or product.x_NI.grad_fn for product in products)
-        assert torch.equal(one.grad, other.grad)
-        waiting.append(products)
+        assert torch.equal(plain_x.grad, split_x.grad)
+        deferred.append(products)
     assert split[0].weight.grad is None
-    for products in waiting:
+    for products in deferred:
         for product in products:
             product.accumulate()
-    for (name, wanted), (_, got) in zip(
+    for (name, expected), (_, parameter) in zip(
         plain.named_parameters(), split.named_parameters(), strict=True
     ):
-        torch.testing.assert_close(got.grad, wanted.grad, msg=name)
-        assert not got.grad.requires_grad
+        torch.testing.assert_close(parameter.grad, expected.grad, msg=name)
+        assert not parameter.grad.requires_grad
 
 
-def test_outside_the_bracket_nothing_waits_and_frozen_weights_get_nothing() -> None:
+def test_gradients_are_deferred_only_inside_defer_and_not_for_frozen_weights() -> None:
     model = build(False, bias=False)
     store = WeightGradientStore()
     model[2].weight.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Small configurations of families that our decoder does not know."""
+"""Small configurations of families that run through transformers' classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ATTENTION = {
     "max_position_embeddings": 64,
 }
 
-FOREIGN: dict[str, dict[str, Any]] = {
+HF_CONFIGS: dict[str, dict[str, Any]] = {
     "opt": {
         "model_type": "opt",
         "vocab_size": 61,

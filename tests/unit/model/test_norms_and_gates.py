@@ -1,4 +1,4 @@
-"""Norms and feed-forward: our own gradients against autograd's of the plain definitions."""
+"""Norms and feed-forward: our gradients equal autograd's of the plain definitions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_rms_norm_and_its_gradients(shape: tuple[int, ...], offset: float) -> No
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     expected = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * (norm.weight + offset)
     torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=0)
-    seed = torch.randn_like(x)
-    ours = torch.autograd.grad(norm(x), (x, norm.weight), seed)
-    theirs = torch.autograd.grad(expected, (x, norm.weight), seed)
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+    output_gradient = torch.randn_like(x)
+    gradients = torch.autograd.grad(norm(x), (x, norm.weight), output_gradient)
+    expected_gradients = torch.autograd.grad(expected, (x, norm.weight), output_gradient)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-11, atol=1e-12)
 
 
 def test_rms_norm_in_bf16_rounds_at_the_end_only() -> None:
@@ -33,9 +33,8 @@ def test_rms_norm_in_bf16_rounds_at_the_end_only() -> None:
     x = torch.randn(4, 64).bfloat16()
     weight = norm.weight.bfloat16().float() + 1
     expected = F.rms_norm(x.float(), (64,), weight, 1e-6).bfloat16()
-    assert (
-        norm(x) == expected
-    ).float().mean() > 0.99  # fp32 sums in another order may cross a rounding edge
+    # fp32 sums in another order may round to a neighbour.
+    assert (norm(x) == expected).float().mean() > 0.99
     assert norm(x).dtype == torch.bfloat16
 
 
@@ -56,8 +55,13 @@ def test_gate_and_its_gradients(activation: Activation) -> None:
     second = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     expected = ACTIVATION_FUNCTIONS[activation](first) * second
     torch.testing.assert_close(apply_gate(activation, first, second), expected)
-    seed = torch.randn_like(expected)
-    ours = torch.autograd.grad(apply_gate(activation, first, second), (first, second), seed)
+    output_gradient = torch.randn_like(expected)
+    gradients = torch.autograd.grad(
+        apply_gate(activation, first, second), (first, second), output_gradient
+    )
     torch.testing.assert_close(
-        ours, torch.autograd.grad(expected, (first, second), seed), rtol=1e-12, atol=1e-14
+        gradients,
+        torch.autograd.grad(expected, (first, second), output_gradient),
+        rtol=1e-12,
+        atol=1e-14,
     )

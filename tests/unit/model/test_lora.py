@@ -1,5 +1,5 @@
-"""Adapters in the decoder: the start is the base model, what is added is what the paper says, and
-it can be switched off.
+"""Adapters in the decoder: they start without effect, compute the update of the paper, and can be
+disabled.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FAMILIES = (
 )
 
 
-def filled(shape: ModelShape) -> Decoder:
-    """A decoder as it begins."""
+def build_initialised(shape: ModelShape) -> Decoder:
+    """Build a decoder with its initial values."""
     values: dict[str, Tensor] = {}
 
     def read(name: str, bounds: Any) -> Tensor:
@@ -63,11 +63,12 @@ def filled(shape: ModelShape) -> Decoder:
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_start_is_the_base_model(name: str, kind: str) -> None:
+def test_adapters_start_as_the_base_model(name: str, kind: str) -> None:
     base = read_config(CASES[name])
     exclude = ("experts.*",) if kind == "dora" and base.experts else ()
-    shape = add_adapters(base, AdapterSection(kind=kind, rank=4, exclude=exclude))  # type: ignore[arg-type]
-    adapted = filled(shape)
+    section = AdapterSection.model_validate({"kind": kind, "rank": 4, "exclude": exclude})
+    shape = add_adapters(base, section)
+    adapted = build_initialised(shape)
     assert [(n, tuple(p.shape)) for n, p in adapted.named_parameters()] == [
         (s.name, s.shape) for s in shape.list_parameters()
     ]
@@ -76,23 +77,23 @@ def test_the_start_is_the_base_model(name: str, kind: str) -> None:
     }
     ids_BT = torch.randint(0, base.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = filled(base)(ids_BT)
-        got = adapted(ids_BT)
-        assert torch.equal(got, wanted) or (
-            kind == "dora" and torch.allclose(got, wanted, rtol=1e-6, atol=1e-6)
+        expected = build_initialised(base)(ids_BT)
+        output = adapted(ids_BT)
+        assert torch.equal(output, expected) or (
+            kind == "dora" and torch.allclose(output, expected, rtol=1e-6, atol=1e-6)
         )
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1)
-        assert not torch.allclose(adapted(ids_BT), wanted)
+        assert not torch.allclose(adapted(ids_BT), expected)
         with adapted.without_adapters():
-            assert torch.equal(adapted(ids_BT), wanted)
-        assert not torch.allclose(adapted(ids_BT), wanted)
+            assert torch.equal(adapted(ids_BT), expected)
+        assert not torch.allclose(adapted(ids_BT), expected)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
-def test_a_product_is_that_of_the_merged_matrix(kind: Any, transposed: bool) -> None:
+def test_a_product_equals_that_of_the_merged_matrix(kind: Any, transposed: bool) -> None:
     adapters = AdapterShape(kind, rank=3, alpha=2.0, modules=frozenset())
     linear = Linear(5, 7, bias=True, transposed=transposed)
     linear.add_adapter(adapters, 0)
@@ -107,21 +108,23 @@ def test_a_product_is_that_of_the_merged_matrix(kind: Any, transposed: bool) -> 
         @ linear.lora_A.weight
         * (2.0 / 3.0 if kind != "rslora" else 2.0 / 3.0**0.5)
     )
-    wanted_FD = weight_FD + update_FD
+    expected_FD = weight_FD + update_FD
     if kind == "dora":
-        wanted_FD = (
-            linear.lora_magnitude_vector[:, None] * wanted_FD / wanted_FD.norm(dim=1, keepdim=True)
+        expected_FD = (
+            linear.lora_magnitude_vector[:, None]
+            * expected_FD
+            / expected_FD.norm(dim=1, keepdim=True)
         )
     assert linear.bias is not None
-    torch.testing.assert_close(linear(x_ND), x_ND @ wanted_FD.t() + linear.bias)
-    read = {"lora_A": linear.lora_A.weight, "lora_B": linear.lora_B.weight} | dict(
+    torch.testing.assert_close(linear(x_ND), x_ND @ expected_FD.t() + linear.bias)
+    parameters = {"lora_A": linear.lora_A.weight, "lora_B": linear.lora_B.weight} | dict(
         linear.named_parameters()
     )
-    merged = merge_adapter(linear.weight, read.__getitem__, adapters, in_out=transposed)
-    torch.testing.assert_close(merged, wanted_FD.t() if transposed else wanted_FD)
+    merged = merge_adapter(linear.weight, parameters.__getitem__, adapters, in_out=transposed)
+    torch.testing.assert_close(merged, expected_FD.t() if transposed else expected_FD)
 
 
-def test_a_slice_of_the_start_is_the_start_of_the_slice() -> None:
+def test_a_slice_of_the_initial_values_is_initialised_alone() -> None:
     spec = ParameterSpec("lora_A", (9, 700), "query", 0, UniformInit(0.5))
     whole = initialise_parameter(spec, 3, dtype=torch.float32)
     assert torch.equal(
@@ -132,7 +135,7 @@ def test_a_slice_of_the_start_is_the_start_of_the_slice() -> None:
     assert 0.49 < float(whole.max()) <= 0.5
     assert abs(float(whole.mean())) < 0.02
     matrix = ParameterSpec("weight", (9, 700), "query", 0, NormalInit(1.0))
-    lengths = ParameterSpec(
+    magnitude = ParameterSpec(
         "lengths",
         (9,),
         "query",
@@ -146,13 +149,13 @@ def test_a_slice_of_the_start_is_the_start_of_the_slice() -> None:
     def read(_name: str, bounds: Any) -> Tensor:
         return values[tuple(slice(start, start + length) for start, length in bounds)]
 
-    some = initialise_adapter(
-        lengths, 0, [(4, 3)], dtype=torch.float32, read_matrix=read, in_out=False
+    lengths_of_rows = initialise_adapter(
+        magnitude, 0, [(4, 3)], dtype=torch.float32, read_matrix=read, in_out=False
     )
-    assert torch.equal(some, compute_row_norms(values)[4:7])
+    assert torch.equal(lengths_of_rows, compute_row_norms(values)[4:7])
 
 
-def test_what_is_frozen_is_held_in_the_compute_precision() -> None:
+def test_frozen_parameters_have_the_compute_precision() -> None:
     shape = add_adapters(read_config(CASES["mixtral"]), AdapterSection(rank=2))
     with torch.device("meta"):
         decoder = Decoder(shape, compute_dtype=torch.bfloat16)
@@ -165,6 +168,6 @@ def test_what_is_frozen_is_held_in_the_compute_precision() -> None:
         read_slice=lambda _name, narrow: torch.ones([n for _, n in narrow]),
     )
     for (_, parameter), spec in zip(model.named_parameters(), shape.list_parameters(), strict=True):
-        wide = spec.adapter_part is not None or len(spec.shape) == 1 or spec.role == "router"
-        assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), spec.name
+        is_fp32 = spec.adapter_part is not None or len(spec.shape) == 1 or spec.role == "router"
+        assert parameter.dtype == (torch.float32 if is_fp32 else torch.bfloat16), spec.name
         assert parameter.requires_grad == (spec.adapter_part is not None)
