@@ -14,7 +14,7 @@ from benchmarks.planner_rows import Row, errors_of, halve
 from shardwright.planner.calibration import ALL_FRAMEWORKS, EfficiencyTable
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
 from shardwright.planner.published.predictions import predict_run
-from tests.unit.planner.test_measurements import ROW
+from tests.unit.planner.published.rows import ROW
 
 SHARES = [
     Parameter("accelerators", name, "matmul_share", 0.3, 0.95)

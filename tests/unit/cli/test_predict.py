@@ -12,7 +12,7 @@ import pytest
 
 from shardwright.cli.predict import predict_command
 from shardwright.errors import DataError
-from tests.unit.planner.test_measurements import OUTCOMES, ROW
+from tests.unit.planner.published.rows import OUTCOMES, ROW
 
 
 def _write_table(path: Path, rows: list[dict[str, str]]) -> Path:

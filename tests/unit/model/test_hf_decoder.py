@@ -1,4 +1,4 @@
-"""Models of transformers behind the decoder's interface: their shapes, refusals, split documents."""
+"""Models of transformers behind the decoder's interface: shapes, refusals, split documents."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def save_model(family: str, folder: Path) -> Any:
 def test_losses_of_packed_documents_equal_those_of_separate_ones(
     family: str, tmp_path: Path
 ) -> None:
-    model_ = save_model(family, tmp_path)
+    hf_model = save_model(family, tmp_path)
     shape = read_model_shape(tmp_path, ModelSection(path=str(tmp_path), dropout="off"))
     folder = WeightsFolder(tmp_path)
     folder.check(shape)
@@ -75,7 +75,7 @@ def test_losses_of_packed_documents_equal_those_of_separate_ones(
     labels_BT[0, 9:] = -100  # the third document has no labels
     expected = torch.zeros(())
     for row, columns in ((0, slice(0, 5)), (0, slice(5, 9)), (1, slice(0, 12))):
-        logits_SV = model_(ids_BT[row : row + 1, columns]).logits[0]
+        logits_SV = hf_model(ids_BT[row : row + 1, columns]).logits[0]
         expected = expected + F.cross_entropy(
             logits_SV, labels_BT[row, columns], reduction="sum", ignore_index=-100
         )
@@ -84,7 +84,7 @@ def test_losses_of_packed_documents_equal_those_of_separate_ones(
         whole_BTV = decoder(ids_BT, document_ids_BT=documents_BT)
     torch.testing.assert_close(loss, expected.detach(), rtol=2e-5, atol=1e-5)
     torch.testing.assert_close(
-        whole_BTV[0, 5:9], model_(ids_BT[:1, 5:9]).logits[0].detach(), rtol=1e-4, atol=1e-5
+        whole_BTV[0, 5:9], hf_model(ids_BT[:1, 5:9]).logits[0].detach(), rtol=1e-4, atol=1e-5
     )
 
 
@@ -93,9 +93,9 @@ def test_losses_of_packed_documents_equal_those_of_separate_ones(
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    model_ = save_model("opt", tmp_path)
+    hf_model = save_model("opt", tmp_path)
     peft: Any = get_peft_model(
-        model_, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"])
+        hf_model, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"])
     ).eval()
     section = AdapterSection(rank=2, alpha=4.0, targets=("q_proj", "fc1"))
     shape = add_adapters(

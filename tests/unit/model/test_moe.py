@@ -263,11 +263,11 @@ def test_a_stack_has_the_initial_values_of_its_experts_in_any_slice() -> None:
     for spec in (gate_up, down):
         whole = initialise_parameter(spec, 3, dtype=torch.float32)
         for piece in spec.file_slices:
-            plain_gradient = initialise_parameter(
+            expert = initialise_parameter(
                 ParameterSpec(piece.name, piece.shape, "up", 0, spec.init), 3, dtype=torch.float32
             )
             box = tuple(slice(start, stop) for start, stop in piece.box)
-            assert torch.equal(whole[box][0], plain_gradient)
+            assert torch.equal(whole[box][0], expert)
         for narrow in (
             [(1, 2), None, None],
             [(0, 4), (30, 15), (5, 9)],

@@ -1,4 +1,4 @@
-"""How NeMo's releases run experts, by what a published row says."""
+"""Kernels and parallelism of experts in NeMo's releases, read from published rows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ROW = {
 }
 
 
-def sparse(**changes: bool) -> ModelShape:
-    shape = models.shape("qwen3_moe")
+def make_moe_shape(**changes: bool) -> ModelShape:
+    shape = models.read_shape("qwen3_moe")
     assert shape.experts is not None
     return replace(shape, experts=replace(shape.experts, **changes))  # type: ignore[arg-type]
 
@@ -53,20 +53,20 @@ def test_kernels_follow_release_accelerator_and_precision(
     release: str, gpu: str, changes: dict[str, str], expected: list[str]
 ) -> None:
     row = ROW | {"notes.release": release} | changes
-    assert list_expert_features(row, sparse(), find_node(gpu), is_hybrid=False) == expected
+    assert list_expert_features(row, make_moe_shape(), find_node(gpu), is_hybrid=False) == expected
 
 
-def test_hybrid_models_keep_the_kernels_they_had_and_dense_ones_have_none() -> None:
+def test_hybrid_models_use_the_older_kernels_and_dense_ones_none() -> None:
     row = ROW | {"notes.release": "26.06"}
     node = find_node("GB300")
-    assert list_expert_features(row, sparse(), node, is_hybrid=True) == ["fp8 experts"]
-    assert list_expert_features(row, sparse(expert_bias=True), node, is_hybrid=True) == [
+    assert list_expert_features(row, make_moe_shape(), node, is_hybrid=True) == ["fp8 experts"]
+    assert list_expert_features(row, make_moe_shape(expert_bias=True), node, is_hybrid=True) == [
         "biased experts"
     ]
-    assert list_expert_features(row, models.shape("llama"), node, is_hybrid=False) == []
+    assert list_expert_features(row, models.read_shape("llama"), node, is_hybrid=False) == []
 
 
-def test_patches_of_a_release_come_after_it() -> None:
+def test_patch_releases_are_ordered_after_their_release() -> None:
     assert (
         read_release({"notes.release": "26.02"})
         < read_release({"notes.release": "26.02.01"})
@@ -83,17 +83,17 @@ def test_patches_of_a_release_come_after_it() -> None:
         (2, 4, 8, (2, False)),
     ],
 )
-def test_recipes_lay_whole_experts_over_tensor_parallel_ranks_too(
+def test_recipes_place_whole_experts_on_tensor_parallel_ranks(
     stated: int, tp: int, data: int, expected: tuple[int, bool]
 ) -> None:
     assert resolve_expert_parallel(ROW | {"notes.release": "25.11"}, stated, tp, data) == expected
     assert not resolve_expert_parallel(ROW, stated, tp, data)[1], (
-        "Megatron-Core by itself cuts each of them"
+        "Megatron-Core itself shards each expert"
     )
 
 
-def test_deepseek_v3_predicts_one_token_further_unless_the_row_says_otherwise() -> None:
-    shape = sparse()
+def test_deepseek_v3_has_a_prediction_layer_unless_the_row_excludes_it() -> None:
+    shape = make_moe_shape()
     row = ROW | {"model_name": "DeepSeek-V3", "notes.release": "26.04"}
     assert add_prediction_layer(row, shape).num_layers == shape.num_layers + 1
     assert add_prediction_layer(row | {"notes.without_prediction": "w/o MTP"}, shape) is shape

@@ -1,4 +1,4 @@
-"""Every named schedule runs, and has the bubble and the activations that its paper says."""
+"""Every named schedule runs, with the bubble and the activations that its paper gives."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ranks = st.integers(1, 6)
 seconds = st.floats(0.05, 5.0)
 
 
-def build(name: str, p: int, m: int, v: int | None = None) -> Schedule:
-    """A schedule, or the example is dropped: the numbers do not suit the family."""
+def build_valid(name: str, p: int, m: int, v: int | None = None) -> Schedule:
+    """Build a schedule; reject the example if the family does not support the numbers."""
     family = PIPELINE_SCHEDULES[name]
     assume(
         not (family.has_divisibility_rule and m % p) and m >= family.min_micro_batches_per_rank * p
@@ -35,10 +35,10 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     return build_schedule(name, p, m, v if family.stage_assignment == "looped" else None)
 
 
-def even_times(
+def make_even_times(
     schedule: Schedule, forward: float = 1, inputs: float = 1, weights: float = 1
 ) -> ActionTimes:
-    """Times of a rank's whole share, dealt evenly to its stages."""
+    """Divide the given times of a rank evenly among its stages."""
     share = schedule.num_ranks / schedule.num_stages
     return ActionTimes.uniform(
         schedule.num_stages, forward * share, inputs * share, weights * share
@@ -49,7 +49,7 @@ def even_times(
 def test_every_schedule_is_complete_ordered_and_free_of_deadlock(
     name: str, p: int, m: int, v: int
 ) -> None:
-    schedule = build(name, p, m, v)
+    schedule = build_valid(name, p, m, v)
     proof = check_schedule(schedule)
     assert (schedule.num_ranks, schedule.num_micro_batches) == (p, m)
     assert schedule.num_stages == p * count_stages_per_rank(
@@ -67,18 +67,20 @@ def test_every_schedule_is_complete_ordered_and_free_of_deadlock(
 def test_no_step_is_shorter_than_its_work_or_its_longest_chain(
     name: str, p: int, m: int, data: st.DataObject
 ) -> None:
-    schedule = build(name, p, m)
+    schedule = build_valid(name, p, m)
     per_stage = st.tuples(*[seconds] * schedule.num_stages)
     times = ActionTimes(
         *(data.draw(per_stage) for _ in range(3)),
         transfer=(data.draw(seconds),) * (schedule.num_stages - 1),
     )
     timeline = simulate(schedule, times)
-    through = sum(times.forward) + sum(times.input_gradient)
+    chain_seconds = sum(times.forward) + sum(times.input_gradient)
     assert timeline.step_seconds >= max(timeline.busy_seconds) - 1e-9
-    assert timeline.step_seconds >= through - 1e-9
+    assert timeline.step_seconds >= chain_seconds - 1e-9
     assert 0 < timeline.utilisation <= 1 + 1e-9
-    assert sum(timeline.busy_seconds) == pytest.approx(m * (through + sum(times.weight_gradient)))
+    assert sum(timeline.busy_seconds) == pytest.approx(
+        m * (chain_seconds + sum(times.weight_gradient))
+    )
     ends = {
         a: e
         for row, es in zip(schedule.rows, timeline.ends, strict=True)
@@ -87,28 +89,30 @@ def test_no_step_is_shorter_than_its_work_or_its_longest_chain(
     for row, starts in zip(schedule.rows, timeline.starts, strict=True):
         for action, start in zip(row, starts, strict=True):
             if action.kind == "F" and action.stage:
-                away = (
+                is_transferred = (
                     schedule.rank_of_stage[action.stage - 1] != schedule.rank_of_stage[action.stage]
                 )
                 before = action._replace(stage=action.stage - 1)
-                assert start >= ends[before] + away * times.transfer[action.stage - 1] - 1e-9
+                assert (
+                    start >= ends[before] + is_transferred * times.transfer[action.stage - 1] - 1e-9
+                )
 
 
 @given(names, ranks, st.integers(1, 16), st.data())
-def test_measured_times_give_the_same_timeline_as_stage_times(
+def test_times_by_action_give_the_same_timeline_as_times_by_stage(
     name: str, p: int, m: int, data: st.DataObject
 ) -> None:
-    schedule = build(name, p, m)
-    times = even_times(schedule, *data.draw(st.tuples(seconds, seconds, seconds)))
-    measured = {action: times.duration_of(action) for row in schedule.rows for action in row}
-    assert simulate(schedule, measured) == simulate(schedule, times)
+    schedule = build_valid(name, p, m)
+    times = make_even_times(schedule, *data.draw(st.tuples(seconds, seconds, seconds)))
+    action_times = {action: times.duration_of(action) for row in schedule.rows for action in row}
+    assert simulate(schedule, action_times) == simulate(schedule, times)
 
 
 @given(ranks, st.integers(1, 24))
-def test_gpipe_and_1f1b_waste_the_ramp_and_keep_what_they_must(p: int, m: int) -> None:
+def test_gpipe_and_1f1b_have_their_bubble_and_peak_activations(p: int, m: int) -> None:
     for name in ("gpipe", "1f1b"):
         schedule = build_schedule(name, p, m)
-        timeline = simulate(schedule, even_times(schedule))
+        timeline = simulate(schedule, make_even_times(schedule))
         assert timeline.bubble_fraction == pytest.approx((p - 1) / m)
         assert timeline.utilisation == pytest.approx(m / (m + p - 1))
     assert check_schedule(build_schedule("gpipe", p, m)).peak_activations == (m,) * p
@@ -121,15 +125,15 @@ def test_gpipe_and_1f1b_waste_the_ramp_and_keep_what_they_must(p: int, m: int) -
 def test_interleaving_divides_the_bubble(p: int, rounds: int, v: int) -> None:
     m = p * rounds
     schedule = build_schedule("interleaved_1f1b", p, m, v)
-    assert simulate(schedule, even_times(schedule)).bubble_fraction == pytest.approx(
+    assert simulate(schedule, make_even_times(schedule)).bubble_fraction == pytest.approx(
         (p - 1) / (v * m)
     )
-    # Narayanan et al. 2021: 1 + (p - 1) / (p v) times 1F1B's p, in whole ranks' shares
+    # Narayanan et al. 2021: 1 + (p - 1) / (p v) times the p of 1F1B, in shares of whole ranks
     assert check_schedule(schedule).peak_activations[0] == min((v - 1) * p + 2 * (p - 1) + 1, v * m)
 
 
 @given(ranks, st.integers(1, 4), st.tuples(seconds, seconds, seconds))
-def test_zb_h1_has_a_third_of_the_bubble_at_1f1b_s_memory(
+def test_zb_h1_has_a_third_of_the_bubble_with_the_memory_of_1f1b(
     p: int, rounds: int, times: tuple[float, float, float]
 ) -> None:
     m = 2 * p * rounds
@@ -137,31 +141,30 @@ def test_zb_h1_has_a_third_of_the_bubble_at_1f1b_s_memory(
     plain = build_schedule("1f1b", p, m)
     assert check_schedule(schedule).peak_activations == (p,) * p
     assert max(check_schedule(plain).peak_activations) == p
-    timeline = simulate(schedule, even_times(schedule))
+    timeline = simulate(schedule, make_even_times(schedule))
     assert timeline.bubble_fraction == pytest.approx((p - 1) / m / 3)
     forward, inputs, weights = times
     if inputs + forward >= weights:  # Qi et al. 2023, table 1: (p - 1) (F + I - W)
-        wait = simulate(schedule, even_times(schedule, *times)).step_seconds - m * sum(times)
+        wait = simulate(schedule, make_even_times(schedule, *times)).step_seconds - m * sum(times)
         assert (
-            wait <= simulate(plain, even_times(plain, *times)).step_seconds - m * sum(times) + 1e-9
+            wait
+            <= simulate(plain, make_even_times(plain, *times)).step_seconds - m * sum(times) + 1e-9
         )
 
 
 @given(st.sampled_from(["zbv", "dualpipev"]), ranks, st.integers(2, 4))
-def test_folded_schedules_wait_for_the_first_forward_only(name: str, p: int, rounds: int) -> None:
+def test_folded_schedules_wait_only_for_the_first_forward(name: str, p: int, rounds: int) -> None:
     m = p * rounds
     schedule = build_schedule(name, p, m)
-    timeline = simulate(schedule, even_times(schedule))
-    # Rank p - 1 begins when p - 1 half forwards are done, and never waits again; the others are
-    # done before it.
+    timeline = simulate(schedule, make_even_times(schedule))
+    # Rank p - 1 starts after p - 1 half forwards, never waits again, and finishes last.
     assert timeline.step_seconds == pytest.approx(3 * m + (p - 1) / 2)
-    assert (
-        max(check_schedule(schedule).peak_activations) <= 2 * p + 1
-    )  # halves of a rank's share: 1F1B's p, and one half more
+    # In halves of a rank's share: the p of 1F1B, and one half more.
+    assert max(check_schedule(schedule).peak_activations) <= 2 * p + 1
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "m", "v", "words"),
+    ("name", "p", "m", "v", "message"),
     [
         ("interleaved_1f1b", 4, 6, None, "allowed: 4 or 8"),
         ("interleaved_1f1b", 4, 3, None, "allowed: 4)"),
@@ -174,26 +177,26 @@ def test_folded_schedules_wait_for_the_first_forward_only(name: str, p: int, rou
         ("1f1", 2, 4, None, "Did you mean 1f1b"),
     ],
 )
-def test_numbers_that_do_not_suit_are_refused_with_those_that_do(
-    name: str, p: int, m: int, v: int | None, words: str
+def test_unsupported_numbers_are_refused_with_supported_ones(
+    name: str, p: int, m: int, v: int | None, message: str
 ) -> None:
     with pytest.raises(ScheduleError) as caught:
         build_schedule(name, p, m, v)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_file_must_fit_the_run(tmp_path) -> None:
+def test_a_schedule_file_must_match_the_run(tmp_path) -> None:
     path = tmp_path / "own.csv"
     path.write_text(write_schedule(build_schedule("zb_h1", 2, 4)))
     assert load_schedule(str(path), 2, 4).rows == build_schedule("zb_h1", 2, 4).rows
-    for p, m, words in ((4, 4, "for 2 ranks"), (2, 8, "for 4 micro-batches")):
-        with pytest.raises(ScheduleError, match=words):
+    for p, m, message in ((4, 4, "for 2 ranks"), (2, 8, "for 4 micro-batches")):
+        with pytest.raises(ScheduleError, match=message):
             load_schedule(str(path), p, m)
 
 
 @given(names, ranks, st.integers(1, 12))
 def test_evaluation_runs_forwards_over_the_same_stages(name: str, p: int, m: int) -> None:
-    placement = build(name, p, 2 * p).rank_of_stage
+    placement = build_valid(name, p, 2 * p).rank_of_stage
     schedule = build_forward_only(placement, m)
     check_schedule(schedule)
     assert schedule.rank_of_stage == placement
@@ -204,11 +207,11 @@ def test_evaluation_runs_forwards_over_the_same_stages(name: str, p: int, m: int
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "warns"), [(4, 7, True), (4, 8, False), (1, 1, False), (2, 1, True)]
+    ("p", "m", "has_warning"), [(4, 7, True), (4, 8, False), (1, 1, False), (2, 1, True)]
 )
-def test_fewer_than_two_micro_batches_a_stage_is_told_with_numbers(
-    p: int, m: int, warns: bool
+def test_fewer_than_two_micro_batches_per_stage_give_a_warning_with_numbers(
+    p: int, m: int, has_warning: bool
 ) -> None:
     warning = build_schedule("1f1b", p, m).describe_low_utilisation()
-    assert (warning is not None) == warns
+    assert (warning is not None) == has_warning
     assert warning is None or f"{m} / {m + p - 1}" in warning

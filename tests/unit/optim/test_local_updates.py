@@ -1,4 +1,4 @@
-"""Rules on local parts: the bits of torch's own, whether parameters are DTensors or not."""
+"""Optimizer updates of local shards are bit-equal to torch's updates of whole tensors."""
 
 from __future__ import annotations
 
@@ -28,47 +28,52 @@ RULES: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """One rank."""
+    """Return a mesh of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_updates_of_sharded_parameters_are_torchs_to_the_bit(
+def test_updates_of_sharded_parameters_are_bit_equal_to_torchs(
     mesh: DeviceMesh, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs, options = RULES[rule]
+    our_class, torch_class, options = RULES[rule]
     whole = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     sharded = [
         torch.nn.Parameter(distribute_tensor(parameter.detach().clone(), mesh, [Shard(0)]))
         for parameter in whole
     ]
-    one = ours(sharded, lr=0.1, **options)
-    other = theirs(whole, lr=0.1, **options)
-    seen = []
+    our_optimizer = our_class(sharded, lr=0.1, **options)
+    torch_optimizer = torch_class(whole, lr=0.1, **options)
+    updated = []
     for name in ("_fused_adamw_", "_foreach_add_", "_fused_sgd_"):
-        former = getattr(torch, name)
+        original = getattr(torch, name)
         monkeypatch.setattr(
             torch,
             name,
-            lambda *lists, f=former, **more: (seen.append(lists[0]), f(*lists, **more))[1],
+            lambda *lists, f=original, **kwargs: (updated.append(lists[0]), f(*lists, **kwargs))[1],
         )
     for _ in range(3):
-        for mine, yours in zip(sharded, whole, strict=True):
-            yours.grad = torch.randn_like(yours)
-            mine.grad = distribute_tensor(yours.grad.clone(), mesh, [Shard(0)])
+        for sharded_parameter, whole_parameter in zip(sharded, whole, strict=True):
+            whole_parameter.grad = torch.randn_like(whole_parameter)
+            sharded_parameter.grad = distribute_tensor(
+                whole_parameter.grad.clone(), mesh, [Shard(0)]
+            )
         sharded[1].grad = whole[1].grad = None  # a parameter that this step did not use
-        one.step()
-        assert seen
-        assert not any(isinstance(tensor, DTensor) for tensors in seen for tensor in tensors), (
-            "its sharding would be propagated"
+        our_optimizer.step()
+        assert updated
+        assert not any(isinstance(tensor, DTensor) for tensors in updated for tensor in tensors), (
+            "DTensors would propagate their sharding at each update"
         )
-        other.step()
-        seen.clear()
-    for mine, yours in zip(sharded, whole, strict=True):
-        assert torch.equal(mine.to_local(), yours)
-        states = one.state.get(mine, {}), other.state.get(yours, {})
+        torch_optimizer.step()
+        updated.clear()
+    for sharded_parameter, whole_parameter in zip(sharded, whole, strict=True):
+        assert torch.equal(sharded_parameter.to_local(), whole_parameter)
+        states = (
+            our_optimizer.state.get(sharded_parameter, {}),
+            torch_optimizer.state.get(whole_parameter, {}),
+        )
         assert states[0].keys() == states[1].keys()
         for key, value in states[1].items():
             if value is not None and value.ndim:

@@ -1,6 +1,4 @@
-"""The fitted efficiencies: which section wins, and that the packaged file can be read for every
-accelerator.
-"""
+"""Fitted efficiencies: precedence of sections, and plausible values for every accelerator."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS
 H100 = find_accelerator("H100")
 
 
-def test_the_narrower_entry_wins() -> None:
+def test_the_more_specific_entry_has_precedence() -> None:
     efficiencies = EfficiencyTable(
         {
             "accelerators": {
@@ -27,14 +25,18 @@ def test_the_narrower_entry_wins() -> None:
     )
     plain = efficiencies.get_efficiency(H100)
     assert (plain.matmul_share, plain.m_half, plain.bytes_share) == (0.7, 200.0, 1.0)
-    special = efficiencies.get_efficiency(H100, "aleph", ["torch"])
-    assert (special.matmul_share, special.m_half, special.bytes_share) == (0.6, 200.0, 3.0)
+    with_entries = efficiencies.get_efficiency(H100, "aleph", ["torch"])
+    assert (with_entries.matmul_share, with_entries.m_half, with_entries.bytes_share) == (
+        0.6,
+        200.0,
+        3.0,
+    )
     assert efficiencies.get_efficiency(find_accelerator("A100")) == Efficiency(), (
-        "what was not fitted is the default"
+        "unfitted values are the default"
     )
 
 
-def test_where_nothing_was_fitted_products_reach_what_their_maker_measured() -> None:
+def test_unfitted_accelerators_use_the_rates_that_their_vendor_measured() -> None:
     unfitted = EfficiencyTable({}).get_efficiency(find_accelerator("MI300X"))
     assert unfitted.matmul_share == pytest.approx(708 / 1307.4)
     assert unfitted.attention_forward_share < Efficiency().attention_forward_share
@@ -42,7 +44,7 @@ def test_where_nothing_was_fitted_products_reach_what_their_maker_measured() -> 
     assert fitted.get_efficiency(find_accelerator("MI300X")).matmul_share == 0.5
 
 
-def test_trainers_of_one_implementation_share_its_numbers_below_a_devices() -> None:
+def test_frameworks_share_values_of_their_implementation_below_those_of_the_device() -> None:
     efficiencies = EfficiencyTable(
         {
             "frameworks": {
@@ -53,7 +55,7 @@ def test_trainers_of_one_implementation_share_its_numbers_below_a_devices() -> N
         }
     )
     assert efficiencies.get_efficiency(H100, "torchtitan") == efficiencies.get_efficiency(H100), (
-        "ours is FSDP2's, too"
+        "shardwright uses FSDP2 too"
     )
     assert (
         efficiencies.get_efficiency(H100).data_overlap,
@@ -61,11 +63,13 @@ def test_trainers_of_one_implementation_share_its_numbers_below_a_devices() -> N
     ) == (0.8, 2.0)
     assert efficiencies.get_efficiency(H100, "aleph").data_overlap == 0.5
     assert efficiencies.get_efficiency(find_accelerator("EPYC-9654")).data_overlap == 0.0
-    own = ("frameworks", "torchtitan")
-    assert efficiencies.get_efficiency(H100, "torchtitan", before_entry=own).data_overlap == 0.8
+    own_entry = ("frameworks", "torchtitan")
+    assert (
+        efficiencies.get_efficiency(H100, "torchtitan", before_entry=own_entry).data_overlap == 0.8
+    )
 
 
-def test_one_number_changed_leaves_the_rest() -> None:
+def test_replacing_one_value_keeps_the_others() -> None:
     before = EfficiencyTable({"frameworks": {"aleph": {"matmul_share": 0.6}}})
     after = before.replace_value("frameworks", "aleph", "m_half", 1.0)
     assert after.get_efficiency(H100, "aleph").matmul_share == 0.6
@@ -76,9 +80,9 @@ def test_one_number_changed_leaves_the_rest() -> None:
 
 
 @pytest.mark.parametrize("name", list_accelerators())
-def test_the_packaged_numbers_are_shares_and_seconds(name: str) -> None:
+def test_the_packaged_values_are_plausible(name: str) -> None:
     for framework in ("shardwright", *FRAMEWORK_DEFAULTS):
-        achieved = load_efficiencies().get_efficiency(find_accelerator(name), framework)
+        efficiency = load_efficiencies().get_efficiency(find_accelerator(name), framework)
         for share in (
             "matmul_share",
             "attention_forward_share",
@@ -86,12 +90,12 @@ def test_the_packaged_numbers_are_shares_and_seconds(name: str) -> None:
             "intra_share",
             "inter_share",
         ):
-            assert 0 < getattr(achieved, share) <= 1, share
-        assert 0 <= achieved.data_overlap <= 1
+            assert 0 < getattr(efficiency, share) <= 1, share
+        assert 0 <= efficiency.data_overlap <= 1
         if framework == "shardwright":
-            assert (achieved.data_overlap == 0) == achieved.runs_on_host, (
-                "nothing runs beside a CPU that is its own host"
+            assert (efficiency.data_overlap == 0) == efficiency.runs_on_host, (
+                "on a CPU, the host and the device cannot overlap"
             )
-        assert all(0 < share <= 1 for share in achieved.matmul_share_by_precision.values())
-        assert 0 < achieved.host_seconds < 1e-3
-        assert 0 <= achieved.straggler_share < 0.5
+        assert all(0 < share <= 1 for share in efficiency.matmul_share_by_precision.values())
+        assert 0 < efficiency.host_seconds < 1e-3
+        assert 0 <= efficiency.straggler_share < 0.5

@@ -1,4 +1,4 @@
-"""Rows that hold several documents, and pairs of responses, are rehearsed as such."""
+"""Rehearsals of packed rows and of preference pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = 256
 ROWS = 2
 
 
-def recipe_of(**also: Any) -> Recipe:
+def make_recipe(**sections: Any) -> Recipe:
     return validate_recipe(
         {
             "model": {"config": models.CONFIGS["llama"], "loss_chunk_tokens": 128},
@@ -37,14 +37,14 @@ def recipe_of(**also: Any) -> Recipe:
                 "learning_rate": 1e-3,
                 "max_steps": 1,
             },
-            **also,
+            **sections,
         }
     )
 
 
-def planned(**also: Any) -> float:
-    """Bytes of the same step by the planner's formulas."""
-    recipe = recipe_of(**also)
+def predict_live_bytes(**sections: Any) -> float:
+    """Predict the bytes of the same step by the planner's formulas."""
+    recipe = make_recipe(**sections)
     facts = get_model_facts(read_recipe_shape(recipe))
     candidate = replace(
         build_template(recipe), micro_batch_size=ROWS, gradient_accumulation_steps=2
@@ -53,28 +53,28 @@ def planned(**also: Any) -> float:
     return predict_memory(facts, replace(candidate, layout=Layout()), load, Efficiency()).live
 
 
-def rehearsed(layout: Layout | None = None, **also: Any) -> RankRehearsal:
-    recipe = recipe_of(**also)
+def rehearse(layout: Layout | None = None, **sections: Any) -> RankRehearsal:
+    recipe = make_recipe(**sections)
     layout = layout or Layout()
     plan = Plan(layout, BatchPlan(TOKENS, ROWS, 2, layout.data_ranks), recipe.precision, "none")
     return rehearse_rank(recipe, read_recipe_shape(recipe), plan, 0)
 
 
-def test_packed_rows_take_a_mask() -> None:
-    plain = rehearsed()
-    packed = rehearsed(data={"sources": ["nowhere"], "packing": "documents"})
-    # One number in the precision of the scores for each pair of positions of a row.
+def test_packed_rows_need_a_mask() -> None:
+    plain = rehearse()
+    packed = rehearse(data={"sources": ["nowhere"], "packing": "documents"})
+    # One element in the dtype of the scores for each pair of positions of a row.
     assert packed.peak_bytes - plain.peak_bytes == pytest.approx(
         ROWS * TOKENS * TOKENS * torch.float32.itemsize, rel=0.05
     )
 
 
-def test_the_planner_adds_what_a_mask_adds_and_the_keys_that_cuda_repeats_for_it() -> None:
+def test_the_planner_adds_the_bytes_of_the_mask_and_of_repeated_keys_on_cuda() -> None:
     packing = {"sources": ["nowhere"], "packing": "documents"}
-    rehearsed_bytes = rehearsed(data=packing).peak_bytes - rehearsed().peak_bytes
-    planned_bytes = planned(data=packing) - planned()
-    shape = models.shape("llama")
-    repeated = (
+    rehearsed_bytes = rehearse(data=packing).peak_bytes - rehearse().peak_bytes
+    predicted_bytes = predict_live_bytes(data=packing) - predict_live_bytes()
+    shape = models.read_shape("llama")
+    repeated_bytes = (
         shape.num_layers
         * 2
         * ROWS
@@ -82,26 +82,27 @@ def test_the_planner_adds_what_a_mask_adds_and_the_keys_that_cuda_repeats_for_it
         * (shape.query_width - shape.kv_width)
         * torch.float32.itemsize
     )
-    assert planned_bytes - repeated == pytest.approx(rehearsed_bytes, rel=0.1)
-    assert repeated > rehearsed_bytes, "the test says nothing where no keys are shared"
+    assert predicted_bytes - repeated_bytes == pytest.approx(rehearsed_bytes, rel=0.1)
+    assert repeated_bytes > rehearsed_bytes, "without shared keys the test proves nothing"
 
 
-def test_a_frozen_reference_is_held_beside_the_model_and_answers_first() -> None:
+def test_a_frozen_reference_doubles_the_weights_and_runs_first() -> None:
     layout = Layout(dp_shard=2, zero_stage=3)
-    plain = rehearsed(layout)
-    held = rehearsed(layout, preference={"kind": "dpo"})
-    assert held.weights_bytes == 2 * plain.weights_bytes
-    assert held.optimizer_bytes == plain.optimizer_bytes
+    plain = rehearse(layout)
+    with_reference = rehearse(layout, preference={"kind": "dpo"})
+    assert with_reference.weights_bytes == 2 * plain.weights_bytes
+    assert with_reference.optimizer_bytes == plain.optimizer_bytes
     gathers = [
-        sum(call.kind == "all_gather" for call in report.collectives) for report in (plain, held)
+        sum(call.kind == "all_gather" for call in report.collectives)
+        for report in (plain, with_reference)
     ]
     assert gathers[1] > gathers[0]
-    assert plain.collectives[0].kind == held.collectives[0].kind
+    assert plain.collectives[0].kind == with_reference.collectives[0].kind
 
 
-def test_adapters_that_are_switched_off_hold_nothing_twice() -> None:
+def test_a_reference_without_adapters_needs_no_second_copy() -> None:
     adapters = {"adapters": {"rank": 4}}
     assert (
-        rehearsed(**adapters, preference={"kind": "dpo"}).weights_bytes
-        == rehearsed(**adapters).weights_bytes
+        rehearse(**adapters, preference={"kind": "dpo"}).weights_bytes
+        == rehearse(**adapters).weights_bytes
     )

@@ -1,6 +1,4 @@
-"""The global norm over simulated ranks, and the known ways to get it wrong, each put back here to
-see that it shows.
-"""
+"""The global gradient norm over simulated ranks; known mistakes in descriptors must change it."""
 
 from __future__ import annotations
 
@@ -20,13 +18,11 @@ from shardwright.numerics.gradient_clip import (
     scale_,
 )
 
-Held = list[tuple[Tensor | None, ParameterLayout]]
+GradientList = list[tuple[Tensor | None, ParameterLayout]]
 
 
-class Ranks:
-    """Ranks as threads that meet to sum; every collective is one meeting of the whole world, in the
-    same order everywhere.
-    """
+class SimulatedRanks:
+    """Ranks as threads; all of them take part in every collective, in the same order."""
 
     def __init__(self, layout: Layout) -> None:
         self.grid = RankGrid(layout)
@@ -50,17 +46,17 @@ class Ranks:
         return reduce
 
     def run(self, work: Callable[[int], Tensor]) -> list[Tensor]:
-        """What `work(rank)` returns, for every rank."""
+        """Return the results of `work(rank)` for all ranks."""
         results: dict[int, Tensor] = {}
 
-        def body(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             try:
                 results[rank] = work(rank)
             except BaseException:
                 self.barrier.abort()
                 raise
 
-        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.size)]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -68,52 +64,51 @@ class Ranks:
         return [results[rank] for rank in range(self.size)]
 
 
-def cut(tensor: Tensor, layout: ParameterLayout, grid: RankGrid, rank: int) -> Tensor:
-    """The shard that a rank holds; the last shards may be short or empty."""
-    here = grid.coordinates(rank)
+def shard_tensor(tensor: Tensor, layout: ParameterLayout, grid: RankGrid, rank: int) -> Tensor:
+    """Return the shard of a rank; the last shards may be short or empty."""
+    coordinates = grid.coordinates(rank)
     for shard in layout.shards:
         size = -(-tensor.shape[shard.dim] // grid.layout.degree(shard.axis))
-        start = min(size * here[shard.axis], tensor.shape[shard.dim])
+        start = min(size * coordinates[shard.axis], tensor.shape[shard.dim])
         tensor = tensor.narrow(shard.dim, start, min(size, tensor.shape[shard.dim] - start))
     return tensor
 
 
-def model_gradients(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, ParameterLayout]]:
-    """Cut over one axis, over two, over another, uncut; one has fewer rows than there are ranks."""
+def make_gradients(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, ParameterLayout]]:
+    """Return gradients sharded over one axis, two or none; one has fewer rows than ranks."""
     generator = torch.Generator().manual_seed(3)
 
-    def parameter(
+    def make_parameter(
         name: str, shape: tuple[int, ...], *shards: Shard
     ) -> tuple[Tensor, ParameterLayout]:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(
-            dtype
-        ), ParameterLayout(name, shape, shards)
+        gradient = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return gradient, ParameterLayout(name, shape, shards)
 
     return [
-        parameter("rows", (7, 5), Shard("fsdp", 0)),
-        parameter("few_rows", (1, 3), Shard("fsdp", 0)),
-        parameter("both", (6, 4), Shard("tp", 1), Shard("fsdp", 0)),
-        parameter("columns", (3, 6), Shard("tp", 1)),
-        parameter("whole", (11,)),
+        make_parameter("rows", (7, 5), Shard("fsdp", 0)),
+        make_parameter("few_rows", (1, 3), Shard("fsdp", 0)),
+        make_parameter("both", (6, 4), Shard("tp", 1), Shard("fsdp", 0)),
+        make_parameter("columns", (3, 6), Shard("tp", 1)),
+        make_parameter("whole", (11,)),
     ]
 
 
-def whole_norm(gradients: Sequence[tuple[Tensor, ParameterLayout]]) -> Tensor:
+def compute_whole_norm(gradients: Sequence[tuple[Tensor, ParameterLayout]]) -> Tensor:
     return torch.cat([gradient.double().flatten() for gradient, _ in gradients]).norm()
 
 
 LAYOUT = Layout(dp_replicate=2, dp_shard=2, tp=2, zero_stage=3)
 
 
-def norms_on_all_ranks(
-    layouts: Callable[[ParameterLayout], ParameterLayout] = lambda layout: layout,
+def compute_norms(
+    change_layout: Callable[[ParameterLayout], ParameterLayout] = lambda layout: layout,
 ) -> list[Tensor]:
-    ranks = Ranks(LAYOUT)
-    gradients = model_gradients()
+    ranks = SimulatedRanks(LAYOUT)
+    gradients = make_gradients()
 
     def work(rank: int) -> Tensor:
         shards = [
-            (cut(gradient, layout, ranks.grid, rank), layouts(layout))
+            (shard_tensor(gradient, layout, ranks.grid, rank), change_layout(layout))
             for gradient, layout in gradients
         ]
         return compute_global_norm(iter(shards), ranks.sum_over(rank))
@@ -122,17 +117,17 @@ def norms_on_all_ranks(
 
 
 def test_every_rank_has_the_norm_of_the_whole_model() -> None:
-    norms = norms_on_all_ranks()
+    norms = compute_norms()
     for norm in norms:
-        torch.testing.assert_close(norm, whole_norm(model_gradients()), rtol=1e-14, atol=0)
+        torch.testing.assert_close(norm, compute_whole_norm(make_gradients()), rtol=1e-14, atol=0)
 
 
-def test_parameters_that_are_cut_alike_share_one_collective() -> None:
-    ranks = Ranks(LAYOUT)
-    gradients = model_gradients()
+def test_parameters_with_equal_sharding_share_one_collective() -> None:
+    ranks = SimulatedRanks(LAYOUT)
+    gradients = make_gradients()
     ranks.run(
         lambda rank: compute_global_norm(
-            [(cut(g, layout, ranks.grid, rank), layout) for g, layout in gradients],
+            [(shard_tensor(g, layout, ranks.grid, rank), layout) for g, layout in gradients],
             ranks.sum_over(rank),
         )
     )
@@ -143,7 +138,7 @@ def test_parameters_that_are_cut_alike_share_one_collective() -> None:
     ("name", "wrong"),
     [
         (
-            "parameters cut over tp taken for duplicates",
+            "parameters sharded over tp counted as replicated",
             lambda p: replace(p, shards=tuple(s for s in p.shards if s.axis != "tp")),
         ),
         (
@@ -152,43 +147,44 @@ def test_parameters_that_are_cut_alike_share_one_collective() -> None:
         ),
         ("a norm local to the sharding group", lambda p: replace(p, shards=())),
         (
-            "uncut parameters counted once per tp rank",
+            "replicated parameters counted once per tp rank",
             lambda p: p if p.shards else replace(p, shards=(Shard("tp", 0),)),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_descriptor_shows_in_the_norm(
-    name: str, wrong: Callable[[ParameterLayout], ParameterLayout]
+def test_a_wrong_descriptor_changes_the_norm(
+    name: str, change: Callable[[ParameterLayout], ParameterLayout]
 ) -> None:
-    expected = whole_norm(model_gradients())
-    norms = norms_on_all_ranks(wrong)
+    expected = compute_whole_norm(make_gradients())
+    norms = compute_norms(change)
     assert any(abs(norm - expected) > 1e-3 * expected for norm in norms), name
 
 
 def test_pipeline_stages_share_one_norm() -> None:
-    # Each stage holds parameters of its own; a norm per stage would clip each by a factor of its
-    # own.
-    ranks = Ranks(Layout(pp=2, dp_shard=2, zero_stage=3))
-    gradients = model_gradients()
+    # Each stage has its own parameters; a norm per stage would clip each by a different factor.
+    ranks = SimulatedRanks(Layout(pp=2, dp_shard=2, zero_stage=3))
+    gradients = make_gradients()
     gradients = [(g, layout) for g, layout in gradients if "tp" not in layout.shard_axes]
 
     def work(rank: int) -> Tensor:
         stage = ranks.grid.coordinates(rank)["pp"]
-        mine = [pair for index, pair in enumerate(gradients) if index % 2 == stage]
-        # Both stages list both ways of cutting, as stages of a decoder do (a cut matrix, an uncut
-        # norm).
-        held: Held = [(cut(g, layout, ranks.grid, rank), layout) for g, layout in mine]
-        held += [(None, layout) for _, layout in gradients]
-        return compute_global_norm(held, ranks.sum_over(rank), stage_axes=("pp",))
+        own = [pair for index, pair in enumerate(gradients) if index % 2 == stage]
+        # Both stages list both kinds of sharding, as stages of a decoder do (a sharded matrix, a
+        # replicated norm).
+        list_gradients: GradientList = [
+            (shard_tensor(g, layout, ranks.grid, rank), layout) for g, layout in own
+        ]
+        list_gradients += [(None, layout) for _, layout in gradients]
+        return compute_global_norm(list_gradients, ranks.sum_over(rank), stage_axes=("pp",))
 
     for norm in ranks.run(work):
-        torch.testing.assert_close(norm, whole_norm(gradients), rtol=1e-14, atol=0)
+        torch.testing.assert_close(norm, compute_whole_norm(gradients), rtol=1e-14, atol=0)
 
 
 def test_a_rank_without_gradients_enters_every_collective() -> None:
-    # An expert that got no token on one rank: leaving the collective out would hang the others.
-    ranks = Ranks(Layout(dp_shard=2, zero_stage=3))
+    # For example an expert without tokens: skipping the collective would hang the other ranks.
+    ranks = SimulatedRanks(Layout(dp_shard=2, zero_stage=3))
     layout = ParameterLayout("w", (2, 3), (Shard("fsdp", 0),))
 
     def work(rank: int) -> Tensor:
@@ -200,8 +196,8 @@ def test_a_rank_without_gradients_enters_every_collective() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_one_bad_element_on_one_rank_shows_on_every_rank(bad: float) -> None:
-    ranks = Ranks(Layout(dp_shard=4, zero_stage=3))
+def test_one_bad_element_on_one_rank_affects_every_rank(bad: float) -> None:
+    ranks = SimulatedRanks(Layout(dp_shard=4, zero_stage=3))
     layout = ParameterLayout("w", (4, 3), (Shard("fsdp", 0),))
 
     def work(rank: int) -> Tensor:
@@ -213,11 +209,11 @@ def test_one_bad_element_on_one_rank_shows_on_every_rank(bad: float) -> None:
     assert not any(norm.isfinite() for norm in ranks.run(work))
 
 
-def alone(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
-    raise AssertionError(f"nothing is cut, so nothing is summed over {axes}")
+def raise_on_reduce(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+    raise AssertionError(f"nothing is sharded, so nothing is summed over {axes}")
 
 
-def held(*tensors: Tensor) -> Held:
+def list_gradients(*tensors: Tensor) -> GradientList:
     return [
         (tensor, ParameterLayout(str(index), tuple(tensor.shape)))
         for index, tensor in enumerate(tensors)
@@ -233,20 +229,23 @@ def test_norm_is_exact_for_large_and_small_tensors(dtype: torch.dtype) -> None:
         torch.empty(0, dtype=dtype),
     ]
     expected = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
-    norm = compute_global_norm(held(*tensors), alone)
+    norm = compute_global_norm(list_gradients(*tensors), raise_on_reduce)
     assert norm.dtype == torch.float64
-    # One fp32 reduction over the large one, without rows, is off by 6e-5.
+    # A single fp32 reduction over the large tensor, not by rows, is off by 6e-5.
     torch.testing.assert_close(
         norm, expected, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0
     )
 
 
-def test_norm_does_not_depend_on_where_a_parameter_is_cut() -> None:
+def test_norm_does_not_depend_on_the_sharding_of_a_parameter() -> None:
     gradient = torch.randn(1000, 1000)
-    whole = compute_global_norm(held(gradient), alone)
+    whole = compute_global_norm(list_gradients(gradient), raise_on_reduce)
     for pieces in (2, 3, 7):
         torch.testing.assert_close(
-            compute_global_norm(held(*gradient.chunk(pieces)), alone), whole, rtol=1e-7, atol=0
+            compute_global_norm(list_gradients(*gradient.chunk(pieces)), raise_on_reduce),
+            whole,
+            rtol=1e-7,
+            atol=0,
         )
 
 
@@ -256,7 +255,8 @@ def test_dtypes_may_be_mixed() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float64)
     ]
     torch.testing.assert_close(
-        compute_global_norm(held(*tensors), alone), torch.tensor(6.0, dtype=torch.float64)
+        compute_global_norm(list_gradients(*tensors), raise_on_reduce),
+        torch.tensor(6.0, dtype=torch.float64),
     )
     clip_(tensors, torch.tensor(6.0, dtype=torch.float64), 3.0)
     for tensor in tensors:
@@ -269,21 +269,25 @@ def test_dtypes_may_be_mixed() -> None:
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_clip_equals_torchs(max_norm: float, scale: float) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(5, 3)), torch.nn.Parameter(torch.zeros(4))]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter) * scale
-    ours = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
-    theirs_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = compute_global_norm(held(*ours), alone)
-    clip_(iter(ours), norm, max_norm)
-    torch.testing.assert_close(norm.float(), theirs_norm)
-    for mine, parameter in zip(ours, parameters, strict=True):
-        torch.testing.assert_close(mine, parameter.grad)
+    for make_parameter in parameters:
+        make_parameter.grad = torch.randn_like(make_parameter) * scale
+    gradients = [
+        make_parameter.grad.clone()
+        for make_parameter in parameters
+        if make_parameter.grad is not None
+    ]
+    torch_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = compute_global_norm(list_gradients(*gradients), raise_on_reduce)
+    clip_(iter(gradients), norm, max_norm)
+    torch.testing.assert_close(norm.float(), torch_norm)
+    for own, make_parameter in zip(gradients, parameters, strict=True):
+        torch.testing.assert_close(own, make_parameter.grad)
 
 
-def test_a_norm_below_the_limit_leaves_every_bit() -> None:
+def test_a_norm_below_the_limit_changes_no_bit() -> None:
     gradient = torch.randn(100)
     before = gradient.clone()
-    clip_([gradient], compute_global_norm(held(gradient), alone), 1e6)
+    clip_([gradient], compute_global_norm(list_gradients(gradient), raise_on_reduce), 1e6)
     assert torch.equal(gradient, before)
 
 
@@ -293,17 +297,17 @@ def test_coefficient_has_torchs_margin() -> None:
 
 def test_zero_norm_stays_zero() -> None:
     gradient = torch.zeros(5)
-    norm = compute_global_norm(held(gradient), alone)
+    norm = compute_global_norm(list_gradients(gradient), raise_on_reduce)
     clip_([gradient], norm, 1.0)
     assert norm.item() == 0.0
     assert torch.equal(gradient, torch.zeros(5))
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_norm_that_is_not_finite_is_refused_and_nothing_is_multiplied(bad: float) -> None:
+def test_a_norm_that_is_not_finite_is_refused_before_scaling(bad: float) -> None:
     # inf gives the coefficient 0, and 0 x inf is nan: gradients would turn into nan silently.
     gradient = torch.tensor([1.0, bad])
-    norm = compute_global_norm(held(gradient), alone)
+    norm = compute_global_norm(list_gradients(gradient), raise_on_reduce)
     with pytest.raises(ValueError, match="skip the step"):
         clip_([gradient], norm, 1.0)
     assert gradient[0] == 1.0
@@ -313,14 +317,14 @@ def test_a_norm_that_is_not_finite_is_refused_and_nothing_is_multiplied(bad: flo
 
 
 def test_gradients_may_come_from_a_generator() -> None:
-    # A generator that was walked for the norm is empty when the clip comes: the clip would silently
-    # do nothing.
+    # A generator that the norm consumed is empty when the clip starts: the clip would silently do
+    # nothing.
     tensors = [torch.full((4,), 3.0), torch.full((4,), 4.0)]
-    norm = compute_global_norm((pair for pair in held(*tensors)), alone)
+    norm = compute_global_norm((pair for pair in list_gradients(*tensors)), raise_on_reduce)
     assert norm.item() == 10.0
     clip_((tensor for tensor in tensors), norm, 1.0)
     torch.testing.assert_close(
-        compute_global_norm(held(*tensors), alone).float(), torch.tensor(1.0)
+        compute_global_norm(list_gradients(*tensors), raise_on_reduce).float(), torch.tensor(1.0)
     )
 
 
@@ -332,4 +336,4 @@ def test_scaling_by_exactly_one_changes_no_bit() -> None:
 
 
 def test_a_rank_with_no_parameters_has_norm_zero() -> None:
-    assert compute_global_norm([], alone).item() == 0.0
+    assert compute_global_norm([], raise_on_reduce).item() == 0.0

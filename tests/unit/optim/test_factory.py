@@ -1,4 +1,4 @@
-"""Groups, implementations and updates of the optimizers."""
+"""Parameter groups, implementations and updates of the optimizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.optim.factory import choose_implementation
 
 
-class Tiny(nn.Module):
+class TinyModel(nn.Module):
     """An embedding, a norm, a matrix with a bias."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -35,8 +35,8 @@ def build(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return build_optimizer(module.named_parameters(), section, learning_rate=1e-2, weight_decay=0.1)
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
-    optimizer = build(Tiny())
+def test_only_matrices_have_weight_decay() -> None:
+    optimizer = build(TinyModel())
     by_name = {
         name: group["weight_decay"]
         for group in optimizer.param_groups
@@ -51,8 +51,8 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     }
 
 
-def test_frozen_parameters_are_left_out() -> None:
-    module = Tiny()
+def test_frozen_parameters_are_omitted() -> None:
+    module = TinyModel()
     module.norm.requires_grad_(False)
     optimizer = build(module)
     assert {name for group in optimizer.param_groups for name in group["param_names"]} == {
@@ -62,11 +62,11 @@ def test_frozen_parameters_are_left_out() -> None:
     }
 
 
-def test_the_form_is_chosen_by_device_and_dtype_and_logged(
+def test_the_implementation_depends_on_device_and_dtype_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="shardwright"):
-        optimizer = build(Tiny())
+        optimizer = build(TinyModel())
     assert optimizer.param_groups[0]["fused"]
     assert (
         "adamw (fused): 2 tensors with weight decay 0.1, 3 tensors with weight decay 0"
@@ -84,7 +84,7 @@ def test_the_form_is_chosen_by_device_and_dtype_and_logged(
 def test_updates_are_those_of_the_textbook(
     name: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    module = Tiny(dtype)
+    module = TinyModel(dtype)
     optimizer = build(module, name=name, **options)
     beta1 = 0.9
     beta2 = 0.95
@@ -129,7 +129,7 @@ def test_updates_are_those_of_the_textbook(
 
 @pytest.fixture
 def one_rank_mesh() -> Iterator[Any]:
-    """A mesh of this process alone: enough to run the DTensor paths."""
+    """Return a mesh of this process only; it suffices for the DTensor paths."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
@@ -138,25 +138,29 @@ def one_rank_mesh() -> Iterator[Any]:
 
 
 def test_dtensors_are_updated_like_tensors(one_rank_mesh: Any) -> None:
-    plain = Tiny()
-    cut = Tiny()
-    for module in cut.modules():
+    plain = TinyModel()
+    sharded = TinyModel()
+    for module in sharded.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(
                 module,
                 name,
                 nn.Parameter(distribute_tensor(parameter.detach(), one_rank_mesh, [Shard(0)])),
             )
-    for module in (plain, cut):
+    for module in (plain, sharded):
         optimizer = build(module)
         for step in range(3):
             for index, (_, parameter) in enumerate(module.named_parameters()):
                 gradient = torch.full(parameter.shape, 0.1 * (index + 1) * (-1) ** step)
-                sharded = isinstance(parameter, DTensor)
+                is_sharded = isinstance(parameter, DTensor)
                 parameter.grad = (
-                    distribute_tensor(gradient, one_rank_mesh, [Shard(0)]) if sharded else gradient
+                    distribute_tensor(gradient, one_rank_mesh, [Shard(0)])
+                    if is_sharded
+                    else gradient
                 )
             optimizer.step()
-    for (_, one), (_, other) in zip(plain.named_parameters(), cut.named_parameters(), strict=True):
-        assert isinstance(other, DTensor)
-        assert torch.equal(one, other.to_local())
+    for (_, plain_parameter), (_, sharded_parameter) in zip(
+        plain.named_parameters(), sharded.named_parameters(), strict=True
+    ):
+        assert isinstance(sharded_parameter, DTensor)
+        assert torch.equal(plain_parameter, sharded_parameter.to_local())

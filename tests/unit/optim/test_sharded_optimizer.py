@@ -1,5 +1,5 @@
-"""Muon, Adafactor and 8-bit AdamW in one process against torch's and torchao's own; what 8-bit
-blocks refuse.
+"""Muon, Adafactor and 8-bit AdamW in one process equal torch's and torchao's; refusals of 8-bit
+blocks.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ SHAPES = {
 RATES = (0.02, 0.05, 0.01)
 
 
-class OneProcess:
-    """All of every parameter in one process."""
+class SingleProcessModel:
+    """Model whose parameters are whole in one process."""
 
     def __init__(self) -> None:
         self.layouts = {name: ParameterLayout(name, shape) for name, shape in SHAPES.items()}
 
     def local_boxes(self, name: str) -> tuple[ParameterBox, ...]:
-        everything = tuple((0, size) for size in SHAPES[name])
-        return (ParameterBox(everything, everything),)
+        whole = tuple((0, size) for size in SHAPES[name])
+        return (ParameterBox(whole, whole),)
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         raise AssertionError(axes)
@@ -55,7 +55,7 @@ class OneProcess:
         return DistributedMatrixExchange(self.layouts, names, None, Layout())
 
 
-def parameters() -> dict[str, nn.Parameter]:
+def make_parameters() -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
     return {
         name: nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
@@ -64,109 +64,119 @@ def parameters() -> dict[str, nn.Parameter]:
 
 
 def train(
-    mine: dict[str, nn.Parameter],
+    parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    others: Sequence[torch.optim.Optimizer] = (),
+    more_optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> None:
     for step, rate in enumerate(RATES):
-        for number, parameter in enumerate(mine.values()):
+        for number, parameter in enumerate(parameters.values()):
             parameter.grad = torch.randn(
                 parameter.shape, generator=torch.Generator().manual_seed(100 * step + number)
             )
-        for one in (optimizer, *others):
-            set_learning_rate(one, rate)
-            one.step()
+        for each in (optimizer, *more_optimizers):
+            set_learning_rate(each, rate)
+            each.step()
 
 
-def ours(rule: str, **options: Any) -> dict[str, nn.Parameter]:
-    mine = parameters()
+def train_ours(rule: str, **options: Any) -> dict[str, nn.Parameter]:
+    parameters = make_parameters()
     section = OptimizerSection(name=rule, **options)  # type: ignore[arg-type]
     train(
-        mine,
+        parameters,
         build_optimizer(
-            mine.items(), section, learning_rate=1.0, weight_decay=0.1, model=OneProcess()
+            parameters.items(),
+            section,
+            learning_rate=1.0,
+            weight_decay=0.1,
+            model=SingleProcessModel(),
         ),
     )
-    return mine
+    return parameters
 
 
-def decaying(mine: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+def make_decay_groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     return [
-        {"params": [p for p in mine.values() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in mine.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
 
 
-def test_muon_is_torchs_and_the_rest_is_adamw() -> None:
-    theirs = parameters()
-    stack = [nn.Parameter(part.clone()) for part in theirs["layers.0.stack"].detach()]
-    matrices = [theirs["layers.0.up"], theirs["layers.0.down"], *stack]
-    rest = {name: theirs[name] for name in ("embedding", "norm")}
+def test_muon_equals_torchs_and_other_parameters_use_adamw() -> None:
+    expected = make_parameters()
+    stack = [nn.Parameter(part.clone()) for part in expected["layers.0.stack"].detach()]
+    matrices = [expected["layers.0.up"], expected["layers.0.down"], *stack]
+    rest = {name: expected[name] for name in ("embedding", "norm")}
     muon = torch.optim.Muon(
         matrices, lr=1.0, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )
-    adamw = torch.optim.AdamW(decaying(rest), lr=1.0, betas=(0.9, 0.95), fused=True)
+    adamw = torch.optim.AdamW(make_decay_groups(rest), lr=1.0, betas=(0.9, 0.95), fused=True)
 
-    class OfTheStack(torch.optim.SGD):
-        """Hands the stack's gradient to its matrices."""
+    class StackGradientSplitter(torch.optim.SGD):
+        """Copies the gradient of the stack to its matrices."""
 
         def step(self, closure: Any = None) -> None:
-            for part, gradient in zip(stack, theirs["layers.0.stack"].grad, strict=True):
+            for part, gradient in zip(stack, expected["layers.0.stack"].grad, strict=True):
                 part.grad = gradient.clone()
 
-    train(theirs, OfTheStack([theirs["layers.0.stack"]], lr=0.0), [muon, adamw])
-    mine = ours("muon")
+    train(expected, StackGradientSplitter([expected["layers.0.stack"]], lr=0.0), [muon, adamw])
+    parameters = train_ours("muon")
     for name in ("layers.0.up", "layers.0.down", "embedding", "norm"):
-        assert torch.equal(mine[name], theirs[name]), name
-    assert torch.equal(mine["layers.0.stack"], torch.stack(stack))
+        assert torch.equal(parameters[name], expected[name]), name
+    assert torch.equal(parameters["layers.0.stack"], torch.stack(stack))
 
 
-def test_muon_leaves_no_decay_out_and_takes_its_momentum() -> None:
-    assert not torch.equal(ours("muon")["layers.0.up"], ours("muon", momentum=0.5)["layers.0.up"])
+def test_muon_uses_its_momentum() -> None:
+    assert not torch.equal(
+        train_ours("muon")["layers.0.up"], train_ours("muon", momentum=0.5)["layers.0.up"]
+    )
 
 
-def test_adafactor_is_torchs() -> None:
-    theirs = parameters()
-    train(theirs, torch.optim.Adafactor(decaying(theirs), lr=1.0))
-    for name, parameter in ours("adafactor").items():
-        torch.testing.assert_close(parameter, theirs[name], rtol=1e-6, atol=1e-7)
+def test_adafactor_equals_torchs() -> None:
+    expected = make_parameters()
+    train(expected, torch.optim.Adafactor(make_decay_groups(expected), lr=1.0))
+    for name, parameter in train_ours("adafactor").items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-6, atol=1e-7)
 
 
-def test_8_bits_are_torchaos() -> None:
+def test_8_bit_adamw_equals_torchaos() -> None:
     lowbit = pytest.importorskip("torchao.optim", reason="the extra `lowbit` is not installed")
-    theirs = parameters()
+    expected = make_parameters()
     with torch.compiler.set_stance("force_eager"):
-        train(theirs, lowbit.AdamW8bit(decaying(theirs), lr=1.0, betas=(0.9, 0.95), block_size=32))
-    for name, parameter in ours("adamw_8bit", block_size=32).items():
-        assert torch.equal(parameter, theirs[name]), name
+        train(
+            expected,
+            lowbit.AdamW8bit(make_decay_groups(expected), lr=1.0, betas=(0.9, 0.95), block_size=32),
+        )
+    for name, parameter in train_ours("adamw_8bit", block_size=32).items():
+        assert torch.equal(parameter, expected[name]), name
 
 
-def test_8_bit_states_take_a_byte() -> None:
+def test_8_bit_states_use_one_byte_per_element() -> None:
     pytest.importorskip("torchao.optim", reason="the extra `lowbit` is not installed")
-    mine = parameters()
+    parameters = make_parameters()
     optimizer = build_optimizer(
-        mine.items(),
+        parameters.items(),
         OptimizerSection(name="adamw_8bit", block_size=32),
         learning_rate=1.0,
         weight_decay=0.1,
-        model=OneProcess(),
+        model=SingleProcessModel(),
     )
-    tensors = collect_optimizer_tensors(optimizer, mine.items())
-    up = {key: tensor for key, tensor in tensors.items() if ".up." in key}
+    tensors = collect_optimizer_tensors(optimizer, parameters.items())
+    up_tensors = {key: tensor for key, tensor in tensors.items() if ".up." in key}
     assert (
-        sum(tensor.numel() * tensor.element_size() for tensor in up.values())
+        sum(tensor.numel() * tensor.element_size() for tensor in up_tensors.values())
         == 96 * 64 * 2 + 96 * 2 * 2 * 4
     )
     assert tensors["optimizer.norm.exp_avg"].dtype == torch.float32
 
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 1,
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 512, "intermediate_size": 1408,
+    "num_hidden_layers": 1,
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64,
 }  # fmt: skip
 
 
-def test_a_cut_through_a_block_is_refused_with_the_size_that_fits() -> None:
+def test_a_shard_boundary_inside_a_block_is_refused_with_the_size_that_fits() -> None:
     shape = read_config(CONFIG)
     with pytest.raises(
         LayoutError, match=r"down_proj.*blocks of 256.*allowed: optimizer\.block_size 64"
@@ -176,10 +186,9 @@ def test_a_cut_through_a_block_is_refused_with_the_size_that_fits() -> None:
     check_block_boundaries(build_parameter_layouts(shape, Layout(tp=2)), Layout(tp=2), 64)
     with pytest.raises(LayoutError, match="no block size"):
         check_block_boundaries(build_parameter_layouts(shape, Layout(tp=8)), Layout(tp=8), 32)
-    zero = Layout(dp_shard=3, zero_stage=3)
-    check_block_boundaries(
-        build_parameter_layouts(shape, zero), zero, 256
-    )  # whole rows, whatever their number
+    zero3_layout = Layout(dp_shard=3, zero_stage=3)
+    # Shards of whole rows are allowed, in any number.
+    check_block_boundaries(build_parameter_layouts(shape, zero3_layout), zero3_layout, 256)
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +197,7 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         adamw_8bit.require_torchao()
 
 
-def test_keys_of_other_rules_are_refused() -> None:
+def test_keys_of_other_optimizers_are_refused() -> None:
     for wrong in (
         {"name": "adafactor", "beta1": 0.5},
         {"name": "adamw", "block_size": 64},

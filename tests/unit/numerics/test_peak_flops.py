@@ -1,4 +1,4 @@
-"""The measured matrix-product ceiling."""
+"""The measured peak rate of matrix products."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 MODEL = ((1024, 512, 192), (1024, 2048, 192))
 
 
-class Clock:
-    """A clock that only products move, so that a machine of any speed can be had."""
+class FakeClock:
+    """Clock that only products advance, so that a test can have a device of any speed."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -28,17 +28,17 @@ class Clock:
         return self.seconds
 
 
-def pretend_device(
+def fake_device(
     monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float, float]
-) -> tuple[Clock, list[tuple[int, int, int]]]:
-    """Have forward products, and the gradients of inputs and weights, run at these FLOP/s; returns
-    the clock and the products.
+) -> tuple[FakeClock, list[tuple[int, int, int]]]:
+    """Make forward products and gradients of inputs and weights run at `rates` FLOP/s; return the
+    clock and the list of measured products.
     """
-    clock = Clock()
-    asked = []
+    clock = FakeClock()
+    products = []
 
-    def layer_products(product, device, dtype):
-        asked.append(product)
+    def build_products(product, device, dtype):
+        products.append(product)
         tokens, outputs, inputs = product
 
         def run(rate):
@@ -46,37 +46,36 @@ def pretend_device(
 
         return tuple((lambda rate=rate: run(rate)) for rate in rates)
 
-    monkeypatch.setattr(peak_flops, "_build_layer_products", layer_products)
+    monkeypatch.setattr(peak_flops, "_build_layer_products", build_products)
     monkeypatch.setattr(peak_flops, "time", clock)
     measure_matmul_flops_per_second.cache_clear()
-    return clock, asked
+    return clock, products
 
 
 @pytest.fixture(autouse=True)
-def _measure_anew():
+def _clear_cache():
     yield
     measure_matmul_flops_per_second.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ceiling_is_no_less_than_a_product_timed_here(dtype: torch.dtype) -> None:
-    found = measure_matmul_flops_per_second(CPU, dtype)
+def test_the_peak_is_not_below_a_product_timed_here(dtype: torch.dtype) -> None:
+    measured = measure_matmul_flops_per_second(CPU, dtype)
     a = torch.randn(256, 256).to(dtype)
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(3):
         a @ a
-    rate = 3 * 2 * 256**3 / (time.perf_counter() - began)
-    assert (
-        found > rate / 30
-    )  # the machine may be busy with other work; a wrong unit would be off by far more
-    assert 1e8 < found < 1e16
+    rate = 3 * 2 * 256**3 / (time.perf_counter() - start)
+    # The machine may be busy with other work; a wrong unit would be off by far more.
+    assert measured > rate / 30
+    assert 1e8 < measured < 1e16
 
 
-def test_the_best_of_forward_and_both_gradients_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where bf16 is emulated the weight's gradient runs at 25 GFLOP/s, the input's at 0.8: a step
-    is a mixture of both.
-    """
-    pretend_device(monkeypatch, (3e9, 0.8e9, 25e9))
+def test_the_peak_is_the_best_of_forward_and_both_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With emulated bf16 the weight's gradient runs at 25 GFLOP/s, the input's at 0.8."""
+    fake_device(monkeypatch, (3e9, 0.8e9, 25e9))
     assert measure_matmul_flops_per_second(CPU, torch.bfloat16, MODEL) == pytest.approx(25e9)
 
 
@@ -87,26 +86,26 @@ def test_the_best_of_forward_and_both_gradients_counts(monkeypatch: pytest.Monke
 def test_the_time_is_bounded_on_devices_of_any_speed(
     monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float, float]
 ) -> None:
-    clock, _ = pretend_device(monkeypatch, rates)
+    clock, _ = fake_device(monkeypatch, rates)
     assert measure_matmul_flops_per_second(CPU, torch.bfloat16, MODEL) == pytest.approx(max(rates))
     smallest = sum(2 * 2.0 * 128**3 / rate for rate in rates)
     assert clock.seconds < 1.25 * peak_flops.BUDGET_SECONDS + smallest
 
 
-def test_the_models_own_products_are_tried_with_fewer_tokens_where_they_take_long(
+def test_slow_products_of_the_model_are_measured_with_fewer_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, asked = pretend_device(monkeypatch, (80e9, 70e9, 85e9))
+    _, products = fake_device(monkeypatch, (80e9, 70e9, 85e9))
     measure_matmul_flops_per_second(CPU, torch.float32, MODEL)
-    assert set(MODEL) <= set(asked)
-    _, asked = pretend_device(monkeypatch, (3e9, 2.5e9, 3e9))
+    assert set(MODEL) <= set(products)
+    _, products = fake_device(monkeypatch, (3e9, 2.5e9, 3e9))
     measure_matmul_flops_per_second(CPU, torch.bfloat16, MODEL)
-    shortened = [tokens for tokens, outputs, inputs in asked if (outputs, inputs) == (2048, 192)]
+    shortened = [tokens for tokens, outputs, inputs in products if (outputs, inputs) == (2048, 192)]
     assert len(shortened) == 1
     assert 16 <= shortened[0] < 1024
 
 
-def test_ceiling_is_measured_once() -> None:
+def test_the_peak_is_measured_once() -> None:
     first = measure_matmul_flops_per_second(CPU, torch.float32)
     assert measure_matmul_flops_per_second(CPU, torch.float32) == first
     assert measure_matmul_flops_per_second.cache_info().misses == 1
@@ -130,15 +129,15 @@ print(ceiling / (3 * 2.0 * 1024 * 512 * 192 / seconds))
 """
 
 
-def test_a_layer_in_emulated_bf16_stays_below_the_ceiling() -> None:
-    """There the products of a layer differ by a factor of 30, and a ceiling of one kind of them
-    gave an MFU of 324%.
+def test_a_layer_in_emulated_bf16_is_below_the_peak() -> None:
+    """With emulation the products of a layer differ by a factor of 30; a peak of one kind gave an
+    MFU of 324%.
     """
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", EMULATED],
         env=os.environ | OTHER_MACHINE,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert float(done.stdout) > 1.0
+    assert float(completed.stdout) > 1.0

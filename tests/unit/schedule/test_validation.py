@@ -1,4 +1,4 @@
-"""The check refuses every schedule that is broken, and says where."""
+"""The check refuses every invalid schedule and names the place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwright.schedule import (
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("0F0,0B0\n1F0,1F1,1B0,1B1", "0F1 is missing"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1", "stage 1, micro-batch 1 has F:"),
@@ -40,13 +40,13 @@ from shardwright.schedule import (
         ("1F0,0F0,0B0,1B0", "deadlock: rank 0 is at 1F0 and waits for 0F0 of rank 0"),
     ],
 )
-def test_what_cannot_run_is_named(text: str, words: str) -> None:
+def test_schedules_that_cannot_run_are_refused_with_the_place(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         check_schedule(parse_schedule(text, "broken"))
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_rank_may_be_given_nothing_by_nobody() -> None:
+def test_a_rank_without_actions_is_refused() -> None:
     with pytest.raises(ScheduleError, match="rank 1 computes nothing"):
         check_schedule(Schedule("idle", (parse_schedule("0F0,0B0", "one").rows[0], ())))
 
@@ -57,21 +57,20 @@ def test_a_rank_may_be_given_nothing_by_nobody() -> None:
     st.integers(1, 3),
     st.randoms(use_true_random=False),
 )
-def test_check_and_simulation_agree_on_what_runs_to_its_end(
+def test_check_and_simulation_agree_on_schedules_that_can_run(
     name: str, p: int, rounds: int, random
 ) -> None:
-    """Two neighbours of a row change places: either both refuse it, or both accept and what depends
-    comes later.
-    """
+    """After a swap of two neighbouring actions, check and simulation agree."""
     schedule = build_schedule(name, p, 2 * p * rounds)
     rows = [list(row) for row in schedule.rows]
     row = random.choice(rows)
     assume(len(row) > 1)
-    at = random.randrange(len(row) - 1)
-    row[at], row[at + 1] = row[at + 1], row[at]
+    index = random.randrange(len(row) - 1)
+    row[index], row[index + 1] = row[index + 1], row[index]
     changed = Schedule("swapped", tuple(map(tuple, rows)))
     in_order = all(
-        (a.stage, a.micro_batch) != (b.stage, b.micro_batch) for a, b in [(row[at], row[at + 1])]
+        (a.stage, a.micro_batch) != (b.stage, b.micro_batch)
+        for a, b in [(row[index], row[index + 1])]
     )
     try:
         check_schedule(changed)
@@ -92,17 +91,17 @@ def test_check_and_simulation_agree_on_what_runs_to_its_end(
     st.integers(1, 3),
     st.integers(0, 4),
 )
-def test_every_message_is_posted_once_in_its_channel_s_order_before_it_is_needed(
-    name: str, p: int, rounds: int, ahead: int
+def test_every_receive_is_posted_once_in_order_before_it_is_needed(
+    name: str, p: int, rounds: int, lookahead: int
 ) -> None:
     schedule = build_schedule(name, p, 2 * p * rounds)
-    planned = plan_steps(schedule, lookahead=ahead)
-    for rank, steps in enumerate(planned):
+    steps_of_rank = plan_steps(schedule, lookahead=lookahead)
+    for rank, steps in enumerate(steps_of_rank):
         posted = [transfer for step in steps for transfer in step.posted_receives]
         assert len(set(posted)) == len(posted)
         assert set(posted) == {
             s.sent_transfer
-            for row in planned
+            for row in steps_of_rank
             for s in row
             if s.sent_transfer and s.sent_transfer.receiver == rank
         }
@@ -110,20 +109,20 @@ def test_every_message_is_posted_once_in_its_channel_s_order_before_it_is_needed
             assert [t.sequence_number for t in posted if t.sender == sender] == list(
                 range(sum(t.sender == sender for t in posted))
             )
-        so_far = set()
+        posted_so_far = set()
         for step in steps:
-            so_far |= set(step.posted_receives)
-            assert step.awaited_transfer is None or step.awaited_transfer in so_far
-        sent = [step.sent_transfer for step in steps if step.sent_transfer]
+            posted_so_far |= set(step.posted_receives)
+            assert step.awaited_transfer is None or step.awaited_transfer in posted_so_far
+        sends = [step.sent_transfer for step in steps if step.sent_transfer]
         assert all(
             a.sequence_number < b.sequence_number
-            for a, b in pairwise(sent)
+            for a, b in pairwise(sends)
             if a.receiver == b.receiver
         )
 
 
-def test_split_backwards_keep_their_activation_until_the_weights_have_theirs() -> None:
+def test_split_backwards_keep_activations_until_the_weight_gradients() -> None:
     late = parse_schedule("0F0,0I0,0F1,0I1,0W0,0W1", "late")
-    soon = parse_schedule("0F0,0I0,0W0,0F1,0I1,0W1", "soon")
+    early = parse_schedule("0F0,0I0,0W0,0F1,0I1,0W1", "soon")
     assert check_schedule(late).peak_activations == (2,)
-    assert check_schedule(soon).peak_activations == (1,)
+    assert check_schedule(early).peak_activations == (1,)

@@ -1,4 +1,4 @@
-"""The planner's rules are the engine's: what one turns down, the other refuses."""
+"""The planner rejects the layouts that the engine refuses, and no others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.planner.model_costs import ModelFacts
 from tests.unit.planner import models
 
 
-def engine_refuses(shape: object, layout: Layout, sequence_length: int) -> bool:
+def is_refused_by_engine(shape: object, layout: Layout, sequence_length: int) -> bool:
     try:
         placement.check_layout(shape, layout, sequence_length)  # type: ignore[arg-type]
     except InputError:
@@ -24,34 +24,37 @@ def engine_refuses(shape: object, layout: Layout, sequence_length: int) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("sequence_length", [96, 100])
-def test_what_the_planner_turns_down_the_engine_refuses(name: str, sequence_length: int) -> None:
-    shape = models.shape(name)
+def test_the_planner_and_the_engine_refuse_the_same_layouts(
+    name: str, sequence_length: int
+) -> None:
+    shape = models.read_shape(name)
     facts = ModelFacts(shape)
-    differ = []
+    differences = []
     for tp, cp, pp, ep, parallel in product(
         (1, 2, 3, 16), (1, 2, 3), (1, 4, 5), (1, 3, 8), (True, False)
     ):
         shards = ep if ep > 1 else 1
         for method in ("ring", "all_gather", "ulysses") if cp > 1 else ("auto",):
             layout = Layout(
-                tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=shards, zero_stage=3, sequence_parallel=parallel, cp_method=method
+                tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=shards, zero_stage=3,
+                sequence_parallel=parallel, cp_method=method,
             )  # fmt: skip
             if (
                 explain_layout_conflict(facts, layout, sequence_length, 8) is not None
-            ) != engine_refuses(shape, layout, sequence_length):
-                differ.append(
+            ) != is_refused_by_engine(shape, layout, sequence_length):
+                differences.append(
                     (str(layout), explain_layout_conflict(facts, layout, sequence_length, 8))
                 )
-    assert differ == []
+    assert differences == []
 
 
-def test_every_schedule_that_is_offered_can_be_cut_into_stages() -> None:
-    shape = models.shape("llama")
+def test_layers_can_be_partitioned_for_every_listed_schedule() -> None:
+    shape = models.read_shape("llama")
     facts = ModelFacts(shape)
     for pp, num in product((2, 3, 4), (1, 2, 4, 6, 8)):
-        offered = list(list_schedules(facts, pp, num))
-        assert ("1f1b", None) in offered
-        for schedule, virtual in offered:
+        schedules = list(list_schedules(facts, pp, num))
+        assert ("1f1b", None) in schedules
+        for schedule, virtual in schedules:
             assert placement.partition_stages(
                 shape, Layout(pp=pp, schedule=schedule, virtual_stages=virtual), 128
             )
