@@ -135,7 +135,7 @@ def test_parameters_with_equal_sharding_share_one_collective() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("name", "change"),
     [
         (
             "parameters sharded over tp counted as replicated",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from shardwright.config.make_recipe import RecomputeKind
+from shardwright.config.recipe import RecomputeKind
 from tests.unit.planner import models
 
 from shardwright.architecture import read_recipe_shape
@@ -62,9 +62,7 @@ class Case:
         )
 
     def __str__(self) -> str:
-        return (
-            f"{self.model}-{self.layout}-{self.steps}-{self.recompute}{'-'.join(('', *self.also))}"
-        )
+        return f"{self.model}-{self.layout}-{self.steps}-{self.recompute}{'-'.join(('', *self.sections))}"
 
 
 LORA = {"adapters": {"rank": 8}}
