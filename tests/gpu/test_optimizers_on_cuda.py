@@ -11,7 +11,7 @@ from torch import nn
 from shardwright.config.training import OptimizerSection
 from shardwright.model import nf4
 from shardwright.optim import build_optimizer, set_learning_rate
-from tests.unit.optim.test_cut import RATES, OneProcess, parameters
+from tests.unit.optim.test_sharded_optimizer import RATES, SingleProcessModel, make_parameters
 
 CLOSE = {"muon": 2e-2, "adafactor": 1e-5, "adamw_8bit": 1e-3}
 """As a share of how far the weights moved. Muon multiplies in bf16; of 8-bit codes some are rounded
@@ -22,13 +22,13 @@ the other way.
 def moved(rule: str, device: torch.device) -> dict[str, torch.Tensor]:
     mine = {
         name: nn.Parameter(parameter.detach().to(device))
-        for name, parameter in parameters().items()
+        for name, parameter in make_parameters().items()
     }
     before = {name: parameter.detach().cpu().clone() for name, parameter in mine.items()}
     options = {"block_size": 32} if rule == "adamw_8bit" else {}
     section = OptimizerSection.model_validate({"name": rule} | options)
     optimizer = build_optimizer(
-        mine.items(), section, learning_rate=1.0, weight_decay=0.1, model=OneProcess()
+        mine.items(), section, learning_rate=1.0, weight_decay=0.1, model=SingleProcessModel()
     )
     for step, rate in enumerate(RATES):
         for number, parameter in enumerate(mine.values()):

@@ -22,7 +22,7 @@ from shardwright.verify.verification import verify
 from tests.multiprocess.models import build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
-from tests.unit.model.foreign_models import FOREIGN
+from tests.unit.model.hf_models import HF_CONFIGS as FOREIGN
 
 LAYOUTS = [
     Layout(dp_replicate=2),

@@ -1,4 +1,4 @@
-"""A rank that says whose child it is: python -m tests.unit.forked_rank LAUNCHER END."""
+"""Print facts about the parent process: python -m tests.unit.forked_rank LAUNCHER END."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forked program is what a started one is: the same programs, by an interpreter and by a fork."""
+"""A forked program behaves like a started one: the same programs, by interpreter and by fork."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ PROGRAMS = {
     "killed": "import os; os.kill(os.getpid(), 9)",
     "interrupted": "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
     "os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)",
-    "ignores a broken pipe": "import signal; print(signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGTERM))",
+    "ignores a broken pipe": "import signal;"
+    "print(signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGTERM))",
     "at exit": "import atexit; atexit.register(print, 'last', flush=True); print('first')",
-    "waits for threads": "import threading; threading.Timer(0.2, print, ['late']).start(); print('early')",
+    "waits for threads": "import threading; threading.Timer(0.2, print, ['late']).start();"
+    "print('early')",
     "arguments": "import sys; print(sys.argv, sys.path[0], __name__)",
     "environment": "import os; print(os.environ['WORD'], 'HOME' in os.environ, os.getcwd())",
     "input": "import sys; print(sys.stdin.read().upper())",
@@ -37,8 +39,8 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("what", PROGRAMS)
-def test_a_fork_does_what_an_interpreter_does(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_forked_program_behaves_like_a_started_one(program: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "HOME"} | {
         "WORD": "two words",
         "TMPDIR": str(tmp_path),
@@ -49,34 +51,38 @@ def test_a_fork_does_what_an_interpreter_does(what: str, tmp_path: Path) -> None
         "cwd": tmp_path,
         "start_new_session": True,
     }
-    command = [sys.executable, "-c", PROGRAMS[what], "--json", "one"]
-    ends = []
-    for way in (subprocess, forked):
-        with way.Popen(
+    command = [sys.executable, "-c", PROGRAMS[program], "--json", "one"]
+    outcomes = []
+    for runner in (subprocess, forked):
+        with runner.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             **options,
         ) as process:
-            assert isinstance(process, forked.Popen) == (way is forked)
-            assert (getattr(process, "_written_channels", None) is not None) == (way is forked), (
-                "it was not forked"
-            )
+            assert isinstance(process, forked.Popen) == (runner is forked)
+            assert (getattr(process, "_written_channels", None) is not None) == (
+                runner is forked
+            ), "it was not forked"
             out, err = process.communicate("in", timeout=250)
-        ends.append((process.returncode, out, err.splitlines()[-1:]))
-    assert ends[0] == ends[1]
+        outcomes.append((process.returncode, out, err.splitlines()[-1:]))
+    assert outcomes[0] == outcomes[1]
 
 
-def test_a_module_is_main() -> None:
+def test_a_module_runs_as_main() -> None:
     command = [sys.executable, "-m", "shardwright", "--version"]
-    by_fork, by_start = (
-        way.run(command, capture_output=True, text=True) for way in (forked, subprocess)
+    forked_result, started = (
+        runner.run(command, capture_output=True, text=True) for runner in (forked, subprocess)
     )
-    assert (by_fork.returncode, by_fork.stdout, by_fork.stderr) == (0, by_start.stdout, "")
+    assert (forked_result.returncode, forked_result.stdout, forked_result.stderr) == (
+        0,
+        started.stdout,
+        "",
+    )
 
 
-def test_what_comes_too_late_for_a_fork_is_started() -> None:
+def test_a_program_that_cannot_be_forked_is_started() -> None:
     command = [sys.executable, "-c", "import os, sys; print('torch' in sys.modules, os.getppid())"]
     assert forked.run(command, capture_output=True, text=True).stdout.startswith("True ")
     changed = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -84,8 +90,8 @@ def test_what_comes_too_late_for_a_fork_is_started() -> None:
         forked.run(command, capture_output=True, text=True, env=changed).stdout
         == f"False {os.getpid()}\n"
     )
-    fewer = [sys.executable, "-I", *command[1:]]
-    assert forked.run(fewer, capture_output=True, text=True).stdout == f"False {os.getpid()}\n"
+    isolated = [sys.executable, "-I", *command[1:]]
+    assert forked.run(isolated, capture_output=True, text=True).stdout == f"False {os.getpid()}\n"
 
 
 def test_a_program_that_takes_too_long_is_killed() -> None:
@@ -93,7 +99,7 @@ def test_a_program_that_takes_too_long_is_killed() -> None:
         forked.run([sys.executable, "-c", "import time; time.sleep(600)"], timeout=0.5)
 
 
-def test_signals_reach_a_program_and_polls_tell_its_end() -> None:
+def test_signals_reach_a_program_and_poll_returns_its_status() -> None:
     with forked.Popen(
         [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"],
         stdout=subprocess.PIPE,
@@ -122,20 +128,20 @@ except RankFailed as error:
 
 
 @pytest.mark.parametrize("end", ["well", "killed"])
-def test_forked_ranks_are_children_of_their_launcher_and_know_nothing_of_it(end: str) -> None:
+def test_forked_ranks_are_children_of_their_launcher_without_its_state(end: str) -> None:
     command = [sys.executable, "-c", LAUNCHER, end]
-    done = forked.run(
+    completed = forked.run(
         command,
         capture_output=True,
         text=True,
         cwd=forked.ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
-    if end == "killed":  # perhaps before its peer has said anything
+    assert completed.returncode == 0, completed.stderr
+    if end == "killed":  # possibly before its peer has printed anything
         assert (
-            done.stdout.splitlines()[-1]
+            completed.stdout.splitlines()[-1]
             == "rank 1 was killed by SIGKILL; the system may be out of memory"
         )
     else:
-        assert done.stdout == "True True False\n"
+        assert completed.stdout == "True True False\n"

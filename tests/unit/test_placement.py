@@ -1,4 +1,4 @@
-"""The table of what each role owes to the axes, and the refusals."""
+"""Parameter layouts by role: shards, replicas and reductions per axis; refused layouts."""
 
 from __future__ import annotations
 
@@ -13,51 +13,53 @@ from shardwright.layout import DimSection, Layout, ParameterLayout, PipelineStag
 from shardwright.placement import build_parameter_layouts, check_layout
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True,
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 
-def placed(layout: Layout, name: str) -> ParameterLayout:
+def get_layout(layout: Layout, name: str) -> ParameterLayout:
     return build_parameter_layouts(read_config(LLAMA), layout)[name]
 
 
-def test_descriptors_name_who_cuts_who_copies_who_sums() -> None:
+def test_descriptors_list_shard_replica_and_reduction_axes() -> None:
     norm = "model.norm.weight"
-    hybrid = placed(Layout(dp_replicate=2, dp_shard=2, zero_stage=1), norm)
+    hybrid = get_layout(Layout(dp_replicate=2, dp_shard=2, zero_stage=1), norm)
     assert (hybrid.shard_axes, hybrid.replicated_axes, hybrid.reduced_axes) == (
         ("fsdp",),
         ("dp_replicate",),
         ("dp_replicate", "dp_shard"),
     )
-    replicated = placed(Layout(dp_replicate=2), norm)
+    replicated = get_layout(Layout(dp_replicate=2), norm)
     assert (replicated.shard_axes, replicated.replicated_axes, replicated.reduced_axes) == (
         (),
         ("dp_replicate",),
         ("dp_replicate",),
     )
-    alone = placed(Layout(), norm)
+    alone = get_layout(Layout(), norm)
     assert (alone.shard_axes, alone.replicated_axes, alone.reduced_axes) == ((), (), ())
 
 
-def test_tensor_parallel_cuts_heads_and_sums_what_sees_some_tokens() -> None:
+def test_tensor_parallel_shards_heads_and_reduces_norm_gradients() -> None:
     layout = Layout(tp=4)
-    query = placed(layout, "model.layers.0.self_attn.q_proj.weight")
+    query = get_layout(layout, "model.layers.0.self_attn.q_proj.weight")
     assert query.shards == (Shard("tp", 0, (DimSection(0, 32, 4),)),)
     assert query.reduced_axes == ()
-    # Two key-value heads for four ranks: neighbours share one.
-    assert placed(layout, "model.layers.0.self_attn.k_proj.weight").shards == (
+    # Two key-value heads on four ranks: neighbouring ranks share one.
+    assert get_layout(layout, "model.layers.0.self_attn.k_proj.weight").shards == (
         Shard("tp", 0, (DimSection(0, 16, 2),)),
     )
-    assert placed(layout, "model.layers.0.mlp.down_proj.weight").shards == (
+    assert get_layout(layout, "model.layers.0.mlp.down_proj.weight").shards == (
         Shard("tp", 1, (DimSection(0, 48, 4),)),
     )
-    norm = placed(layout, "model.norm.weight")
+    norm = get_layout(layout, "model.norm.weight")
     assert (norm.shards, norm.replicated_axes, norm.reduced_axes) == ((), ("tp",), ("tp",))
-    assert placed(Layout(tp=4, sequence_parallel=False), "model.norm.weight").reduced_axes == ()
+    assert get_layout(Layout(tp=4, sequence_parallel=False), "model.norm.weight").reduced_axes == ()
 
 
-def test_a_tied_embedding_lies_on_the_first_and_the_last_stage() -> None:
+def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
     stages = [
         PipelineStage(0, 0, 0, 1, has_embedding=True, has_head=False),
         PipelineStage(1, 1, 1, 2, has_embedding=False, has_head=True),
@@ -69,8 +71,8 @@ def test_a_tied_embedding_lies_on_the_first_and_the_last_stage() -> None:
     assert layouts["model.norm.weight"].pp_ranks == (1,)
 
 
-def model(**changes: Any) -> ModelShape:
-    """Twelve heads over four key-value heads."""
+def make_model(**changes: Any) -> ModelShape:
+    """Return a model with twelve heads and four key-value heads."""
     sizes = {
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
@@ -84,13 +86,14 @@ def model(**changes: Any) -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "told"),
+    ("layout", "changes", "message"),
     [
         ({"tp": 5}, {}, r"layout\.tp: 12 heads do not divide by 5.*1, 2, 4, 12.*tp=4"),
         (
             {"tp": 6},
             {},
-            r"4 key-value heads can neither be split evenly over 6 ranks nor be shared evenly.*1, 2, 4, 12.*tp=4",
+            r"4 key-value heads can neither be split evenly over 6 ranks nor be shared evenly"
+            r".*1, 2, 4, 12.*tp=4",
         ),
         (
             {"tp": 4},
@@ -105,21 +108,21 @@ def model(**changes: Any) -> ModelShape:
     ],
     ids=str,
 )
-def test_what_ranks_cannot_share_is_told_with_the_numbers(
-    layout: dict[str, Any], changes: dict[str, Any], told: str
+def test_indivisible_sizes_are_refused_with_the_numbers(
+    layout: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(LayoutError) as raised:
-        check_layout(model(**changes), Layout(**layout), 24)
-    assert re.search(told, str(raised.value), re.DOTALL)
+        check_layout(make_model(**changes), Layout(**layout), 24)
+    assert re.search(message, str(raised.value), re.DOTALL)
 
 
-def test_sequence_parallelism_wants_tokens_that_divide() -> None:
-    check_layout(model(), Layout(tp=4), 24)
+def test_sequence_parallelism_requires_divisible_tokens() -> None:
+    check_layout(make_model(), Layout(tp=4), 24)
     with pytest.raises(
         LayoutError,
         match=r"26 tokens of a sequence do not divide by 4.*tp=2, or .*sequence_parallel=false",
     ):
-        check_layout(model(), Layout(tp=4), 26)
+        check_layout(make_model(), Layout(tp=4), 26)
     with pytest.raises(LayoutError, match=r"6 tokens of a context rank do not divide by 4"):
-        check_layout(model(), Layout(tp=4, cp=4, cp_method="all_gather"), 24)
-    check_layout(model(), Layout(tp=4, sequence_parallel=False), 26)
+        check_layout(make_model(), Layout(tp=4, cp=4, cp_method="all_gather"), 24)
+    check_layout(make_model(), Layout(tp=4, sequence_parallel=False), 26)

@@ -1,4 +1,4 @@
-"""Batch arithmetic: any two give the third, contradictions are shown; how many steps a run has."""
+"""Batch sizes: any two determine the third, contradictions are errors; number of steps of a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from shardwright.plan import count_steps, resolve_batch
 size = st.integers(1, 9)
 
 
-def training(**keys: int) -> TrainingSection:
+def make_training(**keys: int) -> TrainingSection:
     return TrainingSection(sequence_length=8, max_steps=1, learning_rate=1e-3, **keys)
 
 
 @given(size, size, size)
-def test_any_two_give_the_third(micro: int, accumulation: int, ranks: int) -> None:
+def test_any_two_batch_sizes_determine_the_third(micro: int, accumulation: int, ranks: int) -> None:
     total = micro * accumulation * ranks
-    whole = {
+    all_keys = {
         "micro_batch_size": micro,
         "gradient_accumulation_steps": accumulation,
         "global_batch_size": total,
     }
-    for left_out in whole:
-        given_two = {key: value for key, value in whole.items() if key != left_out}
-        batch = resolve_batch(training(**given_two), ranks)
+    for omitted in all_keys:
+        two_keys = {key: value for key, value in all_keys.items() if key != omitted}
+        batch = resolve_batch(make_training(**two_keys), ranks)
         assert (
             batch.micro_batch_size,
             batch.gradient_accumulation_steps,
@@ -36,7 +36,7 @@ def test_any_two_give_the_third(micro: int, accumulation: int, ranks: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("keys", "ranks", "words"),
+    ("keys", "ranks", "message"),
     [
         (
             {"micro_batch_size": 2, "gradient_accumulation_steps": 3, "global_batch_size": 10},
@@ -52,10 +52,10 @@ def test_any_two_give_the_third(micro: int, accumulation: int, ranks: int) -> No
         ({"gradient_accumulation_steps": 3}, 2, "number of sequences per step is not set"),
     ],
 )
-def test_contradictions_show_the_arithmetic(keys: dict[str, int], ranks: int, words: str) -> None:
+def test_contradictions_show_the_arithmetic(keys: dict[str, int], ranks: int, message: str) -> None:
     with pytest.raises(InputError) as caught:
-        resolve_batch(training(**keys), ranks)
-    assert words in str(caught.value)
+        resolve_batch(make_training(**keys), ranks)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_contradictions_show_the_arithmetic(keys: dict[str, int], ranks: int, wo
         ({"num_epochs": 2, "max_steps": 7}, 7),
     ],
 )
-def test_whichever_ends_first(training: dict[str, float], expected: int) -> None:
+def test_a_run_ends_at_the_first_limit(training: dict[str, float], expected: int) -> None:
     assert (
         count_steps(
             TrainingSection(sequence_length=8, learning_rate=1e-3, **training),
@@ -78,7 +78,7 @@ def test_whichever_ends_first(training: dict[str, float], expected: int) -> None
     )
 
 
-def test_too_few_samples_for_one_step() -> None:
+def test_too_few_samples_for_one_step_are_an_error() -> None:
     with pytest.raises(DataError, match="do not fill one global batch of 10"):
         count_steps(
             TrainingSection(sequence_length=8, learning_rate=1e-3, num_epochs=1),

@@ -1,4 +1,4 @@
-"""What the README shows is what is there: the recipe, the verbs, the make targets, the links."""
+"""The README agrees with the repository: recipe, verbs, make targets, links."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_the_recipe_is_the_demo() -> None:
     )
 
 
-def test_every_verb_that_is_typed_exists() -> None:
-    typed = set(re.findall(r"^shardwright +(\w+)", README, re.MULTILINE))
-    assert typed
-    assert typed <= set(VERBS)
+def test_every_verb_in_the_readme_exists() -> None:
+    verbs = set(re.findall(r"^shardwright +(\w+)", README, re.MULTILINE))
+    assert verbs
+    assert verbs <= set(VERBS)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_targets(page: str) -> None:
     path = ROOT / page
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
     assert links
@@ -37,19 +37,19 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing
 
 
-def test_every_make_target_is_told() -> None:
+def test_every_make_target_is_documented() -> None:
     targets = set(
         re.findall(
             r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
         )
     )
-    untold = (
+    undocumented = (
         targets
         - set(re.findall(r"`make ([a-z-]+)`", README))
         - {"help", "setup", "format", "clean"}
     )
-    assert not untold
+    assert not undocumented
 
 
-def test_nothing_was_left_to_fill_in() -> None:
+def test_no_placeholder_is_left() -> None:
     assert "<!--" not in README

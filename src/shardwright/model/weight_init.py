@@ -12,7 +12,7 @@ tensor.
 Normal values come from NumPy's ziggurat method in single precision. It uses table look-ups and
 products, so machines agree. Box-Muller would depend on the vector width behind `log` and `cos`;
 torch's CPU generator is not used because its formula changes with the instruction set.
-`tests/unit/model/test_init.py` checks fixed values and so detects a changed stream of NumPy.
+`tests/unit/model/test_weight_init.py` checks fixed values and so detects a changed stream of NumPy.
 Values are scaled in float32 and then cast, so a float64 run starts from exactly the float32
 weights.
 """

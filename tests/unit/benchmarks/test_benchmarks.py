@@ -1,6 +1,4 @@
-"""The benchmarks' own promises: everybody reads the same tokens, goals missed are told, the GPU's
-cases can be rehearsed here.
-"""
+"""Benchmarks: all contenders read the same tokens; missed goals are reported."""
 
 from __future__ import annotations
 
@@ -16,18 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from shardwright.architecture import read_config
-from shardwright.data.sample_order import SampleOrder
-from shardwright.hardware import ElementwiseRate, MeasuredProfile
-from shardwright.hardware.catalog_loading import find_accelerator
-from shardwright.planner.calibration import load_efficiencies
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(
-    0, str(ROOT)
-)  # `benchmarks` is a program of the checkout, not a part of the package
-
 from benchmarks import cpu, fit_cpu, gpu, launch, table
 from benchmarks.case import LLAMA_29M, Case, batch_of_step, shifted_labels, synthetic_tokens
 from benchmarks.contenders import CONTENDERS, TITLES
@@ -36,6 +22,14 @@ from benchmarks.cut_page import page
 from benchmarks.pace import Pace, high_water_bytes
 from benchmarks.predicted import ranks_of
 from benchmarks.shapes import SHAPES, TINY
+
+from shardwright.architecture import read_config
+from shardwright.data.sample_order import SampleOrder
+from shardwright.hardware import ElementwiseRate, MeasuredProfile
+from shardwright.hardware.catalog_loading import find_accelerator
+from shardwright.planner.calibration import load_efficiencies
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def make_case(**fields: Any) -> Case:
@@ -48,7 +42,7 @@ def make_case(**fields: Any) -> Case:
     return Case(**(defaults | fields))
 
 
-def test_a_case_travels_as_json() -> None:
+def test_a_case_survives_a_json_round_trip() -> None:
     case = make_case(compile=True, micro_batch_size=3)
     assert Case.from_json(case.to_json()) == case
 
@@ -64,7 +58,7 @@ def test_ranks_read_their_slices_of_the_global_batch_in_order() -> None:
     assert read == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [0, 1]]
 
 
-def test_shardwright_reads_what_the_others_read() -> None:
+def test_shardwright_reads_the_same_tokens_as_the_others() -> None:
     from benchmarks.contenders.with_shardwright import SEED, SyntheticDataset
 
     dataset = SyntheticDataset(64, 8)
@@ -77,7 +71,7 @@ def test_shardwright_reads_what_the_others_read() -> None:
         assert torch.equal(torch.from_numpy(sample.labels), shifted_labels(expected_T[None])[0])
 
 
-def test_the_recipe_is_one_that_a_person_could_write() -> None:
+def test_the_recipe_has_the_settings_of_the_case() -> None:
     from benchmarks.contenders.with_shardwright import recipe_of
 
     recipe = recipe_of(make_case(zero_stage=3, precision="bf16"))
@@ -88,7 +82,7 @@ def test_the_recipe_is_one_that_a_person_could_write() -> None:
     )
 
 
-def test_the_clock_counts_blocks_and_stops_on_command() -> None:
+def test_pace_counts_blocks_and_stops_on_command() -> None:
     replies = io.StringIO()
     pace = Pace(io.StringIO("2\n1\nstop\n"), replies, lambda: None, "cpu")
     assert pace.begin()
@@ -103,7 +97,7 @@ def test_the_clock_counts_blocks_and_stops_on_command() -> None:
     assert 0 < first["peak_rss_bytes"] <= high_water_bytes() * 2
 
 
-def test_a_rank_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_reported_with_its_last_line(tmp_path: Path) -> None:
     case = make_case(contender="nobody", world_size=1)
     with (
         launch.Ranks(case, tmp_path, time_limit_seconds=250) as ranks,
@@ -112,7 +106,7 @@ def test_a_rank_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
         ranks.wait_ready()
 
 
-def test_a_contender_that_does_other_work_is_no_row() -> None:
+def test_a_contender_with_another_first_loss_is_refused() -> None:
     rows = {
         name: {"warmup": [{"losses": [loss]}]}
         for name, loss in (("a", 9.0), ("b", 9.0), ("c", 9.1))
@@ -124,7 +118,7 @@ def test_a_contender_that_does_other_work_is_no_row() -> None:
     cpu.check_first_losses(comparison, rows)
 
 
-def test_names_agree() -> None:
+def test_names_of_contenders_agree() -> None:
     assert CONTENDERS.keys() == TITLES.keys()
     named = {
         contender
@@ -136,14 +130,14 @@ def test_names_agree() -> None:
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *TINY])
-def test_flops_are_the_architecture_s(name: str) -> None:
+def test_flops_equal_those_of_the_architecture(name: str) -> None:
     shape = (SHAPES | TINY)[name]
     for length in shape.micro_batch_sizes:
         counted = gpu.count_flops_per_token(gpu.GpuCase(name, shape, length, ""))
         assert counted == pytest.approx(read_config(shape.config).count_flops_per_token(length))
 
 
-def test_the_cpu_model_is_the_one_it_says() -> None:
+def test_the_cpu_model_has_the_size_in_its_name() -> None:
     assert read_config(LLAMA_29M).num_parameters == pytest.approx(29.5e6, rel=0.01)
 
 
@@ -192,7 +186,7 @@ def make_cpu_result(speed: float, memory: float) -> dict[str, Any]:
     }
 
 
-def test_a_missed_goal_is_told_with_its_size() -> None:
+def test_a_missed_goal_is_reported_with_its_size() -> None:
     page = table.render(make_cpu_result(speed=1.035, memory=1.2), notes="Because of the weather.")
     assert "speed 1.03, goal 1.15 (10% short)" in page
     assert "memory 1.20, goal 1.00 (20% over)" in page
@@ -200,21 +194,21 @@ def test_a_missed_goal_is_told_with_its_size() -> None:
     assert "skipped trainer: not here" in page
 
 
-def test_met_goals_are_said_to_be_met() -> None:
+def test_met_goals_are_reported_as_met() -> None:
     page = table.render(make_cpu_result(speed=1.16, memory=0.9))
     assert "Every goal is met." in page
     assert "falls short" not in page
 
 
-def test_gpu_cases_cover_what_was_promised() -> None:
-    listed = subprocess.run(
+def test_gpu_cases_cover_every_shape_length_and_variant() -> None:
+    completed = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--list"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    names = listed.stdout.split()
+    names = completed.stdout.split()
     assert len(names) == 3 * 2 * 4
     assert {
         "llama-3.2-1b-4096",
@@ -223,7 +217,7 @@ def test_gpu_cases_cover_what_was_promised() -> None:
     } <= set(names)
 
 
-def test_a_contender_s_missing_package_is_a_skip_with_its_name(
+def test_a_contender_is_skipped_with_the_name_of_its_missing_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -234,7 +228,7 @@ def test_a_contender_s_missing_package_is_a_skip_with_its_name(
     assert skipped["shardwright"] == "not installed: pydantic"
 
 
-def test_a_case_that_breaks_leaves_the_others(
+def test_a_failing_case_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def measure(case: gpu.GpuCase, *_: Any) -> dict[str, Any]:
@@ -264,21 +258,22 @@ def test_a_case_that_breaks_leaves_the_others(
 
 
 def test_the_gpu_benchmark_starts_without_our_packages() -> None:
-    """A borrowed machine's Python may lack what ours needs; then the others are measured, and ours
-    is named as skipped.
-    """
+    """Without our requirements, the others are measured and ours is reported as skipped."""
     program = (
         "import sys\n"
-        "for name in ('pydantic', 'yaml', 'rich', 'safetensors', 'psutil'): sys.modules[name] = None\n"
+        "for name in ('pydantic', 'yaml', 'rich', 'safetensors', 'psutil'):\n"
+        "    sys.modules[name] = None\n"
         "sys.argv = ['gpu', '--list']\n"
         "from benchmarks import gpu\n"
         "raise SystemExit(gpu.main())\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stderr
 
 
-def test_predictions_stand_beside_measurements() -> None:
+def test_predictions_are_beside_measurements() -> None:
     result = make_cpu_result(speed=1.0, memory=1.0)
     guess = {"tokens_per_second": 800.0, "memory_bytes": 90 * 2**20, "reserved_bytes": 99 * 2**20}
     ours = result["comparisons"][0]["contenders"]["shardwright"]
@@ -292,36 +287,38 @@ def test_predictions_stand_beside_measurements() -> None:
     )
 
 
-def test_every_cut_s_prediction_stands_beside_its_measurement() -> None:
+def test_every_layouts_prediction_is_beside_its_measurement() -> None:
     def row(layout: str, seconds: float) -> dict[str, Any]:
         guess = {"step_seconds": 1.1 * seconds, "memory_bytes": 98 * 2**20}
         return {
-            "work": "dense fp32", "layout": layout, "recompute": "none", "seconds": seconds, "parts": {"forward": 1.0},
-            "memory_bytes": 100 * 2**20, "predicted": guess, "predicted_by_catalogue": {"step_seconds": 0.1},
+            "work": "dense fp32", "layout": layout, "recompute": "none", "seconds": seconds,
+            "parts": {"forward": 1.0},
+            "memory_bytes": 100 * 2**20, "predicted": guess,
+            "predicted_by_catalogue": {"step_seconds": 0.1},
         }  # fmt: skip
 
     conditions = make_cpu_result(1.0, 1.0)["conditions"] | {"rounds": 3, "load_average": [0.1, 0.2]}
     rows = [row("one process", 4.0), row("dp_shard=2,zero_stage=3", 2.0)]
-    told = page(
+    text = page(
         {
             "name": "cuts-two-ranks",
             "groups": {"dense fp32": {"conditions": conditions, "profile": None, "rows": rows}},
         },
         "Because of the weather.",
     )
-    assert "| dense fp32 | dp_shard=2,zero_stage=3 | 2.00 | 2.00 | 1.00 | 1.00 |" in told
-    assert "| dense fp32 | one process | 4.00 | 4.40 | +10% | 0.100 | 100 | 98 | -2.0% |" in told
-    assert "2 rows: step time 10.0% off on average" in told
-    assert "Because of the weather." in told
+    assert "| dense fp32 | dp_shard=2,zero_stage=3 | 2.00 | 2.00 | 1.00 | 1.00 |" in text
+    assert "| dense fp32 | one process | 4.00 | 4.40 | +10% | 0.100 | 100 | 98 | -2.0% |" in text
+    assert "2 rows: step time 10.0% off on average" in text
+    assert "Because of the weather." in text
 
 
-def test_a_fit_finds_what_made_the_rows() -> None:
+def test_a_fit_finds_the_values_that_generated_the_rows() -> None:
     start = replace(
         load_efficiencies().get_efficiency(find_accelerator("CPU")),
         bytes_share=1.5,
         handoff_seconds=0.002,
     )
-    made_with = replace(start, bytes_share=4.5, handoff_seconds=0.004)
+    truth = replace(start, bytes_share=4.5, handoff_seconds=0.004)
     elementwise = tuple(ElementwiseRate(kind, 512, 384, 1e10, 1e10) for kind in ("fp32", "bf16"))
     profile = MeasuredProfile(
         "some",
@@ -344,7 +341,7 @@ def test_a_fit_finds_what_made_the_rows() -> None:
             ranks_of(entry.layout.world_size, profile),
             1.0,
         )
-        rows.append(replace(row, seconds=exp(row.error(made_with))))
+        rows.append(replace(row, seconds=exp(row.error(truth))))
     assert max(abs(row.error(start)) for row in rows) > 0.2
-    found = fit_cpu.fit(rows, start)
-    assert max(abs(row.error(found)) for row in rows) < 0.08
+    fitted = fit_cpu.fit(rows, start)
+    assert max(abs(row.error(fitted)) for row in rows) < 0.08

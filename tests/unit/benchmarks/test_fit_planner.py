@@ -1,5 +1,5 @@
-"""The fit of the planner's efficiencies finds the numbers that made the rows, and holds the others
-to the level above.
+"""The fit of the planner's efficiencies finds the values that generated the rows; others keep the
+value of the level above.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.planner_rows import Row, errors_of, halve
 from shardwright.planner.calibration import ALL_FRAMEWORKS, EfficiencyTable
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
 from shardwright.planner.published.predictions import predict_run
-from tests.unit.planner.test_measurements import ROW
+from tests.unit.planner.published.rows import ROW
 
 SHARES = [
     Parameter("accelerators", name, "matmul_share", 0.3, 0.95)
@@ -26,7 +26,9 @@ FUSION = [
 ]
 
 
-def _rows(truth: EfficiencyTable, gpu: str = "A100-SXM4-80GB", source: str = "NeMo") -> list[Row]:
+def _make_rows(
+    truth: EfficiencyTable, gpu: str = "A100-SXM4-80GB", source: str = "NeMo"
+) -> list[Row]:
     rows = []
     for tp in (1, 2, 4, 8):
         raw = ROW | {
@@ -43,57 +45,57 @@ def _rows(truth: EfficiencyTable, gpu: str = "A100-SXM4-80GB", source: str = "Ne
     return rows
 
 
-def test_the_fit_finds_the_numbers_that_made_the_rows() -> None:
+def test_the_fit_finds_the_values_that_generated_the_rows() -> None:
     truth = EfficiencyTable(
         {
             "accelerators": {"Ampere": {"matmul_share": 0.55}},
             "frameworks": {"megatron-core": {"bytes_share": 2.0}},
         }
     )
-    found = Fit(_rows(truth), [*SHARES, *FUSION], EfficiencyTable({}), pull=1e-6).run(20)
-    for row in _rows(truth):
-        assert errors_of(row, found).time == pytest.approx(0.0, abs=0.01)
+    fitted = Fit(_make_rows(truth), [*SHARES, *FUSION], EfficiencyTable({}), pull=1e-6).run(20)
+    for row in _make_rows(truth):
+        assert errors_of(row, fitted).time == pytest.approx(0.0, abs=0.01)
 
 
-def test_what_no_row_tells_is_what_the_level_above_has() -> None:
+def test_a_value_without_rows_is_that_of_the_level_above() -> None:
     truth = EfficiencyTable({"frameworks": {"megatron-core": {"bytes_share": 2.5}}})
-    rows = _rows(truth)
-    found = Fit(rows, FUSION, EfficiencyTable({})).run(20)
+    rows = _make_rows(truth)
+    fitted = Fit(rows, FUSION, EfficiencyTable({})).run(20)
     accelerator = rows[0].case.cluster.accelerator
-    told, untold = (
-        found.get_efficiency(accelerator, name).bytes_share
+    measured, unmeasured = (
+        fitted.get_efficiency(accelerator, name).bytes_share
         for name in ("megatron-core", "nanotron")
     )
-    assert told == pytest.approx(2.5, rel=0.1)
-    assert untold == found.get_efficiency(accelerator, ALL_FRAMEWORKS).bytes_share
-    assert 1.0 < untold < told, (
-        "a trainer that nobody measured is taken to be on the way to those that were"
+    assert measured == pytest.approx(2.5, rel=0.1)
+    assert unmeasured == fitted.get_efficiency(accelerator, ALL_FRAMEWORKS).bytes_share
+    assert 1.0 < unmeasured < measured, (
+        "an unmeasured framework is predicted between the default and the measured ones"
     )
-    assert "nanotron" not in found.sections["frameworks"], (
-        "an entry that says no more than the level above is not written"
+    assert "nanotron" not in fitted.sections["frameworks"], (
+        "an entry equal to the level above is not written"
     )
 
 
-def test_the_search_ends_at_the_same_numbers_wherever_it_begins() -> None:
+def test_the_fit_does_not_depend_on_its_start() -> None:
     truth = EfficiencyTable({"accelerators": {"Ampere": {"matmul_share": 0.4}}})
-    far = EfficiencyTable(
+    distant = EfficiencyTable(
         {"accelerators": {"gpu": {"matmul_share": 0.9}, "Ampere": {"matmul_share": 0.9}}}
     )
-    rows = _rows(truth)
+    rows = _make_rows(truth)
     accelerator = rows[0].case.cluster.accelerator
-    near, moved = (
+    default, moved = (
         Fit(rows, SHARES, EfficiencyTable({}))
         .run(30, begin=begin)
         .get_efficiency(accelerator)
         .matmul_share
-        for begin in (EfficiencyTable({}), far)
+        for begin in (EfficiencyTable({}), distant)
     )
-    assert moved == pytest.approx(near, rel=0.01)
+    assert moved == pytest.approx(default, rel=0.01)
 
 
 def test_a_stronger_pull_keeps_numbers_nearer_to_the_level_above() -> None:
     truth = EfficiencyTable({"accelerators": {"Ampere": {"matmul_share": 0.4}}})
-    rows = _rows(truth)
+    rows = _make_rows(truth)
     accelerator = rows[0].case.cluster.accelerator
     loose, tight = (
         Fit(rows, SHARES, EfficiencyTable({}), pull)
@@ -106,8 +108,8 @@ def test_a_stronger_pull_keeps_numbers_nearer_to_the_level_above() -> None:
     assert tight > 0.45
 
 
-def test_memory_that_is_too_small_costs_more_and_only_a_wrong_fit_costs() -> None:
-    row = _rows(START)[0]
+def test_underestimated_memory_costs_more_and_only_a_wrong_verdict_costs() -> None:
+    row = _make_rows(START)[0]
     gib = predict_run(row.case, START).memory.total / 2**30
 
     def cost(row: Row) -> float:
@@ -125,20 +127,20 @@ def test_memory_that_is_too_small_costs_more_and_only_a_wrong_fit_costs() -> Non
     assert cost(replace(judged, ran=not fits)) > 0.01
 
 
-def test_the_halves_of_a_source_have_no_row_in_common() -> None:
-    rows = [*_rows(START), *_rows(START, source="nanotron")]
-    looked_at, held_out = halve(rows)
-    assert sorted(row.case.id for row in (*looked_at, *held_out)) == sorted(
+def test_the_halves_of_a_source_are_disjoint() -> None:
+    rows = [*_make_rows(START), *_make_rows(START, source="nanotron")]
+    fitted_half, other_half = halve(rows)
+    assert sorted(row.case.id for row in (*fitted_half, *other_half)) == sorted(
         row.case.id for row in rows
     )
     assert (
-        {row.case.source for row in looked_at}
-        == {row.case.source for row in held_out}
+        {row.case.source for row in fitted_half}
+        == {row.case.source for row in other_half}
         == {"NeMo", "nanotron"}
     )
 
 
-def test_a_number_is_written_within_its_bounds_and_dropped_again() -> None:
+def test_a_parameter_is_set_within_its_bounds_and_removed() -> None:
     for parameter in PARAMETERS:
         assert parameter.low < parameter.high
         high = parameter.put(START, 1e12)

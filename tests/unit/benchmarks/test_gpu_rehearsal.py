@@ -1,6 +1,4 @@
-"""`make gpu` from its beginning to its end without a GPU: exit codes, and figures in the results
-file.
-"""
+"""`make gpu` without a GPU: exit codes, and figures in the results file."""
 
 from __future__ import annotations
 
@@ -13,19 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import gpu
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(
-    0, str(ROOT)
-)  # `benchmarks` is a program of the checkout, not a part of the package
-
-from benchmarks import gpu
 
 QUICK = ["--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--steps", "2", "--warmup", "1"]
 TINY_VOCABULARY = 512
 
 
-def make_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_make_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"ARGS={' '.join(arguments)}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -51,9 +45,11 @@ def check_figures(case: dict[str, Any], row: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(900)
 def test_tests_and_a_case_run_to_the_end(tmp_path: Path) -> None:
-    ran = make_gpu(*QUICK, "--case", "tiny-64", "--tests", "norm_and_clip", "--out", str(tmp_path))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "1 passed" in ran.stdout
+    completed = run_make_gpu(
+        *QUICK, "--case", "tiny-64", "--tests", "norm_and_clip", "--out", str(tmp_path)
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "1 passed" in completed.stdout
     cases = read_cases(tmp_path)
     assert cases.keys() == {"tiny-64"}
     rows = cases["tiny-64"]["contenders"]
@@ -68,8 +64,8 @@ def test_tests_and_a_case_run_to_the_end(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_every_case_runs_to_the_end(tmp_path: Path) -> None:
-    ran = make_gpu(*QUICK, "--no-tests", "--time-limit", "600", "--out", str(tmp_path))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    completed = run_make_gpu(*QUICK, "--no-tests", "--time-limit", "600", "--out", str(tmp_path))
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     cases = read_cases(tmp_path)
     assert cases.keys() == {
         "tiny-64",
@@ -83,17 +79,15 @@ def test_every_case_runs_to_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_contender_that_breaks_fails_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here a package of ours that is installed, and raises when it is imported."""
+def test_a_failing_contender_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace an installed requirement by one that raises when it is imported."""
     broken = tmp_path / "site" / "pydantic"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('broken on purpose')\n")
     monkeypatch.setenv("PYTHONPATH", str(broken.parent), prepend=os.pathsep)
     ceiling = {"name": "CPU", "matmul_flops_per_second": 1e11, "copy_bytes_per_second": 1e10}
     monkeypatch.setattr(gpu, "measure_ceiling", lambda device, precision: ceiling)
-    chosen = [
+    selection = [
         "--no-tests",
         "--case",
         "tiny-64",
@@ -102,7 +96,7 @@ def test_a_contender_that_breaks_fails_the_run(
         "--out",
         str(tmp_path),
     ]
-    monkeypatch.setattr(sys, "argv", ["gpu", *QUICK, *chosen])
+    monkeypatch.setattr(sys, "argv", ["gpu", *QUICK, *selection])
     assert gpu.main() == 1
     failure = read_cases(tmp_path)["tiny-64"]["contenders"]["shardwright"]["failed"]
     assert "broken on purpose" in failure
@@ -110,18 +104,18 @@ def test_a_contender_that_breaks_fails_the_run(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--case", "no-such-case"], "No case matches"),
         (["--shapes", "imaginary"], "invalid choice"),
     ],
 )
-def test_arguments_that_name_nothing_are_refused(arguments: list[str], said: str) -> None:
-    ran = subprocess.run(
+def test_arguments_without_a_match_are_refused(arguments: list[str], message: str) -> None:
+    completed = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 2
-    assert said in ran.stderr
+    assert completed.returncode == 2
+    assert message in completed.stderr

@@ -1,4 +1,4 @@
-"""`shardwright compare`: its exit codes and its JSON."""
+"""`shardwright compare`: exit codes and JSON."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from shardwright.errors import ExitCode, InputError
 from tests.unit.report.samples import falling, write_run
 
 
-def test_runs_that_agree_leave_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_agree_exit_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compare_command(write_run(tmp_path / "a", 50), write_run(tmp_path / "b", 50))
     assert "within the tolerance" in capsys.readouterr().out
 
 
-def test_a_run_that_leaves_leaves_with_1_and_says_where(
+def test_a_run_that_diverges_exits_with_1_and_names_the_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "a", 500, lambda step: falling(step) * (1.05 if step > 300 else 1.0))
     reference = write_run(tmp_path / "b", 500)
-    with pytest.raises(typer.Exit) as leaving:
+    with pytest.raises(typer.Exit) as raised:
         compare_command(run, reference, as_json=True)
-    assert leaving.value.exit_code == ExitCode.CHECK_FAILED
+    assert raised.value.exit_code == ExitCode.CHECK_FAILED
     captured = capsys.readouterr()
-    told = json.loads(captured.out)
-    assert told["agrees"] is False
-    assert told["schema_version"] == 1
-    assert told["left"]["first_step"] <= 300 < told["left"]["last_step"]
+    output = json.loads(captured.out)
+    assert output["agrees"] is False
+    assert output["schema_version"] == 1
+    assert output["left"]["first_step"] <= 300 < output["left"]["last_step"]
     assert "EXCEEDS the tolerance: training loss" in captured.err
 
 
-def test_a_wider_tolerance_lets_it_pass(tmp_path: Path) -> None:
+def test_a_wider_tolerance_accepts_the_difference(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", 50, lambda step: 1.01 * falling(step))
     compare_command(run, write_run(tmp_path / "b", 50), tolerance=0.02)
 

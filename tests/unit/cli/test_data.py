@@ -1,7 +1,8 @@
-"""`shardwright data`: what it prints, for people and for programs."""
+"""`shardwright data`: its text and its JSON."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ MODEL = {
 }
 
 
-def document_of(folder: Path, **data: Any) -> dict[str, Any]:
+def make_document(folder: Path, **data: Any) -> dict[str, Any]:
     path = write_json_lines(
         folder / "a.jsonl", [story(number, 1 + number % 7) for number in range(80)]
     )
@@ -63,25 +64,21 @@ def document_of(folder: Path, **data: Any) -> dict[str, Any]:
     }
 
 
-def recipe_of(folder: Path, **data: Any) -> Recipe:
-    return validate_recipe(document_of(folder, **data))
+def make_recipe(folder: Path, **data: Any) -> Recipe:
+    return validate_recipe(make_document(folder, **data))
 
 
-def printed(recipe: Recipe, **show: Any) -> str:
+def print_report(recipe: Recipe, **show: Any) -> str:
     prepared = prepare_for_model(recipe)[1]
     shown = decode_samples(recipe, prepared, show.get("side", "train"), show.get("position", 0), 2)
-    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))
-    console.print(
-        render_report(
-            recipe, prepared, compute_training_length(recipe, len(prepared.train), None), shown
-        )
-    )
-    console.file.close()
+    length = compute_training_length(recipe, len(prepared.train), None)
+    console = Console(width=100, record=True, quiet=False, file=io.StringIO())
+    console.print(render_report(recipe, prepared, length, shown))
     return console.export_text(styles=bool(show.get("styles")))
 
 
 def test_spans_are_the_sample_as_text(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = make_recipe(tmp_path)
     prepared = prepare_for_model(recipe)[1]
     for index in range(len(prepared.train)):
         sample = prepared.train.get_sample(index)
@@ -100,7 +97,7 @@ def test_spans_are_the_sample_as_text(tmp_path: Path) -> None:
 
 def test_a_character_of_several_tokens_is_one_span(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "b.jsonl", ["abc \N{GRINNING FACE} größe"])
-    recipe = recipe_of(tmp_path, sources=path, validation_fraction=0.0)
+    recipe = make_recipe(tmp_path, sources=path, validation_fraction=0.0)
     prepared = prepare_for_model(recipe)[1]
     spans = read_spans(prepared.train.get_sample(0), prepared.tokenizer)
     assert "".join(span.text for span in spans) == "abc \N{GRINNING FACE} größe<|endoftext|>"
@@ -108,7 +105,7 @@ def test_a_character_of_several_tokens_is_one_span(tmp_path: Path) -> None:
 
 
 def test_the_terminal_shows_counts_broken_records_and_samples(tmp_path: Path) -> None:
-    text = printed(recipe_of(tmp_path))
+    text = print_report(make_recipe(tmp_path))
     for words in (
         "1 file · 81 records · 1 broken (1.23%)",
         "tokenizer bpe, 280 ids",
@@ -123,25 +120,25 @@ def test_the_terminal_shows_counts_broken_records_and_samples(tmp_path: Path) ->
 
 
 def test_supervised_tokens_are_coloured_and_others_dim(tmp_path: Path) -> None:
-    text = printed(recipe_of(tmp_path), styles=True)
+    text = print_report(make_recipe(tmp_path), styles=True)
     assert "\x1b[32m" in text
     assert "\x1b[36m" in text
     assert "\x1b[2m" in text
 
 
-def test_a_corpus_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_a_corpus_cannot_send_terminal_codes(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "b.jsonl", ["\x1b[2J \x07 \t [red]x[/red] \x9b"])
-    text = printed(recipe_of(tmp_path, sources=path, validation_fraction=0.0), styles=True)
+    text = print_report(make_recipe(tmp_path, sources=path, validation_fraction=0.0), styles=True)
     assert "\x1b[2J" not in text
     assert "\x07" not in text
     assert "\x9b" not in text
-    plain = printed(recipe_of(tmp_path, sources=path, validation_fraction=0.0))
+    plain = print_report(make_recipe(tmp_path, sources=path, validation_fraction=0.0))
     assert "␛[2J" in plain
     assert "[red]x[/red]" in plain
 
 
 def test_samples_are_those_of_the_run(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = make_recipe(tmp_path)
     prepared = prepare_for_model(recipe)[1]
     from_start = decode_samples(recipe, prepared, "train", 0, 4)
     later = decode_samples(recipe, prepared, "train", 2, 2)
@@ -163,7 +160,7 @@ def test_samples_are_those_of_the_run(tmp_path: Path) -> None:
 def test_run_length(
     tmp_path: Path, training: dict[str, Any], num_ranks: int | None, expected: tuple[Any, ...]
 ) -> None:
-    document = document_of(tmp_path)
+    document = make_document(tmp_path)
     document["training"] = {"sequence_length": 32, "learning_rate": 1e-3, **training}
     length = compute_training_length(validate_recipe(document), 100, num_ranks)
     assert (
@@ -174,9 +171,9 @@ def test_run_length(
     ) == pytest.approx(expected)
 
 
-def test_json_holds_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(document_of(tmp_path)))
+    path.write_text(yaml.safe_dump(make_document(tmp_path)))
     data_command(
         path,
         overrides=["seed=5"],
@@ -186,37 +183,34 @@ def test_json_holds_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         nproc=None,
         json_output=True,
     )
-    output = capsys.readouterr()
-    found = json.loads(output.out)
-    assert found["schema_version"] == 1
-    assert found["records"]["broken"][0] | {"reason": ""} == {
+    output = json.loads(capsys.readouterr().out)
+    assert output["schema_version"] == 1
+    assert output["records"]["broken"][0] | {"reason": ""} == {
         "record": 80, "file": "a.jsonl", "line": 81, "reason": "", "harmless": False
     }  # fmt: skip
     assert (
-        found["train"]["counts"]["num_documents"] + found["validation"]["counts"]["num_documents"]
+        output["train"]["counts"]["num_documents"] + output["validation"]["counts"]["num_documents"]
         == 80
     )
-    assert found["run"]["num_steps"] == 30
-    (sample,) = found["samples"]
+    assert output["run"]["num_steps"] == 30
+    (sample,) = output["samples"]
     assert (
         sum(span["num_tokens"] for span in sample["spans"] if span["supervised"])
         == sample["num_supervised"]
     )
 
 
-def test_people_get_text_on_standard_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_goes_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(document_of(tmp_path)))
+    path.write_text(yaml.safe_dump(make_document(tmp_path)))
     data_command(
         path, overrides=None, samples=0, position=0, validation=False, nproc=None, json_output=False
     )
     assert "stories" in capsys.readouterr().out
 
 
-def test_json_is_json_whatever_was_measured(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+def test_json_has_no_nan_or_infinity(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
     prepared = prepare_for_model(recipe)[1]
     shown = decode_samples(recipe, prepared, "train", 0, 3)
     content = build_json(
@@ -225,29 +219,27 @@ def test_json_is_json_whatever_was_measured(tmp_path: Path) -> None:
     assert json.loads(json.dumps(content, allow_nan=False)) == json.loads(json.dumps(content))
 
 
-def test_wrong_input_is_told(tmp_path: Path) -> None:
-    document = document_of(tmp_path)
+def test_wrong_input_is_refused(tmp_path: Path) -> None:
+    document = make_document(tmp_path)
     document["training"]["sequence_length"] = 65
     with pytest.raises(InputError, match="65"):
         prepare_for_model(validate_recipe(document))
-    document = document_of(tmp_path)
+    document = make_document(tmp_path)
     document["model"]["config"]["hidden_act"] = "unheard"
     with pytest.raises(ArchitectureError):
         prepare_for_model(validate_recipe(document))
-    recipe = recipe_of(tmp_path, validation_fraction=0.0)
+    recipe = make_recipe(tmp_path, validation_fraction=0.0)
     with pytest.raises(RecipeError, match="no validation data"):
         decode_samples(recipe, prepare_for_model(recipe)[1], "validation", 0, 1)
 
 
-def test_a_documents_last_unlearnt_token_is_no_free_position(tmp_path: Path) -> None:
-    """The tokens that end a packed row may have id 0 and be seen only; free positions are told by
-    their document.
-    """
+def test_unsupervised_last_tokens_of_a_document_are_not_padding(tmp_path: Path) -> None:
+    """Last tokens of a packed row may have id 0 and no label; `document` marks the padding."""
     path = tmp_path / "ids.jsonl"
     path.write_text(
         json.dumps({"input_ids": [5, 6, 0, 0, 0], "completion_mask": [0, 1, 1, 0, 0]}) + "\n"
     )
-    recipe = recipe_of(
+    recipe = make_recipe(
         tmp_path, sources=str(path), validation_fraction=0.0, cache_dir=str(tmp_path / "other")
     )
     recipe = recipe.model_copy(

@@ -1,6 +1,4 @@
-"""The doctor's words: tables that fit the terminal, exit codes, and options that contradict each
-other.
-"""
+"""`shardwright doctor`: tables that fit the terminal, exit codes, options that contradict."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ FINDINGS = [
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_the_tables_fit_and_say_what_to_do(width: int) -> None:
+def test_the_tables_fit_and_show_remedies(width: int) -> None:
     page = io.StringIO()
     print_findings(FINDINGS, Console(width=width, file=page))
     lines = page.getvalue().splitlines()
@@ -58,8 +56,8 @@ def test_the_tables_fit_and_say_what_to_do(width: int) -> None:
         else "64.00 KiB 256 MiB of peak"
     ) in words
     assert ("2 more sizes" in words) == (width < 80)
-    assert " all_reduce " in words  # names are whole, however narrow
-    assert "NCCL_DEBUG=INFO" in words  # beneath the row of the collective that falls short
+    assert " all_reduce " in words  # names are never truncated
+    assert "NCCL_DEBUG=INFO" in words  # below the row of the slow collective
     assert "2 pass 0 warn 2 fail" in words
 
 
@@ -74,22 +72,23 @@ def test_the_tables_fit_and_say_what_to_do(width: int) -> None:
         (["--recipe", "no-such.yaml"], "no-such.yaml"),
     ],
 )
-def test_wrong_words_are_told_before_anything_starts(
+def test_wrong_options_are_refused_before_anything_starts(
     words: list[str], field: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["doctor", *words]) == ExitCode.WRONG_INPUT
     assert field in capsys.readouterr().err
 
 
-def test_the_budget_is_that_of_an_order() -> None:
+def test_the_budget_is_that_of_the_calibration() -> None:
     assert inspect.signature(doctor_command).parameters["budget"].default == CALIBRATION_SECONDS
 
 
-def test_a_checklist_that_fails_leaves_with_1_and_one_object(
+def test_a_failed_checklist_exits_with_1_and_one_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "r.yaml").write_text(
-        "model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
+        "model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64,"
+        " num_hidden_layers: 2, num_attention_heads: 4,"
         " vocab_size: 64, max_position_embeddings: 32}}\n"
         f"data: {{sources: {tmp_path / 'corpus.txt'}, cache_dir: {tmp_path / 'cache'}}}\n"
         "tokenizer: {kind: character}\n"
@@ -100,7 +99,7 @@ def test_a_checklist_that_fails_leaves_with_1_and_one_object(
         run(["doctor", "--checklist", str(tmp_path / "r.yaml"), "--nproc", "1", "--json"])
         == ExitCode.CHECK_FAILED
     )
-    told = json.loads(capsys.readouterr().out)
-    assert told["schema_version"] == 1
-    failed = [finding for finding in told["findings"] if finding["verdict"] == "fail"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["schema_version"] == 1
+    failed = [finding for finding in output["findings"] if finding["verdict"] == "fail"]
     assert any("corpus.txt" in finding["value"] for finding in failed)

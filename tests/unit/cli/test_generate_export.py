@@ -1,5 +1,5 @@
-"""The verbs `generate` and `export`: what they print, and how they end. Exports held to
-transformers are tests/reference's.
+"""The verbs `generate` and `export`: output and exit codes. tests/reference compares exports with
+transformers.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def test_generate_json_is_one_object(run: Path, capsys: pytest.CaptureFixture[st
         "--json",
     ]
     assert shardwright(words) == ExitCode.DONE
-    told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["step"], told["prompt"], told["stopped"]) == (
+    output = json.loads(capsys.readouterr().out)
+    assert (output["schema_version"], output["step"], output["prompt"], output["stopped"]) == (
         1,
         2,
         "abc",
         "positions",
     )
-    assert len(told["text"]) == told["num_new_tokens"] == 24 + 1 - 3
+    assert len(output["text"]) == output["num_new_tokens"] == 24 + 1 - 3
     assert shardwright([*words, "--slide"]) == ExitCode.DONE
     assert json.loads(capsys.readouterr().out)["num_new_tokens"] == 100
 
 
-def test_an_exported_run_generates_what_the_run_does(
+def test_an_exported_run_generates_the_same_text(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -66,8 +66,8 @@ def test_an_exported_run_generates_what_the_run_does(
         )
         == ExitCode.DONE
     )
-    told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["step"], told["dtype"], told["checked"]) == (
+    output = json.loads(capsys.readouterr().out)
+    assert (output["schema_version"], output["step"], output["dtype"], output["checked"]) == (
         1,
         3,
         "fp32",
@@ -83,7 +83,7 @@ def test_an_exported_run_generates_what_the_run_does(
     assert texts[0] == texts[1]
 
 
-def test_export_takes_the_precision_of_the_training(run: Path, tmp_path: Path) -> None:
+def test_export_uses_the_precision_of_the_training(run: Path, tmp_path: Path) -> None:
     assert (
         shardwright(["export", str(run), "--out", str(tmp_path / "out"), "--no-check"])
         == ExitCode.DONE
@@ -92,7 +92,7 @@ def test_export_takes_the_precision_of_the_training(run: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["generate", "RUN", "--prompt", "abcX"], "has no id for a character"),
         (["generate", "RUN", "--prompt", "a" * 25], "longer than the model's positions"),
@@ -100,16 +100,16 @@ def test_export_takes_the_precision_of_the_training(run: Path, tmp_path: Path) -
         (["generate", "RUN", "--prompt", "a", "--checkpoint", "9"], "no such checkpoint"),
         (["generate", "RUN", "--prompt", "a", "--dtype", "int4"], "unknown precision"),
         (["generate", "nowhere", "--prompt", "a"], "no model in this folder"),
-        (["export", "RUN", "--out", "TAKEN"], "the folder is not empty"),
+        (["export", "RUN", "--out", "OCCUPIED"], "the folder is not empty"),
         (["export", "RUN", "--out", "x", "--max-shard-gb", "0"], "max-shard-gb"),
     ],
 )
-def test_wrong_input(
-    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+def test_wrong_input_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    words = [{"RUN": str(run), "TAKEN": str(run)}.get(word, word) for word in words]
+    words = [{"RUN": str(run), "OCCUPIED": str(run)}.get(word, word) for word in words]
     assert shardwright(words) == ExitCode.WRONG_INPUT
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert message in captured.err
     assert captured.out == ""
     assert "Traceback" not in captured.err

@@ -1,4 +1,4 @@
-"""`shardwright plan`: tables, JSON, growth, reasons, and what it refuses."""
+"""`shardwright plan`: tables, JSON, scaling, reasons and refusals."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> Any:
+def read_json_output(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_best_layouts_of_a_13b_on_eight_gpus(
+def test_the_best_layouts_of_a_13b_model_on_eight_gpus(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", str(recipe), *A100, "--top", "5", "--json"]) == ExitCode.DONE
-    answer = told(capsys)
-    assert answer["schema_version"] == 1
-    assert [layout["fits"] for layout in answer["layouts"]] == [True] * 5
-    speeds = [layout["tokens_per_second"] for layout in answer["layouts"]]
+    output = read_json_output(capsys)
+    assert output["schema_version"] == 1
+    assert [layout["fits"] for layout in output["layouts"]] == [True] * 5
+    speeds = [layout["tokens_per_second"] for layout in output["layouts"]]
     assert speeds == sorted(speeds, reverse=True)
-    chosen = answer["chosen"]
+    chosen = output["chosen"]
     assert chosen["tokens_per_second"] >= speeds[0] / 1.03
     assert chosen["memory_bytes"]["total"] <= chosen["memory_bytes"]["capacity"]
     parts = chosen["step_seconds"]
@@ -64,16 +64,16 @@ def test_the_best_layouts_of_a_13b_on_eight_gpus(
     assert chosen["gpu_hours"] == pytest.approx(100 * parts["total"] * 8 / 3600)
 
 
-def test_tight_layouts_are_named_and_passed_over(
+def test_tight_layouts_are_marked_and_not_chosen(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", str(recipe), "--cluster", "4xA100-80GB", "--json"]) == ExitCode.DONE
-    answer = told(capsys)
-    assert answer["layouts"][0]["tight"]
-    assert not answer["chosen"]["tight"]
-    assert answer["warning"] is None
-    memory = answer["chosen"]["memory_bytes"]
-    assert memory["total"] * (1 + answer["memory_error_share"]) <= memory["capacity"]
+    output = read_json_output(capsys)
+    assert output["layouts"][0]["tight"]
+    assert not output["chosen"]["tight"]
+    assert output["warning"] is None
+    memory = output["chosen"]["memory_bytes"]
+    assert memory["total"] * (1 + output["memory_error_share"]) <= memory["capacity"]
     assert run(["plan", str(recipe), "--cluster", "4xA100-80GB", "--explain"]) == ExitCode.DONE
     shown = " ".join(capsys.readouterr().out.split())
     assert "(tight)" in shown
@@ -81,7 +81,7 @@ def test_tight_layouts_are_named_and_passed_over(
     assert "which leaves room for 10% more" in shown
 
 
-def test_a_tight_choice_is_warned_of(
+def test_a_tight_choice_gives_a_warning(
     recipe: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -106,11 +106,11 @@ def test_a_tight_choice_is_warned_of(
     )
 
 
-def test_textbook_layouts_that_do_not_fit_say_why_and_what_would_help(
+def test_rejected_textbook_layouts_have_a_reason_and_a_remedy(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(["plan", str(recipe), *A100, "--json"])
-    rejected = {entry["name"]: entry for entry in told(capsys)["rejected"]}
+    rejected = {entry["name"]: entry for entry in read_json_output(capsys)["rejected"]}
     assert {"one GPU", "DDP"} <= set(rejected)
     num = 13_015_864_320
     assert rejected["DDP"]["needed_bytes"] > 16 * num
@@ -140,13 +140,13 @@ def test_tables_fit_eighty_columns(
     assert "Low-rank adapters (rank 16)" in text
 
 
-def test_adapters_and_other_precisions_can_be_asked_for(
+def test_adapters_and_other_precisions_can_be_planned(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(["plan", str(recipe), *A100, "--json", "--top", "1"])
-    full = told(capsys)["layouts"][0]
+    full = read_json_output(capsys)["layouts"][0]
     run(["plan", str(recipe), *A100, "--json", "--top", "1", "--lora", "16"])
-    lora = told(capsys)["layouts"][0]
+    lora = read_json_output(capsys)["layouts"][0]
     run(
         [
             "plan",
@@ -160,7 +160,7 @@ def test_adapters_and_other_precisions_can_be_asked_for(
             "fp8",
         ]
     )
-    fp8 = told(capsys)["layouts"][0]
+    fp8 = read_json_output(capsys)["layouts"][0]
     assert lora["tokens_per_second"] > full["tokens_per_second"]
     assert lora["adapter"]["rank"] == 16
     assert not fp8["runnable"]
@@ -173,7 +173,7 @@ def test_adapters_and_other_precisions_can_be_asked_for(
         ("8xV100-32GB", "fp32", "V100-32GB-SXM has no bf16 units"),
     ],
 )
-def test_precision_auto_goes_by_the_planned_hardware(
+def test_precision_auto_follows_the_planned_hardware(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: str, kind: str, reason: str
 ) -> None:
     path = tmp_path / "recipe.yaml"
@@ -182,9 +182,9 @@ def test_precision_auto_goes_by_the_planned_hardware(
         encoding="utf-8",
     )
     run(["plan", str(path), "--cluster", cluster, "--json", "--top", "1", "--lora", "16"])
-    answer = told(capsys)
-    assert {layout["precision"] for layout in answer["layouts"]} == {kind}
-    assert answer["precision_reason"] == reason
+    output = read_json_output(capsys)
+    assert {layout["precision"] for layout in output["layouts"]} == {kind}
+    assert output["precision_reason"] == reason
     run(["plan", str(path), "--cluster", cluster, "--top", "1", "--lora", "16"])
     assert f"(precision auto: {reason})" in " ".join(capsys.readouterr().out.split())
 
@@ -220,7 +220,7 @@ def test_precision_auto_goes_by_the_planned_hardware(
         ),
     ],
 )
-def test_wrong_input_is_told_with_what_would_be_right(
+def test_wrong_input_is_refused_with_the_allowed_values(
     recipe: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", str(recipe), *words]) == ExitCode.WRONG_INPUT
@@ -237,7 +237,7 @@ def test_a_config_without_its_vocabulary_is_refused(
     assert "model.config.vocab_size" in capsys.readouterr().err
 
 
-def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_told(
+def test_if_nothing_fits_a_sufficient_number_of_gpus_is_given(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", str(recipe), "--cluster", "2xA100-40GB"]) == ExitCode.WRONG_INPUT
@@ -261,7 +261,7 @@ def test_layout_auto_puts_the_choice_into_the_recipe() -> None:
     assert prediction.candidate.is_runnable
 
 
-def test_layout_auto_keeps_what_the_recipe_says() -> None:
+def test_layout_auto_keeps_the_settings_of_the_recipe() -> None:
     training = RECIPE["training"] | {"micro_batch_size": 1}
     recipe = validate_recipe(RECIPE | {"layout": "auto", "recompute": "full", "training": training})
     chosen, _ = choose_layout(
@@ -276,19 +276,19 @@ def test_layout_auto_and_degrees_contradict_each_other(recipe: Path) -> None:
     assert load_recipe(recipe, [], "auto").layout.auto
 
 
-def test_a_recipe_that_cannot_run_as_it_stands_says_why(
+def test_a_recipe_with_an_impossible_layout_gets_a_reason(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         run(["plan", str(recipe), *A100, "--set", "layout.pp=1000", "--top", "1", "--json"])
         == ExitCode.DONE
     )
-    answer = told(capsys)
-    assert answer["as_the_recipe_has_it"] is None
-    assert "1000 does not divide 8 ranks" in answer["why_not_as_the_recipe_has_it"]
+    output = read_json_output(capsys)
+    assert output["as_the_recipe_has_it"] is None
+    assert "1000 does not divide 8 ranks" in output["why_not_as_the_recipe_has_it"]
 
 
-def test_a_number_of_gpus_that_nothing_divides_names_the_nearest_that_something_does(
+def test_an_unusable_number_of_gpus_names_the_nearest_usable_ones(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -298,5 +298,5 @@ def test_a_number_of_gpus_that_nothing_divides_names_the_nearest_that_something_
     error = capsys.readouterr().err
     assert "no layout is possible on 11 x 7xA100-80GB-SXM" in error
     assert "multiply to 77; 76 or 78 GPUs would work" in error, (
-        "11 divides neither heads nor batch, and 7 x 11 stages are more than layers"
+        "11 divides neither heads nor batch, and there are fewer than 7 x 11 layers"
     )

@@ -1,5 +1,5 @@
-"""`shardwright predict`: a table in, a table out; rows that cannot be predicted are told, and
-results are never looked at.
+"""`shardwright predict` reads and writes a table: it reports rows without a prediction and never
+reads results.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pytest
 
 from shardwright.cli.predict import predict_command
 from shardwright.errors import DataError
-from tests.unit.planner.test_measurements import OUTCOMES, ROW
+from tests.unit.planner.published.rows import OUTCOMES, ROW
 
 
-def _write(path: Path, rows: list[dict[str, str]]) -> Path:
+def _write_table(path: Path, rows: list[dict[str, str]]) -> Path:
     with open(path, "w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(
             file, fieldnames=list(dict.fromkeys(key for row in rows for key in row))
@@ -28,7 +28,7 @@ def _write(path: Path, rows: list[dict[str, str]]) -> Path:
 def _predict(
     tmp_path: Path, rows: list[dict[str, str]], name: str = "out.csv"
 ) -> list[dict[str, str]]:
-    predict_command(_write(tmp_path / "rows.csv", rows), tmp_path / name)
+    predict_command(_write_table(tmp_path / "rows.csv", rows), tmp_path / name)
     with open(tmp_path / name, encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -45,17 +45,17 @@ def test_a_row_is_predicted_with_speed_memory_and_whether_it_fits(tmp_path: Path
     assert large["fits"] == "0"
 
 
-def test_an_empty_file_is_no_table(tmp_path: Path) -> None:
+def test_an_empty_file_is_not_a_table(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_bytes(b"")
     with pytest.raises(DataError, match="not a table of measurements"):
         predict_command(tmp_path / "rows.csv", tmp_path / "out.csv")
 
 
-def test_changing_results_changes_nothing(tmp_path: Path) -> None:
+def test_changing_results_changes_no_prediction(tmp_path: Path) -> None:
     before = _predict(tmp_path, [ROW], "before.csv")
-    told = ROW | OUTCOMES | {"notes": f"OOM; {ROW['notes']}; aggregate 4.4 PFLOP/s"}
-    assert _predict(tmp_path, [told], "after.csv") == before
-    slower = told | {
+    with_results = ROW | OUTCOMES | {"notes": f"OOM; {ROW['notes']}; aggregate 4.4 PFLOP/s"}
+    assert _predict(tmp_path, [with_results], "after.csv") == before
+    slower = with_results | {
         "step_time_s": "99",
         "tokens_per_sec_per_gpu": "1",
         "peak_memory_gib_per_gpu": "1",
@@ -64,7 +64,7 @@ def test_changing_results_changes_nothing(tmp_path: Path) -> None:
     assert _predict(tmp_path, [slower], "slower.csv") == before
 
 
-def test_a_row_that_says_too_little_is_told_and_left_empty(
+def test_an_incomplete_row_is_reported_and_left_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unknown = dict.fromkeys(ROW, "") | {
@@ -74,39 +74,41 @@ def test_a_row_that_says_too_little_is_told_and_left_empty(
         "gpus": "8",
     }
     predict_command(
-        _write(tmp_path / "rows.csv", [unknown, ROW]), tmp_path / "out.csv", as_json=True
+        _write_table(tmp_path / "rows.csv", [unknown, ROW]), tmp_path / "out.csv", as_json=True
     )
     captured = capsys.readouterr()
     assert "1 row not predicted (x): measurements.hidden: neither the model's name" in captured.err
-    told = json.loads(captured.out)
-    assert (told["predicted"], told["not_predicted"], told["schema_version"]) == (1, 1, 1)
-    assert told["refused"][0]["ids"] == ["x"]
+    output = json.loads(captured.out)
+    assert (output["predicted"], output["not_predicted"], output["schema_version"]) == (1, 1, 1)
+    assert output["refused"][0]["ids"] == ["x"]
     with open(tmp_path / "out.csv", encoding="utf-8", newline="") as file:
         assert next(csv.DictReader(file)) == {"id": "x", "pred_tok": "", "pred_mem": "", "fits": ""}
 
 
-def test_rows_that_cannot_be_predicted_never_stop_the_others_and_are_named_once_by_reason(
+def test_unpredictable_rows_do_not_stop_the_others_and_are_grouped_by_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strange = [ROW | {"id": f"tpu-{i}", "gpu": "TPU v4"} for i in range(7)]
+    unknown_gpus = [ROW | {"id": f"tpu-{i}", "gpu": "TPU v4"} for i in range(7)]
     other = [
         ROW | {"id": "half", "gpu": "A100", "precision": "fp8"},
         ROW | {"id": "rl", "task": "GRPO"},
     ]
-    written = _predict(tmp_path, [*strange, ROW, *other])
+    written = _predict(tmp_path, [*unknown_gpus, ROW, *other])
     assert [row["id"] for row in written if row["pred_tok"]] == [ROW["id"]]
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in told] == [
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
         "7 rows not predicted (tpu-0, tpu-1, tpu-2, tpu-3, tpu-4 and 2 more)",
         "1 row not predicted (half)",
         "1 row not predicted (rl)",
     ]
-    assert "TPU v4" in told[0]
-    assert "no hardware support for fp8" in told[1]
+    assert "TPU v4" in lines[0]
+    assert "no hardware support for fp8" in lines[1]
 
 
-def test_a_table_of_which_nothing_can_be_predicted_is_wrong_input(tmp_path: Path) -> None:
+def test_a_table_without_predictable_rows_is_wrong_input(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none of the rows"):
         _predict(tmp_path, [ROW | {"gpu": "warp drive"}])
     with pytest.raises(DataError, match="cannot be written"):
-        predict_command(_write(tmp_path / "rows.csv", [ROW]), tmp_path / "no" / "such" / "out.csv")
+        predict_command(
+            _write_table(tmp_path / "rows.csv", [ROW]), tmp_path / "no" / "such" / "out.csv"
+        )

@@ -1,4 +1,4 @@
-"""`train --rehearse-first`: what stops a run before any rank starts."""
+"""`train --rehearse-first` stops a run before any rank starts."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ from shardwright.errors import CheckFailed, InputError
 from tests.unit.planner import models
 
 
-class Rehearsed:
-    """What a rehearsal found."""
+class FakeRehearsal:
+    """Result of a rehearsal."""
 
     def __init__(self, peak_bytes: int, disagreement: str | None = None) -> None:
         self.peak_bytes = peak_bytes
         self.disagreement = disagreement
 
 
-def recipe(**sections: Any) -> Recipe:
+def make_recipe(**sections: Any) -> Recipe:
     training = {"sequence_length": 64, "micro_batch_size": 1, "learning_rate": 1e-3, "max_steps": 1}
-    given = {
+    defaults = {
         "model": {"config": models.CONFIGS["llama"]},
         "data": {"sources": ["nowhere"]},
         "training": training,
     }
-    return validate_recipe({**given, **sections})
+    return validate_recipe({**defaults, **sections})
 
 
-def test_ranks_that_a_launcher_started_are_not_rehearsed_each() -> None:
+def test_ranks_of_an_external_launcher_do_not_rehearse() -> None:
     with pytest.raises(InputError, match="already been started"):
-        train._rehearse_first(recipe(), 2, is_launched=True)
+        train._rehearse_first(make_recipe(), 2, is_launched=True)
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("result", "message"),
     [
-        (Rehearsed(1, "rank 1 skips an all_reduce"), "rank 1 skips"),
-        (Rehearsed(100 * 2**30), "need 100 GiB"),
+        (FakeRehearsal(1, "rank 1 skips an all_reduce"), "rank 1 skips"),
+        (FakeRehearsal(100 * 2**30), "need 100 GiB"),
     ],
 )
-def test_what_cannot_run_is_told(
-    monkeypatch: pytest.MonkeyPatch, found: Rehearsed, told: str
+def test_a_run_that_cannot_work_is_refused(
+    monkeypatch: pytest.MonkeyPatch, result: FakeRehearsal, message: str
 ) -> None:
-    monkeypatch.setattr(rehearse, "rehearse_and_print", lambda *_args, **_options: found)
-    with pytest.raises(CheckFailed, match=told):
-        train._rehearse_first(recipe(cluster="8xA100-80GB"), 8, is_launched=False)
+    monkeypatch.setattr(rehearse, "rehearse_and_print", lambda *_args, **_options: result)
+    with pytest.raises(CheckFailed, match=message):
+        train._rehearse_first(make_recipe(cluster="8xA100-80GB"), 8, is_launched=False)
 
 
-def test_what_fits_and_agrees_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearse, "rehearse_and_print", lambda *_args, **_options: Rehearsed(2**30))
-    train._rehearse_first(recipe(cluster="8xA100-80GB"), 8, is_launched=False)
+def test_a_run_that_fits_and_agrees_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        rehearse, "rehearse_and_print", lambda *_args, **_options: FakeRehearsal(2**30)
+    )
+    train._rehearse_first(make_recipe(cluster="8xA100-80GB"), 8, is_launched=False)

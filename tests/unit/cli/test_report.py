@@ -18,7 +18,7 @@ def test_the_page_goes_into_the_run_folder(
     run = write_eventful_run(tmp_path / "run")
     report_command([run])
     assert (run / "report.html").read_text().startswith("<!doctype html>")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "run  (completed)",
         "300 of 300",
@@ -27,24 +27,26 @@ def test_the_page_goes_into_the_run_folder(
         "on rank 1",
         "report.html",
     ):
-        assert words in said
+        assert words in output
 
 
-def test_json_is_one_object_and_all_else_goes_to_standard_error(
+def test_json_is_one_object_and_text_goes_to_standard_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [write_run(tmp_path / name, 30) for name in ("a", "b")]
     report_command(runs, as_json=True)
     captured = capsys.readouterr()
-    told = json.loads(captured.out)
-    assert told["schema_version"] == 1
-    assert told["page"] is None
-    assert [run["steps"] for run in told["runs"]] == [30, 30]
+    result = json.loads(captured.out)
+    assert result["schema_version"] == 1
+    assert result["page"] is None
+    assert [run["steps"] for run in result["runs"]] == [30, 30]
     assert "a  (completed)" in captured.err
     assert list(tmp_path.glob("**/*.html")) == []
 
 
-def test_several_runs_go_where_out_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_written_to_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [write_run(tmp_path / name, 30) for name in ("a", "b")]
     report_command(runs, out=tmp_path / "both.html", as_json=True)
     assert "<h1>2 runs</h1>" in (tmp_path / "both.html").read_text()

@@ -1,4 +1,4 @@
-"""`shardwright schedule`: numbers, pictures, files, and what it refuses."""
+"""`shardwright schedule`: numbers, charts, files and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_named_schedule_is_shown_with_its_numbers(
     assert picture.read_text().startswith("<svg")
 
 
-def test_too_few_micro_batches_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_micro_batches_give_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     run(["schedule", "zb_h1", "--stages", "4", "--micro-batches", "4"])
     assert (
         "warning: 4 micro-batches on 4 pipeline ranks: utilisation at most 4 / 7 = 57%"
@@ -40,7 +40,7 @@ def test_too_few_micro_batches_are_warned_of(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_json_is_all_of_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_only_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     run(
         [
             "schedule",
@@ -55,14 +55,16 @@ def test_json_is_all_of_standard_output(capsys: pytest.CaptureFixture[str]) -> N
         ]
     )
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert told["schema_version"] == 1
-    assert told["rank_of_stage"] == [0, 1, 0, 1, 0, 1]
-    assert told["bubble"] == pytest.approx(1 / 6)
+    output = json.loads(out)
+    assert output["schema_version"] == 1
+    assert output["rank_of_stage"] == [0, 1, 0, 1, 0, 1]
+    assert output["bubble"] == pytest.approx(1 / 6)
     assert "warning" in err
 
 
-def test_text_goes_round_through_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_text_survives_a_round_trip_through_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run(["schedule", "zbv", "--stages", "2", "--micro-batches", "4", "--text"])
     text = capsys.readouterr().out
     path = tmp_path / "own.csv"
@@ -92,7 +94,7 @@ def test_times_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["1f1b", "--stages", "4"], "needs --stages and --micro-batches"),
         (["2f2b", "--stages", "4", "--micro-batches", "4"], "allowed: gpipe, 1f1b"),
@@ -128,14 +130,14 @@ def test_times_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_wrong_input_is_told(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_input_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["schedule", *arguments]) == ExitCode.WRONG_INPUT
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_broken_file_is_refused_by_its_first_fault(
+def test_an_invalid_file_is_refused_with_its_first_fault(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "broken.csv"

@@ -1,6 +1,4 @@
-"""Each point of the checklist passes on a recipe that has it and speaks up on one that has not,
-with the command that mends it.
-"""
+"""Each point of the checklist passes on a complete recipe, and warns with a remedy otherwise."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from shardwright.telemetry.event_log import EventWriter
 
 @pytest.fixture
 def document(tmp_path: Path) -> dict[str, Any]:
-    """A recipe with nothing left to say: on two ranks of a cluster, its data prepared."""
+    """Return a recipe without warnings: for two ranks of a cluster, with prepared data."""
     (tmp_path / "corpus.txt").write_text(
         "".join(f"{a} + {b} = {a + b}\n" for a in range(60) for b in range(40))
     )
@@ -67,11 +65,11 @@ def document(tmp_path: Path) -> dict[str, Any]:
     return document
 
 
-def altered(document: dict[str, Any], *changes: str) -> Recipe:
+def change_recipe(document: dict[str, Any], *changes: str) -> Recipe:
     return validate_recipe(apply_overrides(document, changes))
 
 
-def spoken(recipe: Recipe, world_size: int = 2) -> dict[str, Finding]:
+def collect_problems(recipe: Recipe, world_size: int = 2) -> dict[str, Finding]:
     return {
         finding.name: finding
         for finding in check_recipe(recipe, world_size, "r.yaml")
@@ -79,13 +77,15 @@ def spoken(recipe: Recipe, world_size: int = 2) -> dict[str, Finding]:
     }
 
 
-def test_a_recipe_with_all_it_needs_passes(document: dict[str, Any]) -> None:
-    recipe = altered(document)
-    assert spoken(recipe) == {}
+def test_a_complete_recipe_passes(document: dict[str, Any]) -> None:
+    recipe = change_recipe(document)
+    assert collect_problems(recipe) == {}
     names = {finding.name for finding in check_recipe(recipe, 2, "r.yaml")}
     assert {
-        "layout fits the model", "memory", "data cache", "tokenizer and template", "enough samples", "validation", "weights",
-        "size", "checkpoint folder", "saved often enough", "restarts", "time-outs", "resume", "seed",
+        "layout fits the model", "memory", "data cache", "tokenizer and template", "enough samples",
+        "validation", "weights",
+        "size", "checkpoint folder", "saved often enough", "restarts", "time-outs", "resume",
+        "seed",
     } == names  # fmt: skip
 
 
@@ -103,83 +103,88 @@ def test_a_recipe_with_all_it_needs_passes(document: dict[str, Any]) -> None:
         ("checkpoint.keep_last=100000000", "checkpoint folder", "fail", "--set checkpoint.dir"),
     ],
 )
-def test_what_is_missing_is_told_with_what_mends_it(
+def test_problems_are_reported_with_their_remedy(
     document: dict[str, Any], change: str, name: str, verdict: str, remedy: str
 ) -> None:
-    told = spoken(altered(document, change))
-    assert name in told
-    assert told[name].verdict == verdict
-    assert any(word in told[name].remedy for word in remedy.split("|"))
+    problems = collect_problems(change_recipe(document, change))
+    assert name in problems
+    assert problems[name].verdict == verdict
+    assert any(word in problems[name].remedy for word in remedy.split("|"))
 
 
-def test_a_seed_that_was_not_said_is_told(document: dict[str, Any]) -> None:
+def test_a_missing_seed_is_reported(document: dict[str, Any]) -> None:
     del document["seed"]
-    assert set(spoken(validate_recipe(document))) == {"seed"}
+    assert set(collect_problems(validate_recipe(document))) == {"seed"}
 
 
-def test_a_model_that_does_not_fit_is_told(document: dict[str, Any]) -> None:
+def test_a_model_that_does_not_fit_is_reported(document: dict[str, Any]) -> None:
     large = [
         "hidden_size=16384",
         "intermediate_size=65536",
         "num_hidden_layers=120",
         "num_attention_heads=128",
     ]
-    told = spoken(altered(document, *(f"model.config.{change}" for change in large)))
-    assert told["memory"].verdict == "fail"
-    assert "shardwright plan r.yaml --cluster 8xH100" in told["memory"].remedy
+    problems = collect_problems(
+        change_recipe(document, *(f"model.config.{change}" for change in large))
+    )
+    assert problems["memory"].verdict == "fail"
+    assert "shardwright plan r.yaml --cluster 8xH100" in problems["memory"].remedy
 
 
-def test_without_a_cluster_memory_and_steps_are_not_guessed(document: dict[str, Any]) -> None:
-    told = spoken(altered(document, "cluster=null"))
-    assert {"memory", "saved often enough"} <= set(told)
-    assert "--set cluster=" in told["memory"].remedy
+def test_without_a_cluster_memory_and_step_time_are_unknown(document: dict[str, Any]) -> None:
+    problems = collect_problems(change_recipe(document, "cluster=null"))
+    assert {"memory", "saved often enough"} <= set(problems)
+    assert "--set cluster=" in problems["memory"].remedy
 
 
-def test_steps_of_an_earlier_run_say_how_much_is_at_risk(
+def test_steps_of_an_earlier_run_determine_the_save_interval(
     document: dict[str, Any], tmp_path: Path
 ) -> None:
     with EventWriter(tmp_path / "run") as writer:
         for step in range(1, 6):
             writer.write(
-                "step", step=step, loss=1.0, gradient_norm=1.0, learning_rate=1e-2, tokens=256, supervised_tokens=256,
+                "step", step=step, loss=1.0, gradient_norm=1.0, learning_rate=1e-2, tokens=256,
+                supervised_tokens=256,
                 samples_seen=8 * step, step_seconds=3600.0, tokens_per_second=1.0,
             )  # fmt: skip
-    recipe = altered(
+    recipe = change_recipe(
         document,
         "training.max_steps=50000",
         "checkpoint.every_steps=5000",
         "run.timeout_seconds=100000.0",
     )
-    told = spoken(recipe)["saved often enough"]
-    best = told.numbers["best_every_steps"]
-    assert told.numbers["step_seconds"] == 3600.0
-    assert f"--set checkpoint.every_steps={best}" in told.remedy
-    assert "saved often enough" not in spoken(
-        altered(document, f"checkpoint.every_steps={best}", "training.max_steps=50000")
+    finding = collect_problems(recipe)["saved often enough"]
+    best_interval = finding.numbers["best_every_steps"]
+    assert finding.numbers["step_seconds"] == 3600.0
+    assert f"--set checkpoint.every_steps={best_interval}" in finding.remedy
+    assert "saved often enough" not in collect_problems(
+        change_recipe(
+            document, f"checkpoint.every_steps={best_interval}", "training.max_steps=50000"
+        )
     )
 
 
-def test_the_best_interval_loses_least() -> None:
-    between = GPU_HOURS_PER_FAILURE * 3600 / 1024
-    best = compute_save_interval_seconds(60.0, between)
-    at_best = estimate_lost_share(best, 60.0, 300.0, between)
+def test_the_best_interval_minimises_the_lost_share() -> None:
+    seconds_between_failures = GPU_HOURS_PER_FAILURE * 3600 / 1024
+    best_interval = compute_save_interval_seconds(60.0, seconds_between_failures)
+    smallest_share = estimate_lost_share(best_interval, 60.0, 300.0, seconds_between_failures)
     assert all(
-        estimate_lost_share(best * factor, 60.0, 300.0, between) > at_best
+        estimate_lost_share(best_interval * factor, 60.0, 300.0, seconds_between_failures)
+        > smallest_share
         for factor in (0.5, 0.9, 1.1, 2.0)
     )
 
 
-def test_a_run_that_is_there_without_a_checkpoint_is_told(
+def test_an_existing_run_without_a_checkpoint_is_reported(
     document: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("name: sums\n")
-    told = spoken(altered(document))["resume"]
-    assert "--resume" in told.remedy
+    assert "--resume" in collect_problems(change_recipe(document))["resume"].remedy
 
 
-def test_damaged_checkpoints_are_told(document: dict[str, Any], tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_reported(document: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints" / "step-00000004"
     folder.mkdir(parents=True)
     (folder.parent / LATEST_NAME).write_text("step-00000004\n")
-    assert spoken(altered(document))["resume"].verdict == "fail"
+    assert collect_problems(change_recipe(document))["resume"].verdict == "fail"

@@ -1,6 +1,4 @@
-"""Peers that do not come, ports that are closed, stages that hang, clocks and folders: found,
-named, and never waited for long.
-"""
+"""Missing ranks, closed ports, hanging stages, clocks and folders: detected and named in time."""
 
 from __future__ import annotations
 
@@ -47,66 +45,65 @@ from shardwright.layout import Layout
 
 @pytest.fixture
 def port() -> int:
-    """One that nobody listens at."""
+    """Return a port without a listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 @pytest.fixture
-def meeting_place(monkeypatch: pytest.MonkeyPatch, port: int) -> str:
+def master_address(monkeypatch: pytest.MonkeyPatch, port: int) -> str:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     return f"127.0.0.1:{port}"
 
 
-def test_a_closed_port_is_told_with_its_address(port: int) -> None:
-    began = time.monotonic()
+def test_a_closed_port_is_reported_with_its_address(port: int) -> None:
+    start_seconds = time.monotonic()
     with pytest.raises(
         RendezvousFailed, match=rf"127\.0\.0\.1:{port} was not reached .*the port is closed"
     ) as caught:
         wait_for_port("127.0.0.1", port, 0.5)
     assert caught.value.finding.verdict == "fail"
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start_seconds < 60
 
 
-def test_an_unknown_name_is_told_as_such(port: int) -> None:
+def test_an_unknown_host_name_is_reported(port: int) -> None:
     with pytest.raises(RendezvousFailed, match="the name is unknown"):
         wait_for_port("no-such-host.invalid", port, 0.5)
 
 
-def test_packets_that_are_dropped_are_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_answer(*words: Any, **more: Any) -> None:
+def test_dropped_packets_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*args: Any, **kwargs: Any) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr(socket, "create_connection", no_answer)
+    monkeypatch.setattr(socket, "create_connection", time_out)
     with pytest.raises(RendezvousFailed, match=r"packets are dropped.*nc -zv node-7 29500"):
         wait_for_port("node-7", 29500, 0.3)
 
 
-@pytest.mark.usefixtures("meeting_place")
-def test_a_rank_that_reaches_nobody_ends_with_a_finding() -> None:
-    order = ExaminationRequest(Layout(dp_shard=2, zero_stage=3), timeout_seconds=0.5)
-    diagnosis = examine_rank(order, RankEnvironment(1, 2, 1), lambda diagnosis: None)
+@pytest.mark.usefixtures("master_address")
+def test_a_rank_that_reaches_no_peer_ends_with_a_finding() -> None:
+    request = ExaminationRequest(Layout(dp_shard=2, zero_stage=3), timeout_seconds=0.5)
+    diagnosis = examine_rank(request, RankEnvironment(1, 2, 1), lambda diagnosis: None)
     assert diagnosis is not None
-    (finding,) = [one for one in diagnosis.findings if one.verdict == "fail"]
+    (finding,) = [each for each in diagnosis.findings if each.verdict == "fail"]
     assert (finding.section, finding.name) == ("peers", "rendezvous")
-    assert any(
-        one.section == "software" for one in diagnosis.findings
-    )  # what can be said alone is said
+    # Checks that need no peer are reported.
+    assert any(each.section == "software" for each in diagnosis.findings)
 
 
-def test_ranks_that_do_not_come_are_named(meeting_place: str) -> None:
-    order = ExaminationRequest(Layout(dp_shard=4, zero_stage=3), timeout_seconds=1.0)
-    diagnosis = examine_rank(order, RankEnvironment(0, 4, 0), lambda diagnosis: None)
+def test_missing_ranks_are_named(master_address: str) -> None:
+    request = ExaminationRequest(Layout(dp_shard=4, zero_stage=3), timeout_seconds=1.0)
+    diagnosis = examine_rank(request, RankEnvironment(0, 4, 0), lambda diagnosis: None)
     assert diagnosis is not None
-    (finding,) = [one for one in diagnosis.findings if one.verdict == "fail"]
-    assert f"ranks 1-3 of 4 did not reach {meeting_place}" in finding.value
+    (finding,) = [each for each in diagnosis.findings if each.verdict == "fail"]
+    assert f"ranks 1-3 of 4 did not reach {master_address}" in finding.value
     assert finding.numbers["missing"] == [1, 2, 3]
 
 
-def test_a_taken_port_is_told(meeting_place: str, port: int) -> None:
+def test_a_port_in_use_is_reported(master_address: str, port: int) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
@@ -114,8 +111,8 @@ def test_a_taken_port_is_told(meeting_place: str, port: int) -> None:
             join_rendezvous(RankEnvironment(0, 2, 0), 1.0)
 
 
-def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """`work(rank)` for every rank, at the same time."""
+def run_in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """Run `work(rank)` for every rank at the same time."""
     results: list[Any] = [None] * count
     threads = [
         threading.Thread(target=lambda rank=rank: results.__setitem__(rank, work(rank)))
@@ -128,8 +125,8 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-def connected(count: int) -> list[dist.Store]:
-    """Lines to one store, one per rank."""
+def connect_stores(count: int) -> list[dist.Store]:
+    """Return connections to one store, one per rank."""
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     others = [
         dist.TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
@@ -138,29 +135,29 @@ def connected(count: int) -> list[dist.Store]:
     return [host, *others]
 
 
-def test_a_clock_that_is_ahead_is_measured() -> None:
-    stores = connected(3)
+def test_clock_offsets_are_measured() -> None:
+    stores = connect_stores(3)
     ahead = {0: 0.0, 1: 3.0, 2: -0.5}
-    found = in_threads(
+    results_by_rank = run_in_threads(
         3,
         lambda rank: estimate_clock_offset(
             stores[rank], rank, 3, clock=lambda: time.time() + ahead[rank]
         ),
     )
-    assert found[0] is None
+    assert results_by_rank[0] is None
     for rank in (1, 2):
-        offset = found[rank]
+        offset = results_by_rank[rank]
         assert isinstance(offset, ClockOffset)
         assert abs(offset.seconds - ahead[rank]) <= offset.error_seconds + 1e-3
 
 
-def test_a_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
-    stores = connected(3)
+def test_a_folder_that_is_not_shared_is_detected(tmp_path: Path) -> None:
+    stores = connect_stores(3)
     folders = [tmp_path / name for name in ("shared", "shared", "own")]
     for folder in set(folders):
         folder.mkdir()
 
-    def look(rank: int) -> Any:
+    def check_folder(rank: int) -> Any:
         return check_visibility(
             OutputFolder("runs", str(folders[rank] / "not-yet" / "made"), True),
             stores[rank],
@@ -169,12 +166,12 @@ def test_a_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
             wait_seconds=0.5,
         )
 
-    sights = in_threads(3, look)
-    assert [sight.missing_ranks for sight in sights] == [(2,), (2,), (0, 1)]
+    visibilities = run_in_threads(3, check_folder)
+    assert [visibility.missing_ranks for visibility in visibilities] == [(2,), (2,), (0, 1)]
     assert list(tmp_path.rglob("*shardwright-doctor*")) == []
 
 
-def test_a_folder_is_written_where_it_would_be_made_and_left_clean(tmp_path: Path) -> None:
+def test_the_write_test_uses_the_existing_parent_and_leaves_no_files(tmp_path: Path) -> None:
     written = time_write(
         OutputFolder("runs", str(tmp_path / "runs" / "demo"), True), num_bytes=2**20
     )
@@ -184,10 +181,10 @@ def test_a_folder_is_written_where_it_would_be_made_and_left_clean(tmp_path: Pat
     assert find_existing_folder(tmp_path / "a" / "b") == tmp_path
 
 
-def test_a_folder_that_takes_no_files_is_a_problem(
+def test_a_folder_that_cannot_be_written_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse(*words: Any, **more: Any) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "open", refuse)
@@ -196,7 +193,9 @@ def test_a_folder_that_takes_no_files_is_a_problem(
     )
 
 
-def test_a_slow_disk_gets_a_smaller_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_slow_disk_is_tested_with_a_smaller_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     written: list[int] = []
 
     def write_seconds(path: Path, num_bytes: int) -> float:
@@ -206,63 +205,70 @@ def test_a_slow_disk_gets_a_smaller_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(storage, "_write_seconds", write_seconds)
     for rate, sizes in ((1e9, [2**20, 2**25]), (1e6, [2**20, 5 * 10**6]), (1e5, [2**20])):
         written.clear()
-        found = time_write(OutputFolder("runs", str(tmp_path), True))
+        results_by_rank = time_write(OutputFolder("runs", str(tmp_path), True))
         assert written == pytest.approx(sizes, rel=1e-6)
-        assert found.bytes_per_second == pytest.approx(rate)
+        assert results_by_rank.bytes_per_second == pytest.approx(rate)
 
 
-def test_ranks_whose_turn_at_the_clock_comes_too_late_are_passed_over(
+def test_ranks_that_reach_the_clock_exchange_too_late_are_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(clock, "_MAX_ANSWER_SECONDS", -1.0)
-    stores = connected(3)
-    assert in_threads(3, lambda rank: estimate_clock_offset(stores[rank], rank, 3)) == [None] * 3
+    stores = connect_stores(3)
+    assert (
+        run_in_threads(3, lambda rank: estimate_clock_offset(stores[rank], rank, 3)) == [None] * 3
+    )
     monkeypatch.setattr(clock, "_MAX_ANSWER_SECONDS", 10.0)
     (finding,) = judge_clocks({1: ClockOffset(0.0, 1e-4)}, dict.fromkeys(range(3), "a"))
     assert "on 1 of 2 ranks, all that answered within 10 s" in finding.value
 
 
-def agreements(count: int) -> tuple[list[RankMaximum], list[StageWatchdog]]:
-    stores = connected(count)
-    seats = {rank: RankLocation("a", "a", rank) for rank in range(count)}
-    watches = [StageWatchdog(60.0, lambda stage: None, rank, stores[rank]) for rank in range(count)]
-    meetings = [
-        Rendezvous(rank, seats, stores[rank], stores[rank], "", 0.0) for rank in range(count)
+def make_rank_maxima(count: int) -> tuple[list[RankMaximum], list[StageWatchdog]]:
+    stores = connect_stores(count)
+    locations = {rank: RankLocation("a", "a", rank) for rank in range(count)}
+    watchdogs = [
+        StageWatchdog(60.0, lambda stage: None, rank, stores[rank]) for rank in range(count)
     ]
-    return [RankMaximum(*pair) for pair in zip(meetings, watches, strict=True)], watches
+    rendezvous_of_rank = [
+        Rendezvous(rank, locations, stores[rank], stores[rank], "", 0.0) for rank in range(count)
+    ]
+    maxima = [RankMaximum(*pair) for pair in zip(rendezvous_of_rank, watchdogs, strict=True)]
+    return maxima, watchdogs
 
 
-def test_ranks_agree_on_the_largest_number_of_each_call() -> None:
-    agree, watches = agreements(3)
-    given = {0: [1.0, 5e-7], 1: [0.25, 2.0], 2: [3.5, 0.0]}
-    found = in_threads(3, lambda rank: [agree[rank](number) for number in given[rank]])
-    assert found == [[3.5, 2.0]] * 3
-    for watch in watches:
-        watch.close()
+def test_ranks_get_the_maximum_of_each_call() -> None:
+    maxima, watchdogs = make_rank_maxima(3)
+    numbers = {0: [1.0, 5e-7], 1: [0.25, 2.0], 2: [3.5, 0.0]}
+    results_by_rank = run_in_threads(
+        3, lambda rank: [maxima[rank](number) for number in numbers[rank]]
+    )
+    assert results_by_rank == [[3.5, 2.0]] * 3
+    for watchdog in watchdogs:
+        watchdog.close()
 
 
-def test_a_budget_ends_on_all_ranks_when_it_ends_on_one() -> None:
-    agree, watches = agreements(2)
-    late = time.monotonic() - 100
-    budgets = [TimeBudget(50.0, agree[0]), TimeBudget(50.0, agree[1], started=late)]
-    assert in_threads(2, lambda rank: budgets[rank].can_afford(1.0)) == [False, False]
+def test_a_budget_ends_on_all_ranks_at_once() -> None:
+    maxima, watchdogs = make_rank_maxima(2)
+    expired_start = time.monotonic() - 100
+    budgets = [TimeBudget(50.0, maxima[0]), TimeBudget(50.0, maxima[1], started=expired_start)]
+    assert run_in_threads(2, lambda rank: budgets[rank].can_afford(1.0)) == [False, False]
     budgets[1].seconds = budgets[0].seconds = 1000.0
-    assert in_threads(2, lambda rank: budgets[rank].can_afford(1.0)) == [True, True]
-    for watch in watches:
-        watch.close()
+    assert run_in_threads(2, lambda rank: budgets[rank].can_afford(1.0)) == [True, True]
+    for watchdog in watchdogs:
+        watchdog.close()
 
 
-def test_nobody_waits_for_the_number_of_a_rank_that_broke_off() -> None:
-    agree, watches = agreements(2)
-    watches[1]._store.set(BROKEN_KEY, "1")  # type: ignore[union-attr]
+def test_no_rank_waits_for_the_number_of_a_failed_rank() -> None:
+    maxima, watchdogs = make_rank_maxima(2)
+    watchdogs[1]._store.set(BROKEN_KEY, "1")  # type: ignore[union-attr]
     with pytest.raises(RankFailed):
-        agree[0](1.0)
-    for watch in watches:
-        watch.close()
+        maxima[0](1.0)
+    for watchdog in watchdogs:
+        watchdog.close()
 
 
-class Clock:
-    """A monotonic clock that moves when it is told to."""
+class ManualClock:
+    """Monotonic clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -271,82 +277,87 @@ class Clock:
         return self.now
 
 
-def test_a_stage_that_hangs_is_noticed_and_one_that_goes_on_is_not(
+def test_a_hanging_stage_is_detected_and_a_progressing_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock()
-    noticed = threading.Event()
+    clock = ManualClock()
+    expiry = threading.Event()
     monkeypatch.setattr("shardwright.doctor.stage_watchdog.time", clock)
     expired: list[str] = []
 
     def expire(stage: str) -> None:
         expired.append(stage)
-        noticed.set()
+        expiry.set()
 
-    watch = StageWatchdog(0.6, expire)
-    with watch.watch_stage("products"):
+    watchdog = StageWatchdog(0.6, expire)
+    with watchdog.watch_stage("products"):
         for _ in range(6):
             clock.now += 0.5
-            assert not noticed.wait(0.3)  # longer than a tick of the watch
-            watch.record_progress()
-    with watch.watch_stage("collectives"):
+            assert not expiry.wait(0.3)  # longer than a poll of the watchdog
+            watchdog.record_progress()
+    with watchdog.watch_stage("collectives"):
         clock.now += 0.7
-        assert noticed.wait(60.0)
-    watch.close()
+        assert expiry.wait(60.0)
+    watchdog.close()
     assert expired == ["collectives"]
 
 
-def test_who_is_behind_is_named() -> None:
-    (store,) = connected(1)
-    seats = {rank: RankLocation(f"node-{rank}", f"node-{rank}", 0) for rank in range(3)}
-    meeting = Rendezvous(0, seats, store, store, "127.0.0.1:1", 0.1)
+def test_ranks_behind_are_named() -> None:
+    (store,) = connect_stores(1)
+    locations = {rank: RankLocation(f"node-{rank}", f"node-{rank}", 0) for rank in range(3)}
+    rendezvous = Rendezvous(0, locations, store, store, "127.0.0.1:1", 0.1)
     store.set("stage/0", "correctness")
     store.set("stage/1", "products")
-    finding = judge_timeout("correctness", 60, meeting, STAGES)
+    finding = judge_timeout("correctness", 60, rendezvous, STAGES)
     assert "rank 1 (node-1) still at products" in finding.value
     assert "rank 2 (node-2) still at the start" in finding.value
     assert finding.numbers["behind"] == [1, 2]
     store.set("stage/1", "correctness")
     store.set("stage/2", "collectives")
-    assert "all ranks are in this stage" in judge_timeout("correctness", 60, meeting, STAGES).value
+    assert (
+        "all ranks are in this stage" in judge_timeout("correctness", 60, rendezvous, STAGES).value
+    )
 
 
 class SlowStore:
-    """A store at which the clock goes on by a second whenever somebody waits."""
+    """Store at which each wait advances the clock by a second."""
 
-    def __init__(self, store: dist.Store, clock: Clock) -> None:
+    def __init__(self, store: dist.Store, clock: ManualClock) -> None:
         self.store = store
         self.get_clock = clock
         self.check = store.check
         self.add = store.add
 
-    def wait(self, keys: list[str], most: timedelta) -> None:
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
         self.get_clock.now += 1.0
-        self.store.wait(keys, most)
+        self.store.wait(keys, timeout)
 
 
-def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke(
+def test_a_rank_waits_for_progressing_ranks_and_not_for_a_failed_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, (stores, expired) = Clock(), (connected(2), list[str]())
+    clock = ManualClock()
+    stores = connect_stores(2)
+    expired: list[str] = []
     monkeypatch.setattr("shardwright.doctor.stage_watchdog.time", clock)
     monkeypatch.setattr(
         "shardwright.doctor.stage_watchdog._POLL_INTERVAL", timedelta(milliseconds=50)
     )
-    watches = [StageWatchdog(6.0, expired.append, 0, store) for store in stores]
+    watchdogs = [StageWatchdog(6.0, expired.append, 0, store) for store in stores]
 
-    def be_slow(rank: int) -> Any:
-        with watches[rank].watch_stage("products"):
+    def work_slowly(rank: int) -> Any:
+        with watchdogs[rank].watch_stage("products"):
             if rank == 0:
-                watches[0].wait_for_key("started/copies")  # longer than its own time-out
+                watchdogs[0].wait_for_key("started/copies")  # longer than its own timeout
                 with pytest.raises(RankFailed, match="another rank has failed"):
-                    watches[0].wait_for_key("started/folders")
+                    watchdogs[0].wait_for_key("started/folders")
                 reports = {0: "here", 1: "report/1", 2: "report/2"}
-                return wait_for_reports(SlowStore(stores[0], clock), reports, 0.5)  # type: ignore[arg-type]
+                slow_store: Any = SlowStore(stores[0], clock)
+                return wait_for_reports(slow_store, reports, 0.5)
             for _ in range(4):
                 clock.now += 2.0
-                watches[1].record_progress()
-                while watches[0]._last_progress < clock.now:  # until it has seen that
+                watchdogs[1].record_progress()
+                while watchdogs[0]._last_progress < clock.now:  # until rank 0 has seen it
                     time.sleep(0.01)
             stores[1].set("started/copies", "1")
             stores[1].set("report/1", "{}")
@@ -354,7 +365,7 @@ def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke(
             stores[1].set(BROKEN_KEY, "1")
             return None
 
-    assert in_threads(2, be_slow) == [[2], None]
-    for watch in watches:
-        watch.close()
+    assert run_in_threads(2, work_slowly) == [[2], None]
+    for watchdog in watchdogs:
+        watchdog.close()
     assert expired == []

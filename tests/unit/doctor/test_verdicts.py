@@ -1,5 +1,5 @@
-"""From what ranks measured to verdicts: groups, links, results, clocks, folders, versions. No ranks
-are started.
+"""Verdicts from the measurements of ranks: groups, links, results, clocks, folders, versions. No
+ranks are started.
 """
 
 from __future__ import annotations
@@ -43,37 +43,45 @@ from shardwright.hardware import MatmulRate
 from shardwright.layout import Layout
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
-SEATS = {rank: RankLocation(host, host, rank % 2) for rank, host in HOSTS.items()}
+LOCATIONS = {rank: RankLocation(host, host, rank % 2) for rank, host in HOSTS.items()}
 
 
-def bad(findings: list[Finding]) -> dict[str, str]:
+def list_failures(findings: list[Finding]) -> dict[str, str]:
     return {finding.name: finding.verdict for finding in findings if finding.verdict != "pass"}
 
 
-def products(tera: dict[int, float]) -> dict[int, list[MatmulRate]]:
+def make_products(tera: dict[int, float]) -> dict[int, list[MatmulRate]]:
     return {
         rank: [MatmulRate("bf16", 8192, 8192, 8192, value * 1e12)] for rank, value in tera.items()
     }
 
 
-def test_products_are_held_against_the_data_sheet_and_each_other() -> None:
+def test_products_are_compared_with_the_data_sheet_and_each_other() -> None:
     names = dict.fromkeys(range(4), "NVIDIA H100 80GB HBM3")
-    assert bad(judge_matmuls(products({0: 740, 1: 750, 2: 735, 3: 745}), "cuda", names)) == {}
-    assert bad(judge_matmuls(products({0: 740, 1: 750, 2: 300, 3: 745}), "cuda", names)) == {
-        "products, bf16: slow rank 2": "fail"
-    }
-    # All alike, and all far below what the device is made for.
-    assert bad(judge_matmuls(products(dict.fromkeys(range(4), 250.0)), "cuda", names)) == {
-        "products, bf16": "fail"
-    }
+    assert (
+        list_failures(judge_matmuls(make_products({0: 740, 1: 750, 2: 735, 3: 745}), "cuda", names))
+        == {}
+    )
+    assert list_failures(
+        judge_matmuls(make_products({0: 740, 1: 750, 2: 300, 3: 745}), "cuda", names)
+    ) == {"products, bf16: slow rank 2": "fail"}
+    # All ranks equal, and all far below the data sheet.
+    assert list_failures(
+        judge_matmuls(make_products(dict.fromkeys(range(4), 250.0)), "cuda", names)
+    ) == {"products, bf16": "fail"}
 
 
-def test_a_device_that_no_data_sheet_knows_is_only_compared() -> None:
-    assert bad(judge_matmuls(products({0: 1.0, 1: 0.9}), "cuda", {0: "abacus", 1: "abacus"})) == {}
+def test_an_unknown_device_is_compared_with_other_ranks_only() -> None:
+    assert (
+        list_failures(
+            judge_matmuls(make_products({0: 1.0, 1: 0.9}), "cuda", {0: "abacus", 1: "abacus"})
+        )
+        == {}
+    )
 
 
-def squares(gigaflops: dict[str, dict[int, float]]) -> list[MatmulRate]:
-    """Square products of one rank: GFLOP/s by precision and side."""
+def make_squares(gigaflops: dict[str, dict[int, float]]) -> list[MatmulRate]:
+    """Return square products of one rank from GFLOP/s by precision and side."""
     return [
         MatmulRate(precision, side, side, side, 1e9 * rate)
         for precision, rates in gigaflops.items()
@@ -81,44 +89,46 @@ def squares(gigaflops: dict[str, dict[int, float]]) -> list[MatmulRate]:
     ]
 
 
-EMULATING = squares({"fp32": {128: 60, 256: 92, 512: 87, 1024: 80}, "bf16": {128: 3.0, 256: 0.7}})
-NATIVE = squares({"fp32": {128: 60, 256: 92}, "bf16": {128: 200, 256: 400}})
+EMULATING = make_squares(
+    {"fp32": {128: 60, 256: 92, 512: 87, 1024: 80}, "bf16": {128: 3.0, 256: 0.7}}
+)
+NATIVE = make_squares({"fp32": {128: 60, 256: 92}, "bf16": {128: 200, 256: 400}})
 
 
 def test_emulated_bf16_is_a_warning_with_its_ratio() -> None:
     names = {0: "", 1: ""}
     findings = judge_matmuls({0: EMULATING, 1: EMULATING}, "cpu", names)
-    assert bad(findings) == {"products, bf16": "warn"}
-    (finding,) = [one for one in findings if one.verdict == "warn"]
+    assert list_failures(findings) == {"products, bf16": "warn"}
+    (finding,) = [each for each in findings if each.verdict == "warn"]
     assert finding.value.startswith("bf16 is emulated here, 131 times slower than fp32: use fp32")
     assert "precision: fp32" in finding.remedy
     assert finding.numbers["times_slower_than_fp32"] == pytest.approx({0: 92 / 0.7, 1: 92 / 0.7})
     assert finding.numbers["side"] == 256
-    assert bad(judge_matmuls({0: NATIVE, 1: NATIVE}, "cpu", names)) == {}
+    assert list_failures(judge_matmuls({0: NATIVE, 1: NATIVE}, "cpu", names)) == {}
 
 
 def test_ranks_that_emulate_bf16_are_named() -> None:
     findings = judge_matmuls(
         {0: NATIVE, 1: EMULATING, 2: NATIVE}, "cpu", dict.fromkeys(range(3), "")
     )
-    (finding,) = [one for one in findings if one.name == "products, bf16"]
+    (finding,) = [each for each in findings if each.name == "products, bf16"]
     assert "bf16 is emulated on rank 1, 131 times slower" in finding.value
     assert finding.numbers["times_slower_than_fp32"][0] < 1
 
 
-def test_wide_precisions_are_not_held_against_fp32() -> None:
-    wide = squares({"fp32": {256: 90}, "fp64": {256: 20}})
-    assert bad(judge_matmuls({0: wide}, "cpu", {0: ""})) == {}
+def test_wide_precisions_are_not_compared_with_fp32() -> None:
+    wide = make_squares({"fp32": {256: 90}, "fp64": {256: 20}})
+    assert list_failures(judge_matmuls({0: wide}, "cpu", {0: ""})) == {}
 
 
 def test_ranks_are_compared_at_a_size_that_both_measured() -> None:
-    one = squares({"fp32": {128: 10, 256: 100}})
-    other = squares({"fp32": {128: 11}})
-    (finding,) = judge_matmuls({0: one, 1: other}, "cpu", {0: "", 1: ""})
+    first = make_squares({"fp32": {128: 10, 256: 100}})
+    second = make_squares({"fp32": {128: 11}})
+    (finding,) = judge_matmuls({0: first, 1: second}, "cpu", {0: "", 1: ""})
     assert finding.numbers["flops_per_second"] == pytest.approx({0: 10e9, 1: 11e9})
 
 
-def test_what_took_too_long_is_named_with_why() -> None:
+def test_omitted_measurements_are_named_with_the_reason() -> None:
     omissions = [
         Omission("products", "bf16 1024 x 2048 x 192", 3.0, "bf16 341 x 2048 x 192"),
         *(Omission("products", f"bf16 {m} x 512 x 512", 7.0) for m in (1, 2, 3, 4)),
@@ -140,34 +150,36 @@ def test_what_took_too_long_is_named_with_why() -> None:
     assert (elementwise.verdict, elementwise.remedy) == ("pass", "")
 
 
-def test_copies_to_the_device_are_held_against_the_bus() -> None:
+def test_copies_to_the_device_are_compared_with_the_bus() -> None:
     names = {0: "NVIDIA H100 80GB HBM3"}
     rates = {0: [CopyRate("memory", 2**30, 2.9e12), CopyRate("to device", 2**28, 12e9)]}
-    assert bad(judge_copies(rates, "cuda", names, pcie_generation=5)) == {
+    assert list_failures(judge_copies(rates, "cuda", names, pcie_generation=5)) == {
         "copies to device": "fail"
     }
-    assert bad(judge_copies(rates, "cuda", names, pcie_generation=3)) == {}
+    assert list_failures(judge_copies(rates, "cuda", names, pcie_generation=3)) == {}
 
 
-def times(
+def make_times(
     seconds: dict[tuple[int, ...], float], kind: Any = "all_reduce", size: int = 2**28
 ) -> list[GroupTime]:
     return [GroupTime("tp", ranks, kind, size, value) for ranks, value in seconds.items()]
 
 
-def test_bus_bandwidth_is_nccl_tests_and_stands_beside_the_links_peak() -> None:
+def test_bus_bandwidth_is_that_of_nccl_tests_and_is_compared_with_the_peak() -> None:
     # 256 MiB over 8 ranks in 1.25 ms: 214.7 GB/s x 7/4.
     ranks = tuple(range(8))
     (finding,) = judge_collectives(
-        times({ranks: 1.25e-3}), {ranks: 8}, "NVIDIA H100 80GB HBM3", None
+        make_times({ranks: 1.25e-3}), {ranks: 8}, "NVIDIA H100 80GB HBM3", None
     )
     assert finding.numbers["bus_bytes_per_second"][2**28] == pytest.approx(2**28 / 1.25e-3 * 1.75)
     assert (finding.numbers["link"], finding.verdict) == ("nvlink4", "pass")
-    (finding,) = judge_collectives(times({ranks: 20e-3}), {ranks: 8}, "NVIDIA H100 80GB HBM3", None)
-    assert finding.verdict == "fail"  # 23 GB/s: it went over PCIe
+    (finding,) = judge_collectives(
+        make_times({ranks: 20e-3}), {ranks: 8}, "NVIDIA H100 80GB HBM3", None
+    )
+    assert finding.verdict == "fail"  # 23 GB/s: traffic over PCIe
     assert "NCCL_DEBUG" in finding.remedy
     (finding,) = judge_collectives(
-        times({ranks: 12e-3}), {ranks: 4}, "NVIDIA H100 80GB HBM3", "ib400"
+        make_times({ranks: 12e-3}), {ranks: 4}, "NVIDIA H100 80GB HBM3", "ib400"
     )
     assert (finding.numbers["link"], finding.verdict) == (
         "ib400",
@@ -177,19 +189,19 @@ def test_bus_bandwidth_is_nccl_tests_and_stands_beside_the_links_peak() -> None:
 
 def test_a_group_that_is_slower_than_the_others_is_named() -> None:
     seconds = {(0, 1): 1.0, (2, 3): 1.05, (4, 5): 4.0, (6, 7): 0.98}
-    findings = judge_collectives(times(seconds), dict.fromkeys(seconds, 2), None, None)
-    assert bad(findings) == {"slow group of tp: ranks 4-5": "fail"}
+    findings = judge_collectives(make_times(seconds), dict.fromkeys(seconds, 2), None, None)
+    assert list_failures(findings) == {"slow group of tp: ranks 4-5": "fail"}
 
 
 def test_a_group_is_as_slow_as_its_slowest_member() -> None:
-    one = times({(0, 1): 1.0})
-    other = times({(0, 1): 3.0})
-    assert merge_group_times({0: one, 1: other}) == times({(0, 1): 3.0})
+    fast = make_times({(0, 1): 1.0})
+    slow = make_times({(0, 1): 3.0})
+    assert merge_group_times({0: fast, 1: slow}) == make_times({(0, 1): 3.0})
 
 
-def test_groups_and_messages() -> None:
-    found = list_axis_groups(Layout(pp=2, dp_shard=2, tp=2, zero_stage=3))
-    assert {groups.name: groups.groups[0] for groups in found} == {
+def test_axis_groups_and_message_sizes() -> None:
+    axis_groups = list_axis_groups(Layout(pp=2, dp_shard=2, tp=2, zero_stage=3))
+    assert {groups.name: groups.groups[0] for groups in axis_groups} == {
         "pp": (0, 4),
         "dp_shard = fsdp": (0, 2),
         "tp": (0, 1),
@@ -206,36 +218,42 @@ def test_groups_and_messages() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_pairs_meet_once_each(size: int) -> None:
+def test_each_pair_is_measured_once(size: int) -> None:
     rounds = pair_ranks(size)
     assert all(
         partners[partner] == rank for partners in rounds for rank, partner in partners.items()
     )
-    met = [frozenset(pair) for partners in rounds for pair in partners.items()]
-    assert all(met.count(pair) == 2 for pair in met)
-    assert len(set(met)) == size * (size - 1) // 2
+    pairs = [frozenset(pair) for partners in rounds for pair in partners.items()]
+    assert all(pairs.count(pair) == 2 for pair in pairs)
+    assert len(set(pairs)) == size * (size - 1) // 2
     assert len(pair_ranks(64)) == 15
 
 
-def link_times(slow: dict[tuple[int, int], float]) -> list[LinkTime]:
+def make_link_times(slow: dict[tuple[int, int], float]) -> list[LinkTime]:
     return [
         LinkTime(a, b, 10**6, slow.get((a, b), 1e-3)) for a in range(4) for b in range(4) if a != b
     ]
 
 
-def test_a_slow_sender_is_named_by_its_links_and_a_cable_by_its_ends() -> None:
-    two = {rank: RankLocation("a", "a", rank) for rank in range(4)}
-    assert bad(judge_links(link_times({}), two, "cuda")) == {}
+def test_a_slow_rank_and_a_slow_link_are_distinguished() -> None:
+    locations = {rank: RankLocation("a", "a", rank) for rank in range(4)}
+    assert list_failures(judge_links(make_link_times({}), locations, "cuda")) == {}
     sends = dict.fromkeys([(1, 0), (1, 2), (1, 3)], 5e-3)
-    assert bad(judge_links(link_times(sends), two, "cuda")) == {"slow rank 1": "fail"}
+    assert list_failures(judge_links(make_link_times(sends), locations, "cuda")) == {
+        "slow rank 1": "fail"
+    }
     receives = dict.fromkeys([(0, 3), (1, 3), (2, 3)], 2e-3)
     (finding,) = [
-        one for one in judge_links(link_times(receives), two, "cuda") if one.verdict != "pass"
+        each
+        for each in judge_links(make_link_times(receives), locations, "cuda")
+        if each.verdict != "pass"
     ]
     assert "receives" in finding.value
     assert finding.verdict == "warn"
     (finding,) = [
-        one for one in judge_links(link_times({(0, 2): 1e-2}), two, "cuda") if one.verdict != "pass"
+        each
+        for each in judge_links(make_link_times({(0, 2): 1e-2}), locations, "cuda")
+        if each.verdict != "pass"
     ]
     assert finding.name == "slow link 0 -> 2"
     assert "nvlink" in finding.remedy
@@ -243,11 +261,11 @@ def test_a_slow_sender_is_named_by_its_links_and_a_cable_by_its_ends() -> None:
 
 def test_links_between_nodes_are_compared_among_themselves() -> None:
     network = {(a, b): 2e-2 for a in range(4) for b in range(4) if HOSTS[a] != HOSTS[b]}
-    assert bad(judge_links(link_times(network), SEATS, "cuda")) == {}
+    assert list_failures(judge_links(make_link_times(network), LOCATIONS, "cuda")) == {}
     (finding,) = [
-        one
-        for one in judge_links(link_times({**network, (0, 2): 0.2}), SEATS, "cuda")
-        if one.verdict != "pass"
+        each
+        for each in judge_links(make_link_times({**network, (0, 2): 0.2}), LOCATIONS, "cuda")
+        if each.verdict != "pass"
     ]
     assert finding.name == "slow link 0 -> 2"
     assert "between a and b" in finding.remedy
@@ -255,14 +273,16 @@ def test_links_between_nodes_are_compared_among_themselves() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 @pytest.mark.parametrize("num_members", [2, 3, 8, 64, 512])
-def test_sums_of_the_pattern_are_exact_and_narrower_ones_are_not(
+def test_sums_of_the_pattern_are_exact_and_change_in_narrower_dtypes(
     dtype: torch.dtype, num_members: int
 ) -> None:
-    given = [build_pattern(member, 16, dtype, num_members) for member in range(num_members)]
-    total = given[0].clone()
-    for one in given[1:]:
-        total += one
-    wide = torch.stack([one.double() if dtype.is_floating_point else one for one in given]).sum(0)
+    patterns = [build_pattern(member, 16, dtype, num_members) for member in range(num_members)]
+    total = patterns[0].clone()
+    for each in patterns[1:]:
+        total += each
+    wide = torch.stack(
+        [each.double() if dtype.is_floating_point else each for each in patterns]
+    ).sum(0)
     assert torch.equal(total.double() if dtype.is_floating_point else total, wide)
     narrower = {
         torch.float32: torch.bfloat16,
@@ -270,57 +290,56 @@ def test_sums_of_the_pattern_are_exact_and_narrower_ones_are_not(
         torch.int64: torch.float64,
     }.get(dtype)
     if narrower is not None:
-        assert not torch.equal(given[1].to(narrower).to(dtype), given[1])
+        assert not torch.equal(patterns[1].to(narrower).to(dtype), patterns[1])
     if dtype != torch.bfloat16 or num_members <= 64:
-        assert not torch.equal(given[0], given[1])
+        assert not torch.equal(patterns[0], patterns[1])
 
 
 def test_wrong_results_name_collective_ranks_and_dtype() -> None:
     wrong = WrongCollectiveResult("all_reduce", "float32", "tp", 1, "32 of 96 elements differ")
-    checked = {
+    results_by_rank = {
         0: [CollectiveCheck(24, ())],
         1: [CollectiveCheck(24, (wrong, replace(wrong, dtype="float64")))],
     }
-    (finding,) = judge_correctness(checked)
+    (finding,) = judge_correctness(results_by_rank)
     assert (finding.name, finding.verdict) == ("all_reduce over tp", "fail")
     assert "wrong on rank 1 in float32, float64" in finding.value
-    assert bad(judge_correctness({0: [CollectiveCheck(24, ())]})) == {}
+    assert list_failures(judge_correctness({0: [CollectiveCheck(24, ())]})) == {}
 
 
-def test_clocks() -> None:
-    assert (
-        bad(judge_clocks({1: ClockOffset(0.3, 0.5), 2: ClockOffset(-0.02, 1e-4)}, HOSTS)) == {}
-    )  # within what the trip allows
+def test_clock_offsets_beyond_their_error_are_reported() -> None:
+    small = {1: ClockOffset(0.3, 0.5), 2: ClockOffset(-0.02, 1e-4)}  # within the round-trip error
+    assert list_failures(judge_clocks(small, HOSTS)) == {}
     (finding,) = judge_clocks({1: ClockOffset(1e-4, 1e-4), 2: ClockOffset(-3.0, 1e-3)}, HOSTS)
     assert finding.verdict == "warn"
     assert "rank 2: the clock of b is 3.0 s behind" in finding.value
     assert judge_clocks({2: ClockOffset(60.0, 1e-3)}, HOSTS)[0].verdict == "fail"
 
 
-def test_folders() -> None:
+def test_folders_that_are_not_shared_or_writable_are_reported() -> None:
     shared = OutputFolder("run folder", "/runs", True)
     own = OutputFolder("data cache", "/cache", False)
-    blind = {
+    invisible = {
         0: [
             FolderVisibility("run folder", "/runs", (2, 3), 10.0),
             FolderVisibility("data cache", "/cache", (2, 3), 10.0),
         ]
     }
-    assert bad(judge_visibility(blind, [shared, own], HOSTS)) == {
+    assert list_failures(judge_visibility(invisible, [shared, own], HOSTS)) == {
         "run folder seen by all": "fail",
         "data cache seen by all": "warn",
     }
-    seen = {rank: [FolderVisibility("run folder", "/runs", (), 0.1)] for rank in HOSTS}
-    assert bad(judge_visibility(seen, [shared], HOSTS)) == {}
-    broken = {
+    visible = {rank: [FolderVisibility("run folder", "/runs", (), 0.1)] for rank in HOSTS}
+    assert list_failures(judge_visibility(visible, [shared], HOSTS)) == {}
+    writes = {
         0: [WriteResult("run folder", "/runs", 2**40, 1e9)],
         2: [WriteResult("run folder", "/runs", problem="Read-only file system")],
     }
-    (finding,) = judge_writes(broken, HOSTS)
+    (finding,) = judge_writes(writes, HOSTS)
     assert "rank 2 cannot write to /runs (b): Read-only" in finding.value
-    assert bad(judge_writes({0: [WriteResult("run folder", "/runs", 2**30, 1e9)]}, HOSTS)) == {
-        "run folder": "warn"
-    }
+    assert list_failures(
+        judge_writes({0: [WriteResult("run folder", "/runs", 2**30, 1e9)]}, HOSTS)
+    ) == {"run folder": "warn"}
 
 
 SOFTWARE = Software({"torch": "2.13.0"}, (), ("flash", "math"), "g++", ("gloo",), False, ())
@@ -329,22 +348,28 @@ SOFTWARE = Software({"torch": "2.13.0"}, (), ("flash", "math"), "g++", ("gloo",)
 def test_ranks_with_other_versions_are_named() -> None:
     other = replace(SOFTWARE, versions={"torch": "2.12.1"})
     findings = judge_software({0: SOFTWARE, 1: SOFTWARE, 2: other})
-    assert bad(findings) == {"same on all ranks": "fail"}
+    assert list_failures(findings) == {"same on all ranks": "fail"}
     assert any("2.12.1 on rank 2" in finding.value for finding in findings)
 
 
 @pytest.mark.parametrize(
     ("change", "name", "verdict"),
     [
-        ({"unmet_requirements": ("torch>=2.11 is required, 2.4 is installed",)}, "versions", "fail"),
+        (
+            {"unmet_requirements": ("torch>=2.11 is required, 2.4 is installed",)},
+            "versions",
+            "fail",
+        ),
         ({"collective_backends": ()}, "collectives", "fail"),
         ({"has_cuda": True}, "collectives", "fail"),
         ({"attention_kernels": ("math",)}, "attention", "warn"),
         ({"compiler_name": ""}, "compile", "warn"),
     ],
 )
-def test_what_software_does_not_enable(change: dict[str, Any], name: str, verdict: str) -> None:
-    assert bad(judge_software({0: replace(SOFTWARE, **change)})) == {name: verdict}
+def test_missing_software_features_are_reported(
+    change: dict[str, Any], name: str, verdict: str
+) -> None:
+    assert list_failures(judge_software({0: replace(SOFTWARE, **change)})) == {name: verdict}
 
 
 HOST = Host("a", 32, None, 1.0, 2**37, 2**36, None, 2**34, 2**20, -1, 2, "performance")
@@ -361,25 +386,29 @@ HOST = Host("a", 32, None, 1.0, 2**37, 2**36, None, 2**34, 2**20, -1, 2, "perfor
         ({"cpu_governor": "powersave"}, "clock governor"),
     ],
 )
-def test_a_host_that_is_too_small_is_told(change: dict[str, Any], name: str) -> None:
-    assert bad(judge_hosts({"a": (HOST, 8)}, has_cuda=False)) == {}
-    assert bad(judge_hosts({"a": (replace(HOST, **change), 8)}, has_cuda=False)) == {name: "warn"}
+def test_a_host_that_is_too_small_is_reported(change: dict[str, Any], name: str) -> None:
+    assert list_failures(judge_hosts({"a": (HOST, 8)}, has_cuda=False)) == {}
+    assert list_failures(judge_hosts({"a": (replace(HOST, **change), 8)}, has_cuda=False)) == {
+        name: "warn"
+    }
 
 
-def test_alike_hosts_are_told_once() -> None:
+def test_equal_hosts_are_reported_once() -> None:
     hosts = {name: (replace(HOST, name=name), 8) for name in ("a", "b", "c")}
     names = [finding.name for finding in judge_hosts(hosts, has_cuda=True)]
     assert names.count("cores @ a") == 1
     assert not any(name.endswith("@ b") for name in names)
-    small = hosts | {"b": (replace(HOST, name="b", max_locked_bytes=65536), 8)}
-    assert bad(judge_hosts(small, has_cuda=True)) == {"locked memory @ b": "warn"}
+    with_small_limit = hosts | {"b": (replace(HOST, name="b", max_locked_bytes=65536), 8)}
+    assert list_failures(judge_hosts(with_small_limit, has_cuda=True)) == {
+        "locked memory @ b": "warn"
+    }
 
 
-def test_ranks_that_fell_silent_and_stages_that_broke_are_named() -> None:
+def test_silent_ranks_and_failed_stages_are_named() -> None:
     reports = {
         0: RankExamination(0, "a", failure=("collectives", "Connection closed by peer")),
         1: RankExamination(1, "a"),
     }
     findings = judge_missing_reports(reports, 3, HOSTS)
-    assert bad(findings) == {"reports": "fail", "collectives": "fail"}
+    assert list_failures(findings) == {"reports": "fail", "collectives": "fail"}
     assert "rank 2 (b)" in findings[0].value

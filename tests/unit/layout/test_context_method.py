@@ -1,6 +1,4 @@
-"""Who has which chunks of a row, which method `auto` comes to, and what is refused with which
-numbers.
-"""
+"""Context parallelism: chunks per rank, the choice of `auto`, and refusals with their numbers."""
 
 from __future__ import annotations
 
@@ -20,24 +18,24 @@ ATTENTION: dict[str, Any] = {
 }
 
 
-def check(layout: Layout, **changes: Any) -> tuple[str, str]:
+def choose_method(layout: Layout, **changes: Any) -> tuple[str, str]:
     choice = check_context_parallel(layout, **(ATTENTION | changes))
     return choice.method, choice.reason
 
 
 @pytest.mark.parametrize("degree", [2, 3, 8])
-def test_zigzag_gives_every_rank_as_many_pairs_to_compute(degree: int) -> None:
+def test_zigzag_balances_the_attention_pairs_of_ranks(degree: int) -> None:
     chunks = assign_chunks("ring", degree)
-    assert sorted(chunk for own in chunks for chunk in own) == list(
+    assert sorted(chunk for chunks_of_rank in chunks for chunk in chunks_of_rank) == list(
         range(count_chunks("ring", degree))
     )
-    assert len({sum(own) for own in chunks}) == 1
+    assert len({sum(chunks_of_rank) for chunks_of_rank in chunks}) == 1
     assert assign_chunks("all_gather", degree) == chunks
     assert assign_chunks("ulysses", degree) == tuple((rank,) for rank in range(degree))
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "method", "why"),
+    ("layout", "changes", "method", "expected_reason"),
     [
         (Layout(cp=2), {}, "ulysses", "heads divide by 2"),
         (Layout(cp=2, tp=2), {}, "ulysses", "4 ranks of tp x cp"),
@@ -64,20 +62,20 @@ def test_zigzag_gives_every_rank_as_many_pairs_to_compute(degree: int) -> None:
         (Layout(cp=2, cp_method="ring"), {}, "ring", "set by layout.cp_method"),
     ],
 )
-def test_what_auto_comes_to_and_why(
-    layout: Layout, changes: dict[str, Any], method: str, why: str
+def test_auto_chooses_a_method_with_a_reason(
+    layout: Layout, changes: dict[str, Any], method: str, expected_reason: str
 ) -> None:
-    chosen, reason = check(layout, **changes)
+    chosen, reason = choose_method(layout, **changes)
     assert chosen == method
-    assert why in reason
+    assert expected_reason in reason
 
 
-def test_one_rank_has_nothing_to_refuse() -> None:
-    check(Layout(), sequence_length=7)
+def test_one_rank_accepts_any_length() -> None:
+    choose_method(Layout(), sequence_length=7)
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "told"),
+    ("layout", "changes", "message"),
     [
         (
             Layout(cp=4, cp_method="ring"),
@@ -112,17 +110,18 @@ def test_one_rank_has_nothing_to_refuse() -> None:
         (
             Layout(cp=2, cp_method="ulysses"),
             {"num_heads": 6, "num_kv_heads": 3},
-            r"3 key-value heads evenly over 2 .*nearest degree that works is 1; cp_method ring and all_gather do not split heads",
+            r"3 key-value heads evenly over 2 .*nearest degree that works is 1; "
+            r"cp_method ring and all_gather do not split heads",
         ),
     ],
 )
-def test_what_does_not_divide_is_refused_with_the_nearest_that_does(
-    layout: Layout, changes: dict[str, Any], told: str
+def test_indivisible_sizes_are_refused_with_the_nearest_that_works(
+    layout: Layout, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(LayoutError, match=told):
-        check(layout, **changes)
+    with pytest.raises(LayoutError, match=message):
+        choose_method(layout, **changes)
 
 
 def test_few_key_value_heads_are_shared() -> None:
-    assert check(Layout(cp=8, cp_method="ulysses"), num_kv_heads=2)[0] == "ulysses"
-    check(Layout(cp=2, tp=4, sequence_parallel=False, cp_method="ring"), sequence_length=60)
+    assert choose_method(Layout(cp=8, cp_method="ulysses"), num_kv_heads=2)[0] == "ulysses"
+    choose_method(Layout(cp=2, tp=4, sequence_parallel=False, cp_method="ring"), sequence_length=60)

@@ -1,4 +1,4 @@
-"""The decoder's own promises: names, documents, cache, precision, recomputation, compilation.
+"""The decoder: names, documents, cache, precision, recomputation, compilation.
 
 Legend: B sequences, T tokens, V vocabulary.
 """
@@ -16,7 +16,7 @@ from shardwright.architecture import read_config
 from shardwright.model import Decoder, DropoutKey, KeyValueCache
 from tests.reference.cases import CASES, LONG
 
-SOME = (
+SOME_CASES = (
     "llama",
     "mistral-window",
     "phi3-longrope-long",
@@ -30,20 +30,20 @@ SOME = (
 
 
 def build(case: str | dict[str, Any], **options: Any) -> Decoder:
-    """A decoder with random weights, all of them away from where they would hide a mistake."""
+    """Build a decoder with random weights, so that no zero or one hides a mistake."""
     decoder = Decoder(read_config(CASES[case] if isinstance(case, str) else case), **options)
-    fill(decoder)
+    randomise(decoder)
     return decoder
 
 
-def fill(decoder: Decoder) -> None:
+def randomise(decoder: Decoder) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-def tokens(decoder: Decoder, rows: int = 2, length: int = LONG) -> Tensor:
+def draw_tokens(decoder: Decoder, rows: int = 2, length: int = LONG) -> Tensor:
     return torch.randint(
         0, decoder.shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)
     )
@@ -64,10 +64,10 @@ def test_parameters_are_those_of_the_shape_in_order(case: str) -> None:
         assert owner in dict(listed)
 
 
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("case", SOME_CASES)
 def test_packed_documents_equal_separate_rows(case: str) -> None:
     decoder = build(case)
-    ids_BT = tokens(decoder, rows=1)
+    ids_BT = draw_tokens(decoder, rows=1)
     lengths = (11, 1, 20, LONG - 32)
     separate = torch.cat([decoder(part) for part in ids_BT.split(lengths, dim=1)], dim=1)
     documents_BT = torch.repeat_interleave(torch.tensor([3, 0, 7, 1]), torch.tensor(lengths))[None]
@@ -80,11 +80,11 @@ def test_packed_documents_equal_separate_rows(case: str) -> None:
     assert not torch.allclose(decoder(ids_BT), separate, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("case", SOME_CASES)
 @torch.no_grad()
-def test_cached_steps_equal_the_whole(case: str) -> None:
+def test_cached_steps_equal_one_forward_pass(case: str) -> None:
     decoder = build(case)
-    ids_BT = tokens(decoder)
+    ids_BT = draw_tokens(decoder)
     cache = KeyValueCache(decoder.shape, 2, LONG, dtype=torch.float32, device="cpu")
     steps = [
         decoder(part, cache=cache) for part in ids_BT.split([9, 1, 1, 5, LONG - 18, 1, 1], dim=1)
@@ -94,17 +94,17 @@ def test_cached_steps_equal_the_whole(case: str) -> None:
 
 
 @torch.no_grad()
-def test_a_full_cache_is_noticed() -> None:
+def test_a_full_cache_is_an_error() -> None:
     decoder = build("llama")
     cache = KeyValueCache(decoder.shape, 2, 4, dtype=torch.float32, device="cpu")
     with pytest.raises(AssertionError, match="fewer tokens"):
-        decoder(tokens(decoder, length=5), cache=cache)
+        decoder(draw_tokens(decoder, length=5), cache=cache)
 
 
-@pytest.mark.parametrize("case", SOME)
-def test_causal(case: str) -> None:
+@pytest.mark.parametrize("case", SOME_CASES)
+def test_logits_do_not_depend_on_later_tokens(case: str) -> None:
     decoder = build(case)
-    ids_BT = tokens(decoder)
+    ids_BT = draw_tokens(decoder)
     other_BT = ids_BT.clone()
     other_BT[:, 20:] = (other_BT[:, 20:] + 1) % decoder.shape.vocab_size
     with torch.no_grad():
@@ -113,16 +113,14 @@ def test_causal(case: str) -> None:
         )
 
 
-@pytest.mark.parametrize("case", SOME)
-def test_float64_throughout(case: str) -> None:
-    """Fused and explicit attention are two computations of one function: in fp64 they agree to
-    1e-12.
-    """
+@pytest.mark.parametrize("case", SOME_CASES)
+def test_fused_and_explicit_attention_agree_in_float64(case: str) -> None:
+    """Both compute the same function: in fp64 they agree to 1e-12."""
     losses = []
     gradients = []
     for attention in ("auto", "explicit"):
         decoder = build(case, attention=attention).double()
-        ids_BT = tokens(decoder)
+        ids_BT = draw_tokens(decoder)
         loss = decoder(ids_BT, labels_BT=ids_BT.roll(-1, 1))
         assert loss.dtype == torch.float64
         loss.backward()
@@ -136,20 +134,20 @@ def test_float64_throughout(case: str) -> None:
 
 def test_loss_is_the_sum_over_supervised_tokens() -> None:
     decoder = build("granite")
-    ids_BT = tokens(decoder)
+    ids_BT = draw_tokens(decoder)
     labels_BT = ids_BT.roll(-1, 1)
     labels_BT[:, 5:] = -100
-    picked = decoder(ids_BT)[:, :5].log_softmax(-1).gather(-1, labels_BT[:, :5, None]).sum()
-    torch.testing.assert_close(decoder(ids_BT, labels_BT=labels_BT), -picked)
+    log_likelihood = decoder(ids_BT)[:, :5].log_softmax(-1).gather(-1, labels_BT[:, :5, None]).sum()
+    torch.testing.assert_close(decoder(ids_BT, labels_BT=labels_BT), -log_likelihood)
 
 
-def test_loss_function_gets_what_the_head_is() -> None:
-    seen: dict[str, Any] = {}
+def test_loss_function_receives_the_properties_of_the_head() -> None:
+    received: dict[str, Any] = {}
 
     def record(
         hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, labels_N: Tensor, **options: Any
     ) -> Tensor:
-        seen.update(
+        received.update(
             options,
             hidden=hidden_ND.shape,
             weight=weight_VD.shape,
@@ -159,9 +157,9 @@ def test_loss_function_gets_what_the_head_is() -> None:
         return hidden_ND.sum()
 
     decoder = build(CASES["gemma2"], loss_function=record)
-    ids_BT = tokens(decoder)
+    ids_BT = draw_tokens(decoder)
     decoder(ids_BT, labels_BT=ids_BT)
-    assert seen == {
+    assert received == {
         "logit_scale": 1.0,
         "soft_cap": 30.0,
         "hidden": (2 * LONG, 48),
@@ -175,7 +173,7 @@ def test_loss_function_gets_what_the_head_is() -> None:
 def test_bf16_compute_keeps_fp32_weights(case: str) -> None:
     decoder = build(case, compute_dtype=torch.bfloat16)
     exact = build(case)
-    ids_BT = tokens(decoder)
+    ids_BT = draw_tokens(decoder)
     hidden = decoder.compute_hidden(ids_BT)
     expected = exact.compute_hidden(ids_BT)
     assert hidden.dtype == torch.bfloat16
@@ -193,27 +191,27 @@ def test_bf16_compute_keeps_fp32_weights(case: str) -> None:
 
 def test_blocks_run_through_the_recompute_hook() -> None:
     decoder = build("gpt2-inverse-layer-scale")
-    ids_BT = tokens(decoder)
+    ids_BT = draw_tokens(decoder)
     key = DropoutKey(seed=1, step=2, sample_indices_B=torch.tensor([5, 9]))
-    plain = gradients_of(decoder, ids_BT, key)
+    plain = compute_gradients(decoder, ids_BT, key)
     calls = []
 
-    def run(function: Any, *arguments: Any) -> Tensor:
+    def recompute(function: Any, *arguments: Any) -> Tensor:
         calls.append(function)
         return torch.utils.checkpoint.checkpoint(
             function, *arguments, use_reentrant=False, preserve_rng_state=False
         )
 
-    decoder.set_recompute(run)
-    for ours, theirs in zip(gradients_of(decoder, ids_BT, key), plain, strict=True):
-        assert torch.equal(ours, theirs)
+    decoder.set_recompute(recompute)
+    for gradient, expected in zip(compute_gradients(decoder, ids_BT, key), plain, strict=True):
+        assert torch.equal(gradient, expected)
     assert len(calls) == decoder.shape.num_layers
     decoder.set_recompute(None)
-    gradients_of(decoder, ids_BT, key)
+    compute_gradients(decoder, ids_BT, key)
     assert len(calls) == decoder.shape.num_layers
 
 
-def gradients_of(
+def compute_gradients(
     decoder: Decoder, ids_BT: Tensor, dropout: DropoutKey | None = None
 ) -> list[Tensor]:
     decoder.zero_grad()
@@ -223,32 +221,32 @@ def gradients_of(
     ]
 
 
-# Tracing looks at `.grad` of the block's input, and warns itself of it.
-quiet_tracing = pytest.mark.filterwarnings(
+# Tracing reads `.grad` of the block's input, which gives a warning.
+ignore_tracing_warning = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
 
-@quiet_tracing
-def test_compiled_blocks_compute_the_same() -> None:
+@ignore_tracing_warning
+def test_compiled_blocks_compute_the_same_gradients() -> None:
     decoder = build(CASES["gemma2"] | {"num_hidden_layers": 2})
-    ids_BT = tokens(decoder)
-    plain = gradients_of(decoder, ids_BT)
+    ids_BT = draw_tokens(decoder)
+    plain = compute_gradients(decoder, ids_BT)
     names = [name for name, _ in decoder.named_parameters()]
     decoder.compile_blocks(backend="aot_eager", fullgraph=True)
-    compiled = gradients_of(decoder, ids_BT)
+    compiled = compute_gradients(decoder, ids_BT)
     assert [name for name, _ in decoder.named_parameters()] == names
     largest = max(gradient.norm() for gradient in plain)
-    for ours, theirs in zip(compiled, plain, strict=True):
-        assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7 * largest
+    for gradient, expected in zip(compiled, plain, strict=True):
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm() + 1e-7 * largest
 
 
-@quiet_tracing
-@pytest.mark.parametrize("dropped", [False, True])
-def test_blocks_of_a_kind_share_one_graph(dropped: bool) -> None:
+@ignore_tracing_warning
+@pytest.mark.parametrize("has_dropout", [False, True])
+def test_blocks_of_a_kind_share_one_graph(has_dropout: bool) -> None:
     """A graph per layer would cost minutes, and beyond the compiler's limit fall back to eager."""
     decoder = build(CASES["gpt2"] | {"n_layer": 10, "resid_pdrop": 0.1, "attn_pdrop": 0.1})
-    ids_BT = tokens(decoder)
+    ids_BT = draw_tokens(decoder)
     torch._dynamo.reset()
     compiled = []
 
@@ -257,14 +255,14 @@ def test_blocks_of_a_kind_share_one_graph(dropped: bool) -> None:
         return graph.forward
 
     decoder.compile_blocks(backend=count, fullgraph=True)
-    key = DropoutKey(0, 0, torch.tensor([0, 1])) if dropped else None
+    key = DropoutKey(0, 0, torch.tensor([0, 1])) if has_dropout else None
     decoder(ids_BT, labels_BT=ids_BT, dropout=key)
-    # One for the first block's input that no gradient reached yet, one for the rest.
+    # One for the first block, whose input needs no gradient, and one for the rest.
     assert len(compiled) <= 2
 
 
 @pytest.mark.parametrize(
-    ("case", "attention", "said"),
+    ("case", "attention", "message"),
     [
         ("llama", "auto", "fused kernels"),
         ("llama", "explicit", "as configured"),
@@ -273,11 +271,11 @@ def test_blocks_of_a_kind_share_one_graph(dropped: bool) -> None:
         ("gpt2", "auto", "do not support our dropout"),
     ],
 )
-def test_the_path_of_attention_is_logged_once(
-    case: str, attention: str, said: str, caplog: pytest.LogCaptureFixture
+def test_the_attention_implementation_is_logged_once(
+    case: str, attention: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="shardwright"):
         decoder = build(case, attention=attention)
-        decoder(tokens(decoder))
-        decoder(tokens(decoder))
-    assert [said in record.getMessage() for record in caplog.records] == [True]
+        decoder(draw_tokens(decoder))
+        decoder(draw_tokens(decoder))
+    assert [message in record.getMessage() for record in caplog.records] == [True]

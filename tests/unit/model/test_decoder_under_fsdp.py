@@ -1,4 +1,4 @@
-"""One process under FSDP2's mixed precision computes the very bits of the plain decoder with fp32
+"""One process with FSDP2's mixed precision computes the same bits as the plain decoder with fp32
 weights.
 """
 
@@ -17,8 +17,8 @@ from tests.reference.cases import CASES
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of one."""
+def single_process_group() -> Iterator[None]:
+    """Initialise a process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -36,10 +36,8 @@ def build(case: str) -> Decoder:
 @pytest.mark.parametrize(
     "case", ["llama-one-kv-head-tied", "gemma3_text-older", "phi3-longrope-long", "gpt2"]
 )
-def test_loss_is_bit_equal_in_bf16(case: str, alone: None) -> None:
-    """It was not when FSDP found the rotation tables among a block's inputs and rounded them to
-    bf16.
-    """
+def test_loss_is_bit_equal_in_bf16(case: str, single_process_group: None) -> None:
+    """FSDP must not round the rotation tables to bf16, as it does with inputs of blocks."""
     plain = build(case)
     sharded = build(case)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -48,17 +46,17 @@ def test_loss_is_bit_equal_in_bf16(case: str, alone: None) -> None:
     fully_shard(sharded, mp_policy=policy)
     ids_BT = torch.randint(0, 97, (2, 30), generator=torch.Generator().manual_seed(1))
     key = DropoutKey(0, 1, torch.tensor([3, 4]))
-    ours = sharded(ids_BT, labels_BT=ids_BT, dropout=key)
-    theirs = plain(ids_BT, labels_BT=ids_BT, dropout=key)
-    assert torch.equal(ours, theirs)
-    ours.backward()
-    theirs.backward()
+    sharded_loss = sharded(ids_BT, labels_BT=ids_BT, dropout=key)
+    plain_loss = plain(ids_BT, labels_BT=ids_BT, dropout=key)
+    assert torch.equal(sharded_loss, plain_loss)
+    sharded_loss.backward()
+    plain_loss.backward()
     for (name, parameter), reference in zip(
         sharded.named_parameters(), plain.parameters(), strict=True
     ):
         assert parameter.grad is not None
         assert reference.grad is not None
         gradient = parameter.grad.full_tensor()  # type: ignore[attr-defined]
-        # An embedding's gradient is a sum over tokens, taken in the precision in which FSDP
-        # gathered the table.
+        # An embedding's gradient is a sum over tokens, in the precision in which FSDP gathers the
+        # table.
         assert (gradient - reference.grad).norm() <= 4e-3 * reference.grad.norm(), name

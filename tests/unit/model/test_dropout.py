@@ -1,4 +1,4 @@
-"""Dropout masks: fair, independent, and functions of the token alone.
+"""Dropout masks: right rate, independent, and functions of the token alone.
 
 Legend: B sequences, T tokens, D features, H heads, S keys.
 """
@@ -15,14 +15,14 @@ from shardwright.model.dropout import Dropout, DropoutSite
 from tests.reference.cases import CASES
 
 
-def dropout(
+def make_dropout(
     rows: int = 4, tokens: int = 64, *, seed: int = 0, step: int = 0, first: int = 0
 ) -> Dropout:
     key = DropoutKey(seed, step, torch.arange(first, first + rows))
     return Dropout.from_key(key, torch.arange(tokens), torch.device("cpu"))
 
 
-def kept(
+def draw_mask(
     masks: Dropout,
     rate: float = 0.5,
     site: DropoutSite = DropoutSite.FEED_FORWARD,
@@ -36,7 +36,7 @@ def kept(
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
 def test_keep_rate_and_expectation(rate: float) -> None:
     ones = torch.ones(8, 256, 256)
-    dropped = dropout(8, 256).drop(ones, rate, DropoutSite.EMBEDDING)
+    dropped = make_dropout(8, 256).drop(ones, rate, DropoutSite.EMBEDDING)
     count = ones.numel()
     assert abs((dropped != 0).double().mean() - (1 - rate)) < 5 * (rate * (1 - rate) / count) ** 0.5
     assert set(dropped.unique().tolist()) == {0.0, torch.tensor(1 / (1 - rate)).item()}
@@ -45,50 +45,52 @@ def test_keep_rate_and_expectation(rate: float) -> None:
 
 def test_attention_keep_rate() -> None:
     ones = torch.ones(4, 3, 64, 64)
-    share = (dropout().drop_attention(ones, 0.2) != 0).double().mean()
+    share = (make_dropout().drop_attention(ones, 0.2) != 0).double().mean()
     assert abs(share - 0.8) < 5 * (0.2 * 0.8 / ones.numel()) ** 0.5
 
 
-def correlation(a: Tensor, b: Tensor) -> float:
-    """Standard deviations by which two fair 0-1 tensors agree more often than chance."""
+def measure_agreement(a: Tensor, b: Tensor) -> float:
+    """Return by how many standard deviations two fair 0-1 tensors agree more often than chance."""
     return abs(((a == b).double().mean() - 0.5) * 2 * a.numel() ** 0.5).item()
 
 
-def test_masks_of_different_places_are_independent() -> None:
-    base = kept(dropout())
-    assert correlation(base, kept(dropout(seed=1))) < 5
-    assert correlation(base, kept(dropout(seed=2**32))) < 5
-    assert correlation(base, kept(dropout(step=1))) < 5
-    assert correlation(base, kept(dropout(step=2**32))) < 5
-    assert correlation(base, kept(dropout(first=2**32))) < 5
-    assert correlation(base, kept(dropout(), layer=1)) < 5
+def test_masks_of_different_sites_are_independent() -> None:
+    base = draw_mask(make_dropout())
+    assert measure_agreement(base, draw_mask(make_dropout(seed=1))) < 5
+    assert measure_agreement(base, draw_mask(make_dropout(seed=2**32))) < 5
+    assert measure_agreement(base, draw_mask(make_dropout(step=1))) < 5
+    assert measure_agreement(base, draw_mask(make_dropout(step=2**32))) < 5
+    assert measure_agreement(base, draw_mask(make_dropout(first=2**32))) < 5
+    assert measure_agreement(base, draw_mask(make_dropout(), layer=1)) < 5
     assert (
-        correlation(
+        measure_agreement(
             base,
-            (dropout().drop(torch.ones(4, 64, 128), 0.5, DropoutSite.FEED_FORWARD) != 0).double(),
+            (
+                make_dropout().drop(torch.ones(4, 64, 128), 0.5, DropoutSite.FEED_FORWARD) != 0
+            ).double(),
         )
         < 5
     )
-    assert correlation(base, kept(dropout(), site=DropoutSite.ATTENTION_OUT)) < 5
+    assert measure_agreement(base, draw_mask(make_dropout(), site=DropoutSite.ATTENTION_OUT)) < 5
     # Neighbouring samples, tokens and features, near and far.
-    assert correlation(base[:-1], base[1:]) < 5
+    assert measure_agreement(base[:-1], base[1:]) < 5
     for shift in (1, 2, 8, 32):
-        assert correlation(base[:, :-shift], base[:, shift:]) < 5
-        assert correlation(base[..., :-shift], base[..., shift:]) < 5
+        assert measure_agreement(base[:, :-shift], base[:, shift:]) < 5
+        assert measure_agreement(base[..., :-shift], base[..., shift:]) < 5
 
 
-def test_every_feature_and_token_is_dropped_as_often_as_another() -> None:
-    masks = kept(dropout(16, 256), width=64)
+def test_all_features_and_tokens_are_dropped_equally_often() -> None:
+    masks = draw_mask(make_dropout(16, 256), width=64)
     for dims, count in (((0, 1), 16 * 256), ((0, 2), 16 * 64), ((1, 2), 256 * 64)):
         deviations = (masks.mean(dims) - 0.5).abs() / (0.25 / count) ** 0.5
         assert deviations.max() < 5
 
 
 def test_heads_and_keys_are_independent() -> None:
-    weights = (dropout().drop_attention(torch.ones(4, 4, 64, 64), 0.5) != 0).double()
-    assert correlation(weights[:, :-1], weights[:, 1:]) < 5
-    assert correlation(weights[..., :-1], weights[..., 1:]) < 5
-    assert correlation(weights, weights.transpose(-1, -2)) < 6
+    weights = (make_dropout().drop_attention(torch.ones(4, 4, 64, 64), 0.5) != 0).double()
+    assert measure_agreement(weights[:, :-1], weights[:, 1:]) < 5
+    assert measure_agreement(weights[..., :-1], weights[..., 1:]) < 5
+    assert measure_agreement(weights, weights.transpose(-1, -2)) < 6
 
 
 def test_any_split_of_the_batch_has_the_same_masks() -> None:
@@ -113,9 +115,9 @@ def test_any_split_of_the_batch_has_the_same_masks() -> None:
     assert not torch.isclose(whole, decoder(ids_BT, labels_BT=ids_BT), rtol=1e-6)
 
 
-def test_torch_generators_are_left_alone() -> None:
+def test_torch_generators_do_not_advance() -> None:
     before = torch.get_rng_state()
-    kept(dropout())
+    draw_mask(make_dropout())
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -131,25 +133,29 @@ def test_torch_generators_are_left_alone() -> None:
         ("gpt_neox", {"attention_dropout": 0.3}),
     ],
 )
-def test_every_rate_acts_and_only_with_a_key(case: str, fields: dict[str, float]) -> None:
+def test_every_rate_has_an_effect_only_with_a_key(case: str, fields: dict[str, float]) -> None:
     off = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0} if case == "gpt2" else {}
     with_rate = Decoder(read_config(CASES[case] | fields))
-    without = Decoder(read_config(CASES[case] | off))
+    without_rate = Decoder(read_config(CASES[case] | off))
     with torch.no_grad():
-        for ours, theirs in zip(with_rate.parameters(), without.parameters(), strict=True):
-            theirs.copy_(ours.normal_(std=0.2))
+        for parameter, copy in zip(with_rate.parameters(), without_rate.parameters(), strict=True):
+            copy.copy_(parameter.normal_(std=0.2))
     ids_BT = torch.arange(12)[None]
     key = DropoutKey(0, 0, torch.tensor([0]))
-    assert torch.equal(with_rate(ids_BT), without(ids_BT))
-    assert torch.equal(without(ids_BT, dropout=key), without(ids_BT))
-    assert not torch.allclose(with_rate(ids_BT, dropout=key), without(ids_BT), rtol=1e-2)
+    assert torch.equal(with_rate(ids_BT), without_rate(ids_BT))
+    assert torch.equal(without_rate(ids_BT, dropout=key), without_rate(ids_BT))
+    assert not torch.allclose(with_rate(ids_BT, dropout=key), without_rate(ids_BT), rtol=1e-2)
 
 
-def test_a_share_of_the_heads_and_keys_is_dropped_as_in_the_whole() -> None:
+def test_a_shard_of_heads_and_keys_has_the_mask_of_the_whole() -> None:
     ones = torch.ones(4, 6, 64, 64)
-    whole = dropout().drop_attention(ones, 0.3)
+    whole = make_dropout().drop_attention(ones, 0.3)
     places = torch.tensor([3, 60, 17])
-    part = dropout().drop_attention(ones[:, 2:5, :, :3], 0.3, first_head=2, key_indices_S=places)
+    part = make_dropout().drop_attention(
+        ones[:, 2:5, :, :3], 0.3, first_head=2, key_indices_S=places
+    )
     assert torch.equal(part, whole[:, 2:5][..., places])
-    later = dropout().drop_attention(ones[:, 2:5, :, :3], 0.3, first_head=3, key_indices_S=places)
+    later = make_dropout().drop_attention(
+        ones[:, 2:5, :, :3], 0.3, first_head=3, key_indices_S=places
+    )
     assert not torch.equal(later, part)

@@ -1,5 +1,5 @@
-"""4-bit matrices: bitsandbytes' bytes, rows of any length, and products whose backward pass keeps
-no dequantised matrix.
+"""4-bit matrices: bytes of bitsandbytes, rows of any length, products that save no dequantised
+matrix.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ BITSANDBYTES = (
     "1ff1ff2ee2ee2ed3dd3dc4cc4bb4bb5aa5aa6996996886887887777777777777"
     "7777777777777766666666665555555444444333333222222211111111000000"
 )
-"""Of `two_blocks`, bitsandbytes 0.50.2 on a CPU: quantize_4bit(x, blocksize=64,
+"""`make_two_blocks` quantised by bitsandbytes 0.50.2 on a CPU: quantize_4bit(x, blocksize=64,
 quant_type="nf4").
 """
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 64,
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 64,
 }  # fmt: skip
 
 
-def two_blocks() -> Tensor:
+def make_two_blocks() -> Tensor:
     values = torch.linspace(-1.0, 1.0, 128).view(2, 64).square() * torch.tensor([[1.0], [-0.3]])
     values[0, ::3] *= -0.7
     return values
 
 
 def test_codes_and_scales_are_those_of_bitsandbytes() -> None:
-    packed = nf4.pack(two_blocks())
+    packed = nf4.pack(make_two_blocks())
     assert packed[:, :32].flatten().numpy().tobytes().hex() == BITSANDBYTES
     assert packed[:, 32:].contiguous().view(torch.float32).flatten().tolist() == [
         0.9687519669532776,
@@ -51,21 +53,21 @@ def test_codes_and_scales_are_those_of_bitsandbytes() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 1)])
 @pytest.mark.parametrize("columns", [1, 27, 64, 65, 130])
-def test_a_row_of_any_length_comes_back_within_half_a_step(
+def test_a_row_of_any_length_is_rounded_to_the_nearest_values(
     columns: int, shape: tuple[int, ...]
 ) -> None:
     values = torch.randn(*shape, columns, generator=torch.Generator().manual_seed(1))
     packed = nf4.pack(values)
     assert packed.shape == (*shape, compute_row_bytes(columns))
-    back = nf4.unpack(packed, columns, torch.float32)
+    unpacked = nf4.unpack(packed, columns, torch.float32)
     table = torch.tensor(nf4.NF4_VALUES)
     for start in range(0, columns, nf4.BLOCK_ELEMENTS):
         block = values[..., start : start + nf4.BLOCK_ELEMENTS]
-        got = back[..., start : start + nf4.BLOCK_ELEMENTS]
+        unpacked_block = unpacked[..., start : start + nf4.BLOCK_ELEMENTS]
         scale = block.abs().amax(-1, keepdim=True)
         nearest = table[(block / scale)[..., None].sub(table).abs().argmin(-1)] * scale
-        assert torch.equal(got, nearest)
-    assert torch.equal(nf4.pack(back), packed)  # what is held is held again as it is
+        assert torch.equal(unpacked_block, nearest)
+    assert torch.equal(nf4.pack(unpacked), packed)  # packing is idempotent
 
 
 def test_zeros_stay_zeros() -> None:
@@ -74,50 +76,52 @@ def test_zeros_stay_zeros() -> None:
     )
 
 
-def test_rows_are_packed_and_unpacked_some_at_a_time() -> None:
+def test_rows_are_packed_and_unpacked_in_chunks() -> None:
     values = torch.randn(10, 96, generator=torch.Generator().manual_seed(2))
     whole = nf4.pack(values)
-    back = nf4.unpack(whole, 96, torch.float64)
+    unpacked = nf4.unpack(whole, 96, torch.float64)
     with mock.patch.object(nf4, "_MAX_CHUNK_ELEMENTS", 200):
         assert torch.equal(nf4.pack(values), whole)
-        assert torch.equal(nf4.unpack(whole, 96, torch.float64), back)
+        assert torch.equal(nf4.unpack(whole, 96, torch.float64), unpacked)
 
 
-def test_the_product_is_that_of_the_dequantised_matrix_and_keeps_bytes() -> None:
+def test_the_product_equals_that_of_the_dequantised_matrix_and_saves_packed_bytes() -> None:
     generator = torch.Generator().manual_seed(3)
     packed = nf4.pack(torch.randn(32, 128, generator=generator))
     x = torch.randn(7, 128, generator=generator, requires_grad=True)
     weight = nf4.unpack(packed, 128, torch.float32)
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
     ):
         out = nf4.multiply_packed(x, packed, 128)
     assert torch.equal(out, x @ weight.T)
-    assert [tensor.dtype for tensor in kept] == [torch.uint8]
+    assert [tensor.dtype for tensor in saved] == [torch.uint8]
     (gradient,) = torch.autograd.grad(out.square().sum(), x)
     torch.testing.assert_close(gradient, 2 * (x @ weight.T) @ weight)
 
 
-def test_the_product_of_experts_is_that_of_dequantised_matrices() -> None:
+def test_the_product_of_experts_equals_that_of_dequantised_matrices() -> None:
     generator = torch.Generator().manual_seed(4)
     packed = nf4.pack(torch.randn(3, 16, 64, generator=generator))
     counts = torch.tensor([4, 0, 5])
     x = torch.randn(9, 64, generator=generator, requires_grad=True)
     weight = nf4.unpack(packed, 64, torch.float32)
-    ours = nf4.multiply_packed_experts(x, packed, counts, 64)
-    plain = grouped_matmul(x, weight, counts, transposed=True)
-    assert torch.equal(ours, plain)
-    one, other = (torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, plain))
-    torch.testing.assert_close(one, other)
+    packed_out = nf4.multiply_packed_experts(x, packed, counts, 64)
+    plain_out = grouped_matmul(x, weight, counts, transposed=True)
+    assert torch.equal(packed_out, plain_out)
+    packed_gradient, plain_gradient = (
+        torch.autograd.grad(out.square().sum(), x)[0] for out in (packed_out, plain_out)
+    )
+    torch.testing.assert_close(packed_gradient, plain_gradient)
 
 
-def test_a_cut_between_blocks_is_told_from_a_whole_row() -> None:
+def test_columns_are_counted_for_whole_and_sharded_rows() -> None:
     assert count_columns(compute_row_bytes(192), 192) == 192
     assert count_columns(compute_row_bytes(192) // 3, 192) == 64
 
 
-def test_a_cut_through_a_block_is_refused_with_the_degrees_that_work() -> None:
+def test_a_shard_boundary_inside_a_block_is_refused_with_the_degrees_that_work() -> None:
     shape = add_adapters(read_config(LLAMA), AdapterSection(quantize="nf4"))
     with pytest.raises(
         LayoutError, match=r"down_proj.*rows of 192.*2 ranks.*blocks of 64"
@@ -130,7 +134,7 @@ def test_a_cut_through_a_block_is_refused_with_the_degrees_that_work() -> None:
     check_layout(wide, Layout(tp=4), 16)
 
 
-def test_matrices_that_lie_the_other_way_are_refused() -> None:
+def test_transposed_matrices_are_refused() -> None:
     gpt2 = read_config(
         {
             "model_type": "gpt2",

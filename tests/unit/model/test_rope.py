@@ -1,4 +1,4 @@
-"""Rotations: against complex numbers, in every precision, forward and backward."""
+"""Rotary embeddings: equal to complex products, in every precision, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from shardwright.architecture import RopeShape
 from shardwright.model.rope import compute_inverse_frequencies, compute_rope_tables, rotate
 
 
-def tables(rotary_dim: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_tables(
+    rotary_dim: int, tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     return compute_rope_tables(RopeShape(1e4, rotary_dim), torch.arange(tokens)[None], None, dtype)
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 4])
-def test_pairs_turn_like_complex_numbers(rotary_dim: int) -> None:
+def test_pairs_rotate_like_complex_numbers(rotary_dim: int) -> None:
     x_BTHE = torch.randn(2, 5, 3, 8, dtype=torch.float64)
-    cos, sin = tables(rotary_dim, 5, torch.float64)
+    cos, sin = compute_tables(rotary_dim, 5, torch.float64)
     half = rotary_dim // 2
     pairs = (
         torch.complex(x_BTHE[..., :half], x_BTHE[..., half:rotary_dim])
@@ -27,24 +29,24 @@ def test_pairs_turn_like_complex_numbers(rotary_dim: int) -> None:
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 4])
-def test_gradient_is_the_rotation_back(rotary_dim: int) -> None:
+def test_gradient_is_the_inverse_rotation(rotary_dim: int) -> None:
     x_BTHE = torch.randn(2, 5, 3, 8, dtype=torch.float64, requires_grad=True)
-    cos, sin = tables(rotary_dim, 5, torch.float64)
+    cos, sin = compute_tables(rotary_dim, 5, torch.float64)
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (x_BTHE,))
 
 
-def test_rotation_of_a_slice_leaves_the_rest_alone() -> None:
+def test_rotation_of_a_slice_does_not_change_its_input() -> None:
     fused = torch.randn(2, 5, 3, 24)
     before = fused.clone()
-    cos, sin = tables(8, 5, torch.float32)
-    turned = rotate(fused[..., :8], cos, sin)
+    cos, sin = compute_tables(8, 5, torch.float32)
+    rotated = rotate(fused[..., :8], cos, sin)
     assert torch.equal(fused, before)
-    torch.testing.assert_close(turned, rotate(fused[..., :8].contiguous(), cos, sin))
+    torch.testing.assert_close(rotated, rotate(fused[..., :8].contiguous(), cos, sin))
 
 
 def test_bf16_is_rounded_once() -> None:
     x_BTHE = torch.randn(1, 50, 2, 16).bfloat16()
-    cos, sin = tables(16, 50, torch.float32)
+    cos, sin = compute_tables(16, 50, torch.float32)
     exact = rotate(x_BTHE.float(), cos, sin).bfloat16()
     assert torch.equal(rotate(x_BTHE, cos, sin), exact)
 

@@ -1,4 +1,4 @@
-"""How fast bf16 is here, and what `precision: auto` means on each kind of device."""
+"""Speed of bf16 on this machine, and `precision: auto` on each kind of device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OTHER_MACHINE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 """A CPU with AVX2 only, for oneDNN and for torch."""
 
 
-def pretend_ratio(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
-    """Have bf16 products run at `ratio` times the speed of fp32's."""
+def fake_bf16_ratio(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
+    """Make bf16 products appear `ratio` times as fast as those of fp32."""
     monkeypatch.setattr(bf16, "measure_bf16_ratio", lambda _device: ratio)
 
 
-def test_a_cpu_that_multiplies_bf16_faster_takes_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_ratio(monkeypatch, 3.2)
+def test_auto_is_bf16_on_a_cpu_with_faster_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_bf16_ratio(monkeypatch, 3.2)
     assert (
         str(bf16.choose_precision(CPU))
         == "bf16 (auto: bf16 products are 3.2 times as fast as fp32 on this CPU)"
@@ -33,25 +33,25 @@ def test_a_cpu_that_multiplies_bf16_faster_takes_bf16(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("ratio", "slower"), [(0.025, "40 times slower"), (0.99, "1 times slower")]
+    ("ratio", "message"), [(0.025, "40 times slower"), (0.99, "1 times slower")]
 )
-def test_a_cpu_that_emulates_bf16_takes_fp32_and_says_how_much_slower_it_is(
-    monkeypatch: pytest.MonkeyPatch, ratio: float, slower: str
+def test_auto_is_fp32_with_a_reason_on_a_cpu_that_emulates_bf16(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, message: str
 ) -> None:
-    pretend_ratio(monkeypatch, ratio)
+    fake_bf16_ratio(monkeypatch, ratio)
     choice = bf16.choose_precision(CPU)
     assert choice.kind == "fp32"
-    assert slower in choice.reason
-    caution = bf16.build_bf16_warning(CPU)
-    assert caution is not None
-    assert slower in caution
+    assert message in choice.reason
+    warning = bf16.build_bf16_warning(CPU)
+    assert warning is not None
+    assert message in warning
 
 
 @pytest.mark.parametrize(
     ("capability", "kind"),
     [((7, 5), "fp32"), ((7, 0), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16"), ((12, 0), "bf16")],
 )
-def test_cuda_goes_by_its_compute_capability(
+def test_auto_follows_the_compute_capability_on_cuda(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Some GPU")
@@ -65,12 +65,12 @@ def test_cuda_goes_by_its_compute_capability(
     ("name", "kind"),
     [("H100", "bf16"), ("A100", "bf16"), ("T4", "fp32"), ("V100", "fp32"), ("EPYC 9654", "bf16")],
 )
-def test_a_plan_goes_by_the_catalogue(name: str, kind: str) -> None:
+def test_auto_follows_the_catalogue_in_a_plan(name: str, kind: str) -> None:
     assert choose_precision_on(find_accelerator(name)).kind == kind
 
 
-def test_the_measured_ratio_is_that_of_products_timed_by_hand() -> None:
-    """Within a factor of three: emulation is ten or more times slower, native bf16 is up to sixteen
+def test_the_measured_ratio_agrees_with_products_timed_by_hand() -> None:
+    """A factor of three suffices: emulation is ten or more times slower, native bf16 up to sixteen
     times faster.
     """
     ratio = bf16.measure_bf16_ratio(CPU)
@@ -82,13 +82,16 @@ def test_the_measured_ratio_is_that_of_products_timed_by_hand() -> None:
     assert torch.get_num_threads() >= 1
 
 
-def test_a_machine_without_bf16_units_takes_fp32() -> None:
-    script = "import torch; from shardwright.numerics.bf16 import choose_precision; print(choose_precision(torch.device('cpu')))"
-    done = subprocess.run(
+def test_auto_is_fp32_on_a_machine_without_bf16_units() -> None:
+    script = (
+        "import torch; from shardwright.numerics.bf16 import choose_precision;"
+        "print(choose_precision(torch.device('cpu')))"
+    )
+    completed = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | OTHER_MACHINE,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.startswith("fp32 (auto: bf16 is emulated on this CPU, ")
+    assert completed.stdout.startswith("fp32 (auto: bf16 is emulated on this CPU, ")

@@ -1,6 +1,4 @@
-"""The chunked cross-entropy against the plain one, its memory, and the ways in which it could go
-wrong silently.
-"""
+"""The chunked cross-entropy: equal to the plain one, bounded memory, no silent errors."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ D = 16
 V = 37
 
 
-def make(
+def make_inputs(
     dtype: torch.dtype = torch.float64, *, masked: int = 3
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
@@ -37,7 +35,7 @@ def make(
     return leaf(N, D), leaf(V, D), leaf(V), labels_N
 
 
-def plain(
+def compute_plain(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
@@ -70,9 +68,9 @@ CASES: list[dict[str, Any]] = [
 def test_loss_and_every_gradient_equal_the_plain_form(
     options: dict[str, Any], chunk_tokens: int, with_bias: bool
 ) -> None:
-    hidden_ND, weight_VD, bias_V, labels_N = make()
+    hidden_ND, weight_VD, bias_V, labels_N = make_inputs()
     inputs = [hidden_ND, weight_VD] + ([bias_V] if with_bias else [])
-    ours = chunked_cross_entropy(
+    chunked = chunked_cross_entropy(
         hidden_ND,
         weight_VD,
         bias_V if with_bias else None,
@@ -80,21 +78,20 @@ def test_loss_and_every_gradient_equal_the_plain_form(
         chunk_tokens=chunk_tokens,
         **options,
     )
-    theirs = plain(hidden_ND, weight_VD, bias_V if with_bias else None, labels_N, **options)
-    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
-    for ours_g, theirs_g in zip(
-        torch.autograd.grad(ours / 17, inputs),
-        torch.autograd.grad(theirs / 17, inputs),
+    plain = compute_plain(hidden_ND, weight_VD, bias_V if with_bias else None, labels_N, **options)
+    torch.testing.assert_close(chunked, plain, rtol=1e-13, atol=0)
+    for chunked_gradient, plain_gradient in zip(
+        torch.autograd.grad(chunked / 17, inputs),
+        torch.autograd.grad(plain / 17, inputs),
         strict=True,
     ):
-        torch.testing.assert_close(ours_g, theirs_g, rtol=1e-11, atol=1e-14)
+        torch.testing.assert_close(chunked_gradient, plain_gradient, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_gradient_is_the_slope_of_the_loss(options: dict[str, Any]) -> None:
-    # torch's gradcheck runs one backward pass several times over one graph, which this function
-    # refuses; so by hand.
-    hidden_ND, weight_VD, bias_V, labels_N = make()
+def test_gradient_equals_finite_differences(options: dict[str, Any]) -> None:
+    # torch's gradcheck runs several backward passes over one graph, which this function refuses.
+    hidden_ND, weight_VD, bias_V, labels_N = make_inputs()
 
     def loss() -> Tensor:
         return chunked_cross_entropy(
@@ -132,46 +129,46 @@ def test_any_mask_and_any_chunk_give_the_same_sum(
     weight_VD = torch.randn(9, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     labels_N = torch.randint(0, 9, (num_tokens,), generator=generator)
     labels_N[torch.tensor([bool(mask >> i & 1) for i in range(num_tokens)])] = -100
-    ours = chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens)
-    theirs = plain(hidden_ND, weight_VD, None, labels_N)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    chunked = chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens)
+    plain = compute_plain(hidden_ND, weight_VD, None, labels_N)
+    torch.testing.assert_close(chunked, plain, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
-        torch.autograd.grad(ours, [hidden_ND, weight_VD]),
-        torch.autograd.grad(theirs, [hidden_ND, weight_VD]),
+        torch.autograd.grad(chunked, [hidden_ND, weight_VD]),
+        torch.autograd.grad(plain, [hidden_ND, weight_VD]),
         rtol=1e-10,
         atol=1e-12,
     )
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("master", [True, False])
+@pytest.mark.parametrize("has_master_weights", [True, False])
 def test_low_precision_keeps_softmax_loss_and_sums_in_fp32(
-    compute: torch.dtype, master: bool
+    compute: torch.dtype, has_master_weights: bool
 ) -> None:
-    hidden_ND, weight_VD, bias_V, labels_N = make(compute)
+    hidden_ND, weight_VD, bias_V, labels_N = make_inputs(compute)
     reference = [t.detach().double().requires_grad_() for t in (hidden_ND, weight_VD, bias_V)]
-    if master:  # the weight arrives in fp32 and is cast for the products
+    if has_master_weights:  # the weight is fp32 and is cast for the products
         weight_VD = weight_VD.detach().float().requires_grad_()
-    ours = chunked_cross_entropy(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens=8)
-    theirs = plain(reference[0], reference[1], reference[2], labels_N)
-    assert ours.dtype == torch.float32
+    chunked = chunked_cross_entropy(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens=8)
+    plain = compute_plain(reference[0], reference[1], reference[2], labels_N)
+    assert chunked.dtype == torch.float32
     eps = torch.finfo(compute).eps
-    torch.testing.assert_close(
-        ours.double(), theirs, rtol=eps / 4, atol=0
-    )  # a loss held in bf16 would be off by up to eps / 2
-    for ours_t, ours_g, theirs_g in zip(
+    # A loss in bf16 would be off by up to eps / 2.
+    torch.testing.assert_close(chunked.double(), plain, rtol=eps / 4, atol=0)
+    for tensor, chunked_gradient, plain_gradient in zip(
         (hidden_ND, weight_VD, bias_V),
-        torch.autograd.grad(ours, [hidden_ND, weight_VD, bias_V]),
-        torch.autograd.grad(theirs, reference),
+        torch.autograd.grad(chunked, [hidden_ND, weight_VD, bias_V]),
+        torch.autograd.grad(plain, reference),
         strict=True,
     ):
-        assert ours_g.dtype == ours_t.dtype
-        assert (ours_g.double() - theirs_g).norm() / theirs_g.norm() < 1.5 * eps
+        assert chunked_gradient.dtype == tensor.dtype
+        assert (
+            chunked_gradient.double() - plain_gradient
+        ).norm() / plain_gradient.norm() < 1.5 * eps
 
 
 def test_chunks_are_summed_in_fp32() -> None:
-    # 4096 one-token chunks of equal gradients: summed in bf16 the total would stall at 256 times
-    # the first.
+    # 4096 one-token chunks of equal gradients: a sum in bf16 would stop at 256 times the first.
     hidden_ND = torch.ones(4096, 1, dtype=torch.bfloat16)
     weight_VD = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     chunked_cross_entropy(
@@ -182,10 +179,10 @@ def test_chunks_are_summed_in_fp32() -> None:
 
 
 def test_no_supervised_token_is_exactly_zero_and_has_zero_gradients() -> None:
-    hidden_ND, weight_VD, bias_V, labels_N = make(torch.float32)
+    hidden_ND, weight_VD, bias_V, labels_N = make_inputs(torch.float32)
     labels_N[:] = -100
     with torch.no_grad():
-        hidden_ND[0] = float("inf")  # a masked token must not reach the sum even so
+        hidden_ND[0] = float("inf")  # a masked token must not enter the sum even then
     loss = chunked_cross_entropy(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens=8)
     assert loss.item() == 0.0
     for gradient in torch.autograd.grad(loss, [hidden_ND, weight_VD, bias_V]):
@@ -193,23 +190,23 @@ def test_no_supervised_token_is_exactly_zero_and_has_zero_gradients() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "bias", "hidden and weight", "all"])
-def test_frozen_inputs_get_no_gradient_and_leave_the_others_unchanged(frozen: str) -> None:
-    tensors = dict(zip(("hidden", "weight", "bias", "labels"), make(), strict=True))
+def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(frozen: str) -> None:
+    tensors = dict(zip(("hidden", "weight", "bias", "labels"), make_inputs(), strict=True))
     labels_N = tensors.pop("labels")
-    learning = [name for name in tensors if name not in frozen and frozen != "all"]
+    trainable = [name for name in tensors if name not in frozen and frozen != "all"]
     expected = (
         torch.autograd.grad(
-            plain(*tensors.values(), labels_N), [tensors[name] for name in learning]
+            compute_plain(*tensors.values(), labels_N), [tensors[name] for name in trainable]
         )
-        if learning
+        if trainable
         else ()
     )
-    given_in = [tensor if name in learning else tensor.detach() for name, tensor in tensors.items()]
-    loss = chunked_cross_entropy(*given_in, labels_N, chunk_tokens=8)
-    assert loss.requires_grad == bool(learning)
-    if learning:
+    inputs = [tensor if name in trainable else tensor.detach() for name, tensor in tensors.items()]
+    loss = chunked_cross_entropy(*inputs, labels_N, chunk_tokens=8)
+    assert loss.requires_grad == bool(trainable)
+    if trainable:
         torch.testing.assert_close(
-            torch.autograd.grad(loss, [tensors[name] for name in learning]),
+            torch.autograd.grad(loss, [tensors[name] for name in trainable]),
             expected,
             rtol=1e-11,
             atol=1e-13,
@@ -217,7 +214,7 @@ def test_frozen_inputs_get_no_gradient_and_leave_the_others_unchanged(frozen: st
 
 
 def test_a_second_backward_raises_instead_of_scaling_twice() -> None:
-    hidden_ND, weight_VD, _, labels_N = make()
+    hidden_ND, weight_VD, _, labels_N = make_inputs()
     loss = chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=8)
     (loss / 4).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -225,43 +222,43 @@ def test_a_second_backward_raises_instead_of_scaling_twice() -> None:
 
 
 def test_losses_share_no_state() -> None:
-    # Two micro-batches held before either goes backward, each with a factor of its own.
-    hidden_ND, weight_VD, bias_V, labels_N = make()
+    # Two micro-batches before either backward pass, each with its own factor.
+    hidden_ND, weight_VD, bias_V, labels_N = make_inputs()
     other_N = labels_N.roll(1)
-    ours = [
+    chunked = [
         chunked_cross_entropy(hidden_ND, weight_VD, bias_V, labels, chunk_tokens=8)
         for labels in (labels_N, other_N)
     ]
-    theirs = [plain(hidden_ND, weight_VD, bias_V, labels) for labels in (labels_N, other_N)]
+    plain = [compute_plain(hidden_ND, weight_VD, bias_V, labels) for labels in (labels_N, other_N)]
     torch.testing.assert_close(
-        torch.autograd.grad(3 * ours[0] + 5 * ours[1], [weight_VD]),
-        torch.autograd.grad(3 * theirs[0] + 5 * theirs[1], [weight_VD]),
+        torch.autograd.grad(3 * chunked[0] + 5 * chunked[1], [weight_VD]),
+        torch.autograd.grad(3 * plain[0] + 5 * plain[1], [weight_VD]),
         rtol=1e-11,
         atol=1e-13,
     )
 
 
 class _Allocations(TorchDispatchMode):
-    """Largest number of elements of any memory that an operation returns and was not given."""
+    """Record the largest number of elements of a storage that an operation allocates."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest_layer_bytes = 0
+        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given_in = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        inputs = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given_in:
-                self.largest_layer_bytes = max(
-                    self.largest_layer_bytes,
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in inputs:
+                self.largest = max(
+                    self.largest,
                     tensor.untyped_storage().nbytes() // tensor.element_size(),
                 )
         return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_full_logits_are_never_held(dtype: torch.dtype) -> None:
+def test_full_logits_are_never_allocated(dtype: torch.dtype) -> None:
     tokens = 512
     width = 8
     vocabulary = 256
@@ -279,15 +276,13 @@ def test_full_logits_are_never_held(dtype: torch.dtype) -> None:
         chunked_cross_entropy(
             hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens, soft_cap=5.0
         ).backward()
-    assert allocations.largest_layer_bytes == chunk_tokens * vocabulary
+    assert allocations.largest == chunk_tokens * vocabulary
     assert sum(saved) == tokens * width + vocabulary * width  # the two gradients and nothing else
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
-def test_no_kernel_takes_a_wide_copy_of_what_is_narrow(compute: torch.dtype) -> None:
-    """Neither of a chunk's logits nor of a weight's product: by allocator events, as a dispatch
-    mode sees no kernel from inside.
-    """
+def test_no_kernel_allocates_a_wide_copy_of_a_narrow_tensor(compute: torch.dtype) -> None:
+    """Count allocator events: a dispatch mode does not see allocations inside of kernels."""
     tokens = 48  # sizes that no narrow tensor has
     width = 64
     vocabulary = 512
@@ -296,32 +291,34 @@ def test_no_kernel_takes_a_wide_copy_of_what_is_narrow(compute: torch.dtype) -> 
     labels_N = torch.randint(0, vocabulary, (tokens,))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=tokens)
-    wide = [tokens * vocabulary * 4, vocabulary * width * 4]
+    wide_sizes = [tokens * vocabulary * 4, vocabulary * width * 4]
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    taken = [
+    allocated = [
         event.nbytes()
         for event in profiler.profiler.kineto_results.events()
         if event.name() == "[memory]"
     ]
-    assert [taken.count(size) for size in wide] == [1, 1]  # the probabilities and the gradient
+    assert [allocated.count(size) for size in wide_sizes] == [
+        1,
+        1,
+    ]  # the probabilities and the gradient
 
 
-def test_evaluation_makes_no_gradient() -> None:
+def test_evaluation_computes_no_gradient() -> None:
     hidden_ND = torch.randn(8, 4)
     weight_VD = torch.randn(64, 4, requires_grad=True)
     labels_N = torch.arange(8)
     with torch.no_grad(), _Allocations() as allocations:
         loss = chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=2)
     assert not loss.requires_grad
-    assert (
-        allocations.largest_layer_bytes == 2 * 64
-    )  # one chunk of logits; the weight's gradient would be 64 x 4
-    torch.testing.assert_close(loss, plain(hidden_ND, weight_VD, None, labels_N).detach())
+    # One chunk of logits; the weight's gradient would be 64 x 4.
+    assert allocations.largest == 2 * 64
+    torch.testing.assert_close(loss, compute_plain(hidden_ND, weight_VD, None, labels_N).detach())
 
 
 def test_label_outside_the_vocabulary_is_an_error_on_cpu() -> None:
-    hidden_ND, weight_VD, _, labels_N = make()
+    hidden_ND, weight_VD, _, labels_N = make_inputs()
     labels_N[1] = V
     with pytest.raises(RuntimeError, match="out of bounds"):
         chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=8)

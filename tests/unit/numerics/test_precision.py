@@ -1,4 +1,4 @@
-"""Dtypes of a precision, and the loss scale that all ranks share."""
+"""Dtypes of a precision, and the loss scale."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_scale_doubles_after_enough_finite_steps_and_halves_on_a_bad_one() -> No
     assert scaler.scale == 8
     scaler.update(True)
     assert scaler.scale == 4
-    for _ in range(3):  # the bad step started the count anew
+    for _ in range(3):  # the bad step reset the count
         assert scaler.scale == 4
         scaler.update(False)
     assert scaler.scale == 8
@@ -73,14 +73,14 @@ def test_scale_stops_growing_before_it_overflows() -> None:
     assert scaler.scale == LossScaler.MAX_SCALE
 
 
-def test_state_goes_through_json_and_continues() -> None:
+def test_state_survives_a_round_trip_through_json() -> None:
     section = PrecisionSection(kind="fp16", loss_scale_growth_steps=3)
     scaler = LossScaler(section)
-    for found in (False, True, False, False):
-        scaler.update(found)
+    for is_bad in (False, True, False, False):
+        scaler.update(is_bad)
     resumed = LossScaler(section)
     resumed.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
-    for found in (False, False, True, False):
-        resumed.update(found)
-        scaler.update(found)
+    for is_bad in (False, False, True, False):
+        resumed.update(is_bad)
+        scaler.update(is_bad)
         assert resumed.state_dict() == scaler.state_dict()

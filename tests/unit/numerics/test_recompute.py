@@ -1,4 +1,4 @@
-"""Recompute changes what is kept and not one bit of a gradient."""
+"""Recomputation changes the saved tensors and no bit of a gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ H = 4
 
 
 class TinyBlock(nn.Module):
-    """Norm, attention, gated products: what a decoder block does."""
+    """Norm, attention and gated products, as in a decoder block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,28 +45,27 @@ class TinyBlock(nn.Module):
 def run_blocks(
     kind: RecomputeKind, dtype: torch.dtype, num_blocks: int = 3
 ) -> tuple[Tensor, list[Tensor], int]:
-    """Output, gradients, and the bytes that the backward pass was kept waiting with."""
+    """Return the loss, the gradients, and the bytes that are saved for the backward pass."""
     torch.manual_seed(0)
     blocks = [TinyBlock().to(dtype) for _ in range(num_blocks)]
     x_BTD = torch.randn(B, T, D, dtype=dtype, requires_grad=True)
     runner = build_recompute_runner(kind)
     parameters = {p.untyped_storage().data_ptr() for block in blocks for p in block.parameters()}
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (
-                storage.nbytes()
-            )  # nothing is freed before the backward pass, so no address comes twice
+            # Nothing is freed before the backward pass, so no address occurs twice.
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     hidden = x_BTD
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for block in blocks:
             hidden = block(hidden, 0.5) if runner is None else runner(block, hidden, 0.5)
-    num_bytes = sum(kept.values())
-    kept.clear()
+    num_bytes = sum(saved_bytes.values())
+    saved_bytes.clear()
     loss = hidden.square().sum()
     loss.backward()
     gradients = [p.grad for block in blocks for p in block.parameters()] + [x_BTD.grad]
@@ -81,7 +80,8 @@ def test_loss_and_gradients_are_equal_bit_by_bit(kind: RecomputeKind, dtype: tor
     assert torch.equal(loss, loss_again)
     assert len(gradients) == len(gradients_again) == 3 * 10 + 1
     assert all(
-        torch.equal(one, other) for one, other in zip(gradients, gradients_again, strict=True)
+        torch.equal(plain, recomputed)
+        for plain, recomputed in zip(gradients, gradients_again, strict=True)
     )
 
 
@@ -100,22 +100,22 @@ class _Calls(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(kind: RecomputeKind) -> tuple[int, int, int]:
+def count_operations(kind: RecomputeKind) -> tuple[int, int, int]:
     with _Calls() as calls:
         run_blocks(kind, torch.float32)
     return calls.products, calls.attentions, calls.norms
 
 
-def test_selective_repeats_no_product_and_no_attention_but_the_rest() -> None:
-    products, attentions, norms = count("none")
-    assert count("selective") == (products, attentions, 2 * norms)
-    full_products, full_attentions, full_norms = count("full")
+def test_selective_repeats_neither_products_nor_attention() -> None:
+    products, attentions, norms = count_operations("none")
+    assert count_operations("selective") == (products, attentions, 2 * norms)
+    full_products, full_attentions, full_norms = count_operations("full")
     assert (full_attentions, full_norms) == (2 * attentions, 2 * norms)
     assert full_products > products
 
 
 class _LiveBytes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Bytes of all memory that operations returned and nobody has freed, now and at most."""
+    """Track the bytes of live memory that operations allocated, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _LiveBytes(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def test_peak_memory_falls_from_none_to_selective_to_full() -> None:
+def test_peak_memory_decreases_from_none_to_selective_to_full() -> None:
     peaks = {}
     kinds: tuple[RecomputeKind, ...] = ("none", "selective", "full")
     for kind in kinds:
@@ -147,18 +147,18 @@ def test_peak_memory_falls_from_none_to_selective_to_full() -> None:
     assert peaks["selective"] < 0.8 * peaks["none"]
 
 
-def test_full_keeps_only_inputs() -> None:
-    *_, everything = run_blocks("none", torch.float32)
-    *_, inputs = run_blocks("full", torch.float32)
-    assert inputs <= 3 * B * T * D * 4 + 64
-    assert inputs < everything / 10
+def test_full_saves_only_inputs() -> None:
+    *_, all_bytes = run_blocks("none", torch.float32)
+    *_, input_bytes = run_blocks("full", torch.float32)
+    assert input_bytes <= 3 * B * T * D * 4 + 64
+    assert input_bytes < all_bytes / 10
 
 
 def test_none_runs_the_function_itself() -> None:
     assert build_recompute_runner("none") is None
 
 
-def test_evaluation_keeps_nothing() -> None:
+def test_evaluation_saves_nothing() -> None:
     runner = build_recompute_runner("selective")
     assert runner is not None
     with torch.no_grad():
@@ -166,12 +166,9 @@ def test_evaluation_keeps_nothing() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated"
-)  # torch's own, at the import of its compiler
-def test_compiled_with_recompute_inside_attention_runs_once_under_selective_and_twice_under_full() -> (
-    None
-):
+# torch warns at the import of its compiler.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_compiled_attention_runs_once_under_selective_and_twice_under_full() -> None:
     torch.manual_seed(0)
     block = TinyBlock()
     x_BTD = torch.randn(B, T, D, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Optimizer state by name: a run that goes through it continues bit for bit."""
+"""Optimizer state by parameter name: a run resumed from it is bit-equal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shardwright.optim import (
 RULES: list[dict[str, Any]] = [{"name": "adamw"}, {"name": "sgd"}, {"name": "sgd", "momentum": 0.9}]
 
 
-class Run:
-    """A model with an optimizer whose gradients are a function of the step."""
+class FakeRun:
+    """Model and optimizer with gradients that depend on the step only."""
 
     def __init__(self, rule: dict[str, Any], *, reverse: bool = False, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -48,11 +48,11 @@ class Run:
         )
 
     def load(self, tensors: dict[str, torch.Tensor], values: str) -> None:
-        mine = collect_optimizer_tensors(self.optimizer, self.named) | {
+        own_tensors = collect_optimizer_tensors(self.optimizer, self.named) | {
             f"model.{n}": p.detach() for n, p in self.named
         }
-        assert mine.keys() == tensors.keys()
-        for name, tensor in mine.items():
+        assert own_tensors.keys() == tensors.keys()
+        for name, tensor in own_tensors.items():
             tensor.copy_(tensors[name])
         load_optimizer_values(self.optimizer, json.loads(values))
 
@@ -61,51 +61,50 @@ class Run:
 @pytest.mark.parametrize("steps_before", [0, 1, 4])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_resumed_run_is_bit_equal(rule: dict[str, Any], steps_before: int, reverse: bool) -> None:
-    # Reversed order on the other side: keyed by position, states and decay would land on the wrong
-    # parameters.
-    whole = Run(rule)
+    # The resumed run has the reverse order: states by position would go to wrong parameters.
+    whole = FakeRun(rule)
     for number in range(steps_before):
         whole.step(number)
-    resumed = Run(rule, reverse=reverse, seed=99)
+    resumed = FakeRun(rule, reverse=reverse, seed=99)
     resumed.load(*whole.save())
     for number in range(steps_before, steps_before + 3):
         whole.step(number)
         resumed.step(number)
-    for (name, one), (_, other) in zip(
+    for (name, expected), (_, actual) in zip(
         whole.module.named_parameters(), resumed.module.named_parameters(), strict=True
     ):
-        assert torch.equal(one, other), name
-    ours = whole.save()
-    theirs = resumed.save()
-    assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])
-    assert json.loads(ours[1]) == json.loads(theirs[1])
+        assert torch.equal(expected, actual), name
+    whole_state = whole.save()
+    resumed_state = resumed.save()
+    assert all(torch.equal(whole_state[0][name], resumed_state[0][name]) for name in whole_state[0])
+    assert json.loads(whole_state[1]) == json.loads(resumed_state[1])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_state_made_before_the_first_step_is_the_state_of_the_first_step(
+def test_collecting_state_before_the_first_step_changes_no_update(
     rule: dict[str, Any],
 ) -> None:
-    plain = Run(rule)
-    prepared = Run(rule)
+    plain = FakeRun(rule)
+    prepared = FakeRun(rule)
     prepared.save()
     for number in range(3):
         plain.step(number)
         prepared.step(number)
-    for (_, one), (_, other) in zip(plain.named, prepared.named, strict=True):
-        assert torch.equal(one, other)
+    for (_, expected), (_, actual) in zip(plain.named, prepared.named, strict=True):
+        assert torch.equal(expected, actual)
 
 
-def test_names_carry_parameter_and_moment() -> None:
-    run = Run({"name": "adamw"})
+def test_names_contain_parameter_and_moment() -> None:
+    run = FakeRun({"name": "adamw"})
     names = collect_optimizer_tensors(run.optimizer, run.named)
     assert "optimizer.0.weight.exp_avg" in names
     assert "optimizer.1.bias.exp_avg_sq" in names
     assert len(names) == 12
-    assert collect_optimizer_tensors(Run({"name": "sgd"}).optimizer, []) == {}
+    assert collect_optimizer_tensors(FakeRun({"name": "sgd"}).optimizer, []) == {}
 
 
-def test_values_tell_steps_and_hyperparameters_by_name() -> None:
-    run = Run({"name": "adamw"})
+def test_values_contain_steps_and_hyperparameters_by_name() -> None:
+    run = FakeRun({"name": "adamw"})
     for number in range(3):
         run.step(number)
     values = collect_optimizer_values(run.optimizer)
@@ -115,16 +114,16 @@ def test_values_tell_steps_and_hyperparameters_by_name() -> None:
     assert values["hyperparameters"]["1.weight"]["betas"] == [0.9, 0.95]
 
 
-def test_another_rule_is_refused() -> None:
+def test_state_of_another_optimizer_is_refused() -> None:
     with pytest.raises(CheckpointError, match="another optimizer"):
         load_optimizer_values(
-            Run({"name": "sgd"}).optimizer,
-            collect_optimizer_values(Run({"name": "adamw"}).optimizer),
+            FakeRun({"name": "sgd"}).optimizer,
+            collect_optimizer_values(FakeRun({"name": "adamw"}).optimizer),
         )
 
 
-def test_other_parameters_are_refused_by_name() -> None:
-    run = Run({"name": "adamw"})
+def test_state_of_other_parameters_is_refused_by_name() -> None:
+    run = FakeRun({"name": "adamw"})
     values = collect_optimizer_values(run.optimizer)
     values["steps"]["head.weight"] = values["steps"].pop("2.bias")
     with pytest.raises(

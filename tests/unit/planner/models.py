@@ -1,4 +1,4 @@
-"""Small models, a cluster and candidates that the planner's tests share."""
+"""Small models and a cluster that the planner's tests share."""
 
 from __future__ import annotations
 
@@ -22,19 +22,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES},
     "tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 32},
-    "gemma2": {"model_type": "gemma2", **SIZES, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
+    "gemma2": {
+        "model_type": "gemma2", **SIZES, "head_dim": 32, "query_pre_attn_scalar": 32,
+        "sliding_window": 64,
+    },
     "olmo2": {"model_type": "olmo2", **SIZES},
     "phi3": {"model_type": "phi3", **SIZES, "original_max_position_embeddings": 512},
     "gpt2": {
-        "model_type": "gpt2", "vocab_size": 1000, "n_embd": 256, "n_head": 8, "n_layer": 4, "n_positions": 512,
+        "model_type": "gpt2", "vocab_size": 1000, "n_embd": 256, "n_head": 8, "n_layer": 4,
+        "n_positions": 512,
         "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
     },
     "gpt_neox": {
-        "model_type": "gpt_neox", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "model_type": "gpt_neox", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 1024,
+        "num_hidden_layers": 4,
         "num_attention_heads": 8, "max_position_embeddings": 512,
     },
     "qwen3_moe": {
-        "model_type": "qwen3_moe", **SIZES, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "model_type": "qwen3_moe", **SIZES, "head_dim": 32, "num_experts": 8,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 128, "mlp_only_layers": [0],
     },
 }  # fmt: skip
@@ -62,15 +68,15 @@ LLAMA3_405B: dict[str, Any] = {
 }
 
 
-def shape(name: str) -> ModelShape:
-    """One of `CONFIGS`."""
+def read_shape(name: str) -> ModelShape:
+    """Read the shape of one of `CONFIGS`."""
     return read_config(CONFIGS[name])
 
 
-def cluster(
+def make_cluster(
     num_gpus: int = 4, *, memory_bytes: float = 2**30, per_node: int | None = None
 ) -> Cluster:
-    """Devices of 1 TFLOP/s, 100 GB/s of memory, 10 GB/s within a node and 1 GB/s between nodes."""
+    """Return devices of 1 TFLOP/s and 100 GB/s; 10 GB/s within a node, 1 GB/s between nodes."""
     device = Accelerator("test", int(memory_bytes), 1e11, {"bf16": 1e12, "fp32": 5e11})
     per_node = per_node or num_gpus
     fast = Link("fast", "nvlink", 1e10, 1e-6)

@@ -1,4 +1,4 @@
-"""What ranks keep, by formula, against what is counted on the schedules themselves."""
+"""Formulas of activations in flight equal counts on the schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.schedule.registry import PIPELINE_SCHEDULES
 
 
 @pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
-def test_formulas_say_what_is_counted(name: str) -> None:
+def test_formulas_equal_counts_on_the_schedules(name: str) -> None:
     compared = 0
     for virtual in (2, 3, 5) if name == "interleaved_1f1b" else (None,):
         for ranks in range(1, 8):
@@ -19,7 +19,7 @@ def test_formulas_say_what_is_counted(name: str) -> None:
                 try:
                     schedule = load_schedule(name, ranks, micro_batches, virtual)
                 except ScheduleError:
-                    continue  # numbers that the schedule does not take
+                    continue  # the schedule does not support these numbers
                 assert count_passes_in_flight(
                     name, ranks, micro_batches, virtual
                 ) == count_peak_activations(schedule), (ranks, micro_batches)

@@ -1,6 +1,4 @@
-"""Bytes: elements as the engine's descriptors give them, activations as the model's own operations
-save them, moments of a step.
-"""
+"""Predicted memory: elements of the parameter layouts, saved activations, and ZeRO stages."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.predictor import Predictor
 from tests.unit.planner import models
 
-NOTHING_BESIDE = Efficiency(
+NO_OVERHEAD = Efficiency(
     reserve_share=0.0, reserve_bytes=0.0, context_bytes=0.0, communicator_bytes=0.0
 )
 TOKENS = 64
@@ -44,39 +42,40 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_elements_between_steps_are_those_of_the_descriptors(name: str, layout: Layout) -> None:
-    shape = models.shape(name)
+def test_elements_between_steps_are_those_of_the_parameter_layouts(
+    name: str, layout: Layout
+) -> None:
+    shape = models.read_shape(name)
     if name == "qwen3_moe" and layout.zero_stage >= 1 and layout.tp == 1:
         layout = replace(layout, ep=2) if layout.fsdp % 2 == 0 else layout
     facts = ModelFacts(shape)
     candidate = Candidate(layout, TOKENS, 1, 8, precision="fp32")
-    mine = Predictor(facts, models.cluster(layout.world_size), NOTHING_BESIDE).compute_memory(
-        candidate, get_pipeline(facts, layout, 8, TOKENS)
-    )
-    placed = build_parameter_layouts(shape, layout, partition_stages(shape, layout, TOKENS))
+    prediction = Predictor(
+        facts, models.make_cluster(layout.world_size), NO_OVERHEAD
+    ).compute_memory(candidate, get_pipeline(facts, layout, 8, TOKENS))
+    layouts = build_parameter_layouts(shape, layout, partition_stages(shape, layout, TOKENS))
     grid = RankGrid(layout)
-    held = []
+    elements_of_rank = []
     for rank in range(layout.world_size):
-        here = grid.coordinates(rank)
-        mine_here = [
-            compute_local_shape(p, layout, here)
-            for p in placed.values()
-            if here["pp"] in p.pp_ranks
+        coordinates = grid.coordinates(rank)
+        local_shapes = [
+            compute_local_shape(p, layout, coordinates)
+            for p in layouts.values()
+            if coordinates["pp"] in p.pp_ranks
         ]
-        held.append(sum(torch.Size(size).numel() for size in mine_here))
-    # The fullest rank by activations may hold fewer weights than the fullest by weights, never
-    # more.
-    assert 4 * min(held) <= mine.weights <= 4 * max(held)
+        elements_of_rank.append(sum(torch.Size(size).numel() for size in local_shapes))
+    # The rank with the most activations may have fewer weights than another rank, never more.
+    assert 4 * min(elements_of_rank) <= prediction.weights <= 4 * max(elements_of_rank)
     if layout.pp == 1:
-        assert mine.weights == 4 * max(held)
-        assert mine.optimizer == 8 * max(held)
+        assert prediction.weights == 4 * max(elements_of_rank)
+        assert prediction.optimizer == 8 * max(elements_of_rank)
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gemma2", "olmo2", "phi3", "gpt2", "gpt_neox", "qwen3_moe"]
 )
-def test_a_layer_keeps_what_its_operations_save(name: str) -> None:
-    shape = models.shape(name)
+def test_a_layers_activations_are_the_tensors_that_its_operations_save(name: str) -> None:
+    shape = models.read_shape(name)
     decoder = Decoder(shape)
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -105,7 +104,7 @@ def test_a_layer_keeps_what_its_operations_save(name: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         decoder.blocks[-1](x_BTD, context)
-    measured = sum(storage.nbytes() for place_, storage in saved.items() if place_ not in shared)
+    measured = sum(storage.nbytes() for address, storage in saved.items() if address not in shared)
     facts = ModelFacts(shape)
     kind = facts.kinds[facts.slot_of_layer[-1]]
     predicted = get_layer_activations(
@@ -114,47 +113,47 @@ def test_a_layer_keeps_what_its_operations_save(name: str) -> None:
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
-def test_recomputation_keeps_less_the_more_of_it_there_is() -> None:
-    facts = ModelFacts(models.shape("llama"))
-    kept = {
+def test_more_recomputation_saves_fewer_bytes() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    saved_bytes = {
         recompute: get_layer_activations(
             facts, facts.kinds[0], Candidate(Layout(), 128, 2, recompute=recompute)
         ).saved_bytes
         for recompute in ("none", "selective", "full")
     }
-    assert kept["full"] == 2 * 128 * 256 * 2
-    assert kept["full"] < kept["selective"] < kept["none"]
+    assert saved_bytes["full"] == 2 * 128 * 256 * 2
+    assert saved_bytes["full"] < saved_bytes["selective"] < saved_bytes["none"]
 
 
-def test_sequence_parallelism_cuts_the_stream_and_heads_cut_the_rest() -> None:
-    facts = ModelFacts(models.shape("llama"))
+def test_sequence_parallelism_shards_the_residual_stream_and_tp_the_rest() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
 
-    def kept(**degrees: object) -> float:
+    def count_saved_bytes(**degrees: object) -> float:
         return get_layer_activations(
             facts, facts.kinds[0], Candidate(Layout(**degrees), 128, 2)
         ).saved_bytes  # type: ignore[arg-type]
 
-    whole = kept()
-    tp = kept(tp=4)
-    without = kept(tp=4, sequence_parallel=False)
-    stream = 2 * 128 * 256 * 2
-    assert without - tp == pytest.approx(2 * stream * 3 / 4, rel=0.02)  # the inputs of both norms
-    # Half of everything, and the output by heads, which the ring's kernel puts together, beside
-    # that by tokens (Q is D here).
-    assert kept(cp=2) == pytest.approx(whole / 2 + stream / 2)
+    whole = count_saved_bytes()
+    tp = count_saved_bytes(tp=4)
+    without_sequence_parallel = count_saved_bytes(tp=4, sequence_parallel=False)
+    stream_bytes = 2 * 128 * 256 * 2
+    assert without_sequence_parallel - tp == pytest.approx(
+        2 * stream_bytes * 3 / 4, rel=0.02
+    )  # inputs of both norms
+    # Half of everything, plus the attention output by heads, which the ring saves in addition to
+    # that by tokens (Q equals D here).
+    assert count_saved_bytes(cp=2) == pytest.approx(whole / 2 + stream_bytes / 2)
     assert whole / 4 < tp < whole
 
 
-def test_stages_of_zero_hold_what_they_say() -> None:
-    """P parameters of 4 bytes, bf16 products, four ranks; what field notes and
-    tests/multiprocess/test_memory.py measure.
-    """
-    facts = ModelFacts(models.shape("llama"))
+def test_zero_stages_shard_states_gradients_and_parameters() -> None:
+    """Four ranks, weights of 4 bytes, bf16 products, as in tests/multiprocess/test_memory.py."""
+    facts = ModelFacts(models.read_shape("llama"))
     load = StageLoad(tuple(kind.count for kind in facts.kinds))
     memory = {}
     for stage in (1, 2, 3):
         layout = Layout(dp_shard=4, zero_stage=stage)
-        memory[stage] = predict_memory(facts, Candidate(layout, 128, 1, 4), load, NOTHING_BESIDE)
+        memory[stage] = predict_memory(facts, Candidate(layout, 128, 1, 4), load, NO_OVERHEAD)
     num = facts.num_parameters
     for parts in memory.values():
         assert parts.weights == pytest.approx(num)  # 4 bytes over 4 ranks
@@ -165,31 +164,31 @@ def test_stages_of_zero_hold_what_they_say() -> None:
     assert memory[3].gathered < memory[2].gathered
 
 
-def test_adapters_leave_gradients_and_states_for_themselves_only() -> None:
-    facts = ModelFacts(models.shape("llama"))
+def test_adapters_alone_have_gradients_and_states() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
     load = StageLoad(tuple(kind.count for kind in facts.kinds))
-    full = predict_memory(facts, Candidate(Layout(), 128), load, NOTHING_BESIDE)
+    full = predict_memory(facts, Candidate(Layout(), 128), load, NO_OVERHEAD)
     lora = predict_memory(
-        facts, Candidate(Layout(), 128, adapter=LowRankAdapter(4)), load, NOTHING_BESIDE
+        facts, Candidate(Layout(), 128, adapter=LowRankAdapter(4)), load, NO_OVERHEAD
     )
     qlora = predict_memory(
         facts,
         Candidate(Layout(), 128, adapter=LowRankAdapter(4, quantised=True)),
         load,
-        NOTHING_BESIDE,
+        NO_OVERHEAD,
     )
-    inside = 4 * (256 * (256 + 128 + 128) + 256 * 256 + 3 * 256 * 704)
-    ranks = 4 * 4 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 704))
-    assert lora.optimizer == 8 * ranks
-    assert lora.weights == 2 * facts.num_parameters + 4 * ranks
-    assert lora.weights - qlora.weights == pytest.approx(inside * (2 - 0.5625))
+    base_parameters = 4 * (256 * (256 + 128 + 128) + 256 * 256 + 3 * 256 * 704)
+    adapter_bytes = 4 * 4 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 704))
+    assert lora.optimizer == 8 * adapter_bytes
+    assert lora.weights == 2 * facts.num_parameters + 4 * adapter_bytes
+    assert lora.weights - qlora.weights == pytest.approx(base_parameters * (2 - 0.5625))
     assert lora.total < full.total
 
 
-def test_a_trainer_with_copies_in_half_precision() -> None:
-    facts = ModelFacts(models.shape("llama"))
+def test_a_framework_with_half_precision_weights_and_fp32_masters() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
     load = StageLoad(tuple(kind.count for kind in facts.kinds))
-    engine = FrameworkConventions(
+    conventions = FrameworkConventions(
         "other",
         weight_bytes=2.0,
         master_bytes=4.0,
@@ -199,9 +198,9 @@ def test_a_trainer_with_copies_in_half_precision() -> None:
     )
     parts = predict_memory(
         facts,
-        Candidate(Layout(dp_shard=4, zero_stage=1), 128, conventions=engine),
+        Candidate(Layout(dp_shard=4, zero_stage=1), 128, conventions=conventions),
         load,
-        NOTHING_BESIDE,
+        NO_OVERHEAD,
     )
     num = facts.num_parameters
     assert (parts.weights, parts.gradients, parts.gathered) == (2 * num, 4 * num, 0)
@@ -209,14 +208,16 @@ def test_a_trainer_with_copies_in_half_precision() -> None:
 
 
 @pytest.mark.parametrize(("smaller", "larger"), list(itertools.pairwise([1, 2, 4])))
-def test_more_micro_batches_in_flight_need_more(smaller: int, larger: int) -> None:
-    facts = ModelFacts(models.shape("llama"))
-    predictor = Predictor(facts, models.cluster(4), NOTHING_BESIDE)
+def test_larger_micro_batches_need_more_activation_memory(smaller: int, larger: int) -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    predictor = Predictor(facts, models.make_cluster(4), NO_OVERHEAD)
 
-    def total(micro_batch: int) -> float:
+    def predict_activations(micro_batch: int) -> float:
         candidate = Candidate(Layout(pp=4, dp_replicate=1), 128, micro_batch, 8)
         return predictor.compute_memory(
             candidate, predictor.get_pipeline_stages(candidate)
         ).activations
 
-    assert total(larger) == pytest.approx(total(smaller) * larger / smaller, rel=0.1)
+    assert predict_activations(larger) == pytest.approx(
+        predict_activations(smaller) * larger / smaller, rel=0.1
+    )

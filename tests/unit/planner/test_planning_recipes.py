@@ -1,6 +1,4 @@
-"""The planning recipes: they load, and their architectures have as many parameters as the models
-that they name.
-"""
+"""The planning recipes load, and their models have the published numbers of parameters."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ def test_architectures_are_the_published_ones(name: str, num_parameters: int) ->
     assert read_config(config).num_parameters == num_parameters
 
 
-def test_deepseek_v3_without_its_second_head() -> None:
+def test_deepseek_v3_has_its_size_without_the_prediction_layer() -> None:
     config = load_recipe(RECIPES / "deepseek-v3.yaml").model.config
     assert config is not None
     assert read_config(config).num_parameters / 1e9 == pytest.approx(671.03, abs=0.01)
 
 
-def test_the_worked_example_is_the_documents_case() -> None:
+def test_the_worked_example_has_the_documented_settings() -> None:
     recipe = load_recipe(RECIPES / "llama2-13b.yaml")
     training = recipe.training
     assert (training.sequence_length, training.global_batch_size) == (4096, 64)

@@ -1,4 +1,4 @@
-"""The search against one that looks at everything, what it prefers, and how little it looks at."""
+"""The layout search equals an exhaustive one, prefers simple layouts, and predicts few of them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ SMALL = Efficiency(
 )
 
 
-def everything(predictor: Predictor, question: PlanningProblem) -> Iterator[Candidate]:
-    """Every candidate of the space, by products of small numbers and the rules alone."""
-    num = question.num_gpus
-    batch = question.global_batch_size
+def iterate_all_candidates(predictor: Predictor, problem: PlanningProblem) -> Iterator[Candidate]:
+    """Yield every candidate of the space from all products of degrees and the rules."""
+    num = problem.num_gpus
+    batch = problem.global_batch_size
     assert batch is not None
     degrees = [d for d in range(1, num + 1) if num % d == 0]
     schedules: list[tuple[str, int | None]] = [
@@ -64,34 +64,38 @@ def everything(predictor: Predictor, question: PlanningProblem) -> Iterator[Cand
                 continue
             if zero == 0 and (shards > 1 or (ep > 1 and cp % ep)):
                 continue
-            for parallel, method in product((True, False) if tp > 1 else (True,), _methods(cp)):
+            for parallel, method in product(
+                (True, False) if tp > 1 else (True,), _list_cp_methods(cp)
+            ):
                 layout = Layout(
-                    dp_replicate=replicas, dp_shard=shards, tp=tp, pp=pp, cp=cp, ep=ep, zero_stage=zero,  # type: ignore[arg-type]
-                    sequence_parallel=parallel, cp_method=method, schedule=schedule, virtual_stages=virtual,
+                    dp_replicate=replicas, dp_shard=shards, tp=tp, pp=pp, cp=cp, ep=ep,
+                    zero_stage=zero,  # type: ignore[arg-type]
+                    sequence_parallel=parallel, cp_method=method, schedule=schedule,
+                    virtual_stages=virtual,
                 )  # fmt: skip
-                yield from _batches(predictor, question, layout)
+                yield from _iterate_batches(predictor, problem, layout)
 
 
-def _methods(cp: int) -> tuple[Any, ...]:
+def _list_cp_methods(cp: int) -> tuple[Any, ...]:
     return ("ring", "all_gather", "ulysses") if cp > 1 else ("auto",)
 
 
-def _batches(
-    predictor: Predictor, question: PlanningProblem, layout: Layout
+def _iterate_batches(
+    predictor: Predictor, problem: PlanningProblem, layout: Layout
 ) -> Iterator[Candidate]:
-    assert question.global_batch_size is not None
-    per_rank = question.global_batch_size // layout.data_ranks
+    assert problem.global_batch_size is not None
+    per_rank = problem.global_batch_size // layout.data_ranks
     for micro_batch in (size for size in range(1, per_rank + 1) if per_rank % size == 0):
         steps = per_rank // micro_batch
         if (
             explain_layout_conflict(
-                predictor.facts, layout, question.template.sequence_length, steps
+                predictor.facts, layout, problem.template.sequence_length, steps
             )
             is None
         ):
-            for recompute in question.recompute_kinds:
+            for recompute in problem.recompute_kinds:
                 yield replace(
-                    question.template,
+                    problem.template,
                     layout=layout,
                     micro_batch_size=micro_batch,
                     gradient_accumulation_steps=steps,
@@ -99,11 +103,11 @@ def _batches(
                 )
 
 
-def best_of_all(
-    predictor: Predictor, question: PlanningProblem
+def find_best_exhaustively(
+    predictor: Predictor, problem: PlanningProblem
 ) -> dict[tuple[int, ...], Prediction]:
     best: dict[tuple[int, ...], Prediction] = {}
-    for candidate in everything(predictor, question):
+    for candidate in iterate_all_candidates(predictor, problem):
         prediction = predictor.predict(candidate)
         known = best.get(build_layout_key(candidate))
         if prediction.fits and (known is None or prediction.time.step < known.time.step):
@@ -122,120 +126,123 @@ def best_of_all(
         ("llama", 6, 3, 23, 6),
     ],
 )
-def test_nothing_better_is_ever_left_out(
+def test_the_search_finds_the_best_layouts(
     name: str, num_gpus: int, per_node: int, memory_mib: int, batch: int
 ) -> None:
     predictor = Predictor(
-        ModelFacts(models.shape(name)),
-        models.cluster(num_gpus, memory_bytes=memory_mib * 2**20, per_node=per_node),
+        ModelFacts(models.read_shape(name)),
+        models.make_cluster(num_gpus, memory_bytes=memory_mib * 2**20, per_node=per_node),
         SMALL,
     )
-    question = PlanningProblem(Candidate(Layout(), 128), num_gpus, batch)
+    problem = PlanningProblem(Candidate(Layout(), 128), num_gpus, batch)
     truth = sorted(
-        best_of_all(predictor, question).values(), key=lambda prediction: prediction.time.step
+        find_best_exhaustively(predictor, problem).values(),
+        key=lambda prediction: prediction.time.step,
     )
-    found = search_layouts(predictor, question, num_layouts=8, max_extra_expansions=10**9)
-    hurried = search_layouts(predictor, question, num_layouts=8, max_extra_expansions=0)
-    assert truth, "the case is too tight to say anything"
-    for mine, best in zip(found.predictions[: min(8, found.num_proven)], truth, strict=False):
-        assert mine.time.step == pytest.approx(best.time.step, rel=1e-12)
-    assert found.num_proven >= min(8, len(truth))
+    result = search_layouts(predictor, problem, num_layouts=8, max_extra_expansions=10**9)
+    limited_result = search_layouts(predictor, problem, num_layouts=8, max_extra_expansions=0)
+    assert truth, "no layout fits in this case"
+    for found, best in zip(result.predictions[: min(8, result.num_proven)], truth, strict=False):
+        assert found.time.step == pytest.approx(best.time.step, rel=1e-12)
+    assert result.num_proven >= min(8, len(truth))
     limit = truth[0].time.step * (1 + EQUAL_STEP_SHARE)
     fewest = min(
         measure_complexity(prediction.candidate)
         for prediction in truth
         if prediction.time.step <= limit
     )
-    assert found.best is not None
-    assert measure_complexity(found.best.candidate)[0] == fewest[0]
-    assert hurried.predictions[0].time.step == found.predictions[0].time.step
-    assert hurried.best is not None
-    assert measure_complexity(hurried.best.candidate)[0] == fewest[0]
-    if not found.best.is_tight:
-        assert found.chosen is found.best
+    assert result.best is not None
+    assert measure_complexity(result.best.candidate)[0] == fewest[0]
+    assert limited_result.predictions[0].time.step == result.predictions[0].time.step
+    assert limited_result.best is not None
+    assert measure_complexity(limited_result.best.candidate)[0] == fewest[0]
+    if not result.best.is_tight:
+        assert result.chosen is result.best
         return
-    with_room = [
+    not_tight = [
         prediction
-        for candidate in everything(predictor, question)
+        for candidate in iterate_all_candidates(predictor, problem)
         if (prediction := predictor.predict(candidate)).memory.total * (1 + MEMORY_ERROR_SHARE)
         <= predictor.capacity_bytes
     ]
-    assert found.chosen is not None
-    assert found.chosen.is_tight == (not with_room)
-    if with_room:
-        limit = min(prediction.time.step for prediction in with_room) * (1 + EQUAL_STEP_SHARE)
+    assert result.chosen is not None
+    assert result.chosen.is_tight == (not not_tight)
+    if not_tight:
+        limit = min(prediction.time.step for prediction in not_tight) * (1 + EQUAL_STEP_SHARE)
         fewest = min(
             measure_complexity(prediction.candidate)
-            for prediction in with_room
+            for prediction in not_tight
             if prediction.time.step <= limit
         )
-        assert found.chosen.time.step <= limit
-        assert measure_complexity(found.chosen.candidate)[0] == fewest[0]
+        assert result.chosen.time.step <= limit
+        assert measure_complexity(result.chosen.candidate)[0] == fewest[0]
 
 
-def test_memory_is_what_turns_layouts_down() -> None:
-    facts = ModelFacts(models.shape("llama"))
-    question = PlanningProblem(Candidate(Layout(), 128), 4, 8)
-    roomy = search_layouts(Predictor(facts, models.cluster(4), SMALL), question)
+def test_layouts_are_rejected_only_for_memory() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    problem = PlanningProblem(Candidate(Layout(), 128), 4, 8)
+    ample = search_layouts(Predictor(facts, models.make_cluster(4), SMALL), problem)
     tight = search_layouts(
-        Predictor(facts, models.cluster(4, memory_bytes=22 * 2**20), SMALL), question
+        Predictor(facts, models.make_cluster(4, memory_bytes=22 * 2**20), SMALL), problem
     )
-    none = search_layouts(Predictor(facts, models.cluster(4, memory_bytes=2**20), SMALL), question)
-    assert roomy.chosen is not None
+    none = search_layouts(
+        Predictor(facts, models.make_cluster(4, memory_bytes=2**20), SMALL), problem
+    )
+    assert ample.chosen is not None
     assert tight.chosen is not None
-    assert tight.chosen.time.step > roomy.chosen.time.step
+    assert tight.chosen.time.step > ample.chosen.time.step
     assert all(prediction.fits for prediction in tight.predictions)
     assert none.chosen is None
     assert none.predictions == []
     assert none.num_too_large > 0
 
 
-def test_a_tight_layout_is_chosen_only_where_nothing_else_fits() -> None:
-    facts = ModelFacts(models.shape("llama"))
-    question = PlanningProblem(Candidate(Layout(), 128), 4, 8)
-    least = min(
-        Predictor(facts, models.cluster(4), SMALL).predict(c).memory.total
-        for c in everything(Predictor(facts, models.cluster(4), SMALL), question)
+def test_a_tight_layout_is_chosen_only_if_no_other_fits() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    problem = PlanningProblem(Candidate(Layout(), 128), 4, 8)
+    smallest_bytes = min(
+        Predictor(facts, models.make_cluster(4), SMALL).predict(c).memory.total
+        for c in iterate_all_candidates(Predictor(facts, models.make_cluster(4), SMALL), problem)
     )
     for share, is_tight in ((1.02, True), (1.02 * (1 + MEMORY_ERROR_SHARE), False)):
         predictor = Predictor(
-            facts, models.cluster(4, memory_bytes=int(least * share / SMALL.usable_share)), SMALL
+            facts,
+            models.make_cluster(4, memory_bytes=int(smallest_bytes * share / SMALL.usable_share)),
+            SMALL,
         )
-        found = search_layouts(predictor, question, num_layouts=1)
-        assert found.chosen is not None
-        assert found.best is not None
-        assert found.best.is_tight, "the case is too roomy to say anything"
-        assert found.chosen.is_tight is is_tight
-        assert (found.chosen.warning is not None) is is_tight
-        assert found.chosen.fits
+        result = search_layouts(predictor, problem, num_layouts=1)
+        assert result.chosen is not None
+        assert result.best is not None
+        assert result.best.is_tight, "no layout is tight in this case"
+        assert result.chosen.is_tight is is_tight
+        assert (result.chosen.warning is not None) is is_tight
+        assert result.chosen.fits
 
 
-def test_what_is_not_allowed_is_not_found() -> None:
-    predictor = Predictor(ModelFacts(models.shape("llama")), models.cluster(4), SMALL)
-    question = PlanningProblem(
+def test_layouts_that_are_not_allowed_are_not_found() -> None:
+    predictor = Predictor(ModelFacts(models.read_shape("llama")), models.make_cluster(4), SMALL)
+    problem = PlanningProblem(
         Candidate(Layout(), 128), 4, 8, is_allowed=lambda candidate: candidate.layout.tp == 4
     )
-    found = search_layouts(predictor, question)
-    assert {prediction.candidate.layout.tp for prediction in found.predictions} == {4}
+    result = search_layouts(predictor, problem)
+    assert {prediction.candidate.layout.tp for prediction in result.predictions} == {4}
 
 
-def test_sixteen_thousand_devices_are_searched_by_looking_at_few_layouts() -> None:
-    """What is counted here is what time goes by: the seconds themselves are
-    `benchmarks/plan.py`'s.
-    """
+def test_a_search_over_sixteen_thousand_devices_predicts_few_layouts() -> None:
+    """The search time depends on this count; `benchmarks/plan.py` measures the seconds."""
     predictor = Predictor(
         ModelFacts(read_config(models.LLAMA3_405B)),
         parse_cluster("8xH100-80GB", num_nodes=2048),
         Efficiency(),
     )
-    found = search_layouts(predictor, PlanningProblem(Candidate(Layout(), 8192), 16384, 2048))
-    assert found.chosen is not None
-    assert found.chosen.num_gpus == 16384
-    assert found.num_predicted < 100
+    result = search_layouts(predictor, PlanningProblem(Candidate(Layout(), 8192), 16384, 2048))
+    assert result.chosen is not None
+    assert result.chosen.num_gpus == 16384
+    assert result.num_predicted < 100
 
 
-def test_the_collector_runs_again_after_a_search() -> None:
-    predictor = Predictor(ModelFacts(models.shape("llama")), models.cluster(4), SMALL)
+def test_garbage_collection_is_enabled_after_a_search() -> None:
+    predictor = Predictor(ModelFacts(models.read_shape("llama")), models.make_cluster(4), SMALL)
     assert gc.isenabled()
     search_layouts(predictor, PlanningProblem(Candidate(Layout(), 128), 4, 8))
     assert gc.isenabled()

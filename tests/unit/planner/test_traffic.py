@@ -1,5 +1,5 @@
-"""Bytes that a cut sends by the planner's formulas: those that tests/multiprocess/test_traffic.py
-counts on real ranks.
+"""Bytes that a layout sends by the planner's formulas; tests/multiprocess/test_traffic.py counts
+them on real ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TOKENS = 128
 ROWS = 2
 
 
-class Counting:
-    """A network on which a byte that a rank sends takes a second."""
+class ByteCountingNetwork:
+    """Network on which each byte that a rank sends takes a second."""
 
     def time_all_gather(self, group: StridedGroup, num_bytes: float) -> float:
         return num_bytes * (group.num_ranks - 1) / group.num_ranks
@@ -37,92 +37,94 @@ class Counting:
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize(("precision", "wide"), [("bf16", 2.0), ("fp32", 1.0)])
-def test_context_parallelism_sends_what_real_ranks_were_seen_to_send(
-    degree: int, precision: Any, wide: float
+@pytest.mark.parametrize(("precision", "fp32_factor"), [("bf16", 2.0), ("fp32", 1.0)])
+def test_context_parallelism_sends_the_bytes_measured_on_real_ranks(
+    degree: int, precision: Any, fp32_factor: float
 ) -> None:
-    facts = ModelFacts(models.shape("llama"))
-    size = 4 / wide
+    facts = ModelFacts(models.read_shape("llama"))
+    size = 4 / fp32_factor
 
-    def sent(method: CpMethod) -> tuple[float, float]:
+    def count_sent_bytes(method: CpMethod) -> tuple[float, float]:
         layout = Layout(cp=degree, cp_method=method)
         candidate = Candidate(layout, TOKENS, ROWS, precision=precision)
-        network: Any = Counting()
+        network: Any = ByteCountingNetwork()
         forward, backward, _ = _compute_context_seconds(
             facts, candidate, network, build_groups(layout)["cp"]
         )
         return forward, backward
 
-    pair = 2 * ROWS * (TOKENS / degree) * 4 * 32 * size  # four heads of 32 for keys and values
-    # Keys and values stop before they come home, in both passes; their gradients, in fp32, come
-    # home.
-    assert sent("ring") == pytest.approx(
-        ((degree - 1) * pair, (degree - 1) * pair + degree * wide * pair)
+    pair_bytes = (
+        2 * ROWS * (TOKENS / degree) * 4 * 32 * size
+    )  # four heads of 32 for keys and values
+    # Keys and values stop one rank before their own in both passes; their fp32 gradients return to
+    # their rank.
+    assert count_sent_bytes("ring") == pytest.approx(
+        ((degree - 1) * pair_bytes, (degree - 1) * pair_bytes + degree * fp32_factor * pair_bytes)
     )
-    gathered = (degree - 1) * pair
-    assert sent("all_gather") == pytest.approx((gathered, gathered * (1 + wide)))
-    heads = 2 * ROWS * (TOKENS / degree) * (8 + 4) * 32 * size * (degree - 1) / degree
-    assert sent("ulysses") == pytest.approx((heads, heads))
+    gathered = (degree - 1) * pair_bytes
+    assert count_sent_bytes("all_gather") == pytest.approx((gathered, gathered * (1 + fp32_factor)))
+    heads_bytes = 2 * ROWS * (TOKENS / degree) * (8 + 4) * 32 * size * (degree - 1) / degree
+    assert count_sent_bytes("ulysses") == pytest.approx((heads_bytes, heads_bytes))
 
 
 RECIPES = FrameworkConventions("recipes", has_node_dispatch=True)
 
 
-class Sending(Counting):
-    """Notes what an exchange sends: in all, and of that between domains."""
+class RecordingNetwork(ByteCountingNetwork):
+    """Records the bytes of each dispatch, in total and between domains."""
 
     def __init__(self, per_node: int) -> None:
-        self.cluster = models.cluster(16, per_node=per_node)
-        self.sent: list[tuple[StridedGroup, float, float]] = []
+        self.cluster = models.make_cluster(16, per_node=per_node)
+        self.messages: list[tuple[StridedGroup, float, float]] = []
 
     def time_dispatch(self, group: StridedGroup, num_bytes: float, crossing_bytes: float) -> float:
-        self.sent.append((group, num_bytes, crossing_bytes))
+        self.messages.append((group, num_bytes, crossing_bytes))
         return 0.0
 
 
-def exchange(
-    layout: Layout, engine: FrameworkConventions, per_node: int = 16
+def predict_dispatch(
+    layout: Layout, conventions: FrameworkConventions, per_node: int = 16
 ) -> tuple[tuple[StridedGroup, float, float], float]:
-    """What a rank's rows take one way, and the seconds of all else."""
-    facts = ModelFacts(models.shape("qwen3_moe"))
-    network = Sending(per_node)
+    """Return the dispatch of a rank's rows in one direction, and the seconds of everything else."""
+    facts = ModelFacts(models.read_shape("qwen3_moe"))
+    network: Any = RecordingNetwork(per_node)
     kind = next(kind for kind in facts.kinds if kind.shape.sparse)
-    candidate = Candidate(layout, TOKENS, ROWS, conventions=engine)
-    others = _compute_expert_seconds(facts, kind, candidate, network, build_groups(layout))  # type: ignore[arg-type]
-    return network.sent[0], others
+    candidate = Candidate(layout, TOKENS, ROWS, conventions=conventions)
+    others = _compute_expert_seconds(facts, kind, candidate, network, build_groups(layout))
+    return network.messages[0], others
 
 
-def test_a_row_goes_once_to_each_rank_and_domain_that_holds_one_of_its_experts() -> None:
-    (group, sent, crossing), _ = exchange(
+def test_a_row_is_sent_once_to_each_rank_and_domain_with_its_experts() -> None:
+    (group, num_bytes, crossing), _ = predict_dispatch(
         Layout(dp_shard=4, ep=4, zero_stage=1), RECIPES, per_node=2
     )
     token = ROWS * TOKENS * 256 * 2  # bf16
     assert group == StridedGroup(4, 1)
-    assert sent == pytest.approx(token * 4 * (1 - 0.75**2)), "two draws from four ranks"
+    assert num_bytes == pytest.approx(token * 4 * (1 - 0.75**2)), "two draws from four ranks"
     assert crossing == pytest.approx(token * 2 * (1 - 0.5**2) * 0.5), (
-        "two draws from two domains, one of them the own"
+        "two draws from two domains, one of them the rank's own"
     )
 
 
-def test_whole_experts_on_tensor_parallel_ranks_are_sent_a_part_of_the_sequence_by_each() -> None:
+def test_tensor_parallel_ranks_each_send_a_part_of_the_sequence_to_whole_experts() -> None:
     layout = Layout(dp_shard=4, tp=2, ep=4, zero_stage=1, sequence_parallel=True)
-    (group, sent, _), others = exchange(
+    (group, num_bytes, _), others = predict_dispatch(
         layout, FrameworkConventions("recipes", has_node_dispatch=True, has_unsharded_experts=True)
     )
-    (cut_group, cut_sent, _), cut_others = exchange(layout, RECIPES)
+    (sharded_group, sharded_bytes, _), sharded_others = predict_dispatch(layout, RECIPES)
     token = ROWS * TOKENS * 256 * 2
-    assert (group, cut_group) == (StridedGroup(8, 1), StridedGroup(4, 2))
-    assert sent == pytest.approx(token / 2 * 8 * (1 - (7 / 8) ** 2))
-    assert cut_sent == pytest.approx(token / 2 * 4 * (1 - (3 / 4) ** 2))
+    assert (group, sharded_group) == (StridedGroup(8, 1), StridedGroup(4, 2))
+    assert num_bytes == pytest.approx(token / 2 * 8 * (1 - (7 / 8) ** 2))
+    assert sharded_bytes == pytest.approx(token / 2 * 4 * (1 - (3 / 4) ** 2))
     assert others == 0.0
-    assert cut_others == pytest.approx(2 * token * 2 / 2), (
-        "a cut expert's ranks gather each other's rows, and sum what comes of them"
+    assert sharded_others == pytest.approx(2 * token * 2 / 2), (
+        "ranks of a sharded expert gather each other's rows and sum their results"
     )
 
 
-def test_rows_that_leave_a_domain_overlap_otherwise_than_those_that_stay() -> None:
+def test_overlap_differs_within_and_between_domains() -> None:
     efficiency = Efficiency(expert_overlap=0.5, near_expert_overlap=0.25)
     layout = Layout(dp_shard=8, ep=8, zero_stage=1)
-    within, across = (NetworkModel(models.cluster(8, per_node=n), efficiency) for n in (8, 4))
+    within, across = (NetworkModel(models.make_cluster(8, per_node=n), efficiency) for n in (8, 4))
     assert _get_expert_overlap(Candidate(layout, TOKENS), within) == 0.25
     assert _get_expert_overlap(Candidate(layout, TOKENS), across) == 0.5

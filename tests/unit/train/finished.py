@@ -15,7 +15,7 @@ from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.config import Recipe
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.model.weight_init import initialise_parameter
-from tests.unit.checkpoint.some_values import run_values
+from tests.unit.checkpoint.sample_values import make_run_values
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -66,5 +66,5 @@ def make_run(
     for step in steps:
         tensors = {f"model.{name}": tensor for name, tensor in weights_at(shape, step).items()}
         tensors |= {f"optimizer.{name}.momentum": torch.zeros(3) for name in ("a", "b")}
-        save_checkpoint(folder.checkpoints, step, tensors, run_values(step), is_best=step == best)
+        save_checkpoint(folder.checkpoints, step, tensors, make_run_values(step), is_best=step == best)
     return folder

@@ -1,0 +1,64 @@
+"""Text of other origin is shown literally on a terminal."""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+import shardwright
+from shardwright.cli.console import open_console
+from shardwright.cli.main import run
+from shardwright.cli.text_streams import escape_unencodable
+
+MARKUP_AND_CODES = "[/x] [bold]b[/] :smile: \x1b[2J \ud800"
+
+
+def test_the_console_shows_strings_literally(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="utf-8"))
+    escape_unencodable()
+    table = Table(MARKUP_AND_CODES, title=MARKUP_AND_CODES)
+    table.add_row(MARKUP_AND_CODES)
+    console = open_console()
+    console.print(table)
+    console.print(MARKUP_AND_CODES)
+    sys.stdout.flush()
+    text = buffer.getvalue().decode()
+    assert "\x1b" not in text
+    assert text.count("[/x] [bold]b[/] :smile: ␛[2J \\ud800") == 4
+
+
+def test_an_error_sends_no_terminal_codes_and_fits_any_encoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(buffer, encoding="ascii", errors="strict"))
+    assert run(["plan", "ü[/x] :smile: \x1b[2J \udcff", "--cluster", "8xH100-80GB"]) == 2
+    sys.stderr.flush()
+    text = buffer.getvalue().decode("ascii")
+    assert "\\xfc[/x] :smile: \\u241b[2J \\udcff" in text
+    assert "Traceback" not in text
+
+
+def test_no_verb_creates_its_own_console() -> None:
+    """Only the verbs' console and the live line of a run can print text of other origin safely."""
+    root = Path(shardwright.__file__).parent
+    creators = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", getattr(node.func, "attr", "")) == "Console"
+        )
+        or (
+            isinstance(node, ast.ClassDef)
+            and any(getattr(base, "id", "") == "Console" for base in node.bases)
+        )
+    }
+    assert creators == {"cli/console.py", "telemetry/terminal.py"}

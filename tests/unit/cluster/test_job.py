@@ -1,0 +1,52 @@
+"""Wrong options of `launch`, for all clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.main import run
+from shardwright.errors import ExitCode
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "one of --slurm, --kubernetes and --torchrun"),
+        (["--slurm", "--torchrun"], "one of --slurm, --kubernetes and --torchrun"),
+        (["--slurm"], "--gpus-per-node"),
+        (["--slurm", "--gpus-per-node", "2", "--time", "soon"], "not a time limit"),
+        (["--slurm", "--gpus-per-node", "2", "--time", "30\n"], "not a time limit"),
+        (
+            ["--slurm", "--gpus-per-node", "2", "--partition", "a\nrm -rf /"],
+            "--partition: not a single word",
+        ),
+        (["--torchrun", "--gpus-per-node", "2", "--hosts", ",,,"], "--hosts: not a node address"),
+        (
+            ["--torchrun", "--gpus-per-node", "2", "--hosts", "a b,c;d"],
+            "--hosts: not a node address (got 'a b'",
+        ),
+        (["--kubernetes", "--gpus-per-node", "2", "--image", ""], "pods need a container image"),
+        (
+            ["--slurm", "--gpus-per-node", "2", "--hosts", "a"],
+            "applies to --torchrun only and has no effect with --slurm",
+        ),
+        (["--slurm", "--gpus-per-node", "2", "--layout", "tp=3"], "does not divide 2 ranks"),
+        (["--slurm", "--gpus-per-node", "2", "--sbatch", "qos=high"], "not an sbatch option"),
+        (["--slurm", "--gpus-per-node", "2", "--env", "1=2"], "NAME=VALUE"),
+        (
+            ["--slurm", "--gpus-per-node", "2", "--ib-hca", "mlx5", "--no-infiniband"],
+            "InfiniBand is disabled",
+        ),
+        (["--kubernetes", "--gpus-per-node", "2"], "--image"),
+        (["--kubernetes", "--gpus-per-node", "2", "--image", "i", "--volume", "x"], "CLAIM:/path"),
+        (["--torchrun", "--nodes", "2", "--gpus-per-node", "2"], "--hosts node1,node2"),
+        (["--torchrun", "--gpus-per-node", "2", "--submit"], "this launcher has no scheduler"),
+    ],
+)
+def test_wrong_input_is_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert run(["launch", str(recipe), *words]) == ExitCode.WRONG_INPUT
+    assert message in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""Slurm scripts of `launch`: shellcheck accepts them, bash runs them, sbatch gets them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.main import run
+from shardwright.errors import ExitCode
+from tests.unit.cluster.conftest import run_launch
+
+SLURM = (
+    "--slurm",
+    "--nodes",
+    "2",
+    "--gpus-per-node",
+    "4",
+    "--time",
+    "04:00:00",
+    "--account",
+    "lab",
+    "--cores-per-rank",
+    "8",
+)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("--image", "lab/sw:1"),
+        ("--env", "WORDS=two words", "--interface", "ib0", "--port", "29501"),
+    ],
+)
+def test_the_script_passes_shellcheck(
+    recipe: Path, capsys: pytest.CaptureFixture[str], extra: tuple[str, ...]
+) -> None:
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (the `dev` extra has it)")
+    text = run_launch(capsys, str(recipe), *SLURM, *extra)
+    completed = subprocess.run(
+        [shellcheck, "-"], input=text, capture_output=True, text=True, check=False
+    )
+    assert completed.returncode == 0, completed.stdout
+
+
+def test_the_slurm_script_has_all_directives(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = run_launch(
+        capsys, str(recipe), *SLURM, "--sbatch=--qos=high", "--save-seconds", "600"
+    ).splitlines()
+    directives = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
+    assert directives >= {
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--cpus-per-task=8",
+        "--time=04:00:00",
+    }
+    assert directives >= {
+        "--account=lab",
+        "--qos=high",
+        "--signal=TERM@600",
+        "--requeue",
+        "--open-mode=append",
+    }
+
+
+FAKES = {
+    "srun": 'printf "%s\\n" "$*" >> srun.log\n'
+    '[ "$MASTER_ADDR" = first ] || exit 99\n'
+    'exit "$(cat status)"',
+    "scontrol": 'if [ "$1" = show ]; then printf "first\\nsecond\\n"; '
+    'else printf "%s\\n" "$*" >> scontrol.log; fi',
+}
+"""Replacements for Slurm's commands."""
+
+
+def run_script(folder: Path, text: str, status: int, restarts: int = 0) -> tuple[int, list[str]]:
+    """Run the script with `FAKES`, where srun exits with `status`; return exit code and calls of
+    scontrol.
+    """
+    for name, body in FAKES.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    (folder / "status").write_text(str(status))
+    (folder / "scontrol.log").unlink(missing_ok=True)
+    environment = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
+    environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
+    completed = subprocess.run(
+        ["bash", "-c", text],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    log = folder / "scontrol.log"
+    return completed.returncode, log.read_text().splitlines() if log.exists() else []
+
+
+def test_the_script_requeues_after_preemption_and_losses(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run_launch(capsys, str(recipe), *SLURM)
+    requeue = ["requeue 77"]
+    assert run_script(tmp_path, text, 0) == (0, [])
+    assert run_script(tmp_path, text, ExitCode.WRONG_INPUT) == (ExitCode.WRONG_INPUT, [])
+    assert run_script(tmp_path, text, ExitCode.PREEMPTED) == (ExitCode.PREEMPTED, requeue)
+    assert "--resume-if-begun" not in (tmp_path / "srun.log").read_text(), (
+        "a new job must refuse a run folder that is in use"
+    )
+    assert run_script(tmp_path, text, ExitCode.PREEMPTED, restarts=1) == (
+        ExitCode.PREEMPTED,
+        requeue,
+    )
+    assert (tmp_path / "srun.log").read_text().splitlines()[-1].endswith("--resume-if-begun")
+    requeues = [run_script(tmp_path, text, status)[1] for status in (ExitCode.RUN_FAILED, 137, 143)]
+    assert requeues == [requeue, requeue, []], "elastic.max_restarts is 2"
+
+
+def test_a_recipe_without_restarts_is_not_requeued(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run_launch(capsys, str(recipe), *SLURM, "--set", "elastic.max_restarts=0")
+    assert run_script(tmp_path, text, ExitCode.RUN_FAILED) == (ExitCode.RUN_FAILED, [])
+
+
+def test_submit_passes_the_script_to_sbatch(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["launch", str(recipe), "--slurm", "--gpus-per-node", "2", "--submit"]
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert run(words) == ExitCode.WRONG_INPUT
+    assert "sbatch is not installed" in capsys.readouterr().err
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/bash\ncat > "{tmp_path}/submitted"\necho 4711\n')
+    sbatch.chmod(0o755)
+    assert run(words) == ExitCode.DONE
+    assert capsys.readouterr().out == "submitted: 4711\n"
+    assert (tmp_path / "submitted").read_text().startswith("#!/bin/bash\n#")
+    sbatch.write_text("#!/bin/bash\necho 'no such account' >&2\nexit 1\n")
+    assert run(words) == ExitCode.RUN_FAILED
+    assert "sbatch failed: no such account" in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""torchrun commands of `launch`, one per node."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.main import run
+from shardwright.errors import ExitCode
+from tests.unit.cluster.conftest import run_launch
+
+
+def test_each_node_has_its_torchrun_command(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--torchrun",
+        "--hosts",
+        "10.0.0.1,10.0.0.2",
+        "--gpus-per-node",
+        "4",
+        "--env",
+        "WORDS=two words",
+        "--json",
+    ]
+    output = json.loads(run_launch(capsys, str(recipe), *words))
+    first, second = output["text"].splitlines()[1::2]
+    assert output["world_size"] == 8
+    assert "--local-addr=10.0.0.1" in first
+    assert "is_host=1" in first
+    assert "--local-addr=10.0.0.2" in second
+    assert "is_host=0" in second
+    for command in (first, second):
+        printed = subprocess.run(
+            ["bash", "-c", command.replace("torchrun", "printenv WORDS; printf '%s\\n'", 1)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert printed.stdout.splitlines()[0] == "two words"
+        assert str(recipe) in printed.stdout.splitlines()
+        assert "--rdzv-endpoint=10.0.0.1:29500" in printed.stdout.splitlines()
+
+
+def test_a_name_that_is_not_utf8_is_written_with_its_bytes(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    words = ["--torchrun", "--gpus-per-node", "4", "--env", "FOLDER=/data/\udcff"]
+    assert run(["launch", str(recipe), *words, "--out", str(out)]) == ExitCode.DONE
+    assert b"/data/\xff" in out.read_bytes()

@@ -1,0 +1,185 @@
+"""Loading of recipes, overrides, and messages of refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwright.config import apply_overrides, dump_recipe, load_recipe, parse_layout
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.errors import LayoutError, RecipeError
+
+MINIMAL = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"sources": "corpus.txt"},
+    "training": {
+        "sequence_length": 8,
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "micro_batch_size": 1,
+    },
+}
+
+
+def write_recipe(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def change_section(section: str, **keys: object) -> dict:
+    return {**MINIMAL, section: {**MINIMAL.get(section, {}), **keys}}
+
+
+def test_round_trip_through_yaml(tmp_path: Path) -> None:
+    recipe = validate_recipe(MINIMAL)
+    assert load_recipe(write_recipe(tmp_path, dump_recipe(recipe))) == recipe
+
+
+def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MINIMAL).replace("0.001", "1e-3")
+    assert load_recipe(write_recipe(tmp_path, text)).training.learning_rate == 1e-3
+
+
+def test_overrides_take_precedence_and_do_not_change_the_document(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, yaml.safe_dump(MINIMAL))
+    recipe = load_recipe(
+        path,
+        [
+            "training.learning_rate=1e-4",
+            "precision=bf16",
+            "precision.reduce_dtype=bf16",
+            "layout.zero_stage=2",
+        ],
+    )
+    assert recipe.training.learning_rate == 1e-4
+    assert (recipe.precision.kind, recipe.precision.reduce_dtype) == ("bf16", "bf16")
+    assert recipe.layout.zero_stage == 2
+    before = {"a": {"b": 1}}
+    apply_overrides(before, ["a.b=2"])
+    assert before == {"a": {"b": 1}}
+
+
+def test_layout_is_equal_in_recipe_and_command_line(tmp_path: Path) -> None:
+    path = write_recipe(
+        tmp_path, yaml.safe_dump(change_section("layout", dp_shard=2, zero_stage=3))
+    )
+    assert load_recipe(path).layout == load_recipe(path, layout="dp_shard=2,zero_stage=3").layout
+
+
+@pytest.mark.parametrize(
+    ("document", "field", "message"),
+    [
+        (
+            change_section("training", seqence_length=4),
+            "training.seqence_length",
+            "Did you mean `sequence_length`?",
+        ),
+        ({**MINIMAL, "learning_rate": 1}, "learning_rate", "training.learning_rate"),
+        ({**MINIMAL, "lerning_rate": 1}, "lerning_rate", "training.learning_rate"),
+        (change_section("model", path="x"), "model", "exactly one of"),
+        ({**MINIMAL, "precision": "bf17"}, "precision.kind", "bf16"),
+        (
+            change_section("training", micro_batch_size=0),
+            "training.micro_batch_size",
+            "greater than 0",
+        ),
+        (
+            change_section("training", learning_rate=float("nan")),
+            "training.learning_rate",
+            "finite",
+        ),
+        (change_section("tokenizer", kind="bpe"), "tokenizer", "vocab_size"),
+        (change_section("training", max_steps=True), "training.max_steps", "valid integer"),
+        (change_section("training", max_steps="7"), "training.max_steps", "valid integer"),
+        (change_section("training", decay_steps=3), "training", "warmup_stable_decay"),
+        (change_section("training", base_batch_size=3), "training", "batch_scaling"),
+        (
+            change_section("training", schedule="constant", min_learning_rate=1e-5),
+            "training",
+            "does not decay",
+        ),
+        (
+            change_section("optimizer", momentum=0.9),
+            "optimizer",
+            "has no effect with `name: adamw`",
+        ),
+        (
+            change_section("optimizer", name="sgd", beta2=0.99),
+            "optimizer",
+            "has no effect with `name: sgd`",
+        ),
+        (
+            change_section("precision", kind="bf16", initial_loss_scale=8.0),
+            "precision",
+            "for `kind: fp16`",
+        ),
+        (change_section("data", sources=[]), "data.sources", "at least 1"),
+        ({k: v for k, v in MINIMAL.items() if k != "data"}, "data", "missing key"),
+    ],
+)
+def test_wrong_keys_are_refused_by_name(document: dict, field: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        validate_recipe(document)
+    assert caught.value.field == field
+    assert message in str(caught.value)
+
+
+def test_all_errors_are_reported_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        validate_recipe({**change_section("training", seqence_length=4), "layuot": {}})
+    assert "seqence_length" in str(caught.value)
+    assert "layuot" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "line 1"),
+        ("seed: 1\nseed: 2\n", "duplicate key"),
+        ("- 1\n", "a recipe must be a mapping"),
+        ("a: b: c\n", "line 1"),
+    ],
+)
+def test_invalid_yaml_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(write_recipe(tmp_path, text))
+
+
+def test_python_objects_are_never_constructed(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        load_recipe(write_recipe(tmp_path, "a: !!python/object/apply:os.system ['true']"))
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no such file"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+def test_environment_variables_are_expanded_or_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = change_section("data", sources="${CORPUS_HOME}/a.txt")
+    monkeypatch.setenv("CORPUS_HOME", "/corpus")
+    assert validate_recipe(document).data.sources[0].path == "/corpus/a.txt"
+    monkeypatch.delenv("CORPUS_HOME")
+    with pytest.raises(RecipeError, match="export CORPUS_HOME=") as caught:
+        validate_recipe(document)
+    assert caught.value.field == "data.sources"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tp", "tp=two", "tpp=2", "tp=2,tp=4", "zero_stage=4", "tp=0", "tp=\u00b2", "tp=" + "9" * 5000],
+)
+def test_invalid_layouts_are_refused(text: str) -> None:
+    with pytest.raises(LayoutError):
+        parse_layout(text)
+
+
+@pytest.mark.parametrize("override", ["training", "=3", "seed.x=1"])
+def test_invalid_overrides_are_refused(override: str) -> None:
+    with pytest.raises(RecipeError):
+        apply_overrides({"seed": 3}, [override])

@@ -1,0 +1,75 @@
+"""Deferred weight gradients equal those of the plain backward pass."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.model.linear import Linear
+from shardwright.model.weight_gradient_store import WeightGradientStore
+
+
+def build(transposed: bool, bias: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Linear(5, 7, bias=bias, transposed=transposed),
+        nn.SiLU(),
+        Linear(7, 3, bias=bias, transposed=transposed),
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(2, 4), (8,)])
+def test_deferred_gradients_equal_plain_gradients(
+    transposed: bool, recompute: bool, dtype: torch.dtype, rows: tuple[int, ...]
+) -> None:
+    plain = build(transposed, bias=True)
+    split = copy.deepcopy(plain)
+    store = WeightGradientStore()
+    for module in split.modules():
+        if isinstance(module, Linear):
+            module.gradient_store = store
+    deferred = []
+    for number in range(3):
+        x = torch.randn(*rows, 5, generator=torch.Generator().manual_seed(number)).to(dtype)
+        plain_x = x.clone().requires_grad_()
+        split_x = x.clone().requires_grad_()
+        plain(plain_x).square().sum().backward()
+        y = checkpoint(split, split_x, use_reentrant=False) if recompute else split(split_x)
+        with store.defer() as products:
+            y.square().sum().backward()
+        assert len(products) == 2
+        assert not any(product.x_NI.requires_grad or product.x_NI.grad_fn for product in products)
+        assert torch.equal(plain_x.grad, split_x.grad)
+        deferred.append(products)
+    assert split[0].weight.grad is None
+    for products in deferred:
+        for product in products:
+            product.accumulate()
+    for (name, expected), (_, parameter) in zip(
+        plain.named_parameters(), split.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter.grad, expected.grad, msg=name)
+        assert not parameter.grad.requires_grad
+
+
+def test_gradients_are_deferred_only_inside_defer_and_not_for_frozen_weights() -> None:
+    model = build(False, bias=False)
+    store = WeightGradientStore()
+    model[2].weight.requires_grad_(False)
+    for module in (model[0], model[2]):
+        module.gradient_store = store
+    model(torch.ones(2, 5)).sum().backward()
+    assert model[0].weight.grad is not None
+    with store.defer() as products:
+        model(torch.ones(2, 5)).sum().backward()
+    assert [product.weight for product in products] == [model[0].weight]

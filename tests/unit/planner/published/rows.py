@@ -1,0 +1,52 @@
+"""A row of published measurements, and the columns of its results."""
+
+from __future__ import annotations
+
+ROW = {
+    "id": "some-0001",
+    "source_group": "some-source",
+    "source": "a table",
+    "model_name": "LLaMA-13B-arch",
+    "params_b": "13.0",
+    "layers": "40",
+    "hidden": "5120",
+    "heads": "40",
+    "kv_heads": "40",
+    "ffn_hidden": "13824",
+    "vocab": "32000",
+    "seq_len": "2048",
+    "num_experts": "",
+    "top_k": "",
+    "gpu": "A100-80GB-SXM",
+    "gpus": "64",
+    "gpus_per_node": "8",
+    "tp": "2",
+    "pp": "4",
+    "cp": "1",
+    "ep": "",
+    "dp": "8",
+    "virtual_pp": "",
+    "zero_stage": "1",
+    "micro_batch": "2",
+    "global_batch": "512",
+    "recompute": "none",
+    "sequence_parallel": "no",
+    "precision": "bf16",
+    "flash_attention": "yes",
+    "compile": "",
+    "notes": "kernel=flash_attention2 + RMS kernel; grad_accum=32",
+    "task": "pretrain",
+    "mem_metric": "",
+}
+
+OUTCOMES = {
+    "tokens_per_sec_per_gpu": "3210",
+    "model_tflops_per_gpu": "199",
+    "utilisation_as_reported": "MFU 63%",
+    "step_time_s": "12.5",
+    "peak_memory_gib_per_gpu": "77.7",
+    "hw_tflops_per_gpu": "250",
+    "flops_convention": "model",
+    "derived_tokens_per_sec_per_gpu": "3210",
+    "verification": "read twice",
+}

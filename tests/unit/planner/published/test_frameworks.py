@@ -1,0 +1,327 @@
+"""Conventions of other frameworks: their names, their memory, and published figures that no fit
+uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.layout import Layout
+from shardwright.planner.candidate import Candidate, FrameworkConventions
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.memory import StageLoad, predict_memory
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.prediction import MemoryParts
+from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS, find_framework_name
+from shardwright.planner.published.measurements import (
+    PublishedRun,
+    extract_configuration,
+    read_published_run,
+)
+from shardwright.planner.published.predictions import (
+    compute_reported_memory_bytes,
+    list_candidates,
+    predict_run,
+)
+from shardwright.units import GIB_BYTES
+from tests.unit.planner import models
+
+NO_OVERHEAD = Efficiency(
+    reserve_share=0.0, reserve_bytes=0.0, context_bytes=0.0, communicator_bytes=0.0
+)
+
+
+def read_case(**row: object) -> PublishedRun:
+    defaults = {
+        "model_name": "Llama-3-8B",
+        "gpu": "H100-80GB-SXM",
+        "gpus": 8,
+        "seq_len": 4096,
+        "micro_batch": 1,
+        "precision": "bf16",
+    }
+    return read_published_run(
+        "a row",
+        extract_configuration({name: str(value) for name, value in (defaults | row).items()}),
+    )
+
+
+def predict_parts(
+    conventions: FrameworkConventions, layout: Layout | None = None, **candidate: object
+) -> MemoryParts:
+    facts = ModelFacts(models.read_shape("llama"))
+    load = StageLoad(tuple(kind.count for kind in facts.kinds))
+    return predict_memory(
+        facts,
+        Candidate(layout or Layout(), 64, conventions=conventions, **candidate),
+        load,
+        NO_OVERHEAD,
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "framework"),
+    [
+        ("torchtune README", "torchtune"),
+        ("FSDP2, torchtitan", "torchtitan"),
+        ("LLaMA-Factory", "llama-factory"),
+        ("axolotl examples/llama-3", "axolotl"),
+        ("unsloth notebook", "unsloth"),
+        ("TRL SFTTrainer", "huggingface"),
+        ("Hugging Face PEFT", "huggingface"),
+        ("HF Trainer with DeepSpeed", "deepspeed"),
+        ("Megatron-DeepSpeed", "megatron-deepspeed"),
+        ("GPT-NeoX", "gpt-neox"),
+        ("lit-gpt tutorials", "litgpt"),
+        ("controls", None),
+    ],
+)
+def test_names_of_frameworks_are_recognised(name: str, framework: str | None) -> None:
+    assert find_framework_name(name) == framework
+    assert framework is None or framework in FRAMEWORK_DEFAULTS
+
+
+def test_bytes_of_a_parameter_in_half_precision_and_under_autocast() -> None:
+    num = ModelFacts(models.read_shape("llama")).num_parameters
+    torchtune, llama_factory = (
+        predict_parts(FRAMEWORK_DEFAULTS[name].conventions, gradient_accumulation_steps=2)
+        for name in ("torchtune", "llama-factory")
+    )
+    assert (torchtune.weights, torchtune.gradients, torchtune.optimizer) == (
+        2 * num,
+        2 * num,
+        4 * num,
+    )
+    assert (llama_factory.weights, llama_factory.gradients, llama_factory.optimizer) == (
+        4 * num,
+        4 * num,
+        8 * num,
+    )
+    assert llama_factory.gathered > 0  # casts
+    pure_bf16 = read_case(
+        source="LLaMA-Factory", task="full", gpus=1, notes="pure_bf16"
+    ).candidate.conventions
+    assert predict_parts(pure_bf16, gradient_accumulation_steps=2).optimizer == 4 * num
+
+
+def test_performance_recipes_accumulate_in_half_precision_and_others_in_fp32() -> None:
+    recipe = read_case(source="dgxc-benchmarking@v25.05", source_group="dgxc-benchmarking", tp=2)
+    other = read_case(source="a blog", tp=2)
+    assert recipe.framework == other.framework == "megatron-core"
+    assert (
+        recipe.candidate.conventions.gradient_bytes,
+        other.candidate.conventions.gradient_bytes,
+    ) == (2.0, 4.0)
+    with_fp32 = read_case(
+        source="BLOOM", notes="BF16_Optimizer with fp32 grad accumulation"
+    ).candidate.conventions
+    assert with_fp32.gradient_bytes == 6.0
+
+
+def test_a_run_with_deepspeed_has_the_conventions_of_deepspeed() -> None:
+    assert (
+        read_case(source="Hugging Face", notes="ZeRO-3").candidate.conventions
+        == FRAMEWORK_DEFAULTS["deepspeed"].conventions
+    )
+    assert (
+        read_case(source="Hugging Face", notes="FSDP").candidate.conventions
+        == FRAMEWORK_DEFAULTS["huggingface"].conventions
+    )
+
+
+def test_unnamed_fine_tuning_is_that_of_hugging_face() -> None:
+    adapted = read_case(task="lora")
+    full = read_case(task="full")
+    pretrained = read_case()
+    assert (adapted.framework, full.framework, pretrained.framework) == (
+        "huggingface",
+        "huggingface",
+        "torchtitan",
+    )
+    assert (adapted.candidate.layout.zero_stage, full.candidate.layout.zero_stage) == (0, 3)
+    assert read_case(task="lora", zero_stage="3").candidate.layout.zero_stage == 3
+
+
+def test_freed_activations_leave_little_space_for_gradients() -> None:
+    num = ModelFacts(models.read_shape("llama")).num_parameters
+    conventions = replace(
+        FRAMEWORK_DEFAULTS["nanotron"].conventions, micro_batch_gradient_bytes=0.0
+    )
+    with_gradients = replace(conventions, micro_batch_gradient_bytes=2.0)
+    plain, small, large = (
+        predict_parts(each, micro_batch_size=rows)
+        for each, rows in ((conventions, 32), (with_gradients, 32), (with_gradients, 512))
+    )
+    assert 0 < small.reserve <= 2 * num
+    assert large.reserve < small.reserve
+    assert plain.reserve == 0
+    assert small.live == plain.live  # memory of the allocator, not of tensors
+
+
+def test_the_update_copies_gradients_unless_logits_leave_a_free_block() -> None:
+    num = ModelFacts(models.read_shape("llama")).num_parameters
+    layout = Layout(dp_shard=4, zero_stage=1)
+    conventions = replace(FRAMEWORK_DEFAULTS["megatron-deepspeed"].conventions, logit_bytes=0.0)
+
+    def predict_reserve(**changes: float) -> float:
+        changed = replace(conventions, **changes)  # type: ignore[arg-type]
+        return predict_parts(changed, layout, loss_chunk_tokens=None).reserve
+
+    assert predict_reserve() == pytest.approx(6 * num / 4)
+    assert predict_reserve(logit_bytes=1e6) == 0
+    assert predict_reserve(update_copy_bytes=0.0) == 0
+
+
+def test_gradient_shards_of_a_separate_stream_add_to_the_peak() -> None:
+    num = ModelFacts(models.read_shape("llama")).num_parameters
+    layout = Layout(dp_shard=4, zero_stage=3)
+    separate = FRAMEWORK_DEFAULTS["torchtitan"].conventions
+    assert separate.has_separate_gradient_stream
+    more = predict_parts(separate, layout, micro_batch_size=64, loss_chunk_tokens=None)
+    less = predict_parts(
+        replace(separate, has_separate_gradient_stream=False),
+        layout,
+        micro_batch_size=64,
+        loss_chunk_tokens=None,
+    )
+    assert more.live == less.live
+    assert more.reserve - less.reserve == pytest.approx(num)  # 4 bytes over 4 ranks
+
+
+def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
+    row = {
+        "source_group": "nanotron-ultrascale",
+        "source": "nanotron",
+        "vocab": 131072,
+        "layers": 32,
+        "hidden": 4096,
+        "heads": 32,
+    }
+    row |= {
+        "kv_heads": 32,
+        "ffn_hidden": 14336,
+        "model_name": "nanotron-llama",
+        "tp": 16,
+        "gpus": 32,
+        "global_batch": 256,
+    }
+    with_space = read_case(**row, micro_batch=1)
+    full = read_case(**row, micro_batch=32)
+    assert [
+        candidate.conventions.num_unreleased_sequences > 0
+        for candidate in list_candidates(with_space)
+    ] == [True, False]
+    assert predict_run(with_space).candidate.conventions.num_unreleased_sequences > 0
+    assert predict_run(full).candidate.conventions.num_unreleased_sequences == 0
+    pipelined = read_case(**row | {"tp": 4, "pp": 2}, micro_batch=1)
+    assert pipelined.candidate.conventions.num_unreleased_sequences == 0
+
+
+def test_layers_in_bf16_save_bf16_activations() -> None:
+    row = {"source": "torchtitan", "gpu": "B200", "gpus": 4, "recompute": "selective"}
+    all_bf16, all_fp4 = (
+        predict_run(read_case(**row, precision=precision)).memory.activations
+        for precision in ("bf16", "nvfp4")
+    )
+    mixed = predict_run(
+        read_case(**row, precision="nvfp4", notes="NVFP4 layers 0-23")
+    ).memory.activations
+    assert all_fp4 < all_bf16
+    assert mixed == pytest.approx(0.75 * all_fp4 + 0.25 * all_bf16, rel=0.02)
+
+
+def test_frozen_matrices_save_no_inputs() -> None:
+    adapters = {"task": "lora", "gpus": 1, "source": "torchtune", "recompute": "none"}
+    attention, all_linear = (
+        read_case(**adapters, notes=f"LoRA r=8 {targets}")
+        for targets in ("q_proj, v_proj", "all-linear")
+    )
+    assert (
+        predict_run(attention).memory.activations < 0.9 * predict_run(all_linear).memory.activations
+    )
+    full = read_case(**adapters | {"task": "full"})
+    assert predict_run(all_linear).memory.activations < predict_run(full).memory.activations
+
+
+_QWEN_7B = {
+    "model_name": "Qwen-7B",
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 32,
+    "ffn_hidden": 11008,
+    "vocab": 151936,
+}
+_QWEN_2B = {
+    "model_name": "Qwen-1.8B",
+    "layers": 24,
+    "hidden": 2048,
+    "heads": 16,
+    "kv_heads": 16,
+    "ffn_hidden": 5504,
+    "vocab": 151936,
+}
+_LLAMA_3B = {
+    "model_name": "Llama-3.2-3B",
+    "layers": 28,
+    "hidden": 3072,
+    "heads": 24,
+    "kv_heads": 8,
+    "ffn_hidden": 8192,
+    "vocab": 128256,
+}
+_PEFT = {
+    "source": "Hugging Face PEFT",
+    "task": "lora",
+    "recompute": "full",
+    "notes": "LoRA r=64",
+    "global_batch": 8,
+}
+_TUNE = {
+    "source": "torchtune",
+    "mem_metric": "max_memory_allocated",
+    "seq_len": 4096,
+    "micro_batch": 2,
+    "compile": "yes",
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "gigabytes"),
+    [
+        # QwenLM/Qwen README.md, "Profiling of Memory and Speed": one A100-80GB, batch 1,
+        # accumulation 8, gradient checkpointing.
+        *(
+            ({**_QWEN_7B, **_PEFT, "seq_len": tokens}, gigabytes)
+            for tokens, gigabytes in ((256, 20.1), (1024, 21.5), (4096, 29.7))
+        ),
+        *(
+            ({**_QWEN_2B, **_PEFT, "seq_len": tokens}, gigabytes)
+            for tokens, gigabytes in ((256, 6.7), (1024, 8.4), (4096, 16.2))
+        ),
+        (
+            {
+                **_QWEN_2B,
+                "source": "DeepSpeed",
+                "task": "full",
+                "recompute": "full",
+                "seq_len": 1024,
+                "global_batch": 8,
+            },
+            43.5,
+        ),
+        # torchtune on an A100: full fine-tuning without and with recomputation, LoRA, QLoRA; GiB.
+        ({**_LLAMA_3B, **_TUNE, "task": "full", "recompute": "none"}, 42.9 * 1.0737),
+        ({**_LLAMA_3B, **_TUNE, "task": "full", "recompute": "full"}, 24.9 * 1.0737),
+        ({**_LLAMA_3B, **_TUNE, "task": "lora", "recompute": "full"}, 8.5 * 1.0737),
+        ({**_LLAMA_3B, **_TUNE, "task": "qlora", "recompute": "full"}, 4.6 * 1.0737),
+    ],
+)
+def test_memory_of_fine_tuning_agrees_with_published_figures(
+    row: dict[str, object], gigabytes: float
+) -> None:
+    published = read_case(**{"gpu": "A100-80GB", "gpus": 1, "mem_metric": "nvidia-smi", **row})
+    predicted = compute_reported_memory_bytes(published, predict_run(published)) / GIB_BYTES
+    assert predicted == pytest.approx(gigabytes / 1.0737, rel=0.1)

@@ -1,0 +1,379 @@
+"""Predicted seconds of collectives, products and the parts of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.errors import InputError
+from shardwright.hardware.measured_profile import CollectiveRate, MatmulRate, MeasuredProfile
+from shardwright.layout import Layout
+from shardwright.planner import Candidate, Efficiency, predict
+from shardwright.planner.candidate import FrameworkConventions, LowRankAdapter
+from shardwright.planner.communication import NetworkModel, StridedGroup
+from shardwright.planner.compute import DeviceRates, compute_end_seconds, compute_layer_seconds
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.pipeline import StageSeconds, get_pipeline, simulate_stages
+from shardwright.schedule import ActionTimes, build_schedule
+from shardwright.schedule import simulate as simulate_schedule
+from tests.unit.planner import models
+
+IDEAL = Efficiency(
+    matmul_share=1.0, m_half=0.0, n_half=0.0, k_half=0.0, memory_share=1.0, intra_share=1.0,
+    inter_share=1.0,
+    collective_seconds=0.0, kernel_seconds=0.0, host_seconds=0.0, contention=0.0, step_seconds=0.0,
+    straggler_share=0.0,
+)  # fmt: skip
+MIB = 2**20
+
+
+def test_collectives_within_a_node_take_the_time_of_a_ring() -> None:
+    network = NetworkModel(models.make_cluster(8), IDEAL)  # 10 GB/s
+    group = StridedGroup(8, 1)
+    ring_seconds = 64 * MIB * 7 / 8 / 1e10
+    assert network.time_all_gather(group, 64 * MIB) == pytest.approx(ring_seconds, rel=2e-3)
+    assert network.time_reduce_scatter(group, 64 * MIB) == pytest.approx(ring_seconds, rel=2e-3)
+    assert network.time_all_reduce(group, 64 * MIB) == pytest.approx(2 * ring_seconds, rel=2e-3)
+    assert network.time_all_to_all(group, 64 * MIB) == pytest.approx(ring_seconds, rel=2e-3)
+    assert network.time_send(group, 64 * MIB) == pytest.approx(64 * MIB / 1e10, rel=2e-3)
+    assert network.time_all_reduce(StridedGroup(1, 1), 64 * MIB) == 0.0
+
+
+def test_a_ring_over_nodes_uses_one_link_per_member_in_a_node() -> None:
+    network = NetworkModel(models.make_cluster(8, per_node=4), IDEAL)  # 1 GB/s between nodes
+    all_ranks = network.time_all_gather(StridedGroup(8, 1), 64 * MIB)
+    one_per_node = network.time_all_gather(StridedGroup(2, 4), 64 * MIB)
+    assert all_ranks == pytest.approx(64 * MIB / 2 / (4 * 1e9), rel=2e-3)
+    assert one_per_node == pytest.approx(64 * MIB / 2 / 1e9, rel=2e-3)
+
+
+def test_latency_of_gathers_grows_with_members_and_of_reductions_with_their_logarithm() -> None:
+    cluster = models.make_cluster(64, per_node=8)
+    assert cluster.inter is not None
+    slow = replace(
+        cluster,
+        intra=replace(cluster.intra, latency_seconds=1e-3),
+        inter=replace(cluster.inter, latency_seconds=1e-2),
+    )
+    network = NetworkModel(slow, IDEAL)
+    assert network.time_all_gather(StridedGroup(64, 1), 1.0) == pytest.approx(
+        56 * 1e-3 + 7 * 1e-2, rel=1e-3
+    )
+    assert network.time_all_reduce(StridedGroup(64, 1), 1.0) == pytest.approx(
+        2 * (3 * 1e-3 + 3 * 1e-2), rel=1e-3
+    )
+    switched = replace(slow, intra=replace(slow.intra, has_multicast_reduction=True))
+    assert NetworkModel(switched, IDEAL).time_reduce_scatter(
+        StridedGroup(64, 1), 1.0
+    ) == pytest.approx(8 * 3 * 1e-3 + 7 * 1e-2, rel=1e-3)
+
+
+def test_separately_gathered_tensors_pay_the_latency_each() -> None:
+    layout = Layout(dp_shard=8, zero_stage=3)
+    slow = replace(IDEAL, data_hop_seconds=1e-3)
+    blocks, tensors = (
+        predict(
+            models.read_shape("llama"),
+            Candidate(
+                layout, 128, conventions=FrameworkConventions(should_gather_per_tensor=per_tensor)
+            ),
+            models.make_cluster(8),
+            slow,
+        ).time
+        for per_tensor in (False, True)
+    )
+    # Nine tensors per layer instead of one group, each with seven hops in two gathers and a
+    # reduction, not overlapped.
+    assert tensors.data - blocks.data == pytest.approx(4 * 8 * 3 * 7e-3, rel=0.05)
+
+
+def test_measured_rates_have_precedence() -> None:
+    profile = MeasuredProfile(
+        "x",
+        None,
+        "2026",
+        2**30,
+        5e10,
+        (MatmulRate("bf16", 256, 256, 256, 3e11),),
+        (CollectiveRate("all_reduce", 4, 4, MIB, 0.5),),
+    )
+    cluster = replace(models.make_cluster(4), profile=profile)
+    assert NetworkModel(cluster, IDEAL).time_all_reduce(StridedGroup(4, 1), MIB) == 0.5
+    assert DeviceRates(cluster, IDEAL, "bf16").time_matmul(512, 512, 512) == pytest.approx(
+        2 * 512**3 / 3e11
+    )
+    assert DeviceRates(cluster, IDEAL, "bf16").time_copy(5e10) == 1.0
+
+
+def test_products_are_limited_by_flops_or_by_bytes() -> None:
+    rates = DeviceRates(models.make_cluster(1), IDEAL, "bf16")
+    assert rates.time_matmul(4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e12)
+    assert rates.time_matmul(1, 4096, 4096) == pytest.approx(2 * (4096 + 4096**2 + 4096) / 1e11)
+
+
+def test_a_precision_without_units_is_refused() -> None:
+    with pytest.raises(InputError, match="no hardware support for fp8"):
+        predict(
+            models.read_shape("llama"),
+            Candidate(Layout(), 128, precision="fp8"),
+            models.make_cluster(1),
+            IDEAL,
+        )
+
+
+def test_parts_add_up_to_the_step_without_hidden_traffic() -> None:
+    layout = Layout(tp=2, pp=2, dp_shard=2, zero_stage=3)
+    time = predict(
+        models.read_shape("llama"),
+        Candidate(layout, 128, 1, 4),
+        models.make_cluster(8, per_node=4),
+        Efficiency(),
+    ).time
+    parts = (
+        time.compute,
+        time.tensor,
+        time.pipeline,
+        time.data,
+        time.bubble,
+        time.optimizer,
+        time.overhead,
+    )
+    assert all(part > 0 for part in parts)
+    assert time.step == pytest.approx(sum(parts))
+    assert time.context == time.expert == 0.0
+
+
+def test_zero_bubble_and_interleaved_schedules_have_a_smaller_bubble_than_1f1b() -> None:
+    shape = models.read_shape("llama")
+    cluster = models.make_cluster(2)
+
+    def predict_bubble(schedule: str, virtual: int | None = None) -> float:
+        layout = Layout(pp=2, schedule=schedule, virtual_stages=virtual)
+        return predict(shape, Candidate(layout, 128, 1, 4), cluster, IDEAL).time.bubble
+
+    assert predict_bubble("interleaved_1f1b", 2) < predict_bubble("1f1b")
+    assert predict_bubble("zb_h1") < predict_bubble("1f1b")
+
+
+def test_extrapolated_schedules_equal_a_full_simulation() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    for schedule, virtual in (
+        ("gpipe", None),
+        ("1f1b", None),
+        ("zb_h1", None),
+        ("interleaved_1f1b", 2),
+        ("zbv", None),
+    ):
+        pipeline = get_pipeline(
+            facts, Layout(pp=2, schedule=schedule, virtual_stages=virtual), 40, 128
+        )
+        seconds = [
+            StageSeconds(1.0 + 0.1 * i, 2.0 + 0.05 * i, 0.9) for i in range(len(pipeline.stages))
+        ]
+        times = ActionTimes(
+            tuple(s.forward for s in seconds),
+            tuple(s.backward - s.weight_gradient for s in seconds),
+            tuple(s.weight_gradient for s in seconds),
+            (0.05,) * (len(seconds) - 1),
+        )
+        full = simulate_schedule(build_schedule(schedule, 2, 40, virtual), times).step_seconds
+        assert simulate_stages(pipeline, seconds, 0.05) == pytest.approx(full, rel=0.004)
+
+
+def test_accumulating_at_stage_2_reduces_more_often_than_at_stage_1() -> None:
+    shape = models.read_shape("llama")
+    cluster = models.make_cluster(4, per_node=2)
+
+    def predict_traffic(stage: int) -> float:
+        layout = Layout(dp_shard=4, zero_stage=stage)  # type: ignore[arg-type]
+        time = predict(shape, Candidate(layout, 128, 1, 8), cluster, IDEAL).time
+        return time.data + time.hidden_data
+
+    assert predict_traffic(1) < predict_traffic(2) < predict_traffic(3)
+
+
+def test_congestion_delays_only_pipelines() -> None:
+    shape = models.read_shape("llama")
+    cluster = models.make_cluster(8, per_node=4)
+    congested = replace(IDEAL, congested_gpus=8, congestion_seconds=10.0)
+
+    def predict_delay(layout: Layout) -> float:
+        times = [
+            predict(shape, Candidate(layout, 128, 1, 4), cluster, each).time.step
+            for each in (congested, IDEAL)
+        ]
+        return times[0] - times[1]
+
+    assert predict_delay(Layout(dp_replicate=8)) == 0.0
+    assert predict_delay(Layout(pp=2, dp_replicate=4)) == pytest.approx((4 + 1) * 10.0)
+    assert predict_delay(Layout(pp=4, dp_replicate=2)) == pytest.approx((4 + 3) * 10.0 * 1.5)
+
+
+def test_every_micro_batch_is_slower_if_memory_is_full() -> None:
+    shape = models.read_shape("llama")
+    candidate = Candidate(Layout(), 128, 1, 4)
+    with_limit = replace(IDEAL, limit_seconds=2.0, context_bytes=0.0)
+    ample, tight = (
+        predict(shape, candidate, models.make_cluster(1), replace(with_limit, reserve_bytes=r))
+        for r in (0.0, 1e15)
+    )
+    assert ample.fits
+    assert not tight.fits
+    assert tight.time.overhead - ample.time.overhead == pytest.approx(4 * 2.0)
+
+
+def test_launches_on_a_device_that_is_its_own_host_add_to_compute_time() -> None:
+    shape = models.read_shape("llama")
+    candidate = Candidate(Layout(), 128)
+    quick = replace(IDEAL, host_seconds=1e-7)
+    overlapped, added = (
+        predict(
+            shape, candidate, models.make_cluster(1), replace(quick, runs_on_host=runs_on_host)
+        ).time
+        for runs_on_host in (False, True)
+    )
+    assert added.compute - overlapped.compute == pytest.approx(shape.num_layers * 62 * 1e-7)
+
+
+def test_handoff_time_is_added_per_collective() -> None:
+    layout = Layout(dp_shard=4, zero_stage=3)
+    times = [
+        predict(
+            models.read_shape("llama"),
+            Candidate(layout, 128),
+            models.make_cluster(4),
+            replace(IDEAL, data_overlap=0.0, handoff_seconds=each),
+        ).time
+        for each in (0.0, 1.0)
+    ]
+    num_layers = models.read_shape("llama").num_layers
+    # Blocks, embedding and head are gathered for the forward pass and reduced; blocks are gathered
+    # again.
+    assert times[1].data - times[0].data == pytest.approx(3 * num_layers + 2, abs=1.0)
+
+
+def test_widths_that_do_not_fill_tiles_or_suit_tensor_cores_are_slower() -> None:
+    rates = DeviceRates(
+        models.make_cluster(1), replace(IDEAL, uneven_share=0.5, odd_share=0.1), "bf16"
+    )
+    assert [
+        rates.compute_tile_share(*widths)
+        for widths in ((128, 64), (128, 1800), (108, 128), (1728,))
+    ] == [1.0, 0.5, 0.1, 1.0]
+
+
+def test_fp8_operands_are_cast_from_bf16_and_the_head_stays_bf16() -> None:
+    cluster = models.make_cluster(1)
+    accelerator = replace(
+        cluster.accelerator, peak_flops_per_second={"bf16": 1e12, "fp8": 2e12, "fp32": 1e12}
+    )
+    facts = ModelFacts(models.read_shape("llama"))
+    fast = replace(IDEAL, attention_forward_share=1.0, attention_backward_share=1.0)
+    seconds = {}
+    for precision in ("bf16", "fp8"):
+        rates = DeviceRates(replace(cluster, accelerator=accelerator), fast, precision)
+        candidate = Candidate(Layout(), 512, 1, precision=precision)  # type: ignore[arg-type]
+        seconds[precision] = (
+            compute_layer_seconds(facts, facts.kinds[0], candidate, rates),
+            compute_end_seconds(facts, candidate, rates),
+        )
+    (wide_layer, wide_ends) = seconds["bf16"]
+    (narrow_layer, narrow_ends) = seconds["fp8"]
+    assert wide_ends == narrow_ends
+    products = 2 * 512 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704)
+    # Inputs of queries (shared with keys and values), output projection, gate (shared with up) and
+    # down projection.
+    cast_seconds = 4 * 512 * (256 + 256 + 256 + 704) / rates.bytes_per_second
+    assert wide_layer.forward - narrow_layer.forward == pytest.approx(
+        products / 1e12 - products / 2e12 - cast_seconds, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_whole_and_sharded_experts_take_equal_time_in_products(tp: int) -> None:
+    facts = ModelFacts(models.read_shape("qwen3_moe"))
+    kind = next(kind for kind in facts.kinds if kind.shape.sparse)
+    layout = Layout(dp_shard=4, tp=tp, ep=4, zero_stage=1, sequence_parallel=tp > 1)
+    whole, sharded = (
+        compute_layer_seconds(
+            facts,
+            kind,
+            Candidate(layout, 512, 1, conventions=conventions),
+            DeviceRates(models.make_cluster(8), IDEAL, "bf16"),
+        )
+        for conventions in (
+            FrameworkConventions(has_unsharded_experts=True),
+            FrameworkConventions(),
+        )
+    )
+    assert whole.weight_gradient == pytest.approx(sharded.weight_gradient)
+    assert (whole.forward < sharded.forward) == (tp > 1), (
+        "each rank sorts only the rows of its part of the sequence"
+    )
+
+
+def test_routing_without_a_fused_kernel_takes_time_per_row() -> None:
+    facts = ModelFacts(models.read_shape("qwen3_moe"))
+    candidate = Candidate(Layout(), 512, 2)
+    for kind in facts.kinds:
+        slow, quick = (
+            compute_layer_seconds(
+                facts,
+                kind,
+                candidate,
+                DeviceRates(
+                    models.make_cluster(1), replace(IDEAL, routing_seconds=seconds), "bf16"
+                ),
+            )
+            for seconds in (1e-3, 0.0)
+        )
+        expected = 1e-3 * 2 * 512 * 2 if kind.shape.sparse else 0.0
+        assert slow.total - quick.total == pytest.approx(expected), "two experts per token"
+
+
+def test_four_bit_weights_are_dequantised_in_every_pass() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    rates = DeviceRates(models.make_cluster(1), IDEAL, "bf16")
+    quantised_layer, plain = (
+        compute_layer_seconds(
+            facts,
+            facts.kinds[0],
+            Candidate(
+                Layout(), 128, recompute="full", adapter=LowRankAdapter(8, quantised=is_quantised)
+            ),
+            rates,
+        )
+        for is_quantised in (True, False)
+    )
+    dequantise_seconds = (
+        (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704) * 6 / rates.bytes_per_second
+    )
+    assert quantised_layer.forward - plain.forward == pytest.approx(dequantise_seconds)
+    assert quantised_layer.total - plain.total == pytest.approx(3 * dequantise_seconds), (
+        "forward, recomputation and backward"
+    )
+
+
+def test_adapters_take_the_time_of_their_memory_traffic() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    rates = DeviceRates(models.make_cluster(1), IDEAL, "bf16")
+    candidate = Candidate(Layout(), 64, adapter=LowRankAdapter(8, roles=()))
+    gate = next(
+        product for product in facts.kinds[0].matmuls if product.role in ("gate", "gate_up")
+    )
+    without_adapter = compute_layer_seconds(facts, facts.kinds[0], candidate, rates)
+    adapted = compute_layer_seconds(
+        facts,
+        facts.kinds[0],
+        replace(candidate, adapter=LowRankAdapter(8, roles=(gate.role,))),
+        rates,
+    )
+    forward = 64 * (gate.num_inputs + 6 * gate.num_outputs)
+    backward = 64 * (5 * gate.num_inputs + 4 * gate.num_outputs)
+    assert adapted.forward - without_adapter.forward == pytest.approx(
+        rates.time_copy(2.0 * forward)
+    )
+    assert adapted.backward - without_adapter.backward == pytest.approx(
+        rates.time_copy(2.0 * backward)
+    )
