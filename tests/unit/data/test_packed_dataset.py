@@ -1,6 +1,4 @@
-"""Packed documents never see or predict each other (silent-gradient family: packing leaks across
-documents).
-"""
+"""Packed documents never attend to or predict each other; a leak would be silent."""
 
 from __future__ import annotations
 
@@ -16,18 +14,18 @@ from shardwright.data.dataset import IGNORED_LABEL, Sample
 from shardwright.data.packed_dataset import PackedDataset, Packing, pack_documents
 from shardwright.errors import DataError
 
-lengths_of_documents = st.lists(st.integers(min_value=0, max_value=40), min_size=1, max_size=30)
+document_lengths = st.lists(st.integers(min_value=0, max_value=40), min_size=1, max_size=30)
 
 
 def pack(lengths: list[int], sequence_length: int) -> PackedDataset:
-    """Documents whose tokens are 1, 2, 3, ... through all of them: a token tells its document."""
+    """Pack documents with tokens 1, 2, 3, ... in sequence, so a token identifies its document."""
     documents = np.cumsum([0, *lengths]).astype(np.uint64)
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
     return PackedDataset(tokens, pack_documents(documents, sequence_length), sequence_length)
 
 
-def predictions(sample: Sample) -> list[tuple[int, int]]:
-    """(input token, label) wherever something is supervised."""
+def list_predictions(sample: Sample) -> list[tuple[int, int]]:
+    """List (input token, label) of every supervised position."""
     return [
         (int(i), int(t))
         for i, t in zip(sample.input_ids, sample.labels, strict=True)
@@ -35,27 +33,29 @@ def predictions(sample: Sample) -> list[tuple[int, int]]:
     ]
 
 
-@given(lengths=lengths_of_documents, sequence_length=st.integers(1, 24))
+@given(lengths=document_lengths, sequence_length=st.integers(1, 24))
 @settings(max_examples=150, deadline=None)
 def test_each_token_is_predicted_once_from_its_own_document(
     lengths: list[int], sequence_length: int
 ) -> None:
     dataset = pack(lengths, sequence_length)
-    found = Counter(
-        pair for index in range(len(dataset)) for pair in predictions(dataset.get_sample(index))
+    predicted_pairs = Counter(
+        pair
+        for index in range(len(dataset))
+        for pair in list_predictions(dataset.get_sample(index))
     )
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    wanted = Counter(
+    expected_pairs = Counter(
         (token, token + 1)
         for s, e in zip(starts, ends, strict=True)
         for token in range(int(s) + 1, int(e))
     )
-    assert found == wanted
-    assert dataset.num_supervised == sum(wanted.values())
+    assert predicted_pairs == expected_pairs
+    assert dataset.num_supervised == sum(expected_pairs.values())
 
 
-@given(lengths=lengths_of_documents, sequence_length=st.integers(1, 24))
+@given(lengths=document_lengths, sequence_length=st.integers(1, 24))
 @settings(max_examples=150, deadline=None)
 def test_document_ids_and_positions_mark_every_boundary(
     lengths: list[int], sequence_length: int
@@ -66,24 +66,24 @@ def test_document_ids_and_positions_mark_every_boundary(
         sample = dataset.get_sample(index)
         assert sample.document_ids is not None
         for number in range(int(sample.document_ids.max()) + 1):
-            here = np.flatnonzero(sample.document_ids == number)
-            assert here.tolist() == list(range(here[0], here[0] + len(here))), (
-                "a document lies in one stretch"
+            places = np.flatnonzero(sample.document_ids == number)
+            assert places.tolist() == list(range(places[0], places[0] + len(places))), (
+                "a document occupies contiguous positions"
             )
-            assert sample.positions[here].tolist() == list(range(len(here)))
-            inside = sample.input_ids[here]
-            if sample.labels[here[0]] == IGNORED_LABEL:  # free positions
-                assert (inside == 0).all()
-                assert (sample.labels[here] == IGNORED_LABEL).all()
+            assert sample.positions[places].tolist() == list(range(len(places)))
+            tokens = sample.input_ids[places]
+            if sample.labels[places[0]] == IGNORED_LABEL:  # free positions
+                assert (tokens == 0).all()
+                assert (sample.labels[places] == IGNORED_LABEL).all()
             else:
-                assert (np.diff(inside) == 1).all()
-                assert len(set(document_of[inside - 1])) == 1
-                assert (sample.labels[here] == inside + 1).all()
+                assert (np.diff(tokens) == 1).all()
+                assert len(set(document_of[tokens - 1])) == 1
+                assert (sample.labels[places] == tokens + 1).all()
 
 
-@given(lengths=lengths_of_documents, sequence_length=st.integers(1, 24))
+@given(lengths=document_lengths, sequence_length=st.integers(1, 24))
 @settings(max_examples=60, deadline=None)
-def test_a_document_that_fits_is_never_cut(lengths: list[int], sequence_length: int) -> None:
+def test_a_document_that_fits_is_never_split(lengths: list[int], sequence_length: int) -> None:
     documents = np.cumsum([0, *lengths]).astype(np.uint64)
     packing = pack_documents(documents, sequence_length)
     starts = Counter(packing.piece_starts_P.tolist())
@@ -95,29 +95,29 @@ def test_a_document_that_fits_is_never_cut(lengths: list[int], sequence_length: 
             )
 
 
-def test_rows_fill_up() -> None:
+def test_rows_have_little_padding() -> None:
     generator = np.random.default_rng(0)
     dataset = pack(generator.integers(2, 100, size=500).tolist(), 128)
     assert dataset.padding_fraction < 0.01
-    assert len(dataset) == -(-dataset.num_supervised // 128)  # the fewest rows there can be
+    assert len(dataset) == -(-dataset.num_supervised // 128)  # the smallest possible number of rows
 
 
-def test_packing_is_a_function_of_its_arguments_and_survives_the_file(tmp_path: Path) -> None:
+def test_packing_is_deterministic_and_loads_as_saved(tmp_path: Path) -> None:
     documents = np.cumsum([0, 5, 9, 2, 30, 4]).astype(np.uint64)
     first = pack_documents(documents, 8)
     second = pack_documents(documents, 8)
     first.save(tmp_path / "packing.npz")
-    read = Packing.load(tmp_path / "packing.npz")
+    loaded = Packing.load(tmp_path / "packing.npz")
     for name in ("piece_starts_P", "piece_lengths_P", "row_starts_R1"):
         assert (getattr(first, name) == getattr(second, name)).all()
-        assert (getattr(first, name) == getattr(read, name)).all()
+        assert (getattr(first, name) == getattr(loaded, name)).all()
 
 
 def test_documents_of_one_token_predict_nothing() -> None:
     assert len(pack([1, 1, 0], 8)) == 0
 
 
-def test_indices_outside_are_refused() -> None:
+def test_indices_out_of_range_are_refused() -> None:
     dataset = pack([5, 5], 8)
     for index in (-1, len(dataset)):
         with pytest.raises(IndexError):
@@ -125,21 +125,23 @@ def test_indices_outside_are_refused() -> None:
 
 
 @given(
-    lengths=lengths_of_documents,
+    lengths=document_lengths,
     sequence_length=st.integers(1, 12),
     data=st.data(),
-    alone=st.booleans(),
+    is_unpacked=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_mask_decides_what_is_learnt(
-    lengths: list[int], sequence_length: int, data: st.DataObject, alone: bool
+def test_only_tokens_of_the_mask_are_supervised(
+    lengths: list[int], sequence_length: int, data: st.DataObject, is_unpacked: bool
 ) -> None:
     total = sum(lengths)
     mask = np.array(
         data.draw(st.lists(st.integers(0, 1), min_size=total, max_size=total)), dtype=np.uint8
     )
     documents = np.cumsum([0, *lengths]).astype(np.uint64)
-    packing = pack_documents(documents, sequence_length, supervised_mask=mask, is_unpacked=alone)
+    packing = pack_documents(
+        documents, sequence_length, supervised_mask=mask, is_unpacked=is_unpacked
+    )
     dataset = PackedDataset(np.arange(total, dtype=np.uint32), packing, sequence_length, mask)
     firsts = set(documents[:-1].tolist())
     expected = sorted(token for token in range(total) if mask[token] and token not in firsts)
@@ -151,24 +153,25 @@ def test_a_mask_decides_what_is_learnt(
     for index in range(len(dataset)):
         pieces = list(dataset.iterate_pieces(index))
         assert all(mask[start + 1 : start + length + 1].any() for start, length in pieces), (
-            "a piece with nothing to learn"
+            "a piece has no supervised token"
         )
-        assert len(pieces) == 1 or not alone
+        assert len(pieces) == 1 or not is_unpacked
     whole = pack_documents(documents, sequence_length)
     assert packing.num_unsupervised == len(whole.piece_starts_P) - len(packing.piece_starts_P)
 
 
-@pytest.mark.parametrize(("overlong", "cut", "dropped"), [("cut", 2, 0), ("drop", 0, 2)])
-def test_documents_longer_than_a_row_are_counted(overlong: str, cut: int, dropped: int) -> None:
-    documents = np.cumsum([0, 9, 10, 20, 3]).astype(
-        np.uint64
-    )  # a document of 9 tokens has 8 predictions and fits
+@pytest.mark.parametrize(("overlong", "num_split", "num_dropped"), [("cut", 2, 0), ("drop", 0, 2)])
+def test_documents_longer_than_a_row_are_counted(
+    overlong: str, num_split: int, num_dropped: int
+) -> None:
+    # A document of 9 tokens has 8 predictions and fits.
+    documents = np.cumsum([0, 9, 10, 20, 3]).astype(np.uint64)
     packing = pack_documents(documents, 8, overlong=overlong)  # type: ignore[arg-type]
-    assert (packing.num_split, packing.num_dropped) == (cut, dropped)
+    assert (packing.num_split, packing.num_dropped) == (num_split, num_dropped)
     assert int(packing.piece_lengths_P.sum()) == (8 + 9 + 19 + 2 if overlong == "cut" else 8 + 2)
 
 
-def test_documents_longer_than_a_row_may_be_refused() -> None:
+def test_documents_longer_than_a_row_are_refused_if_the_recipe_says_so() -> None:
     with pytest.raises(
         DataError,
         match=r"1 of 2 documents, the longest of 10 tokens.*9 tokens: training\.sequence_length",
@@ -184,7 +187,7 @@ def test_documents_longer_than_a_row_may_be_refused() -> None:
     )
 
 
-def test_rows_of_their_own_keep_the_order_of_the_documents() -> None:
+def test_unpacked_rows_have_the_order_of_the_documents() -> None:
     packing = pack_documents(np.cumsum([0, 4, 12, 3]).astype(np.uint64), 8, is_unpacked=True)
     assert packing.piece_starts_P.tolist() == [0, 4, 12, 16]
     assert packing.row_starts_R1.tolist() == [0, 1, 2, 3, 4]

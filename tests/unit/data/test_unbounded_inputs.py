@@ -1,5 +1,5 @@
-"""Inputs that never end, have no line ends, or cannot be opened: each is a message, in a time that
-does not depend on them.
+"""Inputs that never end, have no line ends, or cannot be opened: each gives an error in bounded
+time.
 """
 
 from __future__ import annotations
@@ -27,65 +27,67 @@ from shardwright.data.record_files import read_rows
 from shardwright.data.sources import BrokenRecord, TextPiece, read_files
 from shardwright.data.tokenizer_loading import train_bpe
 from shardwright.errors import DataError, InputError
-from tests.unit.data.recipes import recipe_of, story, write_json_lines
-from tests.unit.data.test_tokenize import save_folder, sentencepiece_like
+from tests.unit.data.recipes import build_recipe, story, write_json_lines
+from tests.unit.data.test_tokenizer import save_folder, sentencepiece_like
 
 
-def fifo(path: Path) -> None:
+def make_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def zeros(path: Path) -> None:
+def link_to_dev_zero(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def bound_socket(path: Path) -> None:
+def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
-        here = os.open(path.parent, os.O_RDONLY)
+        directory = os.open(path.parent, os.O_RDONLY)
         try:
-            server.bind(f"/proc/self/fd/{here}/{path.name}")  # a socket's path may have 107 bytes
+            server.bind(
+                f"/proc/self/fd/{directory}/{path.name}"
+            )  # a socket's path may have 107 bytes
         finally:
-            os.close(here)
+            os.close(directory)
 
 
 IRREGULAR: dict[str, Callable[[Path], None]] = {
-    "FIFO": fifo,
-    "character device": zeros,
-    "socket": bound_socket,
+    "FIFO": make_fifo,
+    "character device": link_to_dev_zero,
+    "socket": make_socket,
 }
 
 
-def refusal(folder: Path, path: Any, **options: Any) -> str:
+def prepare_and_get_error(folder: Path, path: Any, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
-        prepare_data(recipe_of(folder, path, **options))
+        prepare_data(build_recipe(folder, path, **options))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_a_source_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_source_that_is_not_a_regular_file_is_refused(tmp_path: Path, kind: str) -> None:
     IRREGULAR[kind](tmp_path / "a.jsonl")
-    told = refusal(tmp_path, str(tmp_path / "a.jsonl"))
-    assert f"data.sources.0.path: the path is a {kind}" in told
-    assert "Write its content to a regular file" in told
+    message = prepare_and_get_error(tmp_path, str(tmp_path / "a.jsonl"))
+    assert f"data.sources.0.path: the path is a {kind}" in message
+    assert "Write its content to a regular file" in message
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_among_files_it_is_passed_over_with_a_warning(
+def test_an_irregular_file_in_a_folder_is_skipped_with_a_warning(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_json_lines(tmp_path / "set" / "a.jsonl", [story(1), story(2)])
     IRREGULAR[kind](tmp_path / "set" / "b.jsonl")
     (tmp_path / "set" / "more").symlink_to(tmp_path)
     with caplog.at_level(logging.WARNING, logger="shardwright"):
-        assert prepare_data(recipe_of(tmp_path, str(tmp_path / "set"))).report.num_files == 1
+        assert prepare_data(build_recipe(tmp_path, str(tmp_path / "set"))).report.num_files == 1
     assert (
-        f"skipped, because they are not regular files: b.jsonl (a {kind}), more (a link to a folder)"
-        in caplog.text
+        f"skipped, because they are not regular files: b.jsonl (a {kind}), "
+        "more (a link to a folder)" in caplog.text
     )
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_a_file_that_turns_into_something_else_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+def test_a_file_replaced_after_listing_does_not_block(tmp_path: Path, kind: str) -> None:
     path = Path(write_json_lines(tmp_path / "a.jsonl", [story(1)]))
     listed = list_files([DataSource(path=str(path))], "data.sources")
     path.unlink()
@@ -94,25 +96,29 @@ def test_a_file_that_turns_into_something_else_is_not_waited_for(tmp_path: Path,
         list(read_files(listed))
 
 
-def test_links_that_lead_nowhere_are_errors(tmp_path: Path) -> None:
+def test_broken_and_circular_links_are_errors(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.txt").symlink_to(tmp_path / "set" / "b.txt")
-    assert "a link is broken" in refusal(tmp_path, str(tmp_path / "set"))
+    assert "a link is broken" in prepare_and_get_error(tmp_path, str(tmp_path / "set"))
     (tmp_path / "set" / "b.txt").symlink_to(tmp_path / "set" / "a.txt")
-    assert "Too many levels of symbolic links" in refusal(tmp_path, str(tmp_path / "set"))
-    assert "Too many levels of symbolic links" in refusal(tmp_path, str(tmp_path / "set" / "a.txt"))
+    assert "Too many levels of symbolic links" in prepare_and_get_error(
+        tmp_path, str(tmp_path / "set")
+    )
+    assert "Too many levels of symbolic links" in prepare_and_get_error(
+        tmp_path, str(tmp_path / "set" / "a.txt")
+    )
     excluded = {"path": str(tmp_path / "set"), "exclude": ["a.txt", "b.txt"]}
-    assert "no file in the folder" in refusal(tmp_path, excluded)
+    assert "no file in the folder" in prepare_and_get_error(tmp_path, excluded)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "template"])
-def test_files_around_the_data_are_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_irregular_tokenizer_and_template_files_do_not_block(tmp_path: Path, name: str) -> None:
     folder = save_folder(sentencepiece_like(), tmp_path / "tokenizer")
     path = write_json_lines(tmp_path / "a.jsonl", ["ab"])
     (folder / "tokenizer_config.json").unlink()
     options: dict[str, Any] = {}
     if name == "template":
-        fifo(tmp_path / "template")
+        make_fifo(tmp_path / "template")
         chat = tmp_path / "chat.jsonl"
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         chat.write_text(json.dumps({"messages": turns}))
@@ -123,11 +129,11 @@ def test_files_around_the_data_are_not_waited_for(tmp_path: Path, name: str) -> 
         (folder / name).symlink_to("/dev/zero")
     tokenizer = {"kind": "huggingface", "path": str(folder)}
     with pytest.raises(InputError):
-        prepare_data(recipe_of(tmp_path, path, tokenizer=tokenizer, **options), 1)
+        prepare_data(build_recipe(tmp_path, path, tokenizer=tokenizer, **options), 1)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json"])
-def test_lines_may_end_with_carriage_returns_only(tmp_path: Path, form: str) -> None:
+def test_lines_may_end_with_carriage_returns(tmp_path: Path, form: str) -> None:
     texts = [story(number) for number in range(5)]
     path = tmp_path / f"a.{form}"
     path.write_bytes(b"\r".join(json.dumps({"text": text}).encode() for text in texts))
@@ -136,7 +142,7 @@ def test_lines_may_end_with_carriage_returns_only(tmp_path: Path, form: str) -> 
     assert [row.line for row in rows] == [1, 2, 3, 4, 5]
 
 
-def test_line_ends_of_all_kinds_may_be_mixed(tmp_path: Path) -> None:
+def test_line_ends_may_be_mixed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\r{"a": "\xe2\x80\xa8\xc2\x85"}\n{"a": "\xff"}\r{"a": 5'
@@ -148,10 +154,10 @@ def test_line_ends_of_all_kinds_may_be_mixed(tmp_path: Path) -> None:
     assert rows[4].reason.startswith("not JSON")
 
 
-def test_a_line_without_an_end_is_an_error_at_last(
+def test_a_line_that_does_not_end_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a bomb of a few kilobytes that decompresses to a line of terabytes."""
+    """A file of a few kilobytes may decompress to a line of terabytes."""
     monkeypatch.setattr(record_files, "MAX_RECORD_BYTES", 1000)
     monkeypatch.setattr(record_files, "_CHARACTERS_PER_SKIP", 1000)
     monkeypatch.setattr(record_files, "_MAX_SKIPPED_CHARACTERS", 10_000)
@@ -168,20 +174,20 @@ def test_a_line_without_an_end_is_an_error_at_last(
     assert "10,000 characters" in str(caught.value)
 
 
-def test_text_without_a_place_to_cut_has_a_limit(
+def test_text_that_cannot_be_split_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 64)
     monkeypatch.setattr(sources, "MAX_UNSPLIT_CHARACTERS", 4000)
     path = tmp_path / "a.txt"
     path.write_text("some words\n" * 3 + "x" * 5000)
-    told = refusal(tmp_path, str(path))
-    assert f"{path}:4" in told
-    assert "without a line end or a space" in told
-    assert "4,000 characters" in told
+    message = prepare_and_get_error(tmp_path, str(path))
+    assert f"{path}:4" in message
+    assert "without a line end or a space" in message
+    assert "4,000 characters" in message
     for name, texts in (("words", ["word " * 2000]), ("unbroken", ["fine"] * 200 + ["x" * 5000])):
-        written = write_json_lines(tmp_path / f"{name}.jsonl", texts)
-        found = list(read_files(list_files([DataSource(path=written)], "data.sources")))
+        path_of_records = write_json_lines(tmp_path / f"{name}.jsonl", texts)
+        found = list(read_files(list_files([DataSource(path=path_of_records)], "data.sources")))
         pieces = [item for item in found if isinstance(item, TextPiece)]
         broken = [item for item in found if isinstance(item, BrokenRecord)]
         if name == "words":
@@ -199,21 +205,21 @@ def test_text_without_a_place_to_cut_has_a_limit(
             assert "4,000 characters without a space" in broken[0].reason
 
 
-def test_long_records_in_pieces_give_the_ids_of_the_whole(
+def test_long_records_in_pieces_give_the_same_ids_as_whole_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_json_lines(
         tmp_path / "a.jsonl", [" ".join(story(number) for number in range(300)), "short"]
     )
     tokenizer = {"kind": "bpe", "vocab_size": 350}
-    whole = prepare_data(recipe_of(tmp_path / "whole", path, tokenizer=tokenizer))
+    whole = prepare_data(build_recipe(tmp_path / "whole", path, tokenizer=tokenizer))
     monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 16)
-    pieces = prepare_data(recipe_of(tmp_path / "pieces", path, tokenizer=tokenizer))
+    pieces = prepare_data(build_recipe(tmp_path / "pieces", path, tokenizer=tokenizer))
     assert pieces.train.tokens.tolist() == whole.train.tokens.tolist()  # type: ignore[attr-defined]
     assert pieces.report.train.counts.num_documents == 2
 
 
-def test_a_tokenizer_that_takes_documents_whole_has_a_limit(
+def test_a_tokenizer_that_needs_whole_documents_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 64)
@@ -222,23 +228,21 @@ def test_a_tokenizer_that_takes_documents_whole_has_a_limit(
     fast.pre_tokenizer = None
     folder = save_folder(fast, tmp_path / "tokenizer", eos_token="</s>")
     (tmp_path / "a.txt").write_text("ab ab\n" * 1000)
-    told = refusal(
+    message = prepare_and_get_error(
         tmp_path, str(tmp_path / "a.txt"), tokenizer={"kind": "huggingface", "path": str(folder)}
     )
-    assert "too long for this tokenizer" in told
-    assert "1,000 characters" in told
+    assert "too long for this tokenizer" in message
+    assert "1,000 characters" in message
 
 
-def test_merges_of_long_words_are_learnt_from_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of the trainer grows by the square of a word's length: a megabyte without a space
-    took hours.
-    """
-    given: list[str] = []
-    bounded = tokenizer_loading._split_long_words
+def test_long_words_are_split_before_bpe_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's time grows with the square of a word's length: hours for a megabyte."""
+    parts: list[str] = []
+    split_long_words = tokenizer_loading._split_long_words
     monkeypatch.setattr(
         tokenizer_loading,
         "_split_long_words",
-        lambda texts: (given.append(part) or part for part in bounded(texts)),
+        lambda texts: (parts.append(part) or part for part in split_long_words(texts)),
     )
     texts = [
         "a short text",
@@ -247,15 +251,15 @@ def test_merges_of_long_words_are_learnt_from_parts(monkeypatch: pytest.MonkeyPa
     ]
     tokenizer = train_bpe(iter(texts), 300)
     assert (
-        max(len(run) for part in given for run in re.findall(r"\S+|\s+", part))
+        max(len(run) for part in parts for run in re.findall(r"\S+|\s+", part))
         == tokenizer_loading.MAX_WORD_CHARACTERS
     )
-    assert "".join(given) == "".join(texts)
+    assert "".join(parts) == "".join(texts)
     assert len(tokenizer.encode("x" * 1024)) == 1
 
 
-def test_an_object_of_many_fields_is_read_once(tmp_path: Path) -> None:
-    """The search for a repeated field took time by the square of the number of fields."""
+def test_an_object_of_many_fields_is_checked_in_linear_time(tmp_path: Path) -> None:
+    """Checking for a repeated field must not take time quadratic in the number of fields."""
     fields = ", ".join(f'"k{number}": 0' for number in range(100_000))
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{{fields}, "twice": 1, "twice": 2}}\n')
@@ -264,7 +268,7 @@ def test_an_object_of_many_fields_is_read_once(tmp_path: Path) -> None:
     ]
 
 
-def test_numbers_of_many_digits_are_told_by_line(tmp_path: Path) -> None:
+def test_numbers_of_many_digits_are_reported_with_their_line(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('[{"a": 1},\n{"a": ' + "7" * 5000 + '},\n{"a": 3}]')
     rows = list(read_rows(path, "json", None))
@@ -275,7 +279,7 @@ def test_numbers_of_many_digits_are_told_by_line(tmp_path: Path) -> None:
     ]
 
 
-def test_an_array_behind_much_white_space_is_read_in_one_pass(tmp_path: Path) -> None:
+def test_an_array_after_much_white_space_is_read_in_one_pass(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(" \n" * 400_000 + '[{"a": 1},' + " " * 400_000 + '{"a": 2}]')
     assert [(row.line, row.value) for row in read_rows(path, "json", None)] == [
@@ -284,7 +288,7 @@ def test_an_array_behind_much_white_space_is_read_in_one_pass(tmp_path: Path) ->
     ]
 
 
-def test_rows_of_large_texts_are_made_one_at_a_time(
+def test_rows_of_large_texts_are_read_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_files, "_MAX_BATCH_BYTES", 1000)
@@ -300,25 +304,25 @@ def test_rows_of_large_texts_are_made_one_at_a_time(
     ]
 
 
-def test_reasons_have_a_length_to_print(tmp_path: Path) -> None:
+def test_reasons_are_short_enough_to_print(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"\ud800" * 5000: 1}) + "\n")
-    told = refusal(tmp_path, str(path))
-    assert "a.jsonl:2 no field 'text'" in told
-    assert len(told) < 1000
+    message = prepare_and_get_error(tmp_path, str(path))
+    assert "a.jsonl:2 no field 'text'" in message
+    assert len(message) < 1000
 
 
-def test_damaged_memories_of_hashes_are_made_again(tmp_path: Path) -> None:
+def test_a_damaged_hash_file_is_computed_again(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "a.jsonl", [story(1), story(2)])
     os.utime(path, (1, 1))
-    first = prepare_data(recipe_of(tmp_path, path))
-    (memory,) = (tmp_path / "cache" / "hashes").iterdir()
+    first = prepare_data(build_recipe(tmp_path, path))
+    (hash_file,) = (tmp_path / "cache" / "hashes").iterdir()
     for content in ("[]", "null", json.dumps({path: 3}), "[" * 5000):
-        memory.write_text(content)
-        assert prepare_data(recipe_of(tmp_path, path)).content_hash == first.content_hash
+        hash_file.write_text(content)
+        assert prepare_data(build_recipe(tmp_path, path)).content_hash == first.content_hash
 
 
-def test_a_text_file_has_a_largest_size(tmp_path: Path) -> None:
+def test_reading_a_text_file_has_a_size_limit(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r")
     assert files.read_text(tmp_path / "a") == "one\ntwo\n"
     with pytest.raises(OSError, match="larger than 0 KiB"):

@@ -1,4 +1,4 @@
-"""From a recipe to datasets, through the cache."""
+"""Preparation of datasets from a recipe, and their cache."""
 
 from __future__ import annotations
 
@@ -19,55 +19,60 @@ from shardwright.data.packed_dataset import PackedDataset
 from shardwright.data.preparation import PreparedData, prepare_data
 from shardwright.data.tokenizer_loading import load_tokenizer
 from shardwright.errors import DataError, RecipeError, TokenizerError
-from tests.unit.data.recipes import recipe_of, story, write_json_lines, write_text
-from tests.unit.data.test_tokenize import save_folder, sentencepiece_like
+from tests.unit.data.recipes import build_recipe, story, write_json_lines, write_text
+from tests.unit.data.test_tokenizer import save_folder, sentencepiece_like
 
 ROOT = Path(__file__).parents[3]
 STORIES = [story(number) for number in range(120)]
 
 
-def stories_at(folder: Path) -> str:
+def write_stories(folder: Path) -> str:
     return write_json_lines(folder / "stories.jsonl", STORIES)
 
 
-def text_of(prepared: PreparedData, dataset: TokenDataset | None) -> str:
+def decode_tokens(prepared: PreparedData, dataset: TokenDataset | None) -> str:
     assert isinstance(dataset, WindowDataset | PackedDataset)
     return prepared.tokenizer.decode(dataset.tokens.tolist())
 
 
-def supervised_texts(prepared: PreparedData, dataset: PackedDataset) -> list[str]:
-    """Each piece of every row as text: its first token and its labels."""
+def list_supervised_texts(prepared: PreparedData, dataset: PackedDataset) -> list[str]:
+    """List each piece of every row as text: its first token and its labels."""
     found = []
     for index in range(len(dataset)):
         sample = dataset.get_sample(index)
         assert sample.document_ids is not None
         for number in range(int(sample.document_ids.max()) + 1):
-            here = (sample.document_ids == number) & (sample.labels != IGNORED_LABEL)
-            if here.any():
+            is_supervised = (sample.document_ids == number) & (sample.labels != IGNORED_LABEL)
+            if is_supervised.any():
                 found.append(
                     prepared.tokenizer.decode(
-                        [int(sample.input_ids[here][0]), *sample.labels[here].tolist()]
+                        [
+                            int(sample.input_ids[is_supervised][0]),
+                            *sample.labels[is_supervised].tolist(),
+                        ]
                     )
                 )
     return found
 
 
-def test_the_published_character_set_up(outside_data: Path, tmp_path: Path) -> None:
+def test_the_published_character_data_is_reproduced(outside_data: Path, tmp_path: Path) -> None:
     path = str(outside_data / "text" / "tinyshakespeare.txt")
-    recipe = recipe_of(tmp_path, path, length=64, validation_fraction=0.1, validation_split="tail")
+    recipe = build_recipe(
+        tmp_path, path, length=64, validation_fraction=0.1, validation_split="tail"
+    )
     prepared = prepare_data(recipe, 65)
     assert prepared.tokenizer.vocab_size == 65
     assert isinstance(prepared.train, WindowDataset)
     assert isinstance(prepared.validation, WindowDataset)
     assert (len(prepared.train.tokens), len(prepared.validation.tokens)) == (1_003_854, 111_540)
     text = Path(path).read_text(encoding="utf-8")
-    assert text_of(prepared, prepared.train) == text[:1_003_854]
-    assert text_of(prepared, prepared.validation) == text[1_003_854:]
+    assert decode_tokens(prepared, prepared.train) == text[:1_003_854]
+    assert decode_tokens(prepared, prepared.validation) == text[1_003_854:]
 
 
-def test_tokens_go_from_sources_to_samples(tmp_path: Path) -> None:
+def test_samples_contain_the_tokens_of_the_sources(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "a.jsonl", ["cab", "bad"])
-    prepared = prepare_data(recipe_of(tmp_path, path, length=4))
+    prepared = prepare_data(build_recipe(tmp_path, path, length=4))
     sample = prepared.train.get_sample(0)
     assert prepared.tokenizer.decode(sample.input_ids.tolist()) in ("caba", "abba", "bbad")
     assert (
@@ -77,12 +82,12 @@ def test_tokens_go_from_sources_to_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["character", {"kind": "bpe", "vocab_size": 300}])
-def test_the_second_time_nothing_is_read(
+def test_a_second_run_reads_no_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:
-    recipe = recipe_of(
+    recipe = build_recipe(
         tmp_path,
-        stories_at(tmp_path),
+        write_stories(tmp_path),
         tokenizer=tokenizer,
         validation_fraction=0.2,
         packing="documents",
@@ -96,10 +101,12 @@ def test_the_second_time_nothing_is_read(
     assert second.content_hash == first.content_hash
     assert second.tokenizer.content_hash == first.tokenizer.content_hash
     for side in ("train", "validation"):
-        ours = getattr(first, side)
-        theirs = getattr(second, side)
-        for index in range(len(ours)):
-            for a, b in zip(ours.get_sample(index), theirs.get_sample(index), strict=True):
+        datasets_first = getattr(first, side)
+        datasets_second = getattr(second, side)
+        for index in range(len(datasets_first)):
+            for a, b in zip(
+                datasets_first.get_sample(index), datasets_second.get_sample(index), strict=True
+            ):
                 assert np.array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -114,47 +121,51 @@ def test_the_second_time_nothing_is_read(
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_what_changes_the_samples_changes_the_hash(tmp_path: Path, change: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"sources": stories_at(tmp_path), "validation_fraction": 0.2}
+def test_options_that_change_samples_change_the_hash(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    base: dict[str, Any] = {"sources": write_stories(tmp_path), "validation_fraction": 0.2}
     other = write_json_lines(tmp_path / "other.jsonl", [*STORIES[:-1], "changed"])
-    changed = given | ({"sources": other} if change.get("sources") else change)
+    changed = base | ({"sources": other} if change.get("sources") else change)
     hashes = [
-        prepare_data(recipe_of(tmp_path, **keys)).content_hash for keys in (given, changed, given)
+        prepare_data(build_recipe(tmp_path, **keys)).content_hash for keys in (base, changed, base)
     ]
     assert hashes[0] == hashes[2] != hashes[1]
 
 
-def test_a_bpe_never_sees_validation_text(tmp_path: Path) -> None:
+def test_a_bpe_is_not_trained_on_validation_text(tmp_path: Path) -> None:
     training = write_json_lines(tmp_path / "train.jsonl", STORIES)
     validation = write_json_lines(
         tmp_path / "validation.jsonl", [f"zqzqzq {number} zqzqzq" for number in range(200)]
     )
-    recipe = recipe_of(
+    recipe = build_recipe(
         tmp_path, training, tokenizer={"kind": "bpe", "vocab_size": 400}, validation=validation
     )
     prepared = prepare_data(recipe)
     tokens = [prepared.tokenizer.decode([index]) for index in range(prepared.tokenizer.vocab_size)]
     assert not any("zq" in token for token in tokens)
     assert any(" w" in token for token in tokens)
-    seen = prepare_data(
-        recipe_of(tmp_path, [training, validation], tokenizer={"kind": "bpe", "vocab_size": 400})
+    prepared_from_both = prepare_data(
+        build_recipe(tmp_path, [training, validation], tokenizer={"kind": "bpe", "vocab_size": 400})
     )
-    assert any("zq" in seen.tokenizer.decode([index]) for index in range(400)), "the test can fail"
+    assert any("zq" in prepared_from_both.tokenizer.decode([index]) for index in range(400)), (
+        "no token has `zq`, so the test cannot fail"
+    )
 
 
-def test_the_alphabet_covers_validation(tmp_path: Path) -> None:
+def test_the_character_vocabulary_covers_validation(tmp_path: Path) -> None:
     training = write_text(tmp_path / "a.txt", "abcabcabc")
     validation = write_text(tmp_path / "b.txt", "abxy")
     assert (
         prepare_data(
-            recipe_of(tmp_path, training, length=4, validation=validation)
+            build_recipe(tmp_path, training, length=4, validation=validation)
         ).tokenizer.vocab_size
         == 5
     )
 
 
-def test_held_out_documents_are_in_no_training_sample(tmp_path: Path) -> None:
-    recipe = recipe_of(
+def test_validation_documents_are_in_no_training_sample(tmp_path: Path) -> None:
+    recipe = build_recipe(
         tmp_path,
         write_json_lines(tmp_path / "a.jsonl", STORIES * 2),
         tokenizer={"kind": "bpe", "vocab_size": 300},
@@ -165,40 +176,42 @@ def test_held_out_documents_are_in_no_training_sample(tmp_path: Path) -> None:
     prepared = prepare_data(recipe)
     assert isinstance(prepared.train, PackedDataset)
     assert isinstance(prepared.validation, PackedDataset)
-    train = supervised_texts(prepared, prepared.train)
-    validation = supervised_texts(prepared, prepared.validation)
+    train = list_supervised_texts(prepared, prepared.train)
+    validation = list_supervised_texts(prepared, prepared.validation)
     assert sorted(train + validation) == sorted(text + "<|endoftext|>" for text in STORIES * 2)
     assert not set(train) & set(validation)
     assert validation
 
 
-def test_packed_documents_with_a_tokenizer_that_frames_them(tmp_path: Path) -> None:
+def test_packed_documents_have_prefix_and_suffix_tokens(tmp_path: Path) -> None:
     folder = save_folder(sentencepiece_like(), tmp_path / "tokenizer", eos_token="</s>")
     path = write_json_lines(tmp_path / "a.jsonl", ["ab", "a", "bb"])
     tokenizer = {"kind": "huggingface", "path": str(folder)}
-    prepared = prepare_data(recipe_of(tmp_path, path, tokenizer=tokenizer, packing="documents"), 6)
+    prepared = prepare_data(
+        build_recipe(tmp_path, path, tokenizer=tokenizer, packing="documents"), 6
+    )
     assert isinstance(prepared.train, PackedDataset)
-    assert sorted(supervised_texts(prepared, prepared.train)) == [
+    assert sorted(list_supervised_texts(prepared, prepared.train)) == [
         "<s> a</s>",
         "<s> ab</s>",
         "<s> bb</s>",
     ]
 
 
-def test_reading_in_pieces_gives_the_ids_of_the_whole(
+def test_reading_in_pieces_gives_the_same_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "\n".join(f"{story(number)}\n\n    indented {number}" for number in range(300))
     path = write_text(tmp_path / "a.txt", text)
-    framed = save_folder(sentencepiece_like(), tmp_path / "tokenizer", eos_token="</s>")
+    with_prefix = save_folder(sentencepiece_like(), tmp_path / "tokenizer", eos_token="</s>")
     for tokenizer in (
         {"kind": "bpe", "vocab_size": 350},
-        {"kind": "huggingface", "path": str(framed)},
+        {"kind": "huggingface", "path": str(with_prefix)},
     ):
-        whole = prepare_data(recipe_of(tmp_path / "whole", path, tokenizer=tokenizer))
+        whole = prepare_data(build_recipe(tmp_path / "whole", path, tokenizer=tokenizer))
         with monkeypatch.context() as patch:
             patch.setattr(sources, "PIECE_NUM_CHARACTERS", 256)
-            recipe = recipe_of(tmp_path / "pieces", path, tokenizer=tokenizer)
+            recipe = build_recipe(tmp_path / "pieces", path, tokenizer=tokenizer)
             assert (
                 len(list(sources.read_files(list_files(recipe.data.sources, "data.sources")))) > 20
             )
@@ -208,36 +221,37 @@ def test_reading_in_pieces_gives_the_ids_of_the_whole(
         assert np.array_equal(whole.train.tokens, pieces.train.tokens)
 
 
-def test_a_tail_cut_keeps_true_ends_only(tmp_path: Path) -> None:
+def test_a_tail_split_has_end_of_text_only_at_true_ends(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.txt", STORIES[0] * 20)
     tokenizer = {"kind": "bpe", "vocab_size": 300}
     prepared = prepare_data(
-        recipe_of(
+        build_recipe(
             tmp_path, path, tokenizer=tokenizer, validation_fraction=0.5, validation_split="tail"
         )
     )
-    assert "<|endoftext|>" not in text_of(prepared, prepared.train)
-    assert text_of(prepared, prepared.validation).endswith("<|endoftext|>")
+    assert "<|endoftext|>" not in decode_tokens(prepared, prepared.train)
+    assert decode_tokens(prepared, prepared.validation).endswith("<|endoftext|>")
     assert prepared.report.validation is not None
     assert prepared.report.validation.counts.num_documents == 1
 
 
-def test_a_tokenizer_that_does_not_fit_its_model(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, stories_at(tmp_path))
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path, write_stories(tmp_path))
     size = prepare_data(recipe).tokenizer.vocab_size
     prepare_data(recipe, size)
     with pytest.raises(
         TokenizerError,
-        match=rf"token id {size - 1} in stories.jsonl:1, from a tokenizer of {size} ids.*vocab_size of {size - 1}",
+        match=rf"token id {size - 1} in stories.jsonl:1, from a tokenizer of {size} ids"
+        rf".*vocab_size of {size - 1}",
     ):
         prepare_data(recipe, size - 1)
 
 
 def test_only_tokens_that_occur_must_fit(tmp_path: Path) -> None:
-    """Models often have fewer rows than their tokenizer has reserved ids."""
+    """Models often have fewer embedding rows than their tokenizer has reserved ids."""
     folder = save_folder(sentencepiece_like(), tmp_path / "tokenizer", eos_token="</s>")
     path = write_json_lines(tmp_path / "a.jsonl", ["aaaaaaaaaaaa"])
-    recipe = recipe_of(tmp_path, path, tokenizer={"kind": "huggingface", "path": str(folder)})
+    recipe = build_recipe(tmp_path, path, tokenizer={"kind": "huggingface", "path": str(folder)})
     assert prepare_data(recipe, 5).tokenizer.vocab_size == 6
 
 
@@ -247,51 +261,53 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     folder = save_folder(fast, tmp_path / "tokenizer")
     path = write_json_lines(tmp_path / "a.jsonl", ["a" * 20, f"<extra {2**16 - 1}>"])
     prepared = prepare_data(
-        recipe_of(tmp_path, path, tokenizer={"kind": "huggingface", "path": str(folder)})
+        build_recipe(tmp_path, path, tokenizer={"kind": "huggingface", "path": str(folder)})
     )
     assert prepared.report.train.counts.dtype == "<u4"
     assert prepared.report.train.counts.max_id == 2**16 + 5
 
 
-def test_too_little_text_is_told_in_numbers(tmp_path: Path) -> None:
+def test_too_little_text_is_reported_with_numbers(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"data\.sources: .*shorter than one window.*got 5 tokens in 1 documents.*9 tokens or more",
+        match=r"data\.sources: .*shorter than one window.*got 5 tokens in 1 documents"
+        r".*9 tokens or more",
     ):
-        prepare_data(recipe_of(tmp_path, write_text(tmp_path / "a.txt", "hello"), length=8))
+        prepare_data(build_recipe(tmp_path, write_text(tmp_path / "a.txt", "hello"), length=8))
     training = write_text(tmp_path / "b.txt", "hello" * 9)
     with pytest.raises(DataError, match=r"data\.validation: .*shorter than one window.*1 tokens"):
-        prepare_data(recipe_of(tmp_path, training, validation=write_text(tmp_path / "c.txt", "h")))
+        prepare_data(
+            build_recipe(tmp_path, training, validation=write_text(tmp_path / "c.txt", "h"))
+        )
 
 
 def test_nothing_supervised_is_an_error(tmp_path: Path) -> None:
-    path = write_json_lines(
-        tmp_path / "a.jsonl", ["a", "b", "c"]
-    )  # a token each, and no end-of-text to predict
+    # One token each, and no end of text to predict.
+    path = write_json_lines(tmp_path / "a.jsonl", ["a", "b", "c"])
     with pytest.raises(DataError, match="no token of the train documents is supervised"):
-        prepare_data(recipe_of(tmp_path, path, packing="documents"))
+        prepare_data(build_recipe(tmp_path, path, packing="documents"))
 
 
-def test_broken_records_are_reported_also_from_the_cache(
+def test_broken_records_are_reported_from_the_cache_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = [json.dumps({"text": text}) for text in STORIES]
     lines[4] = "not json"
     path = write_text(tmp_path / "a.jsonl", "\n".join(lines))
 
-    def of(limit: float) -> Recipe:
-        return recipe_of(tmp_path, path, max_broken_fraction=limit)
+    def build(limit: float) -> Recipe:
+        return build_recipe(tmp_path, path, max_broken_fraction=limit)
 
     with pytest.raises(DataError, match=r"a\.jsonl:5 not JSON"):
-        prepare_data(of(0.0))
+        prepare_data(build(0.0))
     for _ in range(2):
         caplog.clear()
-        report = prepare_data(of(0.01)).report
+        report = prepare_data(build(0.01)).report
         assert (report.records.num_records, report.records.num_broken) == (120, 1)
         assert [(item.file, item.line) for item in report.records.broken] == [("a.jsonl", 5)]
         assert "skipped 1 of 120 records" in caplog.text
     with pytest.raises(DataError, match=r"a\.jsonl:5 not JSON"):
-        prepare_data(of(0.0))
+        prepare_data(build(0.0))
 
 
 @pytest.mark.parametrize(
@@ -301,13 +317,13 @@ def test_broken_records_are_reported_also_from_the_cache(
         ({"kind": "huggingface", "path": "absent"}, "no such folder"),
     ],
 )
-def test_a_tokenizer_that_is_not_there(tmp_path: Path, tokenizer: Any, problem: str) -> None:
+def test_a_missing_tokenizer_is_an_error(tmp_path: Path, tokenizer: Any, problem: str) -> None:
     with pytest.raises(TokenizerError, match=problem):
-        prepare_data(recipe_of(tmp_path, stories_at(tmp_path), tokenizer=tokenizer))
+        prepare_data(build_recipe(tmp_path, write_stories(tmp_path), tokenizer=tokenizer))
 
 
-def test_damaged_token_files_are_noticed(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, stories_at(tmp_path))
+def test_damaged_token_files_are_detected(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path, write_stories(tmp_path))
     prepare_data(recipe)
     (tokens,) = (tmp_path / "cache" / "tokens").glob("*/train.tokens")
     tokens.write_bytes(tokens.read_bytes()[:-2])
@@ -315,77 +331,77 @@ def test_damaged_token_files_are_noticed(tmp_path: Path) -> None:
         prepare_data(recipe)
 
 
-def test_progress_is_told_while_there_is_work(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    recipe = recipe_of(
+def test_progress_is_reported_only_while_work_is_done(tmp_path: Path) -> None:
+    reports: list[tuple[str, int, int]] = []
+    recipe = build_recipe(
         tmp_path,
-        stories_at(tmp_path),
+        write_stories(tmp_path),
         tokenizer={"kind": "bpe", "vocab_size": 300},
         validation_fraction=0.2,
     )
-    prepare_data(recipe, progress=lambda *state: told.append(state))
-    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    prepare_data(recipe, progress=lambda *state: reports.append(state))
+    stages = list(dict.fromkeys(stage for stage, _, _ in reports))
     assert stages == [
         "reading",
         "training the tokenizer",
         "tokenising train",
         "tokenising validation",
     ]
-    assert all(0 <= done <= total for _, done, total in told)
-    told.clear()
-    prepare_data(recipe, progress=lambda *state: told.append(state))
-    assert told == []
+    assert all(0 <= process <= total for _, process, total in reports)
+    reports.clear()
+    prepare_data(recipe, progress=lambda *state: reports.append(state))
+    assert reports == []
 
 
-def test_the_trained_tokenizer_lies_in_the_cache_for_others(tmp_path: Path) -> None:
+def test_the_trained_tokenizer_is_in_the_cache(tmp_path: Path) -> None:
     prepared = prepare_data(
-        recipe_of(tmp_path, stories_at(tmp_path), tokenizer={"kind": "bpe", "vocab_size": 300})
+        build_recipe(
+            tmp_path, write_stories(tmp_path), tokenizer={"kind": "bpe", "vocab_size": 300}
+        )
     )
     (folder,) = (tmp_path / "cache" / "tokens").glob("*/tokenizer")
     assert load_tokenizer(folder).content_hash == prepared.tokenizer.content_hash
 
 
-def test_two_ways_to_validate_contradict_each_other(tmp_path: Path) -> None:
-    path = stories_at(tmp_path)
-    with pytest.raises(RecipeError, match="exclude each other"):
-        recipe_of(tmp_path, path, validation=path, validation_fraction=0.1)
+def test_two_kinds_of_validation_are_refused(tmp_path: Path) -> None:
+    path = write_stories(tmp_path)
+    with pytest.raises(RecipeError, match="not both"):
+        build_recipe(tmp_path, path, validation=path, validation_fraction=0.1)
 
 
 def test_preparing_data_needs_no_torch(tmp_path: Path) -> None:
-    """`shardwright data` and the check before a start answer at once; only the loader makes
-    tensors.
-    """
+    """`shardwright data` and the checks before a run must be fast; only the loader uses torch."""
     path = write_text(tmp_path / "a.txt", "hello " * 20)
     script = (
         "import sys; from pathlib import Path\n"
-        "from tests.unit.data.recipes import recipe_of\n"
+        "from tests.unit.data.recipes import build_recipe\n"
         "from shardwright.data.preparation import prepare_data\n"
-        f"prepare_data(recipe_of(Path({str(tmp_path)!r}), {path!r}))\n"
+        f"prepare_data(build_recipe(Path({str(tmp_path)!r}), {path!r}))\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
-def test_a_disk_that_refuses_is_told_and_nothing_half_written_stays(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_and_leaves_no_partial_files(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.txt", "hello " * 20_000)
     script = (
         "import resource; from pathlib import Path\n"
         "from shardwright.errors import DataError\n"
-        "from tests.unit.data.recipes import recipe_of\n"
+        "from tests.unit.data.recipes import build_recipe\n"
         "from shardwright.data.preparation import prepare_data\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"
-        f"    prepare_data(recipe_of(Path({str(tmp_path)!r}), {path!r}))\n"
+        f"    prepare_data(build_recipe(Path({str(tmp_path)!r}), {path!r}))\n"
         "except DataError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    assert done.stdout.startswith(
+    assert process.stdout.startswith(
         "data.cache_dir: the cache of tokenised data cannot be written: File too large"
-    ), done
+    ), process
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []

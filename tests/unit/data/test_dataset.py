@@ -1,4 +1,4 @@
-"""Windows of a stream: what is predicted from what, and how often."""
+"""Windows of a token stream: labels, offsets, and how often each token is predicted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from shardwright.data.dataset import IGNORED_LABEL, WindowDataset
 
 
-def stream(num_tokens: int) -> np.ndarray:
+def make_stream(num_tokens: int) -> np.ndarray:
     return np.arange(100, 100 + num_tokens, dtype=np.uint16)
 
 
 def test_labels_are_the_next_tokens() -> None:
-    dataset = WindowDataset(stream(50), sequence_length=8, seed=3)
+    dataset = WindowDataset(make_stream(50), sequence_length=8, seed=3)
     for index in range(len(dataset)):
         sample = dataset.get_sample(index, epoch=1)
         assert (sample.labels == sample.input_ids + 1).all()
@@ -24,8 +24,8 @@ def test_labels_are_the_next_tokens() -> None:
         assert sample.input_ids.dtype == sample.labels.dtype == np.int64
 
 
-def test_neighbouring_windows_overlap_by_the_one_token_that_both_need() -> None:
-    dataset = WindowDataset(stream(50), sequence_length=8)
+def test_neighbouring_windows_overlap_by_one_token() -> None:
+    dataset = WindowDataset(make_stream(50), sequence_length=8)
     assert dataset.get_sample(0).labels[-1] == dataset.get_sample(1).input_ids[0]
 
 
@@ -39,7 +39,7 @@ def test_neighbouring_windows_overlap_by_the_one_token_that_both_need() -> None:
 def test_an_epoch_predicts_no_token_twice_and_misses_less_than_two_windows(
     num_tokens: int, length: int, epoch: int, seed: int
 ) -> None:
-    dataset = WindowDataset(stream(num_tokens), length, seed=seed)
+    dataset = WindowDataset(make_stream(num_tokens), length, seed=seed)
     predicted = np.concatenate(
         [dataset.get_sample(index, epoch).labels for index in range(len(dataset))]
     )
@@ -48,14 +48,14 @@ def test_an_epoch_predicts_no_token_twice_and_misses_less_than_two_windows(
 
 
 def test_epochs_start_at_different_offsets() -> None:
-    dataset = WindowDataset(stream(1000), sequence_length=16, seed=0)
+    dataset = WindowDataset(make_stream(1000), sequence_length=16, seed=0)
     offsets = {dataset.get_offset(epoch) for epoch in range(200)}
     assert offsets == set(range(16))
     assert dataset.get_offset(7) == WindowDataset(
-        stream(1000), sequence_length=16, seed=0
+        make_stream(1000), sequence_length=16, seed=0
     ).get_offset(7)
     assert [dataset.get_offset(e) for e in range(9)] != [
-        WindowDataset(stream(1000), 16, seed=1).get_offset(e) for e in range(9)
+        WindowDataset(make_stream(1000), 16, seed=1).get_offset(e) for e in range(9)
     ]
 
 
@@ -64,7 +64,7 @@ def test_epochs_start_at_different_offsets() -> None:
     [(0, 0), (8, 0), (9, 1), (15, 1), (16, 1), (23, 1), (24, 2), (32, 3)],
 )
 def test_number_of_training_windows(num_tokens: int, expected: int) -> None:
-    dataset = WindowDataset(stream(num_tokens), sequence_length=8)
+    dataset = WindowDataset(make_stream(num_tokens), sequence_length=8)
     assert len(dataset) == expected
     for epoch in range(30):
         for index in range(expected):
@@ -76,15 +76,15 @@ def test_number_of_training_windows(num_tokens: int, expected: int) -> None:
 def test_evaluation_predicts_every_token_but_the_first_exactly_once(
     num_tokens: int, length: int
 ) -> None:
-    dataset = WindowDataset(stream(num_tokens), length, is_evaluation=True)
+    dataset = WindowDataset(make_stream(num_tokens), length, is_evaluation=True)
     labels = np.concatenate([dataset.get_sample(index).labels for index in range(len(dataset))])
-    assert labels[labels != IGNORED_LABEL].tolist() == stream(num_tokens)[1:].tolist()
+    assert labels[labels != IGNORED_LABEL].tolist() == make_stream(num_tokens)[1:].tolist()
     assert dataset.num_supervised == num_tokens - 1
     assert all(len(dataset.get_sample(index).input_ids) == length for index in range(len(dataset)))
 
 
-def test_indices_outside_are_refused() -> None:
-    dataset = WindowDataset(stream(50), sequence_length=8)
+def test_indices_out_of_range_are_refused() -> None:
+    dataset = WindowDataset(make_stream(50), sequence_length=8)
     for index in (-1, len(dataset)):
         with pytest.raises(IndexError):
             dataset.get_sample(index)

@@ -1,4 +1,4 @@
-"""Several processes give what one gives, in order."""
+"""Several processes encode records to the same results as one, in order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardwright.errors import TokenizerError
 from tests.unit.data.chat_tokenizers import CHATML, NO_END, THROWS, chat_folder, turns
 
 
-def encoder_of(folder: Path, template: str) -> RecordEncoder:
+def build_encoder(folder: Path, template: str) -> RecordEncoder:
     path = chat_folder(folder, template)
     return RecordEncoder(
         load_tokenizer(path), load_chat_template(path, None, {}, None), "assistant"
     )
 
 
-def pieces(count: int, drawn: list[int] | None = None) -> Iterator[TextPiece]:
+def iterate_pieces(count: int, drawn: list[int] | None = None) -> Iterator[TextPiece]:
     for number in range(count):
         if drawn is not None:
             drawn.append(number)
@@ -34,20 +34,20 @@ def pieces(count: int, drawn: list[int] | None = None) -> Iterator[TextPiece]:
         yield TextPiece(content, number, True, True, "chat", "a.jsonl", number + 1)
 
 
-def test_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_give_the_results_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_workers, "RECORDS_BEFORE_WORKERS", 30)
     monkeypatch.setattr(encoding_workers, "RECORDS_PER_BATCH", 7)
-    encoder = encoder_of(tmp_path, THROWS)
-    alone = list(encode_in_order(encoder, pieces(300), 1))
+    encoder = build_encoder(tmp_path, THROWS)
+    from_one_process = list(encode_in_order(encoder, iterate_pieces(300), 1))
     drawn: list[int] = []
-    several = encode_in_order(encoder, pieces(300, drawn), 2)
+    from_two_processes = encode_in_order(encoder, iterate_pieces(300, drawn), 2)
     found = []
-    for number, outcome in enumerate(several):
+    for number, outcome in enumerate(from_two_processes):
         found.append(outcome)
-        assert len(drawn) <= number + 30 + 7 * 10, "the file is read as far as is needed, not whole"
+        assert len(drawn) <= number + 30 + 7 * 10, "the file is read no further than needed"
     assert [piece.record for piece, _ in found] == list(range(300))
     assert sum(isinstance(outcome, str) for _, outcome in found) == 6
-    for (_, one), (_, other) in zip(alone, found, strict=True):
+    for (_, one), (_, other) in zip(from_one_process, found, strict=True):
         if isinstance(one, str) or isinstance(other, str):
             assert one == other
         else:
@@ -55,14 +55,16 @@ def test_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.Monke
             assert one.supervised_mask.tolist() == other.supervised_mask.tolist()
 
 
-def test_an_error_of_the_template_comes_back_whole(
+def test_an_error_of_the_template_is_raised_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding_workers, "RECORDS_BEFORE_WORKERS", 0)
     with pytest.raises(TokenizerError, match=r"data\.chat_template: no end-of-turn token"):
-        list(encode_in_order(encoder_of(tmp_path, NO_END), pieces(20), 2))
+        list(encode_in_order(build_encoder(tmp_path, NO_END), iterate_pieces(20), 2))
 
 
 def test_few_records_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_workers, "ProcessPoolExecutor", None)
-    assert len(list(encode_in_order(encoder_of(tmp_path, CHATML), pieces(100), 8))) == 100
+    assert (
+        len(list(encode_in_order(build_encoder(tmp_path, CHATML), iterate_pieces(100), 8))) == 100
+    )

@@ -1,4 +1,4 @@
-"""Work is done once among processes, and half of it is never taken for the whole."""
+"""The cache builds each folder once among processes; an incomplete folder is never used."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def write_answer(folder: Path) -> None:
     (folder / "answer").write_text("42")
 
 
-def left_over(root: Path) -> list[str]:
+def list_names(root: Path) -> list[str]:
     return sorted(path.name for path in root.rglob("*"))
 
 
-def test_built_once_and_found_again(tmp_path: Path) -> None:
+def test_a_folder_is_built_once_and_reused(tmp_path: Path) -> None:
     calls = []
 
     def build(folder: Path) -> None:
@@ -39,37 +39,37 @@ def test_built_once_and_found_again(tmp_path: Path) -> None:
     for _ in range(2):
         assert (build_once(tmp_path, "tokens/key", build) / "answer").read_text() == "42"
     assert len(calls) == 1
-    assert left_over(tmp_path) == ["answer", "key", "tokens"]
+    assert list_names(tmp_path) == ["answer", "key", "tokens"]
 
 
-def test_a_failure_leaves_nothing_and_is_not_remembered(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_no_files_and_may_be_repeated(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         write_answer(folder)
         raise DataError("broken")
 
     with pytest.raises(DataError, match="broken"):
         build_once(tmp_path, "key", build)
-    assert left_over(tmp_path) == []
+    assert list_names(tmp_path) == []
     build_once(tmp_path, "key", write_answer)
 
 
-def test_a_full_disk_is_told_with_the_remedy(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_a_remedy(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         write_answer(folder)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "answer"))
 
     with pytest.raises(DataError, match=r"data\.cache_dir: .*No space left on device.*Free space"):
         build_once(tmp_path, "key", build)
-    assert left_over(tmp_path) == []
+    assert list_names(tmp_path) == []
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"data\.cache_dir"):
         build_once(tmp_path / "file", "key", write_answer)
 
 
-RACER = """
+BUILDER = """
 import sys, time
 from pathlib import Path
 from shardwright.data.data_cache import build_once
@@ -86,32 +86,32 @@ print((build_once(root, "key", build, poll_seconds=0.01) / "answer").read_text()
 """
 
 
-def test_of_several_processes_one_works_and_the_others_wait(tmp_path: Path) -> None:
-    racers = [
+def test_one_of_several_processes_builds_and_the_others_wait(tmp_path: Path) -> None:
+    builders = [
         subprocess.Popen(
-            [sys.executable, "-c", RACER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", BUILDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         )
         for _ in range(4)
     ]
-    assert [racer.communicate(timeout=250)[0].strip() for racer in racers] == ["42"] * 4
+    assert [builder.communicate(timeout=250)[0].strip() for builder in builders] == ["42"] * 4
     assert (tmp_path / "calls").read_text() == "x"
-    assert left_over(tmp_path) == ["answer", "calls", "key"]
+    assert list_names(tmp_path) == ["answer", "calls", "key"]
 
 
-def test_a_killed_process_holds_nobody_up(tmp_path: Path) -> None:
-    racer = subprocess.Popen([sys.executable, "-c", RACER.replace("0.5", "600"), str(tmp_path)])
+def test_a_killed_process_does_not_block_the_others(tmp_path: Path) -> None:
+    builder = subprocess.Popen([sys.executable, "-c", BUILDER.replace("0.5", "600"), str(tmp_path)])
     while not (tmp_path / "calls").exists():
         time.sleep(0.01)
-    racer.kill()
-    racer.wait()
-    assert any(name.endswith(".partial") for name in left_over(tmp_path))
+    builder.kill()
+    builder.wait()
+    assert any(name.endswith(".partial") for name in list_names(tmp_path))
     started = time.monotonic()
     build_once(tmp_path, "key", write_answer)
-    assert time.monotonic() - started < 30  # and not the ten minutes that it would have worked
-    assert left_over(tmp_path) == ["answer", "calls", "key"]
+    assert time.monotonic() - started < 30  # not the ten minutes that the build takes
+    assert list_names(tmp_path) == ["answer", "calls", "key"]
 
 
-def test_a_lock_of_another_machine_is_taken_over_once_it_no_longer_beats(
+def test_a_stale_lock_of_another_machine_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_cache, "STALE_SECONDS", 0.3)
@@ -119,40 +119,41 @@ def test_a_lock_of_another_machine_is_taken_over_once_it_no_longer_beats(
     started = time.monotonic()
     build_once(tmp_path, "key", write_answer, poll_seconds=0.01)
     assert time.monotonic() - started > 0.25
-    assert left_over(tmp_path) == ["answer", "key"]
+    assert list_names(tmp_path) == ["answer", "key"]
 
 
-def test_who_takes_over_leaves_alone_what_another_makes(tmp_path: Path) -> None:
-    """Two may take over from one that was killed: the one that comes second removes what that one
-    left, and no more.
+def test_replacing_a_lock_removes_only_the_partial_folder_of_its_owner(tmp_path: Path) -> None:
+    """Two processes may replace the lock of a killed one.
+
+    The second removes the partial folder of the killed process only.
     """
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    (tmp_path / "key.lock").write_text(f"{socket.gethostname()} {gone.pid} dead")
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (tmp_path / "key.lock").write_text(f"{socket.gethostname()} {killed.pid} dead")
     for name in ("dead", "alive"):
         (tmp_path / f"key.{name}.partial").mkdir()
     build_once(tmp_path, "key", write_answer)
-    assert left_over(tmp_path) == ["answer", "key", "key.alive.partial"]
+    assert list_names(tmp_path) == ["answer", "key", "key.alive.partial"]
 
 
 class Clock:
-    """The module `time`, whose monotonic clock moves when it is told to; `looks` counts how often
-    somebody slept.
-    """
+    """The module `time` with a monotonic clock that the test sets; `num_sleeps` counts sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.looks = 0
+        self.num_sleeps = 0
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.looks += 1
+        self.num_sleeps += 1
         time.sleep(seconds)
 
 
-def test_a_lock_that_beats_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_with_heartbeats_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     lock = tmp_path / "key.lock"
     order = list[str]()
@@ -160,19 +161,19 @@ def test_a_lock_that_beats_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(data_cache, "HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(data_cache, "time", clock)
 
-    def slow(folder: Path) -> None:
+    def build_slowly(folder: Path) -> None:
         for _ in range(4):
             touched = lock.stat().st_mtime_ns
             while lock.stat().st_mtime_ns == touched:
                 time.sleep(0.01)
-            looks = clock.looks
-            while clock.looks < looks + 2:  # the second look begins after the touch
+            num_sleeps = clock.num_sleeps
+            while clock.num_sleeps < num_sleeps + 2:  # the second poll begins after the touch
                 time.sleep(0.01)
             clock.now += 2.0
         order.append("slow")
         write_answer(folder)
 
-    worker = threading.Thread(target=build_once, args=(tmp_path, "key", slow))
+    worker = threading.Thread(target=build_once, args=(tmp_path, "key", build_slowly))
     worker.start()
     while not lock.exists():
         time.sleep(0.01)
@@ -181,22 +182,22 @@ def test_a_lock_that_beats_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert order == ["slow"]
 
 
-def test_fingerprints_go_by_content(tmp_path: Path) -> None:
-    def now() -> list[list[str]]:
+def test_fingerprints_depend_on_content_and_names(tmp_path: Path) -> None:
+    def compute_fingerprints() -> list[list[str]]:
         return fingerprint_files(
             list_files([DataSource(path=str(tmp_path / "in"))], "data.sources"), tmp_path / "cache"
         )
 
     write_text(tmp_path / "in" / "a.txt", "one")
-    first = now()
+    first = compute_fingerprints()
     os.utime(tmp_path / "in" / "a.txt", ns=(0, 1))  # touched, not changed
-    assert now() == first
+    assert compute_fingerprints() == first
     write_text(tmp_path / "in" / "a.txt", "two")
-    assert now() != first
+    assert compute_fingerprints() != first
     write_text(tmp_path / "in" / "a.txt", "one")
-    assert now() == first
+    assert compute_fingerprints() == first
     (tmp_path / "in" / "a.txt").rename(tmp_path / "in" / "b.txt")
-    assert now() != first, "names are the order of documents"
+    assert compute_fingerprints() != first, "names determine the order of documents"
 
 
 def test_settled_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +206,7 @@ def test_settled_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.Monke
     hashed = []
     monkeypatch.setattr(data_cache, "_SETTLED_SECONDS", 3600.0)
     monkeypatch.setattr(data_cache, "_hash_file", lambda path: hashed.append(path) or "digest")
-    for _ in range(2):  # changed just now: it may change again within the clock's grain
+    for _ in range(2):  # changed just now: it may change again within the clock's resolution
         fingerprint_files(files, tmp_path / "cache")
     assert len(hashed) == 2
     os.utime(path, (1, 1))
@@ -214,7 +215,9 @@ def test_settled_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(hashed) == 3
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_comes_from_argument_environment_or_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert find_cache_root(str(tmp_path)) == tmp_path
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "all"))
     assert find_cache_root(None) == tmp_path / "all" / "data"

@@ -1,4 +1,4 @@
-"""What records hold, found by looking; and the reasons why a record is none."""
+"""Formats of records: detection from their columns, and the errors of invalid records."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 
 
-def look(
-    *rows: dict[str, Any], asked: str = "auto", named: dict[str, str] | None = None
+def detect(
+    *rows: dict[str, Any], kind: str = "auto", named: dict[str, str] | None = None
 ) -> RecordSchema:
-    return detect_schema(rows, asked, named or {}, "text", "data.sources.0")
+    return detect_schema(rows, kind, named or {}, "text", "data.sources.0")
 
 
-def read(row: dict[str, Any]) -> tuple[str, Any]:
-    canonical, content = look(row).read_row(row)
+def read_record(row: dict[str, Any]) -> tuple[str, Any]:
+    canonical, content = detect(row).read_row(row)
     return canonical, content if canonical == "text" else json.loads(content)
 
 
@@ -32,50 +32,80 @@ def read(row: dict[str, Any]) -> tuple[str, Any]:
     [
         ({"text": "a"}, "text", {"text": "text"}),
         ({"messages": turns("a", "b")}, "messages", {"messages": "messages"}),
-        ({"messages": turns("a", "b"), "prompt": "a", "tools": []}, "messages", {"messages": "messages", "tools": "tools"}),
-        ({"conversations": SHAREGPT, "system": "s"}, "sharegpt", {"messages": "conversations", "system": "system"}),
+        (
+            {"messages": turns("a", "b"), "prompt": "a", "tools": []},
+            "messages",
+            {"messages": "messages", "tools": "tools"},
+        ),
+        (
+            {"conversations": SHAREGPT, "system": "s"},
+            "sharegpt",
+            {"messages": "conversations", "system": "system"},
+        ),
         ({"conversations": turns("a", "b")}, "messages", {"messages": "conversations"}),
         ({"messages": SHAREGPT}, "sharegpt", {"messages": "messages"}),
-        ({"instruction": "a", "input": "", "output": "b"}, "alpaca",
-         {"instruction": "instruction", "input": "input", "output": "output"}),
-        ({"instruction": "a", "context": "c", "response": "b"}, "alpaca",
-         {"instruction": "instruction", "input": "context", "output": "response"}),
-        ({"instruction": "a", "output": "b", "text": "a b"}, "alpaca", {"instruction": "instruction", "output": "output"}),
-        ({"question": "a", "answer": "b"}, "prompt_response", {"prompt": "question", "response": "answer"}),
-        ({"prompt": "a", "response": "b"}, "prompt_response", {"prompt": "prompt", "response": "response"}),
-        ({"prompt": "a", "completion": "b"}, "prompt_completion", {"prompt": "prompt", "completion": "completion"}),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            "alpaca",
+            {"instruction": "instruction", "input": "input", "output": "output"},
+        ),
+        (
+            {"instruction": "a", "context": "c", "response": "b"},
+            "alpaca",
+            {"instruction": "instruction", "input": "context", "output": "response"},
+        ),
+        (
+            {"instruction": "a", "output": "b", "text": "a b"},
+            "alpaca",
+            {"instruction": "instruction", "output": "output"},
+        ),
+        (
+            {"question": "a", "answer": "b"},
+            "prompt_response",
+            {"prompt": "question", "response": "answer"},
+        ),
+        (
+            {"prompt": "a", "response": "b"},
+            "prompt_response",
+            {"prompt": "prompt", "response": "response"},
+        ),
+        (
+            {"prompt": "a", "completion": "b"},
+            "prompt_completion",
+            {"prompt": "prompt", "completion": "completion"},
+        ),
         ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "tokens", {"input_ids": "input_ids"}),
     ],
-)  # fmt: skip
-def test_kinds_are_found_by_their_columns(
+)
+def test_kinds_are_detected_from_columns(
     row: dict[str, Any], kind: str, columns: dict[str, str]
 ) -> None:
-    found = look(row)
+    found = detect(row)
     assert (found.kind, dict(found.columns)) == (kind, columns)
 
 
-def test_what_most_records_are_is_the_kind_of_all() -> None:
+def test_the_kind_of_the_majority_is_the_kind_of_all() -> None:
     rows = [
         {"messages": turns("a", "b")},
         {"instruction": "a", "output": "b"},
         {"messages": turns("c", "d"), "tools": []},
     ]
-    assert look(*rows) == RecordSchema("messages", (("messages", "messages"), ("tools", "tools")))
+    assert detect(*rows) == RecordSchema("messages", (("messages", "messages"), ("tools", "tools")))
     with pytest.raises(DataError, match=r"several kinds.*messages, alpaca"):
-        look(*rows[:2])
+        detect(*rows[:2])
 
 
 def test_named_columns_decide() -> None:
     row = {"q": "what", "solution": "that", "text": "other"}
-    found = look(row, named={"prompt": "q", "response": "solution"})
+    found = detect(row, named={"prompt": "q", "response": "solution"})
     assert found.kind == "prompt_response"
     assert json.loads(found.read_row(row)[1])["response"] == "that"
-    assert look(row, named={"text": "solution"}).read_row(row) == ("text", "that")
-    assert look({"messages": turns("a", "b"), "text": "x"}, asked="text").kind == "text"
+    assert detect(row, named={"text": "solution"}).read_row(row) == ("text", "that")
+    assert detect({"messages": turns("a", "b"), "text": "x"}, kind="text").kind == "text"
 
 
 @pytest.mark.parametrize(
-    ("row", "more", "words"),
+    ("row", "options", "message"),
     [
         (
             {"prompt": "a", "question": "b", "answer": "c"},
@@ -96,20 +126,20 @@ def test_named_columns_decide() -> None:
         ),
         (
             {"q": "a"},
-            {"asked": "messages", "named": {"prompt": "q"}},
+            {"kind": "messages", "named": {"prompt": "q"}},
             r"records of this kind have no such column.*messages, tools",
         ),
     ],
 )
-def test_what_could_be_two_things_is_asked_about(
-    row: dict[str, Any], more: dict[str, Any], words: str
+def test_ambiguous_columns_are_an_error(
+    row: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(DataError, match=words):
-        look(row, **more)
+    with pytest.raises(DataError, match=message):
+        detect(row, **options)
 
 
-def test_parts_weights_and_names_come_to_one_form() -> None:
-    given = [
+def test_parts_weights_and_names_are_normalised() -> None:
+    conversation = [
         {
             "role": "human",
             "content": [{"type": "text", "value": "a"}, {"type": "text", "text": "b"}],
@@ -117,15 +147,15 @@ def test_parts_weights_and_names_come_to_one_form() -> None:
         },
         {"from": "gpt", "value": "c", "thinking": "hm", "weight": 1},
     ]
-    assert read_conversation(given, None, "be kind")["messages"] == [
+    assert read_conversation(conversation, None, "be kind")["messages"] == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "ab", "loss_weight": 0},
         {"role": "assistant", "content": "c", "reasoning_content": "hm", "loss_weight": 1},
     ]
 
 
-def test_tool_calls_come_to_one_form() -> None:
-    given = [
+def test_tool_calls_are_normalised() -> None:
+    conversation = [
         {"role": "user", "content": "weather?"},
         {
             "role": "assistant",
@@ -136,7 +166,7 @@ def test_tool_calls_come_to_one_form() -> None:
         {"role": "assistant", "content": "It rains."},
     ]
     found = read_conversation(
-        given, json.dumps([{"type": "function", "function": {"name": "weather"}}])
+        conversation, json.dumps([{"type": "function", "function": {"name": "weather"}}])
     )
     assert found["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert found["tools"][0]["function"]["name"] == "weather"
@@ -149,7 +179,7 @@ def test_tool_calls_come_to_one_form() -> None:
     assert read_conversation(sharegpt)["messages"] == found["messages"]
 
 
-def call_of(**function: Any) -> list[dict[str, Any]]:
+def make_tool_call(**function: Any) -> list[dict[str, Any]]:
     return [
         {"role": "user", "content": "x"},
         {"role": "assistant", "tool_calls": [{"function": function}]},
@@ -159,7 +189,7 @@ def call_of(**function: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("conversation", "message"),
     [
         ([], "no turns"),
         ("{", "not JSON"),
@@ -178,61 +208,71 @@ def call_of(**function: Any) -> list[dict[str, Any]]:
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "'image'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "without text"),
         ([{"role": "user", "content": "\ud800"}], "surrogate"),
-        (call_of(arguments={}), "no function name"),
-        (call_of(name="f"), "'f' of turn 2 has no arguments"),
-        (call_of(name="f", arguments="{"), "arguments of the tool call 'f' of turn 2: not JSON"),
-        (call_of(name="f", arguments=[1]), "not an object"),
+        (make_tool_call(arguments={}), "no function name"),
+        (make_tool_call(name="f"), "'f' of turn 2 has no arguments"),
+        (
+            make_tool_call(name="f", arguments="{"),
+            "arguments of the tool call 'f' of turn 2: not JSON",
+        ),
+        (make_tool_call(name="f", arguments=[1]), "not an object"),
         ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "only the assistant"),
     ],
 )
-def test_a_conversation_that_is_none_says_why(given: Any, words: str) -> None:
-    with pytest.raises(UnusableRecord, match=words):
-        read_conversation(given)
+def test_an_invalid_conversation_is_an_error_with_a_reason(conversation: Any, message: str) -> None:
+    with pytest.raises(UnusableRecord, match=message):
+        read_conversation(conversation)
 
 
 @pytest.mark.parametrize("weight", [-1, "1", float("nan"), float("inf"), 1001, [1]])
-def test_a_weight_that_is_none_is_not_guessed(weight: object) -> None:
+def test_an_invalid_weight_is_an_error(weight: object) -> None:
     with pytest.raises(UnusableRecord, match=r"turn 1 has the loss weight.*number from 0"):
         read_conversation([{"role": "user", "content": "x", "loss_weight": weight}])
 
 
 @pytest.mark.parametrize(
-    ("weight", "read"), [(0.0, "0"), (True, "1"), (1.0, "1"), (0.3, "0.3"), (2, "2.0")]
+    ("weight", "expected"), [(0.0, "0"), (True, "1"), (1.0, "1"), (0.3, "0.3"), (2, "2.0")]
 )
-def test_a_weight_is_kept_as_it_is(weight: object, read: str) -> None:
+def test_a_weight_is_preserved(weight: object, expected: str) -> None:
     turns = [
         {"role": "user", "content": "x", "loss_weight": weight},
         {"role": "assistant", "content": "y"},
     ]
-    assert repr(read_conversation(turns)["messages"][0]["loss_weight"]) == read
+    assert repr(read_conversation(turns)["messages"][0]["loss_weight"]) == expected
 
 
-def test_pairs_know_their_prompt_without_a_template() -> None:
-    canonical, pair = read({"instruction": "Add.", "input": "1 2", "output": "3"})
+def test_pairs_have_a_plain_prompt_without_a_template() -> None:
+    canonical, pair = read_record({"instruction": "Add.", "input": "1 2", "output": "3"})
     assert (canonical, pair["prompt"], pair["response"]) == ("pair", "Add.\n1 2", "3")
     assert pair["plain"].startswith(
         "Below is an instruction that describes a task, paired with an input"
     )
     assert pair["plain"].endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n")
-    assert read({"question": "1 + 2?", "answer": "3"})[1]["plain"] == "1 + 2?\n"
-    assert read({"instruction": "a", "output": "b", "history": [["x", "y"]]}) == (
+    assert read_record({"question": "1 + 2?", "answer": "3"})[1]["plain"] == "1 + 2?\n"
+    assert read_record({"instruction": "a", "output": "b", "history": [["x", "y"]]}) == (
         "chat",
         {"messages": turns("x", "y", "a", "b")},
     )
 
 
 def test_prompt_and_completion_may_be_conversations() -> None:
-    canonical, chat = read(
+    canonical, chat = read_record(
         {"prompt": turns("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]}
     )
     assert canonical == "chat"
     assert [turn.get("loss_weight") for turn in chat["messages"]] == [0, 0, 0, None]
 
 
-def test_given_ids_carry_what_is_learnt() -> None:
-    assert read({"input_ids": [5, 6, 7]}) == ("tokens", {"ids": [5, 6, 7], "supervised": [1, 1, 1]})
-    assert read({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})[1]["supervised"] == [0, 1, 1]
-    assert read({"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]})[1]["supervised"] == [
+def test_token_ids_carry_their_supervision() -> None:
+    assert read_record({"input_ids": [5, 6, 7]}) == (
+        "tokens",
+        {"ids": [5, 6, 7], "supervised": [1, 1, 1]},
+    )
+    assert read_record({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})[1]["supervised"] == [
+        0,
+        1,
+        1,
+    ]
+    assert read_record({"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]})[1]["supervised"] == [
         0,
         0,
         1,
@@ -240,7 +280,7 @@ def test_given_ids_carry_what_is_learnt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         ({"input_ids": [1, 2], "labels": [2, -100]}, "without a shift"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 ids and 1 labels"),
@@ -252,13 +292,13 @@ def test_given_ids_carry_what_is_learnt() -> None:
         ({"instruction": "i", "output": "o", "history": [["a"]]}, "list of pairs"),
     ],
 )
-def test_wrong_columns_say_why(row: dict[str, Any], words: str) -> None:
-    with pytest.raises(UnusableRecord, match=words):
-        look(row).read_row(row)
+def test_invalid_columns_are_an_error_with_a_reason(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnusableRecord, match=message):
+        detect(row).read_row(row)
 
 
-def test_a_record_of_another_kind_says_what_it_has() -> None:
-    records = look({"messages": turns("a", "b")})
+def test_the_error_for_a_record_of_another_kind_lists_its_fields() -> None:
+    records = detect({"messages": turns("a", "b")})
     with pytest.raises(
         UnusableRecord, match=r"no field 'messages'; it has 'instruction', 'output'"
     ):

@@ -1,6 +1,4 @@
-"""The order of samples: a permutation per epoch, a function of seed and position, the same on every
-layout.
-"""
+"""Order of samples: a permutation per epoch, a function of seed and position, on any layout."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def test_permute_is_a_bijection(size: int, key: int) -> None:
 
 
 @pytest.mark.parametrize("size", [10**9 + 7, 2**40, 2**40 + 1])
-def test_large_sizes_need_no_memory_and_stay_inside(size: int) -> None:
+def test_permute_of_large_sizes_stays_in_range(size: int) -> None:
     images = [permute(index, size, key=3) for index in (0, 1, size // 2, size - 1)]
     assert all(0 <= image < size for image in images)
     assert len(set(images)) == 4
@@ -49,7 +47,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_order_never_changes() -> None:
-    """Numbers written down: a run resumed by a later version must read on where it stopped."""
+    """The numbers are fixed: a run resumed by a later version must continue in the same order."""
     order = SampleOrder(seed=1234, num_samples=10)
     assert [order.get_index(position) for position in range(20)] == [
         4,
@@ -75,10 +73,8 @@ def test_order_never_changes() -> None:
     ]
 
 
-def test_order_is_shuffled_well() -> None:
-    """Every sample is equally likely at every place: 4,000 seeds of 5 samples, chi-square of 24
-    cells' worth of freedom.
-    """
+def test_order_is_uniform() -> None:
+    """Every sample is equally likely at every position: 4,000 seeds of 5 samples, chi-square."""
     counts = Counter(
         (place, SampleOrder(seed, 5).get_index(place)) for seed in range(4000) for place in range(5)
     )
@@ -88,11 +84,11 @@ def test_order_is_shuffled_well() -> None:
     assert chi_square < 60
 
 
-def test_neighbours_are_torn_apart() -> None:
+def test_neighbours_are_separated() -> None:
     order = SampleOrder(seed=5, num_samples=10_000)
     indices = [order.get_index(position) for position in range(10_000)]
     together = sum(abs(a - b) == 1 for a, b in pairwise(indices))
-    assert together < 20  # 2 are expected of a random order
+    assert together < 20  # a random order has 2 on average
 
 
 def test_no_samples_is_refused() -> None:
