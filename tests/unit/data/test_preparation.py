@@ -363,10 +363,10 @@ def test_the_trained_tokenizer_is_in_the_cache(tmp_path: Path) -> None:
     assert load_tokenizer(folder).content_hash == prepared.tokenizer.content_hash
 
 
-def test_two_kinds_of_validation_are_refused(tmp_path: Path) -> None:
-    path = write_stories(tmp_path)
-    with pytest.raises(RecipeError, match="not both"):
-        build_recipe(tmp_path, path, validation=path, validation_fraction=0.1)
+def test_two_ways_to_validate_contradict_each_other(tmp_path: Path) -> None:
+    path = stories_at(tmp_path)
+    with pytest.raises(RecipeError, match="exclude each other"):
+        recipe_of(tmp_path, path, validation=path, validation_fraction=0.1)
 
 
 def test_preparing_data_needs_no_torch(tmp_path: Path) -> None:
