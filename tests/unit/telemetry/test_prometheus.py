@@ -8,7 +8,7 @@ import re
 from shardwright.telemetry.event_log import ResumeEvent
 from shardwright.telemetry.prometheus import format_metrics
 from tests.unit.telemetry.samples import ranks_event, start_event, step_event
-from tests.unit.telemetry.test_events import ONE_OF_EACH
+from tests.unit.telemetry.test_event_log import ONE_OF_EACH
 
 TEXT = r'"(?:[^"\\\n]|\\.)*"'
 LINE = re.compile(

@@ -37,7 +37,7 @@ from shardwright.telemetry.meter import RunProgress
 from shardwright.telemetry.sinks import LogFile, PlainLines, RankErrorLines, describe_event
 from shardwright.telemetry.terminal import Terminal
 from tests.unit.telemetry.samples import start_event, step_event
-from tests.unit.telemetry.test_events import ONE_OF_EACH
+from tests.unit.telemetry.test_event_log import ONE_OF_EACH
 
 
 class TerminalStream(io.StringIO):
