@@ -1,6 +1,4 @@
-"""Questions with known answers: read whole or not at all, asked as they were trained, compared as
-numbers are written.
-"""
+"""Tasks with known answers: reading, prompting as in training, comparison of numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from shardwright.inference.exact_match import (
 )
 from shardwright.model.decoder import Decoder
 from tests.unit.data.chat_tokenizers import CHATML, chat_folder, write_records
-from tests.unit.data.recipes import recipe_of
+from tests.unit.data.recipes import build_recipe
 from tests.unit.train.finished import make_run
 
 PAIRS = [
@@ -37,12 +35,18 @@ PAIRS = [
     for a, b in [(1, 2), (40, 2), (5, 900)]
 ]
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
-def encoder_of(folder: Path, template: str | None) -> tuple[Tokenizer, RecordEncoder]:
+def build_encoder(folder: Path, template: str | None) -> tuple[Tokenizer, RecordEncoder]:
     path = chat_folder(folder, template)
     tokenizer = load_tokenizer(path)
     return tokenizer, RecordEncoder(
@@ -59,24 +63,24 @@ def encoder_of(folder: Path, template: str | None) -> tuple[Tokenizer, RecordEnc
         ("####", None),
     ],
 )
-def test_the_answer_is_the_last_of_its_form(text: str, answer: str | None) -> None:
+def test_the_last_match_is_the_answer(text: str, answer: str | None) -> None:
     assert extract_match(text, DEFAULT_PATTERN) == answer
 
 
-def test_answers_are_compared_as_numbers_are_written() -> None:
+def test_answers_are_normalised_before_comparison() -> None:
     assert normalise_match("$1,200.") == normalise_match(" 1200") != normalise_match("12.00")
     assert extract_match("Answer: Paris", r"Answer: \w+") == "Answer: Paris"
 
 
 @pytest.mark.parametrize("template", [CHATML, None], ids=["template", "plain"])
-def test_a_model_that_has_learnt_its_answers_gives_them(
+def test_a_model_trained_on_the_answers_generates_them(
     tmp_path: Path, template: str | None
 ) -> None:
-    tokenizer, encoder = encoder_of(tmp_path / "tokenizer", template)
+    tokenizer, encoder = build_encoder(tmp_path / "tokenizer", template)
     path = write_records(tmp_path / "a.jsonl", *PAIRS)
     tokenizer_section = {"kind": "huggingface", "path": str(tmp_path / "tokenizer")}
     dataset = prepare_data(
-        recipe_of(tmp_path, path, tokenizer=tokenizer_section, length=60, packing="none")
+        build_recipe(tmp_path, path, tokenizer=tokenizer_section, length=60, packing="none")
     ).train
     batch = collate(
         [dataset.get_sample(index) for index in range(len(dataset))], range(len(dataset))
@@ -88,8 +92,12 @@ def test_a_model_that_has_learnt_its_answers_gives_them(
             parameter.normal_(0.0, 0.2) if parameter.ndim > 1 else parameter.fill_(1.0)
     questions = read_tasks(Path(path), encoder)
     assert [question.expected_text for question in questions] == ["3", "42", "905"]
-    stop = frozenset({tokenizer.eos_id}) - {None}
-    before = list(run_tasks(decoder, tokenizer, questions, stop_ids=stop, max_new_tokens=40))  # type: ignore[arg-type]
+    stop_ids = frozenset({tokenizer.eos_id}) - {None}
+    before = list(
+        run_tasks(  # type: ignore[arg-type]
+            decoder, tokenizer, questions, stop_ids=stop_ids, max_new_tokens=40
+        )
+    )
     assert not any(item.is_correct for item in before)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
     for _ in range(80):
@@ -102,7 +110,11 @@ def test_a_model_that_has_learnt_its_answers_gives_them(
         )
         (loss / batch.num_supervised).backward()
         optimizer.step()
-    after = list(run_tasks(decoder, tokenizer, questions, stop_ids=stop, max_new_tokens=40))  # type: ignore[arg-type]
+    after = list(
+        run_tasks(  # type: ignore[arg-type]
+            decoder, tokenizer, questions, stop_ids=stop_ids, max_new_tokens=40
+        )
+    )
     assert [(item.extracted_text, item.is_correct, item.stop_reason) for item in after] == [
         (answer, True, "eos") for answer in ("3", "42", "905")
     ]
@@ -110,35 +122,31 @@ def test_a_model_that_has_learnt_its_answers_gives_them(
 
 
 @pytest.mark.parametrize(
-    ("record", "words"),
+    ("record", "arguments"),
     [
         ({"question": "x", "answer": "no mark"}, r"a\.jsonl:4.*no answer that matches the pattern"),
         ({"question": "x", "answer": ""}, r"a\.jsonl:4.*'answer' is empty"),
         ("{", r"a\.jsonl:4.*not JSON"),
     ],
 )
-def test_a_record_that_cannot_be_asked_is_an_error(
-    tmp_path: Path, record: object, words: str
-) -> None:
-    _, encoder = encoder_of(tmp_path / "tokenizer", None)
-    with pytest.raises(DataError, match=words):
+def test_an_unusable_record_is_an_error(tmp_path: Path, record: object, arguments: str) -> None:
+    _, encoder = build_encoder(tmp_path / "tokenizer", None)
+    with pytest.raises(DataError, match=arguments):
         read_tasks(Path(write_records(tmp_path / "a.jsonl", *PAIRS, record)), encoder)
     assert len(read_tasks(tmp_path / "a.jsonl", encoder, limit=2)) == 2
 
 
-def test_the_verb_scores_a_run_and_keeps_the_texts(
+def test_the_verb_scores_a_run_and_writes_the_texts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model of the made run knows ten letters and no end; its first answers are wrong, and said
-    to be.
-    """
+    """The model of the run has ten letters and no end of text; its answers are scored as wrong."""
     folder = make_run(tmp_path / "run")
     path = write_records(
         tmp_path / "a.jsonl",
         {"prompt": "abc", "completion": "= d"},
         {"prompt": "fad", "completion": "= e"},
     )
-    words = [
+    arguments = [
         "evaluate",
         str(folder.path),
         "--questions",
@@ -149,19 +157,24 @@ def test_the_verb_scores_a_run_and_keeps_the_texts(
         "5",
         "--json",
     ]
-    assert shardwright(words) == ExitCode.DONE
-    told = json.loads(capsys.readouterr().out)
-    assert (told["num_questions"], told["num_correct"], told["exact_match"], told["step"]) == (
+    assert shardwright(arguments) == ExitCode.DONE
+    output = json.loads(capsys.readouterr().out)
+    assert (
+        output["num_questions"],
+        output["num_correct"],
+        output["exact_match"],
+        output["step"],
+    ) == (
         2,
         0,
         0.0,
         3,
     )
-    assert (told["num_without_answer"], told["num_not_ended"]) == (2, 2)
-    lines = [json.loads(line) for line in Path(told["texts"]).read_text().splitlines()]
+    assert (output["num_without_answer"], output["num_not_ended"]) == (2, 2)
+    lines = [json.loads(line) for line in Path(output["texts"]).read_text().splitlines()]
     assert [(line["expected"], line["line"], len(line["text"])) for line in lines] == [
         ("d", 1, 5),
         ("e", 2, 5),
     ]
-    assert shardwright([*words[:4], "--answer-pattern", "("]) == ExitCode.WRONG_INPUT
+    assert shardwright([*arguments[:4], "--answer-pattern", "("]) == ExitCode.WRONG_INPUT
     assert "not a regular expression" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Generation: choosing, stopping, streaming, refusing; and that the cache changes nothing."""
+"""Generation: sampling, stopping, streaming, errors, and equality with and without the cache."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def tokenizer() -> CharacterTokenizer:
 GREEDY = SamplingSettings(temperature=0.0)
 
 
-def plain_greedy(decoder: Decoder, ids: list[int], num_new: int) -> list[int]:
-    """The definition: the whole text through the decoder for every token."""
+def generate_without_cache(decoder: Decoder, ids: list[int], num_new: int) -> list[int]:
+    """Decode greedily, with the whole text through the decoder for every token."""
     ids = list(ids)
     for _ in range(num_new):
         with torch.no_grad():
@@ -71,25 +71,25 @@ def plain_greedy(decoder: Decoder, ids: list[int], num_new: int) -> list[int]:
     return ids
 
 
-def test_the_cache_changes_nothing_and_reads_each_token_once(
+def test_the_cache_gives_equal_tokens_and_reads_each_token_once(
     decoder: Decoder, tokenizer: CharacterTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[int] = []
+    num_tokens_read: list[int] = []
     hidden = Decoder.compute_hidden
 
-    def counted(self: Decoder, input_ids_BT: torch.Tensor, **options: Any) -> torch.Tensor:
-        read.append(input_ids_BT.shape[1])
+    def count_tokens(self: Decoder, input_ids_BT: torch.Tensor, **options: Any) -> torch.Tensor:
+        num_tokens_read.append(input_ids_BT.shape[1])
         return hidden(self, input_ids_BT, **options)
 
-    expected = plain_greedy(decoder, tokenizer.encode("abcde"), 12)
-    monkeypatch.setattr(Decoder, "compute_hidden", counted)
+    expected = generate_without_cache(decoder, tokenizer.encode("abcde"), 12)
+    monkeypatch.setattr(Decoder, "compute_hidden", count_tokens)
     completion = complete_prompt(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=12)
     assert [*completion.prompt_ids, *completion.new_ids] == expected
-    assert read == [5] + [1] * 11
-    assert len(set(completion.new_ids)) > 2, "a model that repeats one token would prove little"
+    assert num_tokens_read == [5] + [1] * 11
+    assert len(set(completion.new_ids)) > 2, "a model that repeats one token proves little"
 
 
-def test_longrope_is_read_again_where_the_text_outgrows_the_original_positions(
+def test_longrope_is_recomputed_beyond_the_original_positions(
     tokenizer: CharacterTokenizer,
 ) -> None:
     longrope = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [3.0, 9.0]}
@@ -100,38 +100,38 @@ def test_longrope_is_read_again_where_the_text_outgrows_the_original_positions(
         pad_token_id=None,
     )
     completion = complete_prompt(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=12)
-    assert [*completion.prompt_ids, *completion.new_ids] == plain_greedy(
+    assert [*completion.prompt_ids, *completion.new_ids] == generate_without_cache(
         decoder, tokenizer.encode("abcde"), 12
     )
 
 
-def test_streamed_pieces_are_the_text(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
+def test_streamed_pieces_join_to_the_text(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
     pieces: list[str] = []
     text = generate(decoder, tokenizer, "abc", max_new_tokens=9, seed=2, on_token=pieces.append)
     assert pieces == list(text)
     assert len(text) == 9
 
 
-class TestChoose:
-    """The distribution that tokens are drawn from."""
+class TestSampling:
+    """Distribution of the sampled tokens."""
 
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
 
-    def shares(self, sampling: SamplingSettings, num_draws: int = 4000) -> torch.Tensor:
+    def measure_shares(self, sampling: SamplingSettings, num_draws: int = 4000) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sampling.seed)
         drawn = torch.tensor(
             [sample_token(self.logits, sampling, generator) for _ in range(num_draws)]
         )
         return torch.bincount(drawn, minlength=5) / num_draws
 
-    def test_temperature_zero_is_the_likeliest(self) -> None:
+    def test_temperature_zero_takes_the_most_likely_token(self) -> None:
         assert sample_token(self.logits, GREEDY, torch.Generator()) == 0
 
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
     def test_temperature(self, temperature: float) -> None:
         expected = torch.softmax(self.logits / temperature, 0)
         torch.testing.assert_close(
-            self.shares(SamplingSettings(temperature)), expected, atol=0.03, rtol=0
+            self.measure_shares(SamplingSettings(temperature)), expected, atol=0.03, rtol=0
         )
 
     def test_top_k(self) -> None:
@@ -139,24 +139,30 @@ class TestChoose:
             self.logits.masked_fill(torch.tensor([False, True, True, True, False]), -torch.inf), 0
         )
         torch.testing.assert_close(
-            self.shares(SamplingSettings(1.0, top_k=2)), expected, atol=0.03, rtol=0
+            self.measure_shares(SamplingSettings(1.0, top_k=2)), expected, atol=0.03, rtol=0
         )
 
-    def test_top_p_keeps_the_fewest_that_reach_it(self) -> None:
+    def test_top_p_selects_the_smallest_set_that_reaches_it(self) -> None:
         # Probabilities 0.457, 0.277, 0.168, 0.062, 0.023... in order of tokens 0, 4, 1, 2, 3.
         probabilities = torch.softmax(self.logits, 0)
         two = float(probabilities[0] + probabilities[4])
         assert set(
-            self.shares(SamplingSettings(1.0, top_p=two - 0.01)).nonzero().flatten().tolist()
+            self.measure_shares(SamplingSettings(1.0, top_p=two - 0.01))
+            .nonzero()
+            .flatten()
+            .tolist()
         ) == {0, 4}
         assert set(
-            self.shares(SamplingSettings(1.0, top_p=two + 0.01)).nonzero().flatten().tolist()
+            self.measure_shares(SamplingSettings(1.0, top_p=two + 0.01))
+            .nonzero()
+            .flatten()
+            .tolist()
         ) == {0, 1, 4}
-        assert set(self.shares(SamplingSettings(1.0, top_p=1e-6)).nonzero().flatten().tolist()) == {
-            0
-        }
+        assert set(
+            self.measure_shares(SamplingSettings(1.0, top_p=1e-6)).nonzero().flatten().tolist()
+        ) == {0}
 
-    def test_ties_at_the_edge_of_top_k_stay_a_distribution(self) -> None:
+    def test_ties_at_the_limit_of_top_k_remain_a_distribution(self) -> None:
         logits = torch.zeros(6)
         assert (
             0
@@ -176,12 +182,12 @@ class TestChoose:
             {"top_p": 1.1},
         ],
     )
-    def test_wrong_settings(self, wrong: dict[str, Any]) -> None:
+    def test_wrong_settings_are_refused(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(InputError, match=next(iter(wrong))):
             SamplingSettings(**wrong)
 
 
-def test_a_seed_repeats(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
+def test_equal_seeds_give_equal_texts(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
     texts = [
         generate(decoder, tokenizer, "abc", max_new_tokens=15, temperature=2.0, seed=seed)
         for seed in (1, 1, 2)
@@ -190,12 +196,12 @@ def test_a_seed_repeats(decoder: Decoder, tokenizer: CharacterTokenizer) -> None
 
 
 class WithEnd(CharacterTokenizer):
-    """Character 'd' ends a text."""
+    """Tokenizer in which the character 'd' ends a text."""
 
     eos_id = 3
 
 
-def test_the_end_stops_and_is_left_out(decoder: Decoder) -> None:
+def test_generation_stops_at_the_end_of_text_and_omits_it(decoder: Decoder) -> None:
     tokenizer = WithEnd(ALPHABET)
     for seed in range(20):
         text = generate(decoder, tokenizer, "abc", max_new_tokens=20, temperature=2.0, seed=seed)
@@ -217,26 +223,28 @@ def test_the_end_stops_and_is_left_out(decoder: Decoder) -> None:
     )
 
 
-def test_an_empty_prompt_begins_as_a_document_does(
+def test_an_empty_prompt_starts_like_a_document(
     decoder: Decoder, tokenizer: CharacterTokenizer
 ) -> None:
     completion = complete_prompt(decoder, WithEnd(ALPHABET), "", GREEDY, max_new_tokens=4)
     assert completion.prompt_ids == (3,)
-    assert list(completion.new_ids) == plain_greedy(decoder, [3], 4)[1:]
+    assert list(completion.new_ids) == generate_without_cache(decoder, [3], 4)[1:]
     with pytest.raises(InputError, match="the prompt is empty"):
         generate(decoder, tokenizer, "")
 
 
 class TestPositions:
-    """The end of the model's positions."""
+    """Behaviour at the end of the model's positions."""
 
-    def test_it_stops_there(self, decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
+    def test_generation_stops_at_the_last_position(
+        self, decoder: Decoder, tokenizer: CharacterTokenizer
+    ) -> None:
         completion = complete_prompt(decoder, tokenizer, "abcde", GREEDY, max_new_tokens=100)
         assert completion.stop_reason == "positions"
-        # The last token is chosen by what stands at the last position, and needs none itself.
+        # The token at the last position predicts one more, which needs no position itself.
         assert len(completion.prompt_ids) + len(completion.new_ids) == POSITIONS + 1
 
-    def test_exactly_enough_is_no_end(
+    def test_a_length_that_fits_exactly_stops_by_length(
         self, decoder: Decoder, tokenizer: CharacterTokenizer
     ) -> None:
         assert (
@@ -246,16 +254,16 @@ class TestPositions:
             == "length"
         )
 
-    def test_sliding_reads_the_newest_half_again(
+    def test_sliding_recomputes_the_newest_half(
         self, decoder: Decoder, tokenizer: CharacterTokenizer
     ) -> None:
         completion = complete_prompt(
             decoder, tokenizer, "abcde", GREEDY, max_new_tokens=POSITIONS, should_slide=True
         )
-        ids = plain_greedy(decoder, tokenizer.encode("abcde"), POSITIONS + 1 - 5)
+        ids = generate_without_cache(decoder, tokenizer.encode("abcde"), POSITIONS + 1 - 5)
         rest = POSITIONS - (len(ids) - 5)
-        slid = plain_greedy(decoder, ids[-(POSITIONS // 2) :], rest)
-        assert list(completion.new_ids) == [*ids[5:], *slid[-rest:]]
+        continuation = generate_without_cache(decoder, ids[-(POSITIONS // 2) :], rest)
+        assert list(completion.new_ids) == [*ids[5:], *continuation[-rest:]]
         assert completion.stop_reason == "length"
 
     def test_a_longer_prompt_is_refused(
@@ -266,7 +274,7 @@ class TestPositions:
             generate(decoder, tokenizer, "a" * (POSITIONS + 1))
 
 
-def test_unknown_characters(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
+def test_unknown_characters_are_refused(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
     class WithUnknown(CharacterTokenizer):
         unknown_id = 0
 
@@ -279,24 +287,24 @@ def test_unknown_characters(decoder: Decoder, tokenizer: CharacterTokenizer) -> 
         generate(decoder, tokenizer, "abc!")
 
 
-def test_a_larger_tokenizer_is_refused_and_a_smaller_one_never_left(decoder: Decoder) -> None:
+def test_a_larger_tokenizer_is_refused_and_a_smaller_one_limits_the_output(
+    decoder: Decoder,
+) -> None:
     with pytest.raises(TokenizerError, match="got 10; allowed: 0 to 9"):
         generate(decoder, CharacterTokenizer(ALPHABET + "k"), "k")
     text = generate(decoder, CharacterTokenizer("abc"), "abc", max_new_tokens=20, temperature=100.0)
     assert set(text) <= set("abc")
 
 
-def test_no_tokens_are_too_few(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
+def test_zero_new_tokens_are_refused(decoder: Decoder, tokenizer: CharacterTokenizer) -> None:
     with pytest.raises(InputError, match="max_new_tokens"):
         generate(decoder, tokenizer, "a", max_new_tokens=0)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.text(alphabet="aé漢🙂 \n", min_size=1, max_size=12))
-def test_bytes_of_one_character_come_out_together(text: str) -> None:
-    """A byte-level tokenizer splits characters; the stream tells whole ones, and together they are
-    the text.
-    """
+def test_bytes_of_one_character_are_streamed_together(text: str) -> None:
+    """A byte-level tokenizer splits characters; the stream joins them again."""
     tokenizer = train_bpe(iter(["aaaa aaaa"]), 258)
     ids = tokenizer.encode(text)
     pieces: list[str] = []
@@ -309,7 +317,7 @@ def test_bytes_of_one_character_come_out_together(text: str) -> None:
 
 
 class Scripted:
-    """A decoder that says given ids, whatever it reads."""
+    """Decoder that outputs given ids for any input."""
 
     def __init__(self, ids: Iterable[int]) -> None:
         self._ids = iter(ids)
@@ -319,7 +327,9 @@ class Scripted:
 
         self.parallel_hooks = NO_PARALLEL_HOOKS
 
-    def compute_output(self, hidden_BTD: torch.Tensor, labels_BT: None, *, cached: bool) -> torch.Tensor:
+    def compute_output(
+        self, hidden_BTD: torch.Tensor, labels_BT: None, *, cached: bool
+    ) -> torch.Tensor:
         return hidden_BTD
 
     def compute_hidden(self, input_ids_BT: torch.Tensor, cache: Any) -> torch.Tensor:

@@ -1,6 +1,4 @@
-"""Opening what was trained: runs by checkpoint, Hugging Face folders, and everything that is
-neither.
-"""
+"""Model sources: runs by checkpoint, Hugging Face folders, and errors for other paths."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from shardwright.inference.model_source import (
     parse_dtype,
 )
 from shardwright.model.hf_folder import write_hf_folder
-from tests.unit.train.finished import ALPHABET, CONFIG, make_run, weights_at
+from tests.unit.train.finished import ALPHABET, CONFIG, build_weights, make_run
 
 SHAPE = read_config(CONFIG)
 
@@ -36,10 +34,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("checkpoint", "step"), [("latest", 3), ("best", 2), ("1", 1)])
-def test_a_run_at_a_checkpoint(run: Path, checkpoint: str, step: int) -> None:
+def test_a_run_opens_at_the_given_checkpoint(run: Path, checkpoint: str, step: int) -> None:
     source = open_model_source(run, checkpoint)
     assert (source.step, source.dtype, source.shape) == (step, torch.bfloat16, SHAPE)
-    for name, tensor in weights_at(SHAPE, step).items():
+    for name, tensor in build_weights(SHAPE, step).items():
         assert torch.equal(source.read(name), tensor)
     decoder = load_decoder(source, device=torch.device("cpu"), dtype=torch.float64)
     for name, parameter in decoder.named_parameters():
@@ -48,13 +46,13 @@ def test_a_run_at_a_checkpoint(run: Path, checkpoint: str, step: int) -> None:
     assert source.load_tokenizer().encode("ja") == [9, 0]
 
 
-@pytest.mark.parametrize("wanted", ["7", "newest", "-1", "", "\u00b2", "9" * 5000])
-def test_no_such_checkpoint(run: Path, wanted: str) -> None:
+@pytest.mark.parametrize("checkpoint", ["7", "newest", "-1", "", "\u00b2", "9" * 5000])
+def test_an_unknown_checkpoint_is_refused(run: Path, checkpoint: str) -> None:
     with pytest.raises(CheckpointError, match="allowed: latest, best, 1, 2, 3"):
-        open_model_source(run, wanted)
+        open_model_source(run, checkpoint)
 
 
-def test_a_run_without_checkpoints_or_without_a_best(tmp_path: Path) -> None:
+def test_a_run_without_the_given_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         open_model_source(make_run(tmp_path / "none", steps=()).path)
     with pytest.raises(CheckpointError, match="no such checkpoint"):
@@ -71,7 +69,7 @@ def test_a_damaged_checkpoint_is_not_read(tmp_path: Path) -> None:
         open_model_source(folder.path, "1")
 
 
-def test_a_config_that_is_not_the_checkpoints(tmp_path: Path) -> None:
+def test_a_config_that_does_not_match_the_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=(1,))
     folder.config_path.write_text(
         folder.config_path.read_text().replace('"intermediate_size": 24', '"intermediate_size": 25')
@@ -80,8 +78,8 @@ def test_a_config_that_is_not_the_checkpoints(tmp_path: Path) -> None:
         open_model_source(folder.path)
 
 
-def test_a_hugging_face_folder(tmp_path: Path) -> None:
-    weights = weights_at(SHAPE, 5)
+def test_a_hugging_face_folder_opens(tmp_path: Path) -> None:
+    weights = build_weights(SHAPE, 5)
     write_hf_folder(
         tmp_path / "hf",
         SHAPE,
@@ -98,19 +96,19 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
         open_model_source(tmp_path / "hf", "best")
 
 
-def test_neither(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match="no model in this folder"):
             open_model_source(path)
 
 
-def test_adapters_alone_are_no_model(tmp_path: Path) -> None:
+def test_adapters_without_a_base_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError, match=r"adapters alone are not a model.*Name the run"):
         open_model_source(tmp_path)
 
 
-def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=(1,))
     shutil.rmtree(folder.tokenizer_path)
     CharacterTokenizer(ALPHABET + "k").save(folder.tokenizer_path)
@@ -122,9 +120,7 @@ def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_joined_from_its_slices(tmp_path: Path) -> None:
-    """As ZeRO-3 under tensor parallelism leaves it: rows in two files, one of them cut into columns
-    as well.
-    """
+    """ZeRO-3 with tensor parallelism saves rows in two files and splits some of them by column."""
     whole = torch.randn(5, 4)
     boxes = {"top": Box((0, 0), (3, 4)), "left": Box((3, 0), (2, 1)), "right": Box((3, 1), (2, 3))}
     save_file({"top": whole[:3]}, tmp_path / "a.safetensors")
@@ -142,7 +138,7 @@ def test_a_tensor_is_joined_from_its_slices(tmp_path: Path) -> None:
     assert torch.equal(read_tensor(VerifiedCheckpoint(tmp_path, manifest), "model.w"), whole)
 
 
-def test_devices_and_dtypes() -> None:
+def test_devices_and_dtypes_are_parsed() -> None:
     assert parse_device("cpu") == torch.device("cpu")
     assert parse_dtype("auto", torch.float16) == torch.float16
     assert parse_dtype("bf16", torch.float16) == torch.bfloat16

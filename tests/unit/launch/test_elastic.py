@@ -1,4 +1,4 @@
-"""Which failures are tried again, how often, and on how many ranks; the launches are made up."""
+"""Restarts after failures: causes, limits and world sizes, with simulated launches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwright.launch.stop_signals import StopRequest
 from tests.unit.train.finished import CONFIG
 
 
-def recipe_in(folder: Path, *, layout: dict[str, Any] | None = None, **elastic: int) -> Recipe:
+def build_recipe(folder: Path, *, layout: dict[str, Any] | None = None, **elastic: int) -> Recipe:
     training = {
         "sequence_length": 8,
         "global_batch_size": 12,
@@ -45,17 +45,18 @@ def recipe_in(folder: Path, *, layout: dict[str, Any] | None = None, **elastic: 
 
 
 class Launches:
-    """Ends each generation as told; an int is the step of a checkpoint that it saves before the end
-    that follows.
+    """Simulated launches that end as listed.
+
+    An int is the step of a checkpoint that the launch saves before the end that follows.
     """
 
     def __init__(self, folder: Path, *ends: ShardwrightError | int | None) -> None:
         self.folder = folder / "checkpoints"
         self.ends = list(ends)
-        self.build_visibility = list[LaunchAttempt]()
+        self.attempts = list[LaunchAttempt]()
 
     def __call__(self, generation: LaunchAttempt) -> None:
-        self.build_visibility.append(generation)
+        self.attempts.append(generation)
         end = self.ends.pop(0)
         if isinstance(end, int):
             self.folder.mkdir(exist_ok=True)
@@ -66,51 +67,53 @@ class Launches:
             raise end
 
 
-def test_a_lost_rank_is_tried_again_and_counted(tmp_path: Path) -> None:
+def test_a_lost_rank_causes_a_counted_restart(tmp_path: Path) -> None:
     launches = Launches(
         tmp_path, RankFailed("rank 1 died\nlong story"), 4, RankFailed("rank 0 died"), None
     )
-    run_with_restarts(recipe_in(tmp_path, max_restarts=2), 4, launches, StopRequest())
-    assert launches.build_visibility == [
+    run_with_restarts(build_recipe(tmp_path, max_restarts=2), 4, launches, StopRequest())
+    assert launches.attempts == [
         LaunchAttempt(0, 4),
         LaunchAttempt(1, 4, "rank 1 died"),
         LaunchAttempt(2, 4, "rank 0 died"),
     ]
     launches = Launches(tmp_path, *(RankFailed(f"{number}") for number in range(3)))
     with pytest.raises(RankFailed, match="2"):
-        run_with_restarts(recipe_in(tmp_path, max_restarts=2), 4, launches, StopRequest())
+        run_with_restarts(build_recipe(tmp_path, max_restarts=2), 4, launches, StopRequest())
 
 
-def test_without_the_section_nothing_is_tried_again(tmp_path: Path) -> None:
+def test_without_the_section_there_is_no_restart(tmp_path: Path) -> None:
     launches = Launches(tmp_path, RankFailed("rank 1 died"))
     with pytest.raises(RankFailed):
-        run_with_restarts(recipe_in(tmp_path), 2, launches, StopRequest())
+        run_with_restarts(build_recipe(tmp_path), 2, launches, StopRequest())
 
 
 @pytest.mark.parametrize(
-    "end", [NonFiniteError("nan"), SaveFailed("full"), Preempted("asked"), RecipeError("wrong")]
+    "end", [NonFiniteError("nan"), SaveFailed("full"), Preempted("stop"), RecipeError("wrong")]
 )
-def test_what_would_end_the_same_is_not_tried_again(tmp_path: Path, end: ShardwrightError) -> None:
+def test_failures_that_would_repeat_cause_no_restart(tmp_path: Path, end: ShardwrightError) -> None:
     with pytest.raises(type(end)):
         run_with_restarts(
-            recipe_in(tmp_path, max_restarts=9), 2, Launches(tmp_path, end), StopRequest()
+            build_recipe(tmp_path, max_restarts=9), 2, Launches(tmp_path, end), StopRequest()
         )
 
 
-def test_a_stop_is_a_stop_though_a_rank_broke_on_the_way(tmp_path: Path) -> None:
+def test_a_stop_request_prevents_a_restart_after_a_failure(tmp_path: Path) -> None:
     stop = StopRequest()
     stop.record(signal.SIGTERM)
     with pytest.raises(RunFailed):
         run_with_restarts(
-            recipe_in(tmp_path, max_restarts=9), 2, Launches(tmp_path, RunFailed("broke")), stop
+            build_recipe(tmp_path, max_restarts=9), 2, Launches(tmp_path, RunFailed("broke")), stop
         )
 
 
-def test_the_world_shrinks_only_where_nothing_new_was_saved(tmp_path: Path) -> None:
+def test_the_world_shrinks_only_if_no_checkpoint_was_saved_since(tmp_path: Path) -> None:
     died = RankFailed("died")
     launches = Launches(tmp_path, 2, died, died, 4, died, None)
-    run_with_restarts(recipe_in(tmp_path, max_restarts=5, min_ranks=2), 6, launches, StopRequest())
-    assert [generation.world_size for generation in launches.build_visibility] == [
+    run_with_restarts(
+        build_recipe(tmp_path, max_restarts=5, min_ranks=2), 6, launches, StopRequest()
+    )
+    assert [generation.world_size for generation in launches.attempts] == [
         6,
         6,
         4,
@@ -118,18 +121,20 @@ def test_the_world_shrinks_only_where_nothing_new_was_saved(tmp_path: Path) -> N
     ]  # 5 ranks do not divide 12 sequences
 
 
-def test_a_smaller_world_keeps_layout_and_global_batch(tmp_path: Path) -> None:
-    assert find_smaller_world_size(recipe_in(tmp_path, max_restarts=1, min_ranks=1), 4) == 3
-    assert find_smaller_world_size(recipe_in(tmp_path, max_restarts=1, min_ranks=4), 4) is None
-    assert find_smaller_world_size(recipe_in(tmp_path, max_restarts=1), 4) is None
+def test_a_smaller_world_preserves_layout_and_global_batch(tmp_path: Path) -> None:
+    assert find_smaller_world_size(build_recipe(tmp_path, max_restarts=1, min_ranks=1), 4) == 3
+    assert find_smaller_world_size(build_recipe(tmp_path, max_restarts=1, min_ranks=4), 4) is None
+    assert find_smaller_world_size(build_recipe(tmp_path, max_restarts=1), 4) is None
     assert (
         find_smaller_world_size(
-            recipe_in(tmp_path, max_restarts=1, min_ranks=1, layout={"tp": 2}), 4
+            build_recipe(tmp_path, max_restarts=1, min_ranks=1, layout={"tp": 2}), 4
         )
         == 2
     )
     fixed = {"dp_replicate": 1, "dp_shard": 4, "zero_stage": 3}
     assert (
-        find_smaller_world_size(recipe_in(tmp_path, max_restarts=1, min_ranks=1, layout=fixed), 4)
+        find_smaller_world_size(
+            build_recipe(tmp_path, max_restarts=1, min_ranks=1, layout=fixed), 4
+        )
         is None
     )

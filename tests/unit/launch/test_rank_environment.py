@@ -1,4 +1,4 @@
-"""Ranks from the environment, stop signals, the run folder's claim."""
+"""Ranks from the environment, stop signals, and checks of the run folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwright.launch.stop_signals import (
 )
 
 
-def recipe_in(folder: Path):
+def build_recipe(folder: Path):
     return validate_recipe(
         {
             "model": {"config": {"model_type": "llama"}},
@@ -40,7 +40,7 @@ def recipe_in(folder: Path):
     )
 
 
-def test_torchrun_goes_before_slurm() -> None:
+def test_torchrun_has_precedence_over_slurm() -> None:
     both = {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -58,12 +58,12 @@ def test_torchrun_goes_before_slurm() -> None:
 @pytest.mark.parametrize(
     "environment", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "one", "WORLD_SIZE": "2"}]
 )
-def test_nonsense_is_refused(environment: dict[str, str]) -> None:
+def test_invalid_variables_are_refused(environment: dict[str, str]) -> None:
     with pytest.raises(InputError, match="RANK"):
         detect_rank_environment(environment)
 
 
-def test_ranks_without_a_meeting_point_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_rendezvous_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
@@ -72,7 +72,7 @@ def test_ranks_without_a_meeting_point_are_told(monkeypatch: pytest.MonkeyPatch)
         detect_rank_environment()
 
 
-def test_a_stop_is_noted_and_handlers_come_back() -> None:
+def test_a_stop_is_recorded_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with listen_for_stop() as stop:
         assert not stop
@@ -83,19 +83,19 @@ def test_a_stop_is_noted_and_handlers_come_back() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_rank_whose_launcher_was_gone_before_it_looked_is_asked_to_stop() -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+def test_a_rank_stops_if_its_launcher_already_exited() -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
     request = StopRequest()
-    stop_when_parent_exits(request, gone.pid)
-    until = time.monotonic() + 60
-    while not request and time.monotonic() < until:
+    stop_when_parent_exits(request, launcher.pid)
+    deadline = time.monotonic() + 60
+    while not request and time.monotonic() < deadline:
         time.sleep(0.01)
     assert request.cause == LAUNCHER_DIED
 
 
-def test_a_run_folder_is_never_taken_twice(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path / "run")
+def test_a_run_folder_is_not_reused_without_resume(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path / "run")
     folder = RunFolder.from_recipe(recipe)
     folder.check_available(resume=False)
     with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
@@ -109,13 +109,13 @@ def test_a_run_folder_is_never_taken_twice(tmp_path: Path) -> None:
     assert RunFolder.open_existing(folder.path) == folder
 
 
-def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"recipe\.yaml"):
         RunFolder.open_existing(tmp_path)
 
 
-def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    recipe = recipe_in(tmp_path / "file" / "run")
+    recipe = build_recipe(tmp_path / "file" / "run")
     with pytest.raises(InputError, match="cannot be written"):
         RunFolder.from_recipe(recipe).write_metadata(recipe, {}, {})

@@ -1,6 +1,4 @@
-"""The update of the next step waits for the copy that a save in the background makes of the
-state.
-"""
+"""The update of the next step waits until a background save has copied the state."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ from tests.unit.train.finished import ALPHABET, CONFIG
 STEPS = 4
 
 
-def recipe_in(folder: Path, run: str, *, asynchronous: bool) -> Recipe:
-    """A run that keeps a checkpoint of every step."""
+def build_recipe(folder: Path, run: str, *, asynchronous: bool) -> Recipe:
+    """Build a recipe that saves a checkpoint at every step and deletes none."""
     (folder / "corpus.txt").write_text(ALPHABET * 20)
     return Recipe.model_validate(
         {
@@ -42,8 +40,8 @@ def recipe_in(folder: Path, run: str, *, asynchronous: bool) -> Recipe:
     )
 
 
-def states_of(run: Path) -> list[dict[str, torch.Tensor]]:
-    """Every tensor of every step's checkpoint."""
+def read_states(run: Path) -> list[dict[str, torch.Tensor]]:
+    """Read every tensor of every step's checkpoint."""
     found = [
         open_checkpoint(run / "checkpoints" / f"step-{step:08d}") for step in range(1, STEPS + 1)
     ]
@@ -53,41 +51,39 @@ def states_of(run: Path) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def test_what_is_copied_late_is_what_was_there(
+def test_a_delayed_copy_has_the_values_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each copy is held back until somebody waits for it, or for as long as a step that waits for
-    nobody never takes.
-    """
-    train(recipe_in(tmp_path, "waited", asynchronous=False))
+    """Each copy is delayed until another thread waits for it, or much longer than a step takes."""
+    train(build_recipe(tmp_path, "synchronous", asynchronous=False))
     awaited = threading.Event()
     await_copy = BackgroundSaver.wait_for_copy
     wait = BackgroundSaver.wait
-    take = HostBuffer.copy_tensors
+    copy_tensors = HostBuffer.copy_tensors
 
-    def late(copy: HostBuffer, *arguments: Any, **options: Any) -> list[torch.Tensor]:
+    def copy_late(copy: HostBuffer, *arguments: Any, **options: Any) -> list[torch.Tensor]:
         awaited.wait(10)
         awaited.clear()
-        return take(copy, *arguments, **options)
+        return copy_tensors(copy, *arguments, **options)
 
-    def telling(method: Any) -> Any:
-        def told(saver: BackgroundSaver) -> Any:
+    def signal_wait(method: Any) -> Any:
+        def wait_and_signal(saver: BackgroundSaver) -> Any:
             if not saver._copy_finished.is_set():
                 awaited.set()
             return method(saver)
 
-        return told
+        return wait_and_signal
 
-    monkeypatch.setattr(HostBuffer, "copy_tensors", late)
-    monkeypatch.setattr(BackgroundSaver, "wait_for_copy", telling(await_copy))
-    monkeypatch.setattr(BackgroundSaver, "wait", telling(wait))
-    train(recipe_in(tmp_path, "run", asynchronous=True))
+    monkeypatch.setattr(HostBuffer, "copy_tensors", copy_late)
+    monkeypatch.setattr(BackgroundSaver, "wait_for_copy", signal_wait(await_copy))
+    monkeypatch.setattr(BackgroundSaver, "wait", signal_wait(wait))
+    train(build_recipe(tmp_path, "run", asynchronous=True))
     events = read_events(tmp_path / "run")
     assert [event.step for event in events.filter_by_type(CheckpointEvent)] == list(
         range(1, STEPS + 1)
     ), events.filter_by_type(WarningEvent)
-    for ours, theirs in zip(
-        states_of(tmp_path / "run"), states_of(tmp_path / "waited"), strict=True
+    for asynchronous, synchronous in zip(
+        read_states(tmp_path / "run"), read_states(tmp_path / "synchronous"), strict=True
     ):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        assert asynchronous.keys() == synchronous.keys()
+        assert all(torch.equal(tensor, synchronous[name]) for name, tensor in asynchronous.items())

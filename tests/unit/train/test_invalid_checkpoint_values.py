@@ -1,6 +1,4 @@
-"""A checkpoint with right hashes and other content than ours: refused by field wherever it is read,
-or accepted and trained on.
-"""
+"""Checkpoints with valid hashes and unexpected values: refused by field, or resumed."""
 
 from __future__ import annotations
 
@@ -33,13 +31,14 @@ from tests.unit.train.finished import ALPHABET, CONFIG
 STEPS = 2
 SURROGATE = "\ud800"
 REPLACEMENTS: tuple[Any, ...] = (
-    None, True, -1, 7, 0.5, 1e300, 10**400, "text", "[/x]", [], {}, [1, None], ["a"], {"a": 1}, {"a": {}}, [{"step": 1}],
-)  # fmt: skip
-"""What stands in each place of the JSON in turn."""
+    *(None, True, -1, 7, 0.5, 1e300, 10**400, "text", "[/x]"),
+    *([], {}, [1, None], ["a"], {"a": 1}, {"a": {}}, [{"step": 1}]),
+)
+"""Values that replace each place of the JSON in turn."""
 
 
-def recipe_in(folder: Path, max_steps: int) -> Recipe:
-    """A run with all that a checkpoint's values may hold: adapters and an fp16 loss scale."""
+def build_recipe(folder: Path, max_steps: int) -> Recipe:
+    """Build a recipe whose checkpoints have every optional value: adapters and a loss scale."""
     return Recipe.model_validate(
         {
             "model": {"config": CONFIG},
@@ -61,45 +60,45 @@ def recipe_in(folder: Path, max_steps: int) -> Recipe:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of two steps."""
-    folder = tmp_path_factory.mktemp("foreign")
+    """Train a run of two steps."""
+    folder = tmp_path_factory.mktemp("invalid")
     (folder / "corpus.txt").write_text(ALPHABET * 20)
-    train(recipe_in(folder, STEPS))
+    train(build_recipe(folder, STEPS))
     return folder
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> tuple[ValidatedRun, TrainingState, RunFolder]:
-    """What a resumed process has before it looks for a checkpoint."""
-    recipe = recipe_in(folder, STEPS + 1)
+    """Build the state of a resumed process before it looks for a checkpoint."""
+    recipe = build_recipe(folder, STEPS + 1)
     checked = validate_run(recipe, 1)
     return checked, build_state(checked, torch.device("cpu")), RunFolder.from_recipe(recipe)
 
 
-def checkpoint_of(folder: Path) -> Path:
+def get_checkpoint_path(folder: Path) -> Path:
     return folder / "run" / "checkpoints" / f"step-{STEPS:08d}"
 
 
-def values_of(folder: Path) -> Any:
-    return json.loads((checkpoint_of(folder) / "values.json").read_bytes())
+def read_values(folder: Path) -> Any:
+    return json.loads((get_checkpoint_path(folder) / "values.json").read_bytes())
 
 
-def rewrite(folder: Path, text: bytes, name: str = "values.json") -> None:
-    """Replace a file of the checkpoint and make all hashes agree with it."""
-    checkpoint = checkpoint_of(folder)
+def rewrite_file(folder: Path, text: bytes, name: str = "values.json") -> None:
+    """Replace a file of the checkpoint and update all hashes."""
+    checkpoint = get_checkpoint_path(folder)
     (checkpoint / name).write_bytes(text)
     manifest = json.loads((checkpoint / "manifest.json").read_bytes())
     manifest["files"][name] = {"size_bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-    told = json.dumps(manifest).encode()
-    (checkpoint / "manifest.json").write_bytes(told)
+    manifest_bytes = json.dumps(manifest).encode()
+    (checkpoint / "manifest.json").write_bytes(manifest_bytes)
     (checkpoint / "manifest.sha256").write_text(
-        f"{hashlib.sha256(told).hexdigest()}  manifest.json\n"
+        f"{hashlib.sha256(manifest_bytes).hexdigest()}  manifest.json\n"
     )
 
 
-def places_in(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place of a JSON value, the value itself first."""
-    yield above
+def iterate_places(value: Any, parent: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every place of a JSON value, the value itself first."""
+    yield parent
     for key, item in (
         value.items()
         if isinstance(value, dict)
@@ -107,22 +106,22 @@ def places_in(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
         if isinstance(value, list)
         else ()
     ):
-        yield from places_in(item, (*above, key))
+        yield from iterate_places(item, (*parent, key))
 
 
-def put(content: Any, place: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another value in a place."""
+def replace_at(content: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """Return a copy with another value at a place."""
     if not place:
         return copy.deepcopy(value)
     key = place[0]
     rest = place[1:]
     changed = dict(content) if isinstance(content, dict) else list(content)
-    changed[key] = put(content[key], rest, value)
+    changed[key] = replace_at(content[key], rest, value)
     return changed
 
 
-def without(content: Any, place: tuple[Any, ...]) -> Any:
-    """A copy that lacks what stands in a place."""
+def delete_at(content: Any, place: tuple[Any, ...]) -> Any:
+    """Return a copy without the value at a place."""
     changed = copy.deepcopy(content)
     target = changed
     for key in place[:-1]:
@@ -131,26 +130,24 @@ def without(content: Any, place: tuple[Any, ...]) -> Any:
     return changed
 
 
-def test_every_place_of_the_values(
+def test_every_replaced_or_missing_value_is_refused_or_restored(
     folder: Path,
     trained: tuple[ValidatedRun, TrainingState, RunFolder],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each variant is refused by one of our errors, or restored to a state that the next checkpoint
-    can hold.
-    """
+    """Each variant raises one of our errors, or restores to a state that can be saved again."""
     caplog.set_level(logging.CRITICAL)
     checked, state, run = trained
-    original = values_of(folder)
+    original = read_values(folder)
     found = checkpointing.find_newest_checkpoint(run.checkpoints)
     assert found is not None
-    given: list[Any] = [original]
+    current: list[Any] = [original]
 
-    def variants() -> Iterator[Any]:
+    def iterate_variants() -> Iterator[Any]:
         first = next(iter(original["optimizer"]["hyperparameters"]))
-        for place in places_in(original):
-            # Of what is compared or shown as a whole, a few places stand for all.
+        for place in iterate_places(original):
+            # Values that are compared or shown as a whole need a few places only.
             if place[:2] == ("run", "model") and place[2:3] not in (
                 (),
                 ("family",),
@@ -161,22 +158,22 @@ def test_every_place_of_the_values(
             if place[:2] == ("optimizer", "hyperparameters") and place[2:3] not in ((), (first,)):
                 continue
             if place:
-                yield without(original, place)
+                yield delete_at(original, place)
             for value in REPLACEMENTS:
-                yield put(original, place, value)
+                yield replace_at(original, place, value)
 
-    def from_text(checkpoint: VerifiedCheckpoint, **_: Any) -> Any:
-        content = given[0]
+    def read_current_values(checkpoint: VerifiedCheckpoint, **_: Any) -> Any:
+        content = current[0]
         if not isinstance(content, dict):
             raise CheckpointError("no object", field=str(checkpoint.path))
         return content
 
-    monkeypatch.setattr("shardwright.checkpoint.tensor_loading.read_values", from_text)
+    monkeypatch.setattr("shardwright.checkpoint.tensor_loading.read_values", read_current_values)
     monkeypatch.setattr(checkpointing, "find_newest_checkpoint", lambda _: found)
     monkeypatch.setattr(checkpointing, "load_checkpoint", lambda *_: None)
     refused = accepted = longest = 0
-    for variant in variants():
-        given[0] = variant
+    for variant in iterate_variants():
+        current[0] = variant
         try:
             start = find_resume_point(checked, run)
             assert start is not None
@@ -194,9 +191,8 @@ def test_every_place_of_the_values(
             accepted += 1
     assert refused > 500
     assert longest < 10_000
-    assert (
-        accepted > 100
-    )  # hyperparameters, the recipe's changeable part, counts within their range
+    # Hyperparameters, the part of the recipe that may change, counts within their range.
+    assert accepted > 100
 
 
 REFUSED: tuple[tuple[tuple[str, ...], Any, str], ...] = (
@@ -230,14 +226,14 @@ REFUSED: tuple[tuple[tuple[str, ...], Any, str], ...] = (
 
 
 @pytest.mark.parametrize(("place", "value", "message"), REFUSED)
-def test_the_field_is_named_wherever_a_checkpoint_is_read(
+def test_every_reader_of_a_checkpoint_names_the_field(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     place: tuple[str, ...],
     value: Any,
     message: str,
 ) -> None:
-    original = values_of(folder)
+    original = read_values(folder)
     changed = copy.deepcopy(original)
     target = changed
     for key in place[:-1]:
@@ -246,8 +242,8 @@ def test_the_field_is_named_wherever_a_checkpoint_is_read(
         del target[place[-1]]
     else:
         target[place[-1]] = value
-    rewrite(folder, json.dumps(changed).encode())
-    recipe = recipe_in(folder, STEPS + 1)
+    rewrite_file(folder, json.dumps(changed).encode())
+    recipe = build_recipe(folder, STEPS + 1)
     try:
         with pytest.raises(
             CheckpointError, match=f"not a shardwright checkpoint.*{message.partition('.*')[2]}"
@@ -257,10 +253,10 @@ def test_the_field_is_named_wherever_a_checkpoint_is_read(
         with pytest.raises(CheckpointError) as opened:
             open_model_source(folder / "run")
         assert str(opened.value) == str(resumed.value)
-        assert shardwright(["checkpoint", "inspect", str(checkpoint_of(folder))]) == 2
+        assert shardwright(["checkpoint", "inspect", str(get_checkpoint_path(folder))]) == 2
         assert str(resumed.value) in capsys.readouterr().err
     finally:
-        rewrite(folder, json.dumps(original).encode())
+        rewrite_file(folder, json.dumps(original).encode())
 
 
 @pytest.mark.parametrize(
@@ -274,49 +270,52 @@ def test_the_field_is_named_wherever_a_checkpoint_is_read(
         (rb'{"step": "\ud800"}', "not valid JSON"),
     ],
 )
-def test_json_that_cannot_be_taken(
+def test_invalid_json_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], text: bytes, problem: str
 ) -> None:
-    original = json.dumps(values_of(folder)).encode()
-    rewrite(folder, text)
+    original = json.dumps(read_values(folder)).encode()
+    rewrite_file(folder, text)
     try:
         with pytest.raises(CheckpointError, match=problem):
             open_model_source(folder / "run")
-        for words in ([], ["--json"]):
-            assert shardwright(["checkpoint", "inspect", str(checkpoint_of(folder)), *words]) == 2
+        for options in ([], ["--json"]):
+            assert (
+                shardwright(["checkpoint", "inspect", str(get_checkpoint_path(folder)), *options])
+                == 2
+            )
             assert problem in capsys.readouterr().err
     finally:
-        rewrite(folder, original)
+        rewrite_file(folder, original)
 
 
-def test_pairs_of_surrogates_are_text() -> None:
+def test_pairs_of_surrogates_are_decoded() -> None:
     assert parse_json(rb'{"a": "\ud83d\ude00"}', Path("values.json")) == {"a": "\U0001f600"}
 
 
-def test_the_command_ends_with_one_message(
+def test_the_verbs_end_with_one_message(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    original = values_of(folder)
+    original = read_values(folder)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(dump_recipe(recipe_in(folder, STEPS + 1)))
-    rewrite(folder, json.dumps(without(original, ("run",))).encode())
+    recipe.write_text(dump_recipe(build_recipe(folder, STEPS + 1)))
+    rewrite_file(folder, json.dumps(delete_at(original, ("run",))).encode())
     try:
-        for words in (
+        for options in (
             ["train", str(recipe), "--resume"],
             ["export", str(folder / "run"), "--out", str(tmp_path / "out"), "--merge"],
             ["generate", str(folder / "run"), "--prompt", "a"],
         ):
-            assert shardwright(words) == 2
-            told = capsys.readouterr().err
-            assert "values.json: run: not a shardwright checkpoint" in told
-            assert "Traceback" not in told
+            assert shardwright(options) == 2
+            manifest_bytes = capsys.readouterr().err
+            assert "values.json: run: not a shardwright checkpoint" in manifest_bytes
+            assert "Traceback" not in manifest_bytes
     finally:
-        rewrite(folder, json.dumps(original).encode())
+        rewrite_file(folder, json.dumps(original).encode())
 
 
-def test_odd_values_within_their_range_train_on(folder: Path) -> None:
-    """Last, as it adds a step: everything that may differ does."""
-    values = values_of(folder)
+def test_unusual_values_within_their_range_are_resumed(folder: Path) -> None:
+    """Change every value that may differ. This test is last because it adds a step."""
+    values = read_values(folder)
     values |= {
         "best_loss": -1e300,
         "skipped_in_a_row": 2**61,
@@ -333,7 +332,7 @@ def test_odd_values_within_their_range_train_on(folder: Path) -> None:
     values["loss_scaler"] = {"scale": 1.5, "finite_steps": 2**61}
     values["optimizer"]["hyperparameters"] = {"[/x]": {}}
     values["optimizer"]["steps"] = dict.fromkeys(values["optimizer"]["steps"], 2**61)
-    rewrite(folder, json.dumps(values).encode())
-    told = train(recipe_in(folder, STEPS + 1), resume=True)
-    assert told is not None
-    assert (told["status"], told["steps"]) == ("completed", STEPS + 1)
+    rewrite_file(folder, json.dumps(values).encode())
+    manifest_bytes = train(build_recipe(folder, STEPS + 1), resume=True)
+    assert manifest_bytes is not None
+    assert (manifest_bytes["status"], manifest_bytes["steps"]) == ("completed", STEPS + 1)

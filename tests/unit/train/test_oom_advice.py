@@ -1,4 +1,4 @@
-"""What is said and kept when memory does not suffice."""
+"""Advice and memory snapshots after running out of memory."""
 
 from __future__ import annotations
 
@@ -14,58 +14,57 @@ from shardwright.train import loop
 from shardwright.train.oom_advice import save_memory_snapshot, suggest_cheapest_fit
 from shardwright.train.run import train
 from shardwright.train.run_checks import validate_run
-from tests.unit.train.test_loop import recipe_in
+from tests.unit.train.test_loop import build_recipe
 
 
-def with_cluster(recipe: Recipe, node: str) -> Recipe:
+def add_cluster(recipe: Recipe, node: str) -> Recipe:
     return Recipe.model_validate(recipe.model_dump() | {"cluster": {"node": node}})
 
 
-def test_without_a_cluster_what_helps_in_general(tmp_path: Path) -> None:
-    told = suggest_cheapest_fit(validate_run(recipe_in(tmp_path), 1))
-    assert "smaller training.micro_batch_size" in told
-    assert "If the recipe names its `cluster`" in told
+def test_without_a_cluster_the_advice_is_general(tmp_path: Path) -> None:
+    advice = suggest_cheapest_fit(validate_run(build_recipe(tmp_path), 1))
+    assert "smaller training.micro_batch_size" in advice
+    assert "If the recipe names its `cluster`" in advice
 
 
-def test_the_cheapest_change_with_its_numbers(tmp_path: Path) -> None:
-    told = suggest_cheapest_fit(
-        validate_run(with_cluster(recipe_in(tmp_path, micro_batch_size=4), "1xA100-40GB"), 1)
+def test_the_cheapest_change_is_suggested_with_numbers(tmp_path: Path) -> None:
+    advice = suggest_cheapest_fit(
+        validate_run(add_cluster(build_recipe(tmp_path, micro_batch_size=4), "1xA100-40GB"), 1)
     )
-    assert told.startswith("The cheapest change that would fit: ")
-    assert "GiB instead of" in told
+    assert advice.startswith("The cheapest change that would fit: ")
+    assert "GiB instead of" in advice
 
 
-def test_a_cpu_keeps_no_snapshot(tmp_path: Path) -> None:
+def test_a_cpu_has_no_snapshot(tmp_path: Path) -> None:
     assert save_memory_snapshot(tmp_path, 0, torch.device("cpu")) is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_has_no_room_says_what_was_predicted_and_what_would_fit(
+def test_an_out_of_memory_error_has_the_prediction_and_a_suggestion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
+    def raise_out_of_memory(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(loop, "accumulate_gradients", full)
+    monkeypatch.setattr(loop, "accumulate_gradients", raise_out_of_memory)
     with pytest.raises(
         OutOfMemory,
-        match=r"rank 0 ran out of memory .* The plan predicted .* The cheapest change that would fit: ",
+        match=r"rank 0 ran out of memory .* The plan predicted .* "
+        r"The cheapest change that would fit: ",
     ):
-        train(with_cluster(recipe_in(tmp_path), "1xA100-40GB"))
+        train(add_cluster(build_recipe(tmp_path), "1xA100-40GB"))
 
 
 @pytest.mark.parametrize(
-    "failure", [None, OSError("no room"), RuntimeError("CUDA error"), MemoryError()]
+    "failure", [None, OSError("disk full"), RuntimeError("CUDA error"), MemoryError()]
 )
-def test_what_lay_in_a_gpu_is_written_or_left_with_a_line(
+def test_a_snapshot_is_written_or_its_failure_is_logged(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     failure: Exception | None,
 ) -> None:
-    """Without a GPU: that torch is called as this version of it wants to be, and that its failure
-    is not the story.
-    """
+    """Without a GPU: the call fits this version of torch, and its failure is only logged."""
     dump = create_autospec(torch.cuda.memory._dump_snapshot, side_effect=failure)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     path = tmp_path / "memory" / "rank-3.pickle"

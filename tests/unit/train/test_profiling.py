@@ -1,4 +1,4 @@
-"""What a run of one process measures of itself beside its `step` events."""
+"""Memory and profile events of a run in one process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardwright.telemetry.event_log import (
     read_events,
 )
 from shardwright.train.run import train
-from tests.unit.train.test_loop import recipe_in
+from tests.unit.train.test_loop import build_recipe
 
 
-def test_memory_and_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path, max_steps=3)
+def test_memory_and_profile_of_the_configured_steps(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path, max_steps=3)
     train(
         Recipe.model_validate(
             recipe.model_dump() | {"run": recipe.run.model_dump() | {"profile_steps": [2]}}
@@ -43,6 +43,5 @@ def test_memory_and_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path) -
     assert min(event["ts"] for event in spans) == 0
     step = next(step for step in log.filter_by_type(StepEvent) if step.step == 2)
     assert max(event["ts"] + event.get("dur", 0) for event in spans) < 2e6 * (step.step_seconds + 5)
-    assert (
-        log.filter_by_type(RanksEvent) == []
-    )  # one rank on a CPU has said all of it in its `step` event
+    # For one rank on a CPU the `step` event contains everything.
+    assert log.filter_by_type(RanksEvent) == []

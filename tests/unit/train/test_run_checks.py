@@ -1,4 +1,4 @@
-"""Frozen names; how far rows are filled up."""
+"""Checks before a run: frozen parameters, padding of rows, ranks of adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwright.train.run_checks import match_frozen, validate_run
 from tests.unit.train.finished import ALPHABET, CONFIG
 
 
-def test_frozen_patterns_must_match() -> None:
+def test_frozen_patterns_must_match_some_but_not_all_parameters() -> None:
     names = ["h.0.weight", "h.0.bias", "ln.bias"]
     assert match_frozen(("*.bias",), names) == {"h.0.bias", "ln.bias"}
     for patterns in (("*.biass",), ("*",)):
@@ -37,59 +37,69 @@ EXPERTS = {
 }
 
 
-def recipe_of_rows(folder: Path, *, run: str = "run", **sections: Any) -> Recipe:
-    """Documents of different lengths, a row each."""
+def build_recipe(folder: Path, *, run: str = "run", **sections: Any) -> Recipe:
+    """Build a recipe over documents of different lengths, one per row."""
     texts = [(ALPHABET * 3)[: 10 + 6 * (n % 4)] for n in range(24)]
     (folder / "texts.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts)
     )
     sources = [str(folder / "texts.jsonl")]
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model": {"config": CONFIG | {"max_position_embeddings": LENGTH}},
         "tokenizer": {"kind": "character"},
         "data": {"sources": sources, "packing": "none", "cache_dir": str(folder / "cache")},
         "precision": {"kind": "fp32"},
-        "training": {"sequence_length": LENGTH, "global_batch_size": ROWS, "micro_batch_size": 2, "max_steps": 4,
-                     "learning_rate": 1e-2},
+        "training": {
+            "sequence_length": LENGTH,
+            "global_batch_size": ROWS,
+            "micro_batch_size": 2,
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+        },
         "run": {"dir": str(folder / run), "device": "cpu"},
-    }  # fmt: skip
+    }
     return Recipe.model_validate(
-        {name: value | sections.get(name, {}) for name, value in given.items()}
-        | {name: value for name, value in sections.items() if name not in given}
+        {name: value | sections.get(name, {}) for name, value in defaults.items()}
+        | {name: value for name, value in sections.items() if name not in defaults}
     )
 
 
 @pytest.mark.parametrize(
-    ("sections", "ranks", "expected", "told"),
+    ("sections", "ranks", "expected", "reason"),
     [
         ({}, 1, 8, ""),
         ({"data": {"pad_to_multiple_of": 3}, "layout": {"cp": 2}}, 2, 12, ""),
         ({"data": {"padding": "max_length"}}, 1, None, ""),
         ({"data": {"packing": "documents"}}, 1, 8, ""),
         ({"model": {"compile": True}}, 1, None, "model.compile"),
-        ({"model": {"config": CONFIG | EXPERTS}, "moe": {"capacity_factor": 1.0}}, 1, None, "experts"),
+        (
+            {"model": {"config": CONFIG | EXPERTS}, "moe": {"capacity_factor": 1.0}},
+            1,
+            None,
+            "experts",
+        ),
     ],
-    ids=["default", "cut", "fixed", "packed", "compiled", "experts"],
-)  # fmt: skip
-def test_what_rows_are_filled_up_to(
+    ids=["default", "sharded", "fixed", "packed", "compiled", "experts"],
+)
+def test_rows_are_padded_to_the_expected_multiple(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     sections: dict[str, Any],
     ranks: int,
     expected: int | None,
-    told: str,
+    reason: str,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="shardwright.train.run_checks"):
-        plan = validate_run(recipe_of_rows(tmp_path, **sections), ranks).plan
+        plan = validate_run(build_recipe(tmp_path, **sections), ranks).plan
     assert plan.batch.row_multiple == expected
-    assert ("all rows are padded" in caplog.text) == bool(told)
-    assert told in caplog.text
+    assert ("all rows are padded" in caplog.text) == bool(reason)
+    assert reason in caplog.text
 
 
-def test_a_run_learns_the_same_from_fewer_tokens(tmp_path: Path) -> None:
+def test_a_run_with_short_rows_has_equal_losses_with_fewer_tokens(tmp_path: Path) -> None:
     found = []
     for padding in ("longest", "max_length"):
-        train(recipe_of_rows(tmp_path, run=padding, data={"padding": padding}))
+        train(build_recipe(tmp_path, run=padding, data={"padding": padding}))
         found.append(read_events(tmp_path / padding).filter_by_type(StepEvent))
     short, full = found
     assert [step.supervised_tokens for step in short] == [step.supervised_tokens for step in full]
@@ -103,23 +113,23 @@ def test_a_run_learns_the_same_from_fewer_tokens(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_beyond_the_matrix_is_told(tmp_path: Path) -> None:
-    for rank, told in ((4, 0), (9, 1)):
+def test_an_adapter_rank_beyond_the_matrix_is_reported(tmp_path: Path) -> None:
+    for rank, num_warnings in ((4, 0), (9, 1)):
         train(
-            recipe_of_rows(
+            build_recipe(
                 tmp_path,
                 run=str(rank),
                 adapters={"rank": rank, "targets": ["k_proj"]},
                 training={"max_steps": 1},
             )
         )
-        warned = [
+        warnings = [
             event.message
             for event in read_events(tmp_path / str(rank)).filter_by_type(WarningEvent)
         ]
-        assert len(warned) == told
+        assert len(warnings) == num_warnings
         assert all(
             "adapters.rank 9 exceeds the rank of model.layers.0.self_attn.k_proj.weight (8 x 16)"
             in text
-            for text in warned
+            for text in warnings
         )

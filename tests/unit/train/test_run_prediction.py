@@ -1,4 +1,4 @@
-"""What a run is predicted to take is worked out once, however often it is asked for."""
+"""Prediction of a training run, cached per recipe and plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwright.train.run_prediction import predict_training_run
 from tests.unit.planner import models
 
 
-def checked(cluster: Any) -> ValidatedRun:
+def build_validated_run(cluster: Any) -> ValidatedRun:
     recipe = validate_recipe(
         {
             "model": {"config": models.CONFIGS["llama"]},
@@ -39,26 +39,26 @@ def checked(cluster: Any) -> ValidatedRun:
     )
 
 
-def test_the_same_run_is_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_the_prediction_of_a_run_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
     original = run_prediction.predict
 
-    def counted(*given: Any) -> Any:
-        asked.append(given)
-        return original(*given)
+    def count_calls(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(run_prediction, "predict", counted)
+    monkeypatch.setattr(run_prediction, "predict", count_calls)
     run_prediction._predict_cached.cache_clear()
-    first = predict_training_run(checked("8xA100-80GB"))
-    again = predict_training_run(checked("8xA100-80GB"))
-    assert first is again
-    assert len(asked) == 1
-    other = predict_training_run(checked("8xH100-80GB"))
+    first = predict_training_run(build_validated_run("8xA100-80GB"))
+    repeated = predict_training_run(build_validated_run("8xA100-80GB"))
+    assert first is repeated
+    assert len(calls) == 1
+    other = predict_training_run(build_validated_run("8xH100-80GB"))
     assert other is not None
     assert first is not None
     assert other.time.step < first.time.step
-    assert len(asked) == 2
+    assert len(calls) == 2
 
 
-def test_without_a_cluster_nothing_is_predicted() -> None:
-    assert predict_training_run(checked(None)) is None
+def test_without_a_cluster_there_is_no_prediction() -> None:
+    assert predict_training_run(build_validated_run(None)) is None

@@ -1,4 +1,4 @@
-"""Pulses in a file, limits that are learned, and a watcher that acts on them."""
+"""Heartbeat files, limits learned from the first steps, and the monitor that acts on them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from shardwright.watchdog.monitor import PhaseLimits, Watchdog, get_shared_folde
 
 
 @pytest.fixture
-def pulse(tmp_path: Path) -> Iterator[HeartbeatWriter]:
-    made = HeartbeatWriter(tmp_path, 0, 2)
-    yield made
-    made.close()
+def heartbeat(tmp_path: Path) -> Iterator[HeartbeatWriter]:
+    writer = HeartbeatWriter(tmp_path, 0, 2)
+    yield writer
+    writer.close()
 
 
-def test_a_pulse_is_read_as_it_was_written(tmp_path: Path, pulse: HeartbeatWriter) -> None:
+def test_a_heartbeat_is_read_as_written(tmp_path: Path, heartbeat: HeartbeatWriter) -> None:
     channel = build_channel("0", (0, 1))
-    pulse.begin_phase("step", 12.5, step=7)
-    pulse.record_collective(channel, 1, 64)
-    pulse.record_wait(is_waiting=True)
+    heartbeat.begin_phase("step", 12.5, step=7)
+    heartbeat.record_collective(channel, 1, 64)
+    heartbeat.record_wait(is_waiting=True)
     view = read_heartbeat(tmp_path / "rank-0.pulse")
     assert view is not None
     assert (view.rank, view.pid, view.world_size, view.phase, view.step, view.limit_seconds) == (
@@ -51,13 +51,15 @@ def test_a_pulse_is_read_as_it_was_written(tmp_path: Path, pulse: HeartbeatWrite
     assert view.channels == {channel.key: channel}
 
 
-def test_the_ring_keeps_the_newest(tmp_path: Path, pulse: HeartbeatWriter) -> None:
+def test_the_ring_buffer_holds_the_newest_entries(
+    tmp_path: Path, heartbeat: HeartbeatWriter
+) -> None:
     channel = build_channel("0", (0, 1))
     for _ in range(_NUM_RING_RECORDS + 5):
-        pulse.record_collective(channel, 1, 1)
+        heartbeat.record_collective(channel, 1, 1)
     view = read_heartbeat(tmp_path / "rank-0.pulse")
     assert view is not None
-    assert [entered.sequence_number for entered in view.entries] == list(
+    assert [entry.sequence_number for entry in view.entries] == list(
         range(6, _NUM_RING_RECORDS + 6)
     )
 
@@ -85,36 +87,36 @@ sys.stdin.read()
 
 
 def test_limits_are_learned_from_the_first_steps_between_floor_and_ceiling() -> None:
-    pace = PhaseLimits(
+    limits = PhaseLimits(
         WatchdogSection(factor=10, floor_seconds=2, setup_seconds=50),
         {"step": 100, "save": 1000, "evaluate": 100},
     )
-    assert pace.compute_limit_seconds("setup") == 50
-    assert pace.compute_limit_seconds("step") == 90
-    pace.record("step", 60.0)  # compiles
+    assert limits.compute_limit_seconds("setup") == 50
+    assert limits.compute_limit_seconds("step") == 90
+    limits.record("step", 60.0)  # compiles
     for seconds in (0.1, 0.3, 0.2):
-        assert pace.compute_limit_seconds("step") == 90
-        pace.record("step", seconds)
-    assert pace.compute_limit_seconds("step") == pytest.approx(3.0)
-    pace.record("step", 0.01)
-    assert pace.compute_limit_seconds("step") == pytest.approx(3.0)
-    pace.record("step", 20.0)
-    assert pace.compute_limit_seconds("step") == 90
+        assert limits.compute_limit_seconds("step") == 90
+        limits.record("step", seconds)
+    assert limits.compute_limit_seconds("step") == pytest.approx(3.0)
+    limits.record("step", 0.01)
+    assert limits.compute_limit_seconds("step") == pytest.approx(3.0)
+    limits.record("step", 20.0)
+    assert limits.compute_limit_seconds("step") == 90
     for _ in range(4):
-        pace.record("save", 0.001)
-    assert pace.compute_limit_seconds("save") == 2
+        limits.record("save", 0.001)
+    assert limits.compute_limit_seconds("save") == 2
 
 
-def test_a_watcher_names_and_kills_a_stopped_rank_and_keeps_its_stack(tmp_path: Path) -> None:
+def test_the_monitor_reports_and_kills_a_stopped_rank_and_saves_its_stack(tmp_path: Path) -> None:
     code = """
 import pathlib, sys, time
 from shardwright.watchdog.heartbeat import HeartbeatWriter
-pulse = HeartbeatWriter(pathlib.Path(sys.argv[1]), int(sys.argv[2]), 2)
-pulse.begin_phase("step", 4.0, step=3)
-def stand_still():
+heartbeat = HeartbeatWriter(pathlib.Path(sys.argv[1]), int(sys.argv[2]), 2)
+heartbeat.begin_phase("step", 4.0, step=3)
+def block():
     print("up", flush=True)
     time.sleep(600)
-stand_still()
+block()
 """
     ranks = [
         subprocess.Popen(
@@ -128,13 +130,13 @@ stand_still()
     ranks[1].send_signal(signal.SIGSTOP)
     os.waitpid(ranks[1].pid, os.WUNTRACED)  # it stops when it is next given a core
     try:
-        with Watchdog(tmp_path, tmp_path / "hangs") as watcher:
+        with Watchdog(tmp_path, tmp_path / "hangs") as watchdog:
             assert ranks[1].wait(timeout=250) == -signal.SIGKILL
-        assert watcher.diagnosis is not None
-        assert watcher.diagnosis.blocking_ranks == (1,)
+        assert watchdog.diagnosis is not None
+        assert watchdog.diagnosis.blocking_ranks == (1,)
         (report,) = (tmp_path / "hangs").iterdir()
-        assert str(report) in watcher.diagnosis.message
-        assert report.read_text().count("in stand_still") == 2
+        assert str(report) in watchdog.diagnosis.message
+        assert report.read_text().count("in block") == 2
         assert ranks[0].poll() is None
     finally:
         for process in ranks:
@@ -142,7 +144,7 @@ stand_still()
             process.communicate()
 
 
-def test_ranks_of_one_launch_meet_in_one_folder_and_those_of_the_next_in_another(
+def test_ranks_of_one_launch_share_a_folder_that_the_next_launch_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))

@@ -1,4 +1,4 @@
-"""Stacks that are asked for from outside are whole, however long a rank takes to write them."""
+"""Stack dumps of other processes are complete, even if a rank takes long to write them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from shardwright.watchdog.monitor import read_heartbeats
 from shardwright.watchdog.stack_dump import dump_stacks, read_process_state
 
 _THREADS = 40
-_DEEP = 60
+_DEPTH = 60
 _RANK = f"""
 import pathlib, sys, threading
 from shardwright.watchdog.heartbeat import HeartbeatWriter
-pulse = HeartbeatWriter(pathlib.Path(sys.argv[1]), int(sys.argv[2]), 2)
+heartbeat = HeartbeatWriter(pathlib.Path(sys.argv[1]), int(sys.argv[2]), 2)
 up, never = threading.Barrier({_THREADS} + 1), threading.Event()
-def go_down(levels):
+def recurse(levels):
     if levels == 1:
         up.wait()
         never.wait()
     else:
-        go_down(levels - 1)
+        recurse(levels - 1)
 for _ in range({_THREADS}):
-    threading.Thread(target=go_down, args=({_DEEP},), daemon=True).start()
+    threading.Thread(target=recurse, args=({_DEPTH},), daemon=True).start()
 up.wait()
 print("up", flush=True)
 never.wait()
@@ -37,7 +37,7 @@ never.wait()
 @pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="the process's threads are read from /proc"
 )
-def test_stacks_are_whole_of_ranks_that_run_and_of_one_that_is_stopped(tmp_path: Path) -> None:
+def test_stacks_of_running_and_stopped_ranks_are_complete(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", _RANK, str(tmp_path), str(rank)], stdout=subprocess.PIPE
@@ -54,8 +54,8 @@ def test_stacks_are_whole_of_ranks_that_run_and_of_one_that_is_stopped(tmp_path:
         states = {view.rank: read_process_state(view.pid) for view in views}
         assert states[1] == "T"
         found = dump_stacks(tmp_path, views, states)
-        assert {rank: text.count("in go_down") for rank, text in found.items()} == dict.fromkeys(
-            range(2), _THREADS * _DEEP
+        assert {rank: text.count("in recurse") for rank, text in found.items()} == dict.fromkeys(
+            range(2), _THREADS * _DEPTH
         )
         assert all(text.rstrip().endswith("in <module>") for text in found.values())
         assert ranks[0].poll() is None
@@ -66,7 +66,7 @@ def test_stacks_are_whole_of_ranks_that_run_and_of_one_that_is_stopped(tmp_path:
             process.communicate()
 
 
-def test_a_rank_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_rank_that_has_exited_does_not_block(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _RANK, str(tmp_path), "0"], stdout=subprocess.PIPE
     )
