@@ -1,6 +1,4 @@
-"""Runs that broke off, are being written, or say nothing: shown as far as they go, with a note; and
-a run's numbers in short.
-"""
+"""Incomplete, damaged or empty runs: pages with a note; and the summary of a run."""
 
 from __future__ import annotations
 
@@ -14,27 +12,30 @@ from shardwright.cli.main import run as shardwright
 from shardwright.errors import InputError
 from shardwright.report.recorded_run import load_runs, summarise_run
 from shardwright.telemetry.event_log import EVENTS_FILE_NAME, EvaluationEvent, WarningEvent
-from tests.unit.report.pages import Balanced, render
-from tests.unit.report.samples import falling, one_step, write_events, write_run
-from tests.unit.telemetry.samples import start_event
+from tests.unit.report.pages import PageParser, render
+from tests.unit.report.samples import falling, make_step, write_events, write_run
+from tests.unit.telemetry.samples import make_start_event
 
 
 @pytest.mark.parametrize(
     "events",
     [
-        [start_event()],
-        [one_step(1, 2.0)],
-        [start_event(), one_step(1, float("nan"))],
-        [start_event(), EvaluationEvent(step=0, loss=3.0, perplexity=20.0, tokens=5, seconds=1.0)],
+        [make_start_event()],
+        [make_step(1, 2.0)],
+        [make_start_event(), make_step(1, float("nan"))],
+        [
+            make_start_event(),
+            EvaluationEvent(step=0, loss=3.0, perplexity=20.0, tokens=5, seconds=1.0),
+        ],
         [WarningEvent(message="alone")],
         [
-            start_event(),
-            one_step(1, 2.0, memory_bytes=(), mfu=None),
-            one_step(2, 2.0, memory_bytes=(1,)),
+            make_start_event(),
+            make_step(1, 2.0, memory_bytes=(), mfu=None),
+            make_step(2, 2.0, memory_bytes=(1,)),
         ],
         [
-            start_event(world_size=64),
-            *(one_step(i, 2.0, memory_bytes=tuple(range(1, 65))) for i in range(1, 30)),
+            make_start_event(world_size=64),
+            *(make_step(i, 2.0, memory_bytes=tuple(range(1, 65))) for i in range(1, 30)),
         ],
     ],
     ids=[
@@ -47,14 +48,14 @@ from tests.unit.telemetry.samples import start_event
         "many ranks",
     ],
 )
-def test_odd_runs_still_make_a_page(tmp_path: Path, events: list[object]) -> None:
+def test_incomplete_runs_have_a_page(tmp_path: Path, events: list[object]) -> None:
     page = render(write_events(tmp_path / "odd", events))  # type: ignore[arg-type]
-    Balanced().feed(page)
+    PageParser().feed(page)
     json.dumps(summarise_run(load_runs([tmp_path / "odd"])[0]), allow_nan=False)
 
 
-def _changed(run: Path, **values: object) -> None:
-    """Put a value into every event that has the field."""
+def replace_values(run: Path, **values: object) -> None:
+    """Set a value in every event that has the field."""
     lines = [json.loads(line) for line in (run / EVENTS_FILE_NAME).read_text().splitlines()]
     changed = [
         line | {key: value for key, value in values.items() if key in line} for line in lines
@@ -75,31 +76,31 @@ def _changed(run: Path, **values: object) -> None:
     ],
     ids=str,
 )
-def test_a_field_of_another_type_makes_a_line_that_cannot_be_read(
+def test_a_field_of_another_type_counts_as_an_unreadable_line(
     tmp_path: Path, values: dict[str, object]
 ) -> None:
     run = write_run(tmp_path / "run", 5)
-    _changed(run, **values)
+    replace_values(run, **values)
     page = html.unescape(render(run))
     assert "lines of" in page
     json.dumps(summarise_run(load_runs([run])[0]), allow_nan=False)
 
 
-def test_json_too_deep_to_parse_is_a_line_that_cannot_be_read(tmp_path: Path) -> None:
+def test_json_too_deep_to_parse_counts_as_an_unreadable_line(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 5)
     with (run / EVENTS_FILE_NAME).open("a") as file:
         file.write("[" * 100_000 + "\n")
     assert load_runs([run])[0].log.broken_lines
 
 
-def test_a_page_holds_text_that_no_encoding_has(tmp_path: Path) -> None:
+def test_text_that_cannot_be_encoded_is_escaped_in_the_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 5)
-    _changed(run, name="\ud800")
+    replace_values(run, name="\ud800")
     assert shardwright(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
     assert "\\ud800" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_unreadable_lines_are_noted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 5)
     with (run / EVENTS_FILE_NAME).open("a") as file:
         file.write("garbage\n{half a li")
@@ -108,7 +109,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     assert "the last line is incomplete" in page
 
 
-def test_what_a_newer_version_wrote_is_shown_as_far_as_it_is_understood(tmp_path: Path) -> None:
+def test_events_of_a_newer_version_are_shown_as_far_as_known(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 5)
     newer = (
         (run / EVENTS_FILE_NAME).read_text().replace('"schema_version": 1', '"schema_version": 7')
@@ -123,24 +124,24 @@ def test_what_a_newer_version_wrote_is_shown_as_far_as_it_is_understood(tmp_path
 @pytest.mark.parametrize(
     "content", [None, "", "garbage\n", "{half a li"], ids=["no file", "empty", "garbage", "torn"]
 )
-def test_a_folder_without_events_makes_a_page_with_a_note(
+def test_a_folder_without_events_has_a_page_with_a_note(
     tmp_path: Path, content: str | None
 ) -> None:
     if content is not None:
         (tmp_path / EVENTS_FILE_NAME).write_text(content)
     page = render(tmp_path)
-    Balanced().feed(page)
+    PageParser().feed(page)
     assert "there are no events to show yet" in page or "has no readable events yet" in page
     json.dumps(summarise_run(load_runs([tmp_path])[0]), allow_nan=False)
-    assert render(tmp_path, write_run(tmp_path / "whole", 3))  # beside one that has some
+    assert render(tmp_path, write_run(tmp_path / "whole", 3))  # next to a run with events
 
 
-def test_no_folder_is_refused(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no events to read"):
         load_runs([tmp_path / "mistyped"])
 
 
-def test_the_summary_holds_the_numbers(eventful: Path) -> None:
+def test_the_summary_has_the_numbers_of_the_run(eventful: Path) -> None:
     summary = summarise_run(load_runs([eventful])[0])
     assert summary["status"] == "completed"
     assert (summary["steps"], summary["total_steps"]) == (300, 300)

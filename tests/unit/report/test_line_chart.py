@@ -1,6 +1,4 @@
-"""Charts: what is drawn stands where its numbers say, at any size, and peaks survive the
-thinning.
-"""
+"""Charts: coordinates match the values at any size, and downsampling preserves peaks."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from shardwright.report.downsampling import compute_bin_means, smooth_values, th
 from shardwright.report.line_chart import ChartFrame, Series, draw_curves
 
 
-def path_points(d: str) -> list[tuple[float, float]]:
-    """Absolute points of a path of one M and relative moves."""
+def parse_path(d: str) -> list[tuple[float, float]]:
+    """Parse a path of one M and relative moves into absolute points."""
     head, _, tail = d.removeprefix("M").rstrip("Z").partition("l")
     x, y = (float(v) for v in head.split(","))
     points = [(x, y)]
@@ -31,22 +29,27 @@ def path_points(d: str) -> list[tuple[float, float]]:
     return points
 
 
-def drawn(svg: str, style: str) -> list[list[tuple[float, float]]]:
+def read_geometry(svg: str) -> list[float]:
+    """Read the data range of x and the edges of the plot: low, high, left, right, top, bottom."""
+    geometry = re.search(r'data-x="([^"]+)"', svg)
+    assert geometry is not None
+    return [float(v) for v in geometry[1].split()]
+
+
+def list_paths(svg: str, style: str) -> list[list[tuple[float, float]]]:
     return [
-        path_points(d)
+        parse_path(d)
         for d in re.findall(rf'class="{style} [^"]*"(?: style="[^"]*")? d="([^"]+)"', svg)
     ]
 
 
-def test_a_curve_stands_where_its_numbers_say() -> None:
+def test_the_points_of_a_curve_match_its_values() -> None:
     x = np.array([0.0, 50.0, 100.0])
     y = np.array([0.0, 10.0, 5.0])
     svg = draw_curves([Series("a", x, y)], ChartFrame(width=500, height=300, y_range=(0.0, 10.0)))
-    low, high, left, right, top, bottom = (
-        float(v) for v in re.search(r'data-x="([^"]+)"', svg)[1].split()
-    )  # type: ignore[index]
+    low, high, left, right, top, bottom = read_geometry(svg)
     assert (low, high) == (0.0, 100.0)
-    (points,) = drawn(svg, "line")
+    (points,) = list_paths(svg, "line")
     assert points == pytest.approx(
         np.array([(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]), abs=0.11
     )
@@ -59,8 +62,8 @@ def test_areas_stack_to_their_sum() -> None:
         for index, (name, value) in enumerate((("a", 1.0), ("b", 3.0)))
     ]
     svg = draw_curves(parts, ChartFrame(width=400, height=250, y_range=(0.0, 4.0)))
-    *_, top, bottom = (float(v) for v in re.search(r'data-x="([^"]+)"', svg)[1].split())  # type: ignore[index]
-    lower, upper = drawn(svg, "area")
+    *_, top, bottom = read_geometry(svg)
+    lower, upper = list_paths(svg, "area")
     quarter = bottom - (bottom - top) / 4
     assert {round(y) for _, y in lower} == {round(bottom), round(quarter)}
     assert {round(y) for _, y in upper} == {round(quarter), round(top)}
@@ -74,12 +77,17 @@ def test_the_svg_is_well_formed_and_escapes_names(labels: str, standalone: bool)
         Series('<b> & "c"', x, x, i, style)
         for i, style in enumerate(("line", "faint", "dashed", "dots"))
     ]  # type: ignore[arg-type]
-    frame = ChartFrame(labels=labels, y_label="a < b", rules=((2.0, "<r>"),), marks=((1.0, "&m"),))  # type: ignore[arg-type]
+    frame = ChartFrame(
+        labels=labels,  # type: ignore[arg-type]
+        y_label="a < b",
+        rules=((2.0, "<r>"),),
+        marks=((1.0, "&m"),),
+    )
     root = ElementTree.fromstring(draw_curves(series, frame, title="<t>", is_standalone=standalone))
-    words = " ".join(root.itertext())
-    assert '<b> & "c"' in words
-    assert "a < b" in words
-    assert ("<t>" in words) == standalone
+    text = " ".join(root.itertext())
+    assert '<b> & "c"' in text
+    assert "a < b" in text
+    assert ("<t>" in text) == standalone
     assert root.get("viewBox", "").split()[2:] == ["720", "320"]
 
 
@@ -96,7 +104,7 @@ def test_the_svg_is_well_formed_and_escapes_names(labels: str, standalone: bool)
     ],
 )
 @pytest.mark.parametrize("log", [True, False])
-def test_odd_data_draw_without_error(y: list[float], log: bool) -> None:
+def test_unusual_data_are_drawn_without_error(y: list[float], log: bool) -> None:
     svg = draw_curves(
         [Series("a", np.arange(float(len(y))), np.array(y))], ChartFrame(is_y_log=log)
     )
@@ -114,7 +122,7 @@ def test_labels_do_not_overlap() -> None:
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 9))
-def test_ticks_are_few_rising_and_inside(low: float, width: float, count: int) -> None:
+def test_ticks_are_few_increasing_and_in_range(low: float, width: float, count: int) -> None:
     ticks = find_ticks(low, low + width, count)
     assert len(ticks) <= 2 * count + 2
     assert all(a < b for a, b in itertools.pairwise(ticks))
@@ -123,7 +131,7 @@ def test_ticks_are_few_rising_and_inside(low: float, width: float, count: int) -
 
 
 @given(st.floats(-12, 8), st.floats(0.5, 12))
-def test_log_ticks_are_few_and_inside(exponent: float, decades: float) -> None:
+def test_log_ticks_are_few_and_in_range(exponent: float, decades: float) -> None:
     low = 10**exponent
     high = 10 ** (exponent + decades)
     ticks = find_ticks(low, high, 5, is_log=True)
@@ -131,7 +139,7 @@ def test_log_ticks_are_few_and_inside(exponent: float, decades: float) -> None:
     assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
 
 
-def test_ticks_are_told_apart() -> None:
+def test_tick_labels_are_distinct() -> None:
     for low, high in (
         (0, 1),
         (0, 900),
@@ -143,11 +151,11 @@ def test_ticks_are_told_apart() -> None:
         (-3, 3),
         (0, 3e9),
     ):
-        written = format_ticks(find_ticks(low, high, 5))
-        assert len(set(written)) == len(written) >= 3, (low, high, written)
+        labels = format_ticks(find_ticks(low, high, 5))
+        assert len(set(labels)) == len(labels) >= 3, (low, high, labels)
 
 
-def test_scales_run_as_told() -> None:
+def test_scales_are_linear_or_logarithmic() -> None:
     assert AxisScale(0, 10, 100, 200)(5) == 150
     assert AxisScale(1, 100, 0, 2, is_log=True)(10) == pytest.approx(1)
     assert pad_range(1, 100, is_log=True)[0] < 1
@@ -156,7 +164,7 @@ def test_scales_run_as_told() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(1, 30))
-def test_thinning_keeps_ends_and_extremes(values: list[float], buckets: int) -> None:
+def test_downsampling_preserves_ends_and_extremes(values: list[float], buckets: int) -> None:
     x = np.arange(float(len(values)))
     y = np.array(values)
     tx, ty = thin_points(x, y, buckets)
@@ -167,7 +175,7 @@ def test_thinning_keeps_ends_and_extremes(values: list[float], buckets: int) -> 
     assert all(y[int(a)] == b for a, b in zip(tx, ty, strict=True))
 
 
-def test_a_single_spike_in_a_hundred_thousand_steps_survives() -> None:
+def test_downsampling_preserves_a_single_spike() -> None:
     y = np.ones(100_000)
     y[54_321] = 9.0
     tx, ty = thin_points(np.arange(100_000.0), y, 200)
@@ -175,18 +183,16 @@ def test_a_single_spike_in_a_hundred_thousand_steps_survives() -> None:
     assert tx[ty.argmax()] == 54_321
 
 
-def test_smoothing_is_centred_and_passes_nan_by() -> None:
+def test_smoothing_is_centred_and_ignores_nan() -> None:
     line = np.arange(50.0)
-    assert smooth_values(line, 5)[:45] == pytest.approx(line[:45])  # no lag, not even at the start
-    assert smooth_values(line, 5)[-1] == pytest.approx(
-        np.mean(line[-6:])
-    )  # and no lone value at the end
+    assert smooth_values(line, 5)[:45] == pytest.approx(line[:45])  # no lag, even at the start
+    assert smooth_values(line, 5)[-1] == pytest.approx(np.mean(line[-6:]))
     line[20] = math.nan
     assert np.isfinite(smooth_values(line, 5)).all()
     assert math.isnan(smooth_values(np.array([math.nan]), 3)[0])
 
 
-def test_bins_keep_the_mean() -> None:
+def test_bins_preserve_the_mean() -> None:
     x = np.arange(1000.0)
     y = np.random.default_rng(0).random(1000)
     bx, by = compute_bin_means(x, y, 100)
@@ -194,23 +200,17 @@ def test_bins_keep_the_mean() -> None:
     assert by.mean() == pytest.approx(y.mean())
 
 
-def test_many_names_take_no_room_from_the_curves() -> None:
-    """On a phone names stand above the curves, a row each where they are long: the picture grows
-    with them.
-    """
+def test_many_names_do_not_reduce_the_height_of_curves() -> None:
+    """On narrow screens long names take a row each above the curves, and the picture grows."""
     x = np.arange(5.0)
 
-    def height_of_curves(count: int) -> float:
+    def measure_curve_height(count: int) -> float:
         series = [
             Series(f"a run with a name that fills its row, number {n}", x, x, n)
             for n in range(count)
         ]
-        geometry = re.search(
-            r'data-x="([^"]+)"',
-            draw_curves(series, ChartFrame(width=350, height=250, labels="legend")),
-        )
-        assert geometry is not None
-        *_, top, bottom = map(float, geometry[1].split())
+        svg = draw_curves(series, ChartFrame(width=350, height=250, labels="legend"))
+        *_, top, bottom = read_geometry(svg)
         return bottom - top
 
-    assert height_of_curves(12) == height_of_curves(2) > 120
+    assert measure_curve_height(12) == measure_curve_height(2) > 120

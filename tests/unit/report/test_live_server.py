@@ -1,4 +1,4 @@
-"""`watch`: what is served, to whom, and how it ends."""
+"""`watch`: served pages, access control and shutdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from shardwright.errors import ExitCode, InputError
 from shardwright.report.live_server import LivePage, LiveServer
 from shardwright.telemetry.event_log import EventWriter
-from tests.unit.report.samples import one_step, write_run
+from tests.unit.report.samples import make_step, write_run
 
 
 @pytest.fixture
@@ -37,41 +37,43 @@ def server(run: Path) -> Iterator[LiveServer]:
     thread.join()
 
 
-def ask(
+def send_request(
     server: LiveServer, path: str, *, host: str | None = None, method: str = "GET"
 ) -> tuple[int, str, http.client.HTTPMessage]:
-    """Status, body and headers."""
+    """Send a request; return status, body and headers."""
     port = server.server_address[1]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     connection.request(method, path, headers={"Host": host or f"127.0.0.1:{port}"})
-    answer = connection.getresponse()
-    body = answer.read().decode()
+    response = connection.getresponse()
+    body = response.read().decode()
     connection.close()
-    return answer.status, body, answer.headers
+    return response.status, body, response.headers
 
 
-def test_the_page_its_version_and_its_metrics(server: LiveServer, run: Path) -> None:
-    status, page, headers = ask(server, f"/{server.token}/")
+def test_page_version_and_metrics_are_served(server: LiveServer, run: Path) -> None:
+    status, page, headers = send_request(server, f"/{server.token}/")
     assert status == 200
     assert "connect-src 'self'" in page
     assert headers["Cache-Control"] == "no-store"
     assert headers["Referrer-Policy"] == "no-referrer"
-    version = json.loads(ask(server, f"/{server.token}/state")[1])["version"]
+    version = json.loads(send_request(server, f"/{server.token}/state")[1])["version"]
     assert f'<main data-version="{version}">' in page
-    metrics = ask(server, f"/{server.token}/metrics")[1]
+    metrics = send_request(server, f"/{server.token}/metrics")[1]
     assert 'shardwright_step{run="run"} 5' in metrics
     assert "shardwright_rank_own_seconds" not in metrics
     server.page._next_refresh_time = 0.0
     with EventWriter(run) as writer:
-        writer.append(one_step(6, 1.5))
-    assert json.loads(ask(server, f"/{server.token}/state")[1])["version"] != version
-    assert 'shardwright_step{run="run"} 6' in ask(server, f"/{server.token}/metrics")[1]
-    assert ask(server, f"/{server.token}/", method="HEAD")[:2] == (200, "")
+        writer.append(make_step(6, 1.5))
+    assert json.loads(send_request(server, f"/{server.token}/state")[1])["version"] != version
+    assert 'shardwright_step{run="run"} 6' in send_request(server, f"/{server.token}/metrics")[1]
+    assert send_request(server, f"/{server.token}/", method="HEAD")[:2] == (200, "")
 
 
 @pytest.mark.parametrize("path", ["/", "/wrong/", "/wrong/state", "//", "/{token}x/", "/%C3%A9/"])
-def test_nobody_without_the_token(server: LiveServer, path: str) -> None:
-    status, body, _ = ask(server, path.format(token=server.token).encode().decode("latin-1"))
+def test_requests_without_the_token_are_refused(server: LiveServer, path: str) -> None:
+    status, body, _ = send_request(
+        server, path.format(token=server.token).encode().decode("latin-1")
+    )
     assert status == 403
     assert server.token not in body
 
@@ -79,15 +81,18 @@ def test_nobody_without_the_token(server: LiveServer, path: str) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "[::1]:{port}"]
 )
-def test_no_other_host(server: LiveServer, host: str) -> None:
-    status, body, _ = ask(
+def test_requests_for_another_host_are_refused(server: LiveServer, host: str) -> None:
+    status, body, _ = send_request(
         server, f"/{server.token}/", host=host.format(port=server.server_address[1])
     )
     assert (status, server.token in body) == (403, False)
 
 
-def test_an_address_by_name_is_this_machine(server: LiveServer) -> None:
-    assert ask(server, f"/{server.token}/", host=f"localhost:{server.server_address[1]}")[0] == 200
+def test_localhost_is_an_accepted_host(server: LiveServer) -> None:
+    assert (
+        send_request(server, f"/{server.token}/", host=f"localhost:{server.server_address[1]}")[0]
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,18 +107,18 @@ def test_an_address_by_name_is_this_machine(server: LiveServer) -> None:
         "recipe.yaml",
     ],
 )
-def test_no_files(server: LiveServer, path: str) -> None:
-    assert ask(server, f"/{server.token}/{path}")[0] == 404
+def test_files_are_not_served(server: LiveServer, path: str) -> None:
+    assert send_request(server, f"/{server.token}/{path}")[0] == 404
 
 
-def test_it_listens_on_this_machine_only(server: LiveServer) -> None:
+def test_the_server_listens_on_the_loopback_address_only(server: LiveServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
     assert len(server.token) >= 32
     with pytest.raises(InputError, match="cannot listen on port"):
         LiveServer(server.page, int(server.server_address[1]))
 
 
-def test_a_folder_without_events_is_served_with_a_note_until_there_are_some(tmp_path: Path) -> None:
+def test_a_folder_without_events_is_served_with_a_note(tmp_path: Path) -> None:
     page = LivePage([tmp_path])
     assert b"there are no events to show yet" in page.get_page()
     assert page.get_metrics() == b""
@@ -122,41 +127,47 @@ def test_a_folder_without_events_is_served_with_a_note_until_there_are_some(tmp_
     assert b"there are no events" not in page.get_page()
 
 
-class Growing(LivePage):
-    """A run that says one thing more once its page has been taken."""
+class GrowingPage(LivePage):
+    """Live page of a run that gets another event after the page is first served."""
 
-    def page(self) -> bytes:
+    def get_page(self) -> bytes:
         page = super().get_page()
         if b"<b>5</b>" in page:
             with EventWriter(self._runs[0]) as writer:
-                writer.append(one_step(6, 1.5))
+                writer.append(make_step(6, 1.5))
             self._next_refresh_time = 0.0
         return page
 
 
-def test_an_open_page_takes_up_what_the_run_has_said_since(
-    browser: str, run: Path, tmp_path: Path
-) -> None:
-    server = LiveServer(Growing([run]))
+def test_an_open_page_shows_later_events(browser: str, run: Path, tmp_path: Path) -> None:
+    server = LiveServer(GrowingPage([run]))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     command = [
-        browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
         f"--user-data-dir={tmp_path / 'profile'}",
-        "--disable-background-networking", "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", server.address,
-    ]  # fmt: skip
+        "--disable-background-networking",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+        server.address,
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    assert "<b>6</b>" in done.stdout
-    assert "<b>5</b>" not in done.stdout
+    assert [line for line in process.stderr.splitlines() if "CONSOLE" in line] == []
+    assert "<b>6</b>" in process.stdout
+    assert "<b>5</b>" not in process.stdout
 
 
-def test_the_verb_says_its_address_serves_and_ends_on_ctrl_c(run: Path) -> None:
+def test_the_verb_prints_its_address_serves_and_ends_on_ctrl_c(run: Path) -> None:
     command = [sys.executable, "-m", "shardwright", "watch", str(run)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -170,8 +181,8 @@ def test_the_verb_says_its_address_serves_and_ends_on_ctrl_c(run: Path) -> None:
             connection.request("GET", found[2])
             assert connection.getresponse().status == 200
             os.kill(process.pid, signal.SIGINT)
-            _, said = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == ExitCode.DONE
-    assert "Traceback" not in said
+    assert "Traceback" not in errors

@@ -1,4 +1,4 @@
-"""Pages of `plan` and `schedule`: whole by themselves, with what the verbs say."""
+"""Pages of `plan`, `schedule` and `doctor`: self-contained, with the output of the verbs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardwright.cli.main import run
 from shardwright.doctor.finding import Finding
 from shardwright.errors import ExitCode
 from shardwright.report.diagnosis_page import render_diagnosis
-from tests.unit.report.pages import Balanced
+from tests.unit.report.pages import PageParser
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 
-def check_whole(page: str) -> None:
-    parser = Balanced()
+def check_page(page: str) -> None:
+    parser = PageParser()
     parser.feed(page)
     assert parser.open == []
     assert len(parser.ids) == len(set(parser.ids))
@@ -26,9 +26,9 @@ def check_whole(page: str) -> None:
     assert "no data" not in page
 
 
-def test_a_plan_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_written_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.html"
-    words = [
+    arguments = [
         "plan",
         str(RECIPES / "llama3-8b.yaml"),
         "--cluster",
@@ -40,9 +40,9 @@ def test_a_plan_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "--html",
         str(out),
     ]
-    assert run(words) == ExitCode.DONE
+    assert run(arguments) == ExitCode.DONE
     page = html.unescape(out.read_text())
-    check_whole(out.read_text())
+    check_page(out.read_text())
     assert re.findall(r'<section class="card[^"]*" id="([\w-]+)"', page) == [
         "layouts",
         "memory",
@@ -62,22 +62,22 @@ def test_a_plan_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert f'aria-label="{picture}"' in page
 
 
-def test_a_schedule_as_a_page(tmp_path: Path) -> None:
+def test_a_schedule_is_written_as_a_page(tmp_path: Path) -> None:
     out = tmp_path / "schedule.html"
     assert (
         run(["schedule", "zbv", "--stages", "4", "--micro-batches", "8", "--html", str(out)])
         == ExitCode.DONE
     )
     page = out.read_text()
-    check_whole(page)
+    check_page(page)
     assert page.count("<title>0F0: 0 to") == 3  # drawn at every width
     assert "without deadlock" in page
 
 
-def test_a_page_that_cannot_be_written_is_told(
+def test_a_page_that_cannot_be_written_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
+    arguments = [
         "schedule",
         "1f1b",
         "--stages",
@@ -87,11 +87,11 @@ def test_a_page_that_cannot_be_written_is_told(
         "--html",
         str(tmp_path / "no" / "x.html"),
     ]
-    assert run(words) == ExitCode.WRONG_INPUT
+    assert run(arguments) == ExitCode.WRONG_INPUT
     assert "--html: the page cannot be written" in capsys.readouterr().err
 
 
-def test_an_examination_as_a_page() -> None:
+def test_an_examination_is_rendered_as_a_page() -> None:
     bus = {"4096": 1e8, "1048576": 3e9}
     numbers = {
         "axis": "dp_shard = all",
@@ -100,7 +100,7 @@ def test_an_examination_as_a_page() -> None:
         "bus_bytes_per_second": bus,
         "link": "nvlink4",
     }
-    lines = [
+    findings = [
         Finding("host", "cores", "pass", "2 cores for 2 ranks"),
         Finding(
             "rates",
@@ -119,15 +119,19 @@ def test_an_examination_as_a_page() -> None:
         ),
         Finding("links", "slow link 0 -> 1", "warn", "1 GB/s", "Look at it"),
     ]
-    page = render_diagnosis("Doctor", "2 ranks", lines)
-    check_whole(page)
+    page = render_diagnosis("Doctor", "2 ranks", findings)
+    check_page(page)
     assert re.findall(r'<section class="card[^"]*" id="([\w-]+)"', page) == [
-        "to-do", "section-host", "section-rates", "traffic-3", "section-links",
-    ]  # fmt: skip
+        "to-do",
+        "section-host",
+        "section-rates",
+        "traffic-3",
+        "section-links",
+    ]
     to_do = page[page.index('id="to-do"') : page.index('id="section-host"')]
     assert to_do.index('<td class="fail">fail</td>') < to_do.index('<td class="warn">warn</td>')
     assert "3 &lt;GB/s&gt;" in to_do
     assert page.count("<title>bf16, rank 1 pass: 900 GFLOP/s</title>") == 3  # drawn at every width
     assert page.count(">10%</text>") == 3  # of the link
     assert '<th scope="col">4.00 KiB</th>' in page
-    assert "All checks pass" in render_diagnosis("Doctor", "one", lines[:1])
+    assert "All checks pass" in render_diagnosis("Doctor", "one", findings[:1])

@@ -1,6 +1,4 @@
-"""The event file: what is written is read, a crash costs at most its last line, and a resume leaves
-one curve.
-"""
+"""Event file: round trip, loss of at most the last line in a crash, one curve after a resume."""
 
 from __future__ import annotations
 
@@ -36,11 +34,16 @@ from shardwright.telemetry.event_log import (
     select_surviving_steps,
 )
 from shardwright.telemetry.event_types import EVENT_TYPES
-from tests.unit.telemetry.samples import pipeline_event, ranks_event, start_event, step_event
+from tests.unit.telemetry.samples import (
+    make_pipeline_event,
+    make_ranks_event,
+    make_start_event,
+    make_step_event,
+)
 
 ONE_OF_EACH: tuple[Event, ...] = (
-    start_event(flops_per_token=6000.0, matmul_flops_per_second=1e12),
-    step_event(
+    make_start_event(flops_per_token=6000.0, matmul_flops_per_second=1e12),
+    make_step_event(
         1,
         data_seconds=0.1,
         forward_seconds=0.1,
@@ -49,7 +52,7 @@ ONE_OF_EACH: tuple[Event, ...] = (
         optimizer_seconds=0.05,
         mfu=0.4,
     ),
-    ranks_event(
+    make_ranks_event(
         1,
         temperature_celsius=(61.0, 64.0),
         throttled=("", "power"),
@@ -63,7 +66,7 @@ ONE_OF_EACH: tuple[Event, ...] = (
         optimizer_bytes=(3, 4),
         peak_bytes=(9, 9),
     ),
-    pipeline_event(3),
+    make_pipeline_event(3),
     ProfileEvent(step=3, path="profile/step-00000003.json.gz", ranks=2, clock_error_seconds=1e-5),
     EvaluationEvent(step=1, loss=2.0, perplexity=math.exp(2.0), tokens=100, seconds=1.5, best=True),
     CheckpointEvent(step=1, path="checkpoints/1", size_bytes=10, seconds=0.1),
@@ -86,7 +89,7 @@ ONE_OF_EACH: tuple[Event, ...] = (
 )
 
 
-def test_every_kind_comes_back_as_written(tmp_path: Path) -> None:
+def test_every_kind_is_read_as_written(tmp_path: Path) -> None:
     assert {event.kind for event in ONE_OF_EACH} == set(EVENT_TYPES)
     with EventWriter(tmp_path) as writer:
         written = tuple(writer.append(event) for event in ONE_OF_EACH)
@@ -104,14 +107,14 @@ def test_every_kind_comes_back_as_written(tmp_path: Path) -> None:
 
 def test_every_line_is_strict_json_with_the_envelope(tmp_path: Path) -> None:
     with EventWriter(tmp_path) as writer:
-        writer.append(step_event(1, loss=math.nan, gradient_norm=math.inf))
+        writer.append(make_step_event(1, loss=math.nan, gradient_norm=math.inf))
         writer.write("warning", message="x")
 
-    def refuse(constant: str) -> None:
+    def fail_on_constant(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     for line in (tmp_path / EVENTS_FILE_NAME).read_text().splitlines():
-        record = json.loads(line, parse_constant=refuse)
+        record = json.loads(line, parse_constant=fail_on_constant)
         assert {"schema_version", "kind", "time", "elapsed_seconds", "step"} <= set(record)
     (step, _) = read_events(tmp_path)
     assert isinstance(step, StepEvent)
@@ -119,16 +122,16 @@ def test_every_line_is_strict_json_with_the_envelope(tmp_path: Path) -> None:
     assert step.gradient_norm == math.inf
 
 
-def test_a_line_is_readable_while_the_writer_lives(tmp_path: Path) -> None:
+def test_a_line_is_readable_while_the_writer_is_open(tmp_path: Path) -> None:
     with EventWriter(tmp_path) as writer:
-        writer.append(step_event(1))
+        writer.append(make_step_event(1))
         assert len(read_events(tmp_path)) == 1
 
 
-def test_a_torn_tail_is_read_around_and_healed_on_reopen(tmp_path: Path) -> None:
+def test_a_torn_tail_is_skipped_and_repaired_on_reopen(tmp_path: Path) -> None:
     with EventWriter(tmp_path) as writer:
-        writer.append(step_event(1))
-        writer.append(step_event(2))
+        writer.append(make_step_event(1))
+        writer.append(make_step_event(2))
     path = tmp_path / EVENTS_FILE_NAME
     path.write_bytes(path.read_bytes()[:-30])
     log = read_events(tmp_path)
@@ -136,25 +139,25 @@ def test_a_torn_tail_is_read_around_and_healed_on_reopen(tmp_path: Path) -> None
     assert log.has_torn_tail
     assert log.broken_lines == ()
     with EventWriter(tmp_path) as writer:
-        writer.append(step_event(2))
-    healed = read_events(tmp_path)
-    assert healed.problems == ()
-    assert [e.kind for e in healed] == ["step", "warning", "step"]
+        writer.append(make_step_event(2))
+    repaired = read_events(tmp_path)
+    assert repaired.problems == ()
+    assert [e.kind for e in repaired] == ["step", "warning", "step"]
 
 
-def test_a_line_that_lost_only_its_newline_is_kept(tmp_path: Path) -> None:
+def test_a_last_line_without_newline_is_preserved(tmp_path: Path) -> None:
     with EventWriter(tmp_path) as writer:
-        writer.append(step_event(1))
+        writer.append(make_step_event(1))
     path = tmp_path / EVENTS_FILE_NAME
     path.write_bytes(path.read_bytes()[:-1])
     with EventWriter(tmp_path) as writer:
-        writer.append(step_event(2))
+        writer.append(make_step_event(2))
     assert [e.step for e in read_events(tmp_path)] == [1, 2]
 
 
-def test_a_torn_tail_longer_than_one_read_is_healed(tmp_path: Path) -> None:
+def test_a_torn_tail_longer_than_one_read_is_repaired(tmp_path: Path) -> None:
     with EventWriter(tmp_path) as writer:
-        writer.append(step_event(1))
+        writer.append(make_step_event(1))
     with (tmp_path / EVENTS_FILE_NAME).open("ab") as file:
         file.write(b"\0" * 200_000)
     with EventWriter(tmp_path):
@@ -162,12 +165,13 @@ def test_a_torn_tail_longer_than_one_read_is_healed(tmp_path: Path) -> None:
     assert [e.kind for e in read_events(tmp_path)] == ["step", "warning"]
 
 
-def test_what_cannot_be_read_is_counted_with_its_line(tmp_path: Path) -> None:
+def test_unreadable_lines_are_counted_with_their_number(tmp_path: Path) -> None:
     with EventWriter(tmp_path) as writer:
-        writer.append(step_event(1))
+        writer.append(make_step_event(1))
     with (tmp_path / EVENTS_FILE_NAME).open("a") as file:
         file.write(
-            'not json\n{"schema_version": 1, "kind": "step", "step": 2}\n{"schema_version": 1, "kind": "later"}\n[1]\n'
+            'not json\n{"schema_version": 1, "kind": "step", "step": 2}\n'
+            '{"schema_version": 1, "kind": "later"}\n[1]\n'
         )
     log = read_events(tmp_path)
     assert log.broken_lines == (2, 3, 5)
@@ -181,14 +185,14 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
         read_events(tmp_path)
 
 
-def test_unknown_fields_of_a_known_kind_are_left_out(tmp_path: Path) -> None:
+def test_unknown_fields_of_a_known_kind_are_ignored(tmp_path: Path) -> None:
     (tmp_path / EVENTS_FILE_NAME).write_text(
         '{"schema_version": 1, "kind": "warning", "message": "m", "colour": "red"}\n'
     )
     assert read_events(tmp_path).filter_by_type(WarningEvent)[0].message == "m"
 
 
-def test_no_events_is_an_error_that_names_the_place(tmp_path: Path) -> None:
+def test_a_folder_without_events_is_an_error_with_the_file_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=EVENTS_FILE_NAME):
         read_events(tmp_path)
 
@@ -221,7 +225,7 @@ def test_two_writers_do_not_share_a_run(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_full_disk_is_one_clear_error_and_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_clear_error_and_leaves_complete_lines(tmp_path: Path) -> None:
     code = f"""
 import resource, signal
 from shardwright.telemetry.event_log import EventWriter
@@ -231,71 +235,80 @@ writer = EventWriter({str(tmp_path)!r})
 for _ in range(100):
     writer.write("warning", message="m" * 100)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "RunFailed: cannot write" in done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "RunFailed: cannot write" in process.stderr
     log = read_events(tmp_path)
     assert len(log) > 1
     assert log.problems == ()
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFailed, match="cannot open"):
         EventWriter(tmp_path / "file" / "run")
 
 
-def losses(events: list[Event]) -> list[tuple[int | None, float]]:
+def list_losses(events: list[Event]) -> list[tuple[int | None, float]]:
     return [(e.step, e.loss) for e in select_surviving_steps(events)]
 
 
-def test_a_resume_withdraws_the_steps_after_it() -> None:
+def test_a_resume_withdraws_later_steps() -> None:
     evaluation = {"perplexity": 1.0, "tokens": 1, "seconds": 1.0}
     events = [
-        start_event(),
-        *(step_event(i, loss=float(i)) for i in (1, 2)),
+        make_start_event(),
+        *(make_step_event(i, loss=float(i)) for i in (1, 2)),
         CheckpointEvent(step=2, path="a", size_bytes=1, seconds=1.0),
         EvaluationEvent(step=2, loss=2.0, **evaluation),
-        *(step_event(i, loss=float(i)) for i in (3, 4, 5)),
+        *(make_step_event(i, loss=float(i)) for i in (3, 4, 5)),
         EvaluationEvent(step=4, loss=4.0, **evaluation),
         FailureEvent(step=5, message="x"),
-        start_event(),
+        make_start_event(),
         ResumeEvent(step=2, path="a"),
-        step_event(3, loss=33.0),
+        make_step_event(3, loss=33.0),
     ]
-    assert losses(events) == [(1, 1.0), (2, 2.0), (3, 33.0)]
-    kept = select_surviving(events)
-    assert [e.loss for e in kept if isinstance(e, EvaluationEvent)] == [2.0]
-    assert [e.kind for e in kept].count("run_started") == 2
-    assert any(isinstance(e, FailureEvent) for e in kept)
+    assert list_losses(events) == [(1, 1.0), (2, 2.0), (3, 33.0)]
+    surviving = select_surviving(events)
+    assert [e.loss for e in surviving if isinstance(e, EvaluationEvent)] == [2.0]
+    assert [e.kind for e in surviving].count("run_started") == 2
+    assert any(isinstance(e, FailureEvent) for e in surviving)
 
 
 def test_a_start_without_resume_is_a_new_training() -> None:
-    first = [start_event(), *(step_event(i, loss=1.0) for i in (1, 2, 3))]
-    assert losses([*first, start_event(), step_event(1, loss=9.0)]) == [(1, 9.0)]
+    first = [make_start_event(), *(make_step_event(i, loss=1.0) for i in (1, 2, 3))]
+    assert list_losses([*first, make_start_event(), make_step_event(1, loss=9.0)]) == [(1, 9.0)]
 
 
-def test_a_start_that_never_reached_a_step_withdraws_nothing() -> None:
-    first = [start_event(), *(step_event(i, loss=1.0) for i in (1, 2, 3))]
-    assert len(losses([*first, start_event(), FailureEvent(message="no memory")])) == 3
+def test_a_start_without_a_step_withdraws_nothing() -> None:
+    first = [make_start_event(), *(make_step_event(i, loss=1.0) for i in (1, 2, 3))]
+    assert len(list_losses([*first, make_start_event(), FailureEvent(message="no memory")])) == 3
 
 
-def test_a_second_resume_further_back_wins_over_the_first() -> None:
-    events: list[Event] = [start_event(), *(step_event(i, loss=1.0) for i in range(1, 9))]
+def test_a_second_resume_from_an_earlier_step_overrides_the_first() -> None:
+    events: list[Event] = [make_start_event(), *(make_step_event(i, loss=1.0) for i in range(1, 9))]
     events += [
-        start_event(),
+        make_start_event(),
         ResumeEvent(step=6, path="b"),
-        *(step_event(i, loss=2.0) for i in (7, 8)),
+        *(make_step_event(i, loss=2.0) for i in (7, 8)),
     ]
     events += [
-        start_event(),
+        make_start_event(),
         ResumeEvent(step=2, path="a"),
-        *(step_event(i, loss=3.0) for i in (3, 4)),
+        *(make_step_event(i, loss=3.0) for i in (3, 4)),
     ]
-    assert losses(events) == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0)]
+    assert list_losses(events) == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0)]
 
 
-def test_a_skipped_step_stays_beside_its_step_event_in_either_order() -> None:
+def test_a_skipped_step_and_its_step_event_survive_in_either_order() -> None:
     skip = SkippedStepEvent(step=2, reason="nan")
-    step = step_event(2)
+    step = make_step_event(2)
     for pair in ([skip, step], [step, skip]):
-        assert len(select_surviving([start_event(), step_event(1), *pair, step_event(3)])) == 5
+        assert (
+            len(
+                select_surviving(
+                    [make_start_event(), make_step_event(1), *pair, make_step_event(3)]
+                )
+            )
+            == 5
+        )
