@@ -122,16 +122,16 @@ def test_a_model_trained_on_the_answers_generates_them(
 
 
 @pytest.mark.parametrize(
-    ("record", "arguments"),
+    ("record", "message"),
     [
         ({"question": "x", "answer": "no mark"}, r"a\.jsonl:4.*no answer that matches the pattern"),
         ({"question": "x", "answer": ""}, r"a\.jsonl:4.*'answer' is empty"),
         ("{", r"a\.jsonl:4.*not JSON"),
     ],
 )
-def test_an_unusable_record_is_an_error(tmp_path: Path, record: object, arguments: str) -> None:
+def test_an_unusable_record_is_an_error(tmp_path: Path, record: object, message: str) -> None:
     _, encoder = build_encoder(tmp_path / "tokenizer", None)
-    with pytest.raises(DataError, match=arguments):
+    with pytest.raises(DataError, match=message):
         read_tasks(Path(write_records(tmp_path / "a.jsonl", *PAIRS, record)), encoder)
     assert len(read_tasks(tmp_path / "a.jsonl", encoder, limit=2)) == 2
 

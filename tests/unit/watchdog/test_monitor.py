@@ -113,10 +113,10 @@ import pathlib, sys, time
 from shardwright.watchdog.heartbeat import HeartbeatWriter
 heartbeat = HeartbeatWriter(pathlib.Path(sys.argv[1]), int(sys.argv[2]), 2)
 heartbeat.begin_phase("step", 4.0, step=3)
-def block():
+def block_forever():
     print("up", flush=True)
     time.sleep(600)
-block()
+block_forever()
 """
     ranks = [
         subprocess.Popen(
@@ -136,7 +136,7 @@ block()
         assert watchdog.diagnosis.blocking_ranks == (1,)
         (report,) = (tmp_path / "hangs").iterdir()
         assert str(report) in watchdog.diagnosis.message
-        assert report.read_text().count("in block") == 2
+        assert report.read_text().count("in block_forever") == 2
         assert ranks[0].poll() is None
     finally:
         for process in ranks:
