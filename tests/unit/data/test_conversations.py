@@ -55,7 +55,7 @@ def chat_recipe(
 def list_supervised_texts(prepared: PreparedData, dataset: TokenDataset | None = None) -> list[str]:
     """List the supervised spans of all samples as text, sorted."""
     dataset = dataset or prepared.train
-    found = []
+    texts = []
     for index in range(len(dataset)):
         sample = dataset.get_sample(index)
         documents = (
@@ -64,8 +64,8 @@ def list_supervised_texts(prepared: PreparedData, dataset: TokenDataset | None =
         for number in range(int(documents.max()) + 1):
             is_supervised = (documents == number) & (sample.labels != IGNORED_LABEL)
             if is_supervised.any():
-                found.append(prepared.tokenizer.decode(sample.labels[is_supervised].tolist()))
-    return sorted(found)
+                texts.append(prepared.tokenizer.decode(sample.labels[is_supervised].tolist()))
+    return sorted(texts)
 
 
 def list_answers(records: list[dict[str, Any]]) -> list[str]:
@@ -115,11 +115,11 @@ def test_every_file_format_gives_the_same_samples(tmp_path: Path, form: str) -> 
             pyarrow.ipc.new_stream(file, table.schema) as writer,
         ):
             writer.write_table(table)
-    found = prepare_data(chat_recipe(tmp_path / form, str(path)))
-    assert len(found.train) == len(expected.train)
-    for index in range(len(found.train)):
+    actual = prepare_data(chat_recipe(tmp_path / form, str(path)))
+    assert len(actual.train) == len(expected.train)
+    for index in range(len(actual.train)):
         for one, other in zip(
-            found.train.get_sample(index), expected.train.get_sample(index), strict=True
+            actual.train.get_sample(index), expected.train.get_sample(index), strict=True
         ):
             assert np.array_equal(np.asarray(one), np.asarray(other))
 
@@ -203,7 +203,7 @@ def test_broken_records_are_counted_reported_and_limited(tmp_path: Path) -> None
     prepared = prepare_data(chat_recipe(tmp_path, path, template=THROWS, max_broken_fraction=0.2))
     records = prepared.report.records
     assert (records.num_records, records.num_broken) == (47, 7)
-    found = {item.line: item.reason for item in records.broken}
+    reasons = {item.line: item.reason for item in records.broken}
     for line, message in zip(
         range(21, 28),
         [
@@ -217,7 +217,7 @@ def test_broken_records_are_counted_reported_and_limited(tmp_path: Path) -> None
         ],
         strict=True,
     ):
-        assert message in found[line], found
+        assert message in reasons[line], reasons
     assert list_supervised_texts(prepared) == list_answers(CHATS)
     with pytest.raises(DataError, match=r"too many records.*a\.jsonl:21.*7 of 47 broken"):
         prepare_data(chat_recipe(tmp_path, path, template=THROWS, max_broken_fraction=0.1))
@@ -565,11 +565,11 @@ def test_the_terminal_shows_format_template_and_share(
         nproc=None,
         json_output=True,
     )
-    found = json.loads(capsys.readouterr().out)
-    assert found["sources"][0]["records"] == "messages"
-    assert found["train"]["num_supervised"] > 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["sources"][0]["records"] == "messages"
+    assert output["train"]["num_supervised"] > 0
     supervised = "".join(
-        span["text"] for span in found["samples"][0]["spans"] if span["supervised"]
+        span["text"] for span in output["samples"][0]["spans"] if span["supervised"]
     )
     assert re.fullmatch(r"((answer \d+)+<\|im_end\|>)+", supervised)
 

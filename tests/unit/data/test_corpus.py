@@ -28,10 +28,10 @@ def build_corpus(sources: Any, **data: Any) -> Corpus:
 
 
 def list_texts(corpus: Corpus, side: Side) -> list[str]:
-    found: dict[int, str] = {}
+    text_by_record: dict[int, str] = {}
     for piece in corpus.iterate_pieces(side):
-        found[piece.record] = found.get(piece.record, "") + piece.text
-    return list(found.values())
+        text_by_record[piece.record] = text_by_record.get(piece.record, "") + piece.text
+    return list(text_by_record.values())
 
 
 def test_each_document_and_its_duplicates_are_on_one_side(tmp_path: Path) -> None:

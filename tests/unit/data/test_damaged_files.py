@@ -117,7 +117,7 @@ def test_a_boolean_is_not_a_token_id(tmp_path: Path) -> None:
     path = write_records(
         tmp_path / "a.jsonl", *[{"input_ids": [1, 2, 3]}] * 4, {"input_ids": [True, 2]}
     )
-    found = prepare(tmp_path, path, max_broken_fraction=0.5).report.records
-    assert [(item.line, item.reason) for item in found.broken] == [
+    records = prepare(tmp_path, path, max_broken_fraction=0.5).report.records
+    assert [(item.line, item.reason) for item in records.broken] == [
         (5, "'input_ids' is not a list of integers")
     ]

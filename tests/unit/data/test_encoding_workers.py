@@ -41,13 +41,13 @@ def test_processes_give_the_results_of_one(tmp_path: Path, monkeypatch: pytest.M
     from_one_process = list(encode_in_order(encoder, iterate_pieces(300), 1))
     drawn: list[int] = []
     from_two_processes = encode_in_order(encoder, iterate_pieces(300, drawn), 2)
-    found = []
+    results = []
     for number, outcome in enumerate(from_two_processes):
-        found.append(outcome)
+        results.append(outcome)
         assert len(drawn) <= number + 30 + 7 * 10, "the file is read no further than needed"
-    assert [piece.record for piece, _ in found] == list(range(300))
-    assert sum(isinstance(outcome, str) for _, outcome in found) == 6
-    for (_, one), (_, other) in zip(from_one_process, found, strict=True):
+    assert [piece.record for piece, _ in results] == list(range(300))
+    assert sum(isinstance(outcome, str) for _, outcome in results) == 6
+    for (_, one), (_, other) in zip(from_one_process, results, strict=True):
         if isinstance(one, str) or isinstance(other, str):
             assert one == other
         else:

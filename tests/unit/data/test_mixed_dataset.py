@@ -30,9 +30,9 @@ def build_mixture(sizes: list[int], weights: list[float], seed: int = 0) -> Mixe
 
 @given(total=st.integers(0, 1000), weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 def test_shares_sum_to_the_total_and_are_nearest(total: int, weights: list[float]) -> None:
-    found = apportion(total, weights)
-    assert sum(found) == total
-    for part, weight in zip(found, weights, strict=True):
+    counts = apportion(total, weights)
+    assert sum(counts) == total
+    for part, weight in zip(counts, weights, strict=True):
         assert abs(part - total * weight / sum(weights)) <= 1 + 1e-9
 
 
@@ -69,11 +69,13 @@ def test_any_segment_of_the_run_has_the_shares() -> None:
     dataset = build_mixture([400, 100, 20], [1.0, 1.0, 2.0], seed=3)
     order = SampleOrder(3, len(dataset))
     for first in (0, 300, 1500):
-        found = Counter(
+        counts = Counter(
             dataset.locate_sample(order.get_index(position), order.get_epoch(position))[0]
             for position in range(first, first + 200)
         )
-        assert [found[part] / 200 for part in range(3)] == pytest.approx([0.25, 0.25, 0.5], abs=0.1)
+        assert [counts[part] / 200 for part in range(3)] == pytest.approx(
+            [0.25, 0.25, 0.5], abs=0.1
+        )
 
 
 def test_another_seed_draws_other_samples() -> None:
@@ -98,13 +100,13 @@ def test_a_recipe_mixes_its_sources_by_weight(tmp_path: Path, packing: str) -> N
     ]
     prepared = prepare_data(build_recipe(tmp_path, sources, packing=packing, length=8))
     assert isinstance(prepared.train, MixedDataset)
-    found = Counter()
+    counts = Counter()
     for index in range(len(prepared.train)):
         labels = prepared.train.get_sample(index).labels
         (letter,) = {prepared.tokenizer.decode([label]) for label in labels if label >= 0}
-        found[letter] += 1
-    assert (found["a"], found["b"]) == prepared.train.num_samples_per_part
-    assert found["b"] / len(prepared.train) == pytest.approx(0.75, abs=0.02)
+        counts[letter] += 1
+    assert (counts["a"], counts["b"]) == prepared.train.num_samples_per_part
+    assert counts["b"] / len(prepared.train) == pytest.approx(0.75, abs=0.02)
     assert [source.share for source in prepared.report.sources] == [
         n / len(prepared.train) for n in prepared.train.num_samples_per_part
     ]

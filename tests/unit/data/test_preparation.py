@@ -37,14 +37,14 @@ def decode_tokens(prepared: PreparedData, dataset: TokenDataset | None) -> str:
 
 def list_supervised_texts(prepared: PreparedData, dataset: PackedDataset) -> list[str]:
     """List each piece of every row as text: its first token and its labels."""
-    found = []
+    texts = []
     for index in range(len(dataset)):
         sample = dataset.get_sample(index)
         assert sample.document_ids is not None
         for number in range(int(sample.document_ids.max()) + 1):
             is_supervised = (sample.document_ids == number) & (sample.labels != IGNORED_LABEL)
             if is_supervised.any():
-                found.append(
+                texts.append(
                     prepared.tokenizer.decode(
                         [
                             int(sample.input_ids[is_supervised][0]),
@@ -52,7 +52,7 @@ def list_supervised_texts(prepared: PreparedData, dataset: PackedDataset) -> lis
                         ]
                     )
                 )
-    return found
+    return texts
 
 
 def test_the_published_character_data_is_reproduced(outside_data: Path, tmp_path: Path) -> None:

@@ -62,13 +62,13 @@ def test_an_array_is_streamed_row_by_row(
     (tmp_path / "a.json").write_text(
         "\n\n" + json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8"
     )
-    found = list_rows(tmp_path / "a.json", "json")
-    assert [row.value for row in found] == ROWS
+    rows = list_rows(tmp_path / "a.json", "json")
+    assert [row.value for row in rows] == ROWS
     if indent is None:
-        assert {row.line for row in found} == {3}
+        assert {row.line for row in rows} == {3}
     else:
         text = (tmp_path / "a.json").read_text(encoding="utf-8").split("\n")
-        assert all(text[row.line - 1].strip().startswith("{") for row in found)
+        assert all(text[row.line - 1].strip().startswith("{") for row in rows)
 
 
 def test_json_lines_in_a_file_named_json_are_read(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_a_datasets_folder_is_read_in_the_order_of_state_json(tmp_path: Path) ->
         pyarrow.table({"text": [f"{part} {row}" for row in range(300)], "id": range(300)})
         for part in "ba"
     ]
-    found = read_source(DataSource(path=write_arrow(tmp_path / "set", tables)))
-    assert [piece.text for piece in found if isinstance(piece, TextPiece)] == [
+    pieces = read_source(DataSource(path=write_arrow(tmp_path / "set", tables)))
+    assert [piece.text for piece in pieces if isinstance(piece, TextPiece)] == [
         f"{part} {row}" for part in "ba" for row in range(300)
     ]
 

@@ -80,8 +80,8 @@ def read_record(row: dict[str, Any]) -> tuple[str, Any]:
 def test_kinds_are_detected_from_columns(
     row: dict[str, Any], kind: str, columns: dict[str, str]
 ) -> None:
-    found = detect(row)
-    assert (found.kind, dict(found.columns)) == (kind, columns)
+    schema = detect(row)
+    assert (schema.kind, dict(schema.columns)) == (kind, columns)
 
 
 def test_the_kind_of_the_majority_is_the_kind_of_all() -> None:
@@ -95,11 +95,11 @@ def test_the_kind_of_the_majority_is_the_kind_of_all() -> None:
         detect(*rows[:2])
 
 
-def test_named_columns_decide() -> None:
+def test_columns_of_the_recipe_override_detection() -> None:
     row = {"q": "what", "solution": "that", "text": "other"}
-    found = detect(row, named={"prompt": "q", "response": "solution"})
-    assert found.kind == "prompt_response"
-    assert json.loads(found.read_row(row)[1])["response"] == "that"
+    schema = detect(row, named={"prompt": "q", "response": "solution"})
+    assert schema.kind == "prompt_response"
+    assert json.loads(schema.read_row(row)[1])["response"] == "that"
     assert detect(row, named={"text": "solution"}).read_row(row) == ("text", "that")
     assert detect({"messages": turns("a", "b"), "text": "x"}, kind="text").kind == "text"
 
@@ -165,18 +165,18 @@ def test_tool_calls_are_normalised() -> None:
         {"role": "tool", "content": "rain"},
         {"role": "assistant", "content": "It rains."},
     ]
-    found = read_conversation(
+    normalised = read_conversation(
         conversation, json.dumps([{"type": "function", "function": {"name": "weather"}}])
     )
-    assert found["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    assert found["tools"][0]["function"]["name"] == "weather"
+    assert normalised["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert normalised["tools"][0]["function"]["name"] == "weather"
     sharegpt = [
         {"from": "human", "value": "weather?"},
         {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
         {"from": "observation", "value": "rain"},
         {"from": "gpt", "value": "It rains."},
     ]
-    assert read_conversation(sharegpt)["messages"] == found["messages"]
+    assert read_conversation(sharegpt)["messages"] == normalised["messages"]
 
 
 def make_tool_call(**function: Any) -> list[dict[str, Any]]:

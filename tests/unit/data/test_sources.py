@@ -25,11 +25,11 @@ def read_sources(*data_sources: DataSource) -> list[TextPiece | BrokenRecord]:
 
 def list_texts(*data_sources: DataSource) -> list[str]:
     """List the documents, joining the pieces of each."""
-    found: dict[int, str] = {}
+    text_by_record: dict[int, str] = {}
     for item in read_sources(*data_sources):
         assert isinstance(item, TextPiece), item
-        found[item.record] = found.get(item.record, "") + item.text
-    return list(found.values())
+        text_by_record[item.record] = text_by_record.get(item.record, "") + item.text
+    return list(text_by_record.values())
 
 
 def list_broken_records(*data_sources: DataSource) -> list[tuple[str, int, str]]:
@@ -114,10 +114,12 @@ def test_broken_lines_are_reported_by_file_and_line(tmp_path: Path) -> None:
         b'{"text": "good"}',
     ]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    found = list_broken_records(DataSource(path=str(tmp_path / "a.jsonl")))
-    assert [(file, line) for file, line, _ in found] == [("a.jsonl", line) for line in range(2, 11)]
+    broken = list_broken_records(DataSource(path=str(tmp_path / "a.jsonl")))
+    assert [(file, line) for file, line, _ in broken] == [
+        ("a.jsonl", line) for line in range(2, 11)
+    ]
     for (_, _, reason), word in zip(
-        found,
+        broken,
         ["not JSON", "list", "'txt'", "int", "null", "empty", "not UTF-8", "surrogate", "not JSON"],
         strict=True,
     ):
@@ -154,20 +156,20 @@ def test_an_error_late_in_a_large_file_has_its_line(
 def test_empty_files_are_harmless(tmp_path: Path, content: str) -> None:
     write_text(tmp_path / "a.txt", content)
     write_text(tmp_path / "b.jsonl", content)
-    found = read_sources(DataSource(path=str(tmp_path)))
-    assert [(item.file, item.harmless) for item in found if isinstance(item, BrokenRecord)] == [
+    items = read_sources(DataSource(path=str(tmp_path)))
+    assert [(item.file, item.harmless) for item in items if isinstance(item, BrokenRecord)] == [
         ("a.txt", True),
         ("b.jsonl", True),
     ]
-    assert [item.record for item in found] == [0, 1]
+    assert [item.record for item in items] == [0, 1]
 
 
 def test_parquet_is_read_in_row_groups(tmp_path: Path) -> None:
     table = pyarrow.table({"text": ["one", None, "", "four"] * 300, "number": range(1200)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)
-    found = read_sources(DataSource(path=str(tmp_path / "a.parquet")))
-    assert [item.text for item in found if isinstance(item, TextPiece)] == ["one", "four"] * 300
-    assert [item.line for item in found if isinstance(item, BrokenRecord)][:4] == [2, 3, 6, 7]
+    items = read_sources(DataSource(path=str(tmp_path / "a.parquet")))
+    assert [item.text for item in items if isinstance(item, TextPiece)] == ["one", "four"] * 300
+    assert [item.line for item in items if isinstance(item, BrokenRecord)][:4] == [2, 3, 6, 7]
 
 
 def test_parquet_with_dictionary_encoding_is_read(tmp_path: Path) -> None:

@@ -59,17 +59,17 @@ class Chat:
 
 
 def decode_supervised_spans(encoded: EncodedRecord, tokenizer: Tokenizer) -> list[str]:
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     was_supervised = 0
     for token, is_supervised in zip(
         encoded.ids.tolist(), encoded.supervised_mask.tolist(), strict=True
     ):
         if is_supervised and not was_supervised:
-            found.append([])
+            spans.append([])
         if is_supervised:
-            found[-1].append(token)
+            spans[-1].append(token)
         was_supervised = is_supervised
-    return [tokenizer.decode(ids) for ids in found]
+    return [tokenizer.decode(ids) for ids in spans]
 
 
 def test_only_assistant_turns_and_their_ends_are_supervised(tmp_path: Path) -> None:

@@ -43,9 +43,8 @@ def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         directory = os.open(path.parent, os.O_RDONLY)
         try:
-            server.bind(
-                f"/proc/self/fd/{directory}/{path.name}"
-            )  # a socket's path may have 107 bytes
+            # The path of a socket is limited to 107 bytes.
+            server.bind(f"/proc/self/fd/{directory}/{path.name}")
         finally:
             os.close(directory)
 
@@ -187,9 +186,9 @@ def test_text_that_cannot_be_split_has_a_limit(
     assert "4,000 characters" in message
     for name, texts in (("words", ["word " * 2000]), ("unbroken", ["fine"] * 200 + ["x" * 5000])):
         path_of_records = write_json_lines(tmp_path / f"{name}.jsonl", texts)
-        found = list(read_files(list_files([DataSource(path=path_of_records)], "data.sources")))
-        pieces = [item for item in found if isinstance(item, TextPiece)]
-        broken = [item for item in found if isinstance(item, BrokenRecord)]
+        items = list(read_files(list_files([DataSource(path=path_of_records)], "data.sources")))
+        pieces = [item for item in items if isinstance(item, TextPiece)]
+        broken = [item for item in items if isinstance(item, BrokenRecord)]
         if name == "words":
             assert "".join(piece.text for piece in pieces) == texts[0]
             assert max(len(piece.text) for piece in pieces) < 3 * 16 * 64
@@ -295,11 +294,11 @@ def test_rows_of_large_texts_are_read_one_at_a_time(
     monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 3000)
     texts = ["short", "word " * 300, "word " * 900]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    found = list(
+    items = list(
         read_files(list_files([DataSource(path=str(tmp_path / "a.parquet"))], "data.sources"))
     )
-    assert [item.text for item in found if isinstance(item, TextPiece)] == texts[:2]
-    assert [item.reason for item in found if isinstance(item, BrokenRecord)] == [
+    assert [item.text for item in items if isinstance(item, TextPiece)] == texts[:2]
+    assert [item.reason for item in items if isinstance(item, BrokenRecord)] == [
         "longer than 3,000 characters"
     ]
 

@@ -44,7 +44,7 @@ def test_pages_do_not_grow_with_the_steps(tmp_path: Path) -> None:
 PROBE = """
 <script>
 addEventListener("load", () => setTimeout(() => {
-  const found = { shown: [], readers: [] };
+  const result = { shown: [], readers: [] };
   for (const figure of document.querySelectorAll(".figure")) {
     const svgs = [...figure.querySelectorAll("svg")]
       .filter((svg) => svg.getBoundingClientRect().width > 0);
@@ -52,16 +52,16 @@ addEventListener("load", () => setTimeout(() => {
     const boxes = drawn.map((shape) => shape.getBBox());
     const right = Math.max(...boxes.map((box) => box.x + box.width));
     const spread = right - Math.min(...boxes.map((box) => box.x));
-    found.shown.push([svgs.length, boxes.length ? spread / svgs[0].viewBox.baseVal.width : 0]);
+    result.shown.push([svgs.length, boxes.length ? spread / svgs[0].viewBox.baseVal.width : 0]);
     if (!figure.dataset.chart || !svgs.length) continue;
     const box = svgs[0].getBoundingClientRect();
     svgs[0].dispatchEvent(new PointerEvent("pointermove",
       { clientX: box.left + box.width / 2, clientY: box.top + 50 }));
     const reader = figure.querySelector(".reader");
-    found.readers.push(reader.hidden ? "" : reader.textContent);
+    result.readers.push(reader.hidden ? "" : reader.textContent);
   }
-  found.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-  document.title = JSON.stringify(found);
+  result.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  document.title = JSON.stringify(result);
 }, 0));
 </script>
 """
@@ -167,13 +167,13 @@ def test_the_page_works_in_a_browser(
     assert serve[-1].paths == ["/page"]
     title = re.search(r"<title>(\{.*?\})</title>", process.stdout)
     assert title, process.stderr[-2000:]
-    found = json.loads(html.unescape(title[1]))
-    shown = found["shown"]
+    result = json.loads(html.unescape(title[1]))
+    shown = result["shown"]
     assert len(shown) == 14
     # One visible picture per chart, and its curve has width.
     assert all(count == 1 and share > 0.3 for count, share in shown), shown
-    assert all(re.search(r"step \d+.*\d", reader) for reader in found["readers"])
-    assert found["overflow"] == 0
+    assert all(re.search(r"step \d+.*\d", reader) for reader in result["readers"])
+    assert result["overflow"] == 0
 
 
 @pytest.mark.long

@@ -175,10 +175,10 @@ def test_the_verb_prints_its_address_serves_and_ends_on_ctrl_c(run: Path) -> Non
         try:
             assert process.stdout is not None
             address = process.stdout.readline()
-            found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/[\w-]+/)\n", address)
-            assert found, address
-            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=120)
-            connection.request("GET", found[2])
+            match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/[\w-]+/)\n", address)
+            assert match, address
+            connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=120)
+            connection.request("GET", match[2])
             assert connection.getresponse().status == 200
             os.kill(process.pid, signal.SIGINT)
             _, errors = process.communicate(timeout=120)

@@ -42,12 +42,12 @@ def build_recipe(folder: Path, run: str, *, asynchronous: bool) -> Recipe:
 
 def read_states(run: Path) -> list[dict[str, torch.Tensor]]:
     """Read every tensor of every step's checkpoint."""
-    found = [
+    checkpoints = [
         open_checkpoint(run / "checkpoints" / f"step-{step:08d}") for step in range(1, STEPS + 1)
     ]
     return [
         {name: read_tensor(checkpoint, name) for name in checkpoint.manifest.tensors}
-        for checkpoint in found
+        for checkpoint in checkpoints
     ]
 
 

@@ -18,9 +18,9 @@ def test_loads_of_sparse_layers_are_read_from_a_table() -> None:
     table = torch.zeros(3, 8 + 3, dtype=torch.float64)
     table[1:, :8] = torch.tensor([[4, 0, 0, 0, 0, 0, 0, 4], [1, 1, 1, 1, 1, 1, 1, 1]])
     table[1:, 8:] = torch.tensor([[2, 6.0, 1.0], [1, 3.0, 2.0]])
-    found = read_expert_loads(table, shape, num_rows=3)
-    assert found.tokens_by_layer == {1: (4, 0, 0, 0, 0, 0, 0, 4), 2: (1,) * 8}
-    assert (found.num_dropped, found.balance_loss, found.z_loss, found.max_load_ratio) == (
+    loads = read_expert_loads(table, shape, num_rows=3)
+    assert loads.tokens_by_layer == {1: (4, 0, 0, 0, 0, 0, 0, 4), 2: (1,) * 8}
+    assert (loads.num_dropped, loads.balance_loss, loads.z_loss, loads.max_load_ratio) == (
         3,
         1.5,
         0.5,

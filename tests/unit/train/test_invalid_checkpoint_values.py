@@ -140,8 +140,8 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
     caplog.set_level(logging.CRITICAL)
     checked, state, run = trained
     original = read_values(folder)
-    found = checkpointing.find_newest_checkpoint(run.checkpoints)
-    assert found is not None
+    newest = checkpointing.find_newest_checkpoint(run.checkpoints)
+    assert newest is not None
     current: list[Any] = [original]
 
     def iterate_variants() -> Iterator[Any]:
@@ -169,7 +169,7 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
         return content
 
     monkeypatch.setattr("shardwright.checkpoint.tensor_loading.read_values", read_current_values)
-    monkeypatch.setattr(checkpointing, "find_newest_checkpoint", lambda _: found)
+    monkeypatch.setattr(checkpointing, "find_newest_checkpoint", lambda _: newest)
     monkeypatch.setattr(checkpointing, "load_checkpoint", lambda *_: None)
     refused = accepted = longest = 0
     for variant in iterate_variants():

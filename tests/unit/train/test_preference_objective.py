@@ -40,7 +40,7 @@ def read_batches(checked: ValidatedRun, step: int) -> list[MicroBatch]:
 
 def compute_log_probs(decoder: Decoder, batch: MicroBatch) -> Tensor:
     """Compute log-probabilities of both responses, each from its document alone."""
-    found = []
+    log_probs = []
     assert batch.document_ids_BT is not None
     for ids_T, labels_T, documents_T in zip(
         batch.input_ids_BT, batch.labels_BT, batch.document_ids_BT, strict=True
@@ -50,10 +50,10 @@ def compute_log_probs(decoder: Decoder, batch: MicroBatch) -> Tensor:
             log_probs_SV = F.log_softmax(decoder(ids_T[in_document][None])[0].double(), dim=-1)
             targets_S = labels_T[in_document]
             is_supervised = targets_S != -100
-            found.append(
+            log_probs.append(
                 log_probs_SV[is_supervised].gather(1, targets_S[is_supervised][:, None]).sum()
             )
-    return torch.stack(found).view(-1, 2)
+    return torch.stack(log_probs).view(-1, 2)
 
 
 def test_loss_and_gradients_equal_those_of_the_formula(tmp_path: Path) -> None:
@@ -83,10 +83,10 @@ def test_loss_and_gradients_equal_those_of_the_formula(tmp_path: Path) -> None:
     loss.backward()
     expected = {name: parameter.grad for name, parameter in model.decoder.named_parameters()}
     model.decoder.zero_grad()
-    found = accumulate_gradients(
+    actual_loss = accumulate_gradients(
         model, read_batches(checked, 0), seed=0, step=0, objective=state.objective
     )
-    assert found.mean() == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert actual_loss.mean() == pytest.approx(float(loss.detach()), rel=1e-6)
     for name, parameter in model.decoder.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=2e-4, atol=1e-7, msg=name)
     metrics = state.objective.pop_metrics()
@@ -157,9 +157,9 @@ def test_weights_multiply_token_losses_and_their_gradients() -> None:
         tensors[0][0] @ tensors[0][1].T, labels_N, reduction="none", ignore_index=-100
     )
     (losses_N @ weights_N).backward()
-    found = chunked_cross_entropy(*tensors[1], None, labels_N, chunk_tokens=4, weights_N=weights_N)
-    found.backward()
-    torch.testing.assert_close(found, losses_N @ weights_N)
+    loss = chunked_cross_entropy(*tensors[1], None, labels_N, chunk_tokens=4, weights_N=weights_N)
+    loss.backward()
+    torch.testing.assert_close(loss, losses_N @ weights_N)
     for actual, reference in zip(tensors[1], tensors[0], strict=True):
         torch.testing.assert_close(actual.grad, reference.grad)
     torch.testing.assert_close(
@@ -229,13 +229,13 @@ def test_pairs_with_and_without_a_prompt_column_are_read() -> None:
     bad = {"role": "assistant", "content": "5"}
     with_prompt = {"prompt": [question], "chosen": [good], "rejected": [bad]}
     without_prompt = {"chosen": [question, good], "rejected": [question, bad]}
-    found = []
+    results = []
     for row in (with_prompt, without_prompt):
         records = detect_schema([row], "auto", {}, "text", "data.sources.0")
         assert records.kind == "preference"
-        found.append(records.read_row(row))
-    assert found[0] == found[1]
-    chosen = json.loads(found[0][1])["chosen"]["messages"]
+        results.append(records.read_row(row))
+    assert results[0] == results[1]
+    chosen = json.loads(results[0][1])["chosen"]["messages"]
     assert chosen == [question | {"loss_weight": 0}, good]
     with pytest.raises(UnusableRecord, match="the same"):
         detect_schema([without_prompt], "auto", {}, "text", "").read_row(

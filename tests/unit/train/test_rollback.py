@@ -163,11 +163,12 @@ def test_a_nan_gradient_does_not_reach_the_moments(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         add_nan_gradients(patch, {5})
         poisoned = train_run(tmp_path, "poisoned")
-    found = find_newest_checkpoint(poisoned / "checkpoints")
-    assert found is not None
-    assert any(name.startswith("optimizer.") for name in found.manifest.tensors)
+    checkpoint = find_newest_checkpoint(poisoned / "checkpoints")
+    assert checkpoint is not None
+    assert any(name.startswith("optimizer.") for name in checkpoint.manifest.tensors)
     assert all(
-        bool(torch.isfinite(read_tensor(found, name)).all()) for name in found.manifest.tensors
+        bool(torch.isfinite(read_tensor(checkpoint, name)).all())
+        for name in checkpoint.manifest.tensors
     )
 
 

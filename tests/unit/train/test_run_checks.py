@@ -97,11 +97,11 @@ def test_rows_are_padded_to_the_expected_multiple(
 
 
 def test_a_run_with_short_rows_has_equal_losses_with_fewer_tokens(tmp_path: Path) -> None:
-    found = []
+    runs = []
     for padding in ("longest", "max_length"):
         train(build_recipe(tmp_path, run=padding, data={"padding": padding}))
-        found.append(read_events(tmp_path / padding).filter_by_type(StepEvent))
-    short, full = found
+        runs.append(read_events(tmp_path / padding).filter_by_type(StepEvent))
+    short, full = runs
     assert [step.supervised_tokens for step in short] == [step.supervised_tokens for step in full]
     assert {step.tokens for step in full} == {ROWS * LENGTH}
     assert all(step.tokens < 0.8 * ROWS * LENGTH for step in short)

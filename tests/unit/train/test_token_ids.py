@@ -179,8 +179,8 @@ def test_the_data_verb_shows_ids_instead_of_text(
 def test_a_run_with_a_removed_tokenizer_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = make_run(tmp_path / "run", steps=(1,), best=None)
-    for file in made.tokenizer_path.iterdir():
+    run_folder = make_run(tmp_path / "run", steps=(1,), best=None)
+    for file in run_folder.tokenizer_path.iterdir():
         file.unlink()
     assert (
         run(["export", str(RunFolder(tmp_path / "run").path), "--out", str(tmp_path / "out")]) == 2

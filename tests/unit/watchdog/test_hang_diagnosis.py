@@ -146,11 +146,11 @@ def test_a_rank_that_skipped_a_collective_is_found_by_the_ones_after_it() -> Non
             make_heartbeat(1, shorter_sequence, world_size=2),
         ],
     ):
-        found = find_skipped_collective(views)
-        assert found is not None
-        assert found.blocking_ranks == (1,)
-        assert "rank 1 skipped all_reduce #3 (3 elements)" in found.message
-        assert "it entered broadcast" in found.message
+        diagnosis = find_skipped_collective(views)
+        assert diagnosis is not None
+        assert diagnosis.blocking_ranks == (1,)
+        assert "rank 1 skipped all_reduce #3 (3 elements)" in diagnosis.message
+        assert "it entered broadcast" in diagnosis.message
     assert (
         find_skipped_collective(
             [
@@ -173,15 +173,15 @@ def test_with_two_waiting_ranks_earlier_steps_show_the_one_that_skipped(
     waiting = [*step, *step[:9]]
     skipping = [*step, *step[:8], following]
     sequences = [waiting, skipping] if skipping_rank == 1 else [skipping, waiting]
-    found = find_skipped_collective(
+    diagnosis = find_skipped_collective(
         [
             make_heartbeat(number, sequence, world_size=2)
             for number, sequence in enumerate(sequences)
         ]
     )
-    assert found is not None
-    assert found.blocking_ranks == (skipping_rank,)
-    assert f"rank {skipping_rank} skipped all_reduce #19 (3 elements)" in found.message
+    assert diagnosis is not None
+    assert diagnosis.blocking_ranks == (skipping_rank,)
+    assert f"rank {skipping_rank} skipped all_reduce #19 (3 elements)" in diagnosis.message
 
 
 def test_missing_ranks_are_reported_to_be_on_another_machine() -> None:

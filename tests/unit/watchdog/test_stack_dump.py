@@ -53,11 +53,11 @@ def test_stacks_of_running_and_stopped_ranks_are_complete(tmp_path: Path) -> Non
         views = read_heartbeats(tmp_path)
         states = {view.rank: read_process_state(view.pid) for view in views}
         assert states[1] == "T"
-        found = dump_stacks(tmp_path, views, states)
-        assert {rank: text.count("in recurse") for rank, text in found.items()} == dict.fromkeys(
+        stacks = dump_stacks(tmp_path, views, states)
+        assert {rank: text.count("in recurse") for rank, text in stacks.items()} == dict.fromkeys(
             range(2), _THREADS * _DEPTH
         )
-        assert all(text.rstrip().endswith("in <module>") for text in found.values())
+        assert all(text.rstrip().endswith("in <module>") for text in stacks.values())
         assert ranks[0].poll() is None
         os.waitpid(ranks[1].pid, os.WUNTRACED)
     finally:
