@@ -82,7 +82,9 @@ def build_dataset() -> PackedDataset:
     )
 
 
-def read(plan: BatchPlan, step: int, data: PackedDataset | MixedDataset) -> list[MicroBatch]:
+def read_batches(
+    plan: BatchPlan, step: int, data: PackedDataset | MixedDataset
+) -> list[MicroBatch]:
     order = SampleOrder(3, len(data))
     return [
         batch
@@ -115,11 +117,11 @@ PLANS = [(12, 1, 1), (3, 4, 1), (3, 2, 2), (1, 4, 3), (2, 1, 6)]
 def test_every_layout_reads_the_same_rows_as_without_trimming(
     micro: int, accumulation: int, ranks: int, step: int
 ) -> None:
-    full = count_rows(read(BatchPlan(LENGTH, GLOBAL, 1, 1), step, build_dataset()))
+    full = count_rows(read_batches(BatchPlan(LENGTH, GLOBAL, 1, 1), step, build_dataset()))
     assert sum(full.values()) == GLOBAL
     assert (
         count_rows(
-            read(
+            read_batches(
                 BatchPlan(LENGTH, micro, accumulation, ranks, row_multiple=4), step, build_dataset()
             )
         )
@@ -128,7 +130,7 @@ def test_every_layout_reads_the_same_rows_as_without_trimming(
 
 
 def test_rows_have_the_length_of_the_longest_in_their_micro_batch() -> None:
-    batches = read(BatchPlan(LENGTH, 3, 2, 2, row_multiple=8), 0, build_dataset())
+    batches = read_batches(BatchPlan(LENGTH, 3, 2, 2, row_multiple=8), 0, build_dataset())
     lengths = [batch.input_ids_BT.shape[1] for batch in batches]
     longest = [int((batch.labels_BT != -100).sum(1).max()) for batch in batches]
     assert lengths == [-(-used // 8) * 8 for used in longest]
@@ -171,11 +173,11 @@ def test_only_datasets_with_uneven_rows_are_sorted() -> None:
     assert build_dataset().is_uneven
     assert not packed.is_uneven, packed.padding_fraction
     assert not WindowDataset(TOKENS, LENGTH).is_uneven
-    (first, second) = read(BatchPlan(130, 1, 2, 1, row_multiple=4), 0, packed)
+    (first, second) = read_batches(BatchPlan(130, 1, 2, 1, row_multiple=4), 0, packed)
     assert (first.sample_indices_B.tolist(), second.sample_indices_B.tolist()) == ([0], [1])
     mixed = MixedDataset((build_dataset(), build_dataset()), (1.0, 2.0), seed=0)
     assert mixed.is_uneven
-    batches = read(BatchPlan(LENGTH, 2, 3, 2, row_multiple=4), 1, mixed)
+    batches = read_batches(BatchPlan(LENGTH, 2, 3, 2, row_multiple=4), 1, mixed)
     order = SampleOrder(3, 60)
     used = [
         mixed.count_used_positions(order.get_index(int(p)), order.get_epoch(int(p)))
@@ -212,10 +214,10 @@ def test_loss_and_gradients_equal_those_of_full_rows_with_masks(config: dict[str
     # Padding is a document of its own here.
     masked = PackedDataset(TOKENS, pack_documents(STARTS, LENGTH, is_unpacked=True), LENGTH)
     expected_loss, expected = compute_gradients(
-        config, read(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, masked)
+        config, read_batches(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, masked)
     )
     loss, actual = compute_gradients(
-        config, read(BatchPlan(LENGTH, 3, 4, 1, row_multiple=4), 0, build_dataset())
+        config, read_batches(BatchPlan(LENGTH, 3, 4, 1, row_multiple=4), 0, build_dataset())
     )
     assert loss == pytest.approx(expected_loss, rel=1e-12)
     assert actual.keys() == expected.keys()
@@ -230,7 +232,7 @@ def test_loss_and_gradients_equal_those_of_full_rows_with_masks(config: dict[str
 
 
 def test_the_comparison_detects_a_row_that_is_too_short() -> None:
-    (batch,) = read(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, build_dataset())
+    (batch,) = read_batches(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, build_dataset())
     end = int((batch.labels_BT != -100).sum(1).max()) - 1
     ids_BT = batch.input_ids_BT[:, :end]
     labels_BT = batch.labels_BT[:, :end]
