@@ -25,7 +25,7 @@ from shardwright.data.model_data import prepare_for_model
 from shardwright.data.preview import read_spans
 from shardwright.errors import ArchitectureError, InputError, RecipeError
 from tests.unit.data.recipes import story, write_json_lines
-from tests.unit.data.test_tokenize import save_folder, sentencepiece_like
+from tests.unit.data.test_tokenizer import save_folder, sentencepiece_like
 
 MODEL = {
     "model_type": "llama",

@@ -13,17 +13,20 @@ OTHER_END = "<|eot|>"
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = (
-    "{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{%- if tools %}{{ '<|im_start|>system\n' }}"
+    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endif %}"
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>\n' }}{% endif %}"
     "{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.function | tojson) + '</call>' }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + (c.function | tojson) + '</call>' }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}"
 ) + PROMPT
 MARKED = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}"
 ) + PROMPT
 FORGETS_REASONING = CHATML.replace(
@@ -39,19 +42,18 @@ NO_END = (
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 THROWS = (
-    "{%- for m in messages %}{% if 'bomb' in m.content %}{{ raise_exception('no bombs') }}{% endif %}{% endfor %}"
-    + CHATML
+    "{%- for m in messages %}{% if 'bomb' in m.content %}"
+    "{{ raise_exception('no bombs') }}{% endif %}{% endfor %}" + CHATML
 )
 SPACE_BEFORE_ANSWER = (
-    "{%- for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{%- for m in messages %}{{ m.role + ': ' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
 
 def chat_folder(folder: Path, template: str | None = CHATML, *, text: str = "") -> Path:
-    """A folder with a byte-level BPE of a few merges, ChatML's control tokens, and a chat
-    template.
-    """
+    """Write a tokenizer folder: byte-level BPE of a few merges, ChatML tokens, chat template."""
     fast = tokenizers.Tokenizer(tokenizers.models.BPE())
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
@@ -82,7 +84,7 @@ def chat_folder(folder: Path, template: str | None = CHATML, *, text: str = "") 
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """User and assistant in turns."""
+    """Build a conversation in which user and assistant alternate."""
     first = [{"role": "system", "content": system}] if system else []
     return first + [
         {"role": ("user", "assistant")[number % 2], "content": content}
@@ -91,7 +93,7 @@ def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def write_records(path: Path, *records: object) -> str:
-    """JSON lines of the records; a string is a line as it stands."""
+    """Write records as JSON lines; a string is written as a line unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         "".join(

@@ -1,4 +1,4 @@
-"""Small recipes over files that a test has just written."""
+"""Small recipes over files that a test writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 
 
-def recipe_of(
+def build_recipe(
     folder: Path,
     sources: Any,
     *,
@@ -19,8 +19,9 @@ def recipe_of(
     length: int = 8,
     **data: Any,
 ) -> Recipe:
-    """A recipe that reads `sources` and keeps its cache below `folder`; `data` are further keys of
-    its data section.
+    """Build a recipe that reads `sources` and has its cache below `folder`.
+
+    `data` holds further keys of its data section.
     """
     return validate_recipe(
         {
@@ -40,7 +41,7 @@ def recipe_of(
 
 
 def write_text(path: Path, text: str) -> str:
-    """Write a text file; returns its path as a recipe would name it."""
+    """Write a text file; returns its path as a recipe names it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode("utf-8"))
     return str(path)
@@ -52,5 +53,5 @@ def write_json_lines(path: Path, texts: list[str], field: str = "text") -> str:
 
 
 def story(number: int, num_words: int = 12) -> str:
-    """A short text that no other number gives."""
+    """Build a short text that is different for every number."""
     return " ".join(f"w{number * 7 + word}" for word in range(num_words)) + "."

@@ -1,4 +1,4 @@
-"""The split: nothing held out is learnt from."""
+"""Split of documents: no validation document is in the training data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.errors import DataError
 from tests.unit.data.recipes import story, write_json_lines, write_text
 
 
-def corpus_of(sources: Any, **data: Any) -> Corpus:
+def build_corpus(sources: Any, **data: Any) -> Corpus:
     section = DataSection(sources=sources, **data)
     training = scan_records(list_files(section.sources, "data.sources"), lambda done: None)
     validation = (
@@ -27,18 +27,18 @@ def corpus_of(sources: Any, **data: Any) -> Corpus:
     return split_corpus(training, validation, section)
 
 
-def texts(corpus: Corpus, side: Side) -> list[str]:
-    found: dict[int, str] = {}
+def list_texts(corpus: Corpus, side: Side) -> list[str]:
+    text_by_record: dict[int, str] = {}
     for piece in corpus.iterate_pieces(side):
-        found[piece.record] = found.get(piece.record, "") + piece.text
-    return list(found.values())
+        text_by_record[piece.record] = text_by_record.get(piece.record, "") + piece.text
+    return list(text_by_record.values())
 
 
-def test_documents_fall_on_one_side_each_and_duplicates_together(tmp_path: Path) -> None:
+def test_each_document_and_its_duplicates_are_on_one_side(tmp_path: Path) -> None:
     stories = [story(number % 150) for number in range(300)]
-    corpus = corpus_of(write_json_lines(tmp_path / "a.jsonl", stories), validation_fraction=0.2)
-    train = texts(corpus, "train")
-    validation = texts(corpus, "validation")
+    corpus = build_corpus(write_json_lines(tmp_path / "a.jsonl", stories), validation_fraction=0.2)
+    train = list_texts(corpus, "train")
+    validation = list_texts(corpus, "validation")
     assert sorted(train + validation) == sorted(stories)
     assert not set(train) & set(validation)
     assert 0.1 < len(validation) / 300 < 0.3
@@ -46,39 +46,43 @@ def test_documents_fall_on_one_side_each_and_duplicates_together(tmp_path: Path)
 
 
 def test_documents_keep_their_side_as_a_corpus_grows(tmp_path: Path) -> None:
-    small = corpus_of(
+    small = build_corpus(
         write_json_lines(tmp_path / "a.jsonl", [story(n) for n in range(100)]),
         validation_fraction=0.2,
     )
-    large = corpus_of(
+    large = build_corpus(
         write_json_lines(tmp_path / "b.jsonl", [story(n) for n in range(200)]),
         validation_fraction=0.2,
     )
-    assert set(texts(small, "validation")) <= set(texts(large, "validation"))
-    assert set(texts(small, "train")) <= set(texts(large, "train"))
+    assert set(list_texts(small, "validation")) <= set(list_texts(large, "validation"))
+    assert set(list_texts(small, "train")) <= set(list_texts(large, "train"))
 
 
 @pytest.mark.parametrize("fraction", [1e-6, 0.999999])
 def test_neither_side_is_empty_with_two_documents(tmp_path: Path, fraction: float) -> None:
-    corpus = corpus_of(
+    corpus = build_corpus(
         write_json_lines(tmp_path / "a.jsonl", ["one", "two", "one"]), validation_fraction=fraction
     )
-    assert set(texts(corpus, "train")) | set(texts(corpus, "validation")) == {"one", "two"}
-    assert len(set(texts(corpus, "train"))) == len(set(texts(corpus, "validation"))) == 1
+    assert set(list_texts(corpus, "train")) | set(list_texts(corpus, "validation")) == {
+        "one",
+        "two",
+    }
+    assert len(set(list_texts(corpus, "train"))) == len(set(list_texts(corpus, "validation"))) == 1
 
 
 @pytest.mark.parametrize("stories", [["one"], ["one", "one"]])
 def test_one_document_cannot_be_split_by_documents(tmp_path: Path, stories: list[str]) -> None:
     with pytest.raises(DataError, match=r"two different documents.*tail"):
-        corpus_of(write_json_lines(tmp_path / "a.jsonl", stories), validation_fraction=0.1)
+        build_corpus(write_json_lines(tmp_path / "a.jsonl", stories), validation_fraction=0.1)
 
 
-def test_tail_cuts_by_characters_as_nanogpt_does(tmp_path: Path) -> None:
+def test_tail_splits_by_characters_as_nanogpt_does(tmp_path: Path) -> None:
     text = "".join(chr(ord("a") + number % 26) for number in range(9_999))
-    corpus = corpus_of(
+    corpus = build_corpus(
         write_text(tmp_path / "a.txt", text), validation_fraction=0.1, validation_split="tail"
     )
-    (train,), (validation,) = texts(corpus, "train"), texts(corpus, "validation")
+    (train,) = list_texts(corpus, "train")
+    (validation,) = list_texts(corpus, "validation")
     assert train == text[: int(9_999 * 0.9)]
     assert train + validation == text
     assert (corpus.count_characters("train"), corpus.count_characters("validation")) == (
@@ -105,76 +109,73 @@ def test_tail_gives_each_character_to_one_side(
     path = write_json_lines(tmp_path / "a.jsonl", stories)
     if not 0 < boundary < len(whole):
         with pytest.raises(DataError, match="one side empty"):
-            corpus_of(path, validation_fraction=fraction, validation_split="tail")
+            build_corpus(path, validation_fraction=fraction, validation_split="tail")
         return
-    corpus = corpus_of(path, validation_fraction=fraction, validation_split="tail")
-    assert "".join(texts(corpus, "train")) == whole[:boundary]
-    assert "".join(texts(corpus, "validation")) == whole[boundary:]
+    corpus = build_corpus(path, validation_fraction=fraction, validation_split="tail")
+    assert "".join(list_texts(corpus, "train")) == whole[:boundary]
+    assert "".join(list_texts(corpus, "validation")) == whole[boundary:]
     assert corpus.count_characters("train") == boundary
     assert corpus.count_characters("validation") == len(whole) - boundary
 
 
-def test_the_halves_of_a_cut_document_have_no_false_ends(tmp_path: Path) -> None:
-    corpus = corpus_of(
+def test_the_halves_of_a_split_document_have_no_false_ends(tmp_path: Path) -> None:
+    corpus = build_corpus(
         write_text(tmp_path / "a.txt", "x" * 100), validation_fraction=0.5, validation_split="tail"
     )
-    (head,), (tail,) = (
-        list(corpus.iterate_pieces("train")),
-        list(corpus.iterate_pieces("validation")),
-    )
+    (head,) = corpus.iterate_pieces("train")
+    (tail,) = corpus.iterate_pieces("validation")
     assert (head.is_document_start, head.is_document_end) == (True, False)
     assert (tail.is_document_start, tail.is_document_end) == (False, True)
 
 
-def test_tail_drops_what_is_also_learnt_from(tmp_path: Path) -> None:
+def test_tail_drops_documents_that_are_also_in_training(tmp_path: Path) -> None:
     stories = ["aaaa", "bbbb", "cccc", "dddd", "aaaa", "eeee", "cccc", "ffff"]
     path = write_json_lines(tmp_path / "a.jsonl", stories)
-    corpus = corpus_of(path, validation_fraction=0.5, validation_split="tail")
-    assert texts(corpus, "train") == stories[:4]
-    assert texts(corpus, "validation") == ["eeee", "ffff"]
+    corpus = build_corpus(path, validation_fraction=0.5, validation_split="tail")
+    assert list_texts(corpus, "train") == stories[:4]
+    assert list_texts(corpus, "validation") == ["eeee", "ffff"]
     assert corpus.num_duplicates_dropped == 2
-    # The boundary inside the third document: its copy at the end is half learnt from, so it goes
-    # too.
-    cut = corpus_of(path, validation_fraction=22 / 32, validation_split="tail")
-    assert texts(cut, "train") == ["aaaa", "bbbb", "cc"]
-    assert texts(cut, "validation") == ["cc", "dddd", "eeee", "ffff"]
-    # The boundary inside a copy of a document that is learnt from whole: nothing of it is held out.
-    copied = corpus_of(path, validation_fraction=14 / 32, validation_split="tail")
-    assert texts(copied, "train") == ["aaaa", "bbbb", "cccc", "dddd", "aa"]
-    assert texts(copied, "validation") == ["eeee", "ffff"]
+    # The boundary is inside the third document. Half of its copy is in training: drop the copy.
+    split_original = build_corpus(path, validation_fraction=22 / 32, validation_split="tail")
+    assert list_texts(split_original, "train") == ["aaaa", "bbbb", "cc"]
+    assert list_texts(split_original, "validation") == ["cc", "dddd", "eeee", "ffff"]
+    # The boundary is inside a copy of a training document: no part of the copy is in validation.
+    split_copy = build_corpus(path, validation_fraction=14 / 32, validation_split="tail")
+    assert list_texts(split_copy, "train") == ["aaaa", "bbbb", "cccc", "dddd", "aa"]
+    assert list_texts(split_copy, "validation") == ["eeee", "ffff"]
 
 
 def test_a_tail_of_copies_is_an_error(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "a.jsonl", ["one", "two", "one", "two"])
     with pytest.raises(DataError, match=r"also in the training data.*documents"):
-        corpus_of(path, validation_fraction=0.5, validation_split="tail")
+        build_corpus(path, validation_fraction=0.5, validation_split="tail")
 
 
-def test_explicit_validation_drops_what_is_also_learnt_from(tmp_path: Path) -> None:
+def test_explicit_validation_drops_documents_that_are_also_in_training(tmp_path: Path) -> None:
     training = write_json_lines(tmp_path / "a.jsonl", ["one", "two", "three"])
     validation = write_json_lines(tmp_path / "b.jsonl", ["four", "two", "five", "two"])
-    corpus = corpus_of(training, validation=validation)
-    assert texts(corpus, "train") == ["one", "two", "three"]
-    assert texts(corpus, "validation") == ["four", "five"]
+    corpus = build_corpus(training, validation=validation)
+    assert list_texts(corpus, "train") == ["one", "two", "three"]
+    assert list_texts(corpus, "validation") == ["four", "five"]
     assert corpus.num_duplicates_dropped == 2
     assert (corpus.count_characters("train"), corpus.count_characters("validation")) == (11, 8)
     with pytest.raises(DataError, match="is also in the training sources"):
-        corpus_of(training, validation=training)
+        build_corpus(training, validation=training)
 
 
-def test_without_validation_everything_is_learnt_from(tmp_path: Path) -> None:
-    corpus = corpus_of(write_json_lines(tmp_path / "a.jsonl", ["one", "two"]))
-    assert texts(corpus, "train") == ["one", "two"]
+def test_without_validation_every_document_is_in_training(tmp_path: Path) -> None:
+    corpus = build_corpus(write_json_lines(tmp_path / "a.jsonl", ["one", "two"]))
+    assert list_texts(corpus, "train") == ["one", "two"]
     assert corpus.count_characters("validation") == 0
 
 
-def test_broken_records_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_broken_records_are_skipped_and_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\nnot json\n{"text": "two"}\n')
     (tmp_path / "b.txt").write_bytes(b"begins well\n" * 40_000 + b"\xff")
     write_text(tmp_path / "c.txt", "three")
     write_text(tmp_path / "d.txt", "")
-    corpus = corpus_of(str(tmp_path))
-    assert texts(corpus, "train") == ["one", "two", "three"]
+    corpus = build_corpus(str(tmp_path))
+    assert list_texts(corpus, "train") == ["one", "two", "three"]
     records = corpus.training.statistics
     assert (records.num_records, records.num_broken, records.num_empty_files) == (5, 2, 1)
     assert [(item.file, item.line) for item in records.broken] == [
@@ -189,7 +190,7 @@ def test_broken_records_are_passed_over_and_counted(tmp_path: Path) -> None:
     assert caught.value.remedy is not None
 
 
-def test_a_thousand_broken_records_are_told_short(tmp_path: Path) -> None:
+def test_the_message_for_a_thousand_broken_records_is_short(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("nonsense\n" * 1000)
     records = scan_records(
         list_files([DataSection(sources=str(tmp_path)).sources[0]], "data.sources"),
@@ -201,15 +202,15 @@ def test_a_thousand_broken_records_are_told_short(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 600
 
 
-def test_no_text_at_all(tmp_path: Path) -> None:
+def test_sources_without_text_are_refused(tmp_path: Path) -> None:
     write_text(tmp_path / "a.txt", "")
     with pytest.raises(DataError, match=r"contain no text.*1 files, 1 of them empty"):
-        corpus_of(str(tmp_path))
+        build_corpus(str(tmp_path))
 
 
-def test_sources_that_change_while_read_are_noticed(tmp_path: Path) -> None:
+def test_sources_that_change_while_being_read_are_detected(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "a.jsonl", ["one", "two"])
-    corpus = corpus_of(path)
+    corpus = build_corpus(path)
     write_json_lines(tmp_path / "a.jsonl", ["one", "two", "three"])
     with pytest.raises(DataError, match="changed while"):
-        texts(corpus, "train")
+        list_texts(corpus, "train")

@@ -1,6 +1,4 @@
-"""Micro-batches: any layout sees the same batches, and the data cursor is one integer
-(silent-gradient family: the cursor).
-"""
+"""Micro-batches: any layout sees the same batches, and the data cursor is one integer."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ PACKED = PackedDataset(
 )
 
 
-def layouts_of(global_batch_size: int) -> list[BatchPlan]:
-    """Every way to write a global batch as micro x ranks x accumulation."""
+def list_batch_plans(global_batch_size: int) -> list[BatchPlan]:
+    """List every factorisation of a global batch into micro x ranks x accumulation."""
     divisors = [d for d in range(1, global_batch_size + 1) if global_batch_size % d == 0]
     return [
         BatchPlan(LENGTH, micro, global_batch_size // micro // ranks, ranks)
@@ -43,8 +41,8 @@ def layouts_of(global_batch_size: int) -> list[BatchPlan]:
     ]
 
 
-def rows(batch: MicroBatch) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(global position, inputs, labels) of each row."""
+def list_rows(batch: MicroBatch) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """List (global position, inputs, labels) of each row."""
     return [
         (int(position), tuple(inputs), tuple(labels))
         for position, inputs, labels in zip(
@@ -61,13 +59,13 @@ def read_step(plan: BatchPlan, step: int) -> Counter[tuple[int, tuple[int, ...],
         row
         for data_rank in range(plan.data_ranks)
         for batch in read_step_micro_batches(WINDOWS, ORDER, plan, step, data_rank)
-        for row in rows(batch)
+        for row in list_rows(batch)
     )
 
 
 @pytest.mark.parametrize("step", [0, 1, 10, 11])  # an epoch of 124 windows ends within step 10
 def test_every_layout_reads_the_same_global_batch(step: int) -> None:
-    batches = [read_step(plan, step) for plan in layouts_of(12)]
+    batches = [read_step(plan, step) for plan in list_batch_plans(12)]
     assert len(batches) > 10
     assert all(batch == batches[0] for batch in batches)
     assert sorted(position for position, _, _ in batches[0]) == list(
@@ -86,7 +84,7 @@ def test_steps_follow_the_order_without_gap_or_repeat() -> None:
         assert inputs == tuple(expected.tolist())
 
 
-def test_micro_batches_lie_where_the_contract_says() -> None:
+def test_positions_of_micro_batches_follow_the_documented_formula() -> None:
     plan = BatchPlan(LENGTH, micro_batch_size=2, gradient_accumulation_steps=3, data_ranks=4)
     batches = read_step_micro_batches(WINDOWS, ORDER, plan, step=5, data_rank=3)
     assert [batch.sample_indices_B.tolist() for batch in batches] == [
@@ -94,35 +92,33 @@ def test_micro_batches_lie_where_the_contract_says() -> None:
     ]
 
 
-def test_a_resumed_run_needs_nothing_but_the_step() -> None:
-    """Nothing is remembered between calls: reading steps 0 to 5 first changes nothing about step
-    6.
-    """
+def test_a_resumed_run_needs_only_the_step() -> None:
+    """The loader has no state between calls: reading steps 0 to 5 does not change step 6."""
     plan = BatchPlan(LENGTH, 2, 2, 2)
     for step in range(6):
         read_step(plan, step)
     fresh = SampleOrder(seed=1, num_samples=len(WINDOWS))
     for data_rank in range(2):
-        here = read_step_micro_batches(WINDOWS, ORDER, plan, 6, data_rank)
-        there = read_step_micro_batches(WINDOWS, fresh, plan, 6, data_rank)
-        for a, b in zip(here, there, strict=True):
+        continued = read_step_micro_batches(WINDOWS, ORDER, plan, 6, data_rank)
+        resumed = read_step_micro_batches(WINDOWS, fresh, plan, 6, data_rank)
+        for a, b in zip(continued, resumed, strict=True):
             assert torch.equal(a.input_ids_BT, b.input_ids_BT)
 
 
 @given(num_tokens=st.integers(2, 120), micro=st.integers(1, 5), ranks=st.integers(1, 5))
 @settings(max_examples=80, deadline=None)
-def test_evaluation_reads_everything_once_in_equally_many_batches(
+def test_evaluation_reads_everything_once_with_equal_batch_counts(
     num_tokens: int, micro: int, ranks: int
 ) -> None:
     dataset = WindowDataset(np.arange(num_tokens, dtype=np.uint16), LENGTH, is_evaluation=True)
     plan = BatchPlan(LENGTH, micro, 1, ranks)
     by_rank = [list(iterate_evaluation_micro_batches(dataset, plan, rank)) for rank in range(ranks)]
     assert len({len(batches) for batches in by_rank}) == 1
-    every = [batch for batches in by_rank for batch in batches]
-    labels = torch.cat([batch.labels_BT.flatten() for batch in every])
+    all_batches = [batch for batches in by_rank for batch in batches]
+    labels = torch.cat([batch.labels_BT.flatten() for batch in all_batches])
     assert sorted(labels[labels != IGNORED_LABEL].tolist()) == list(range(1, num_tokens))
-    assert sum(batch.num_supervised for batch in every) == num_tokens - 1
-    assert {tuple(batch.input_ids_BT.shape) for batch in every} == {(micro, LENGTH)}
+    assert sum(batch.num_supervised for batch in all_batches) == num_tokens - 1
+    assert {tuple(batch.input_ids_BT.shape) for batch in all_batches} == {(micro, LENGTH)}
 
 
 def test_max_batches_stops_every_rank() -> None:
@@ -133,7 +129,7 @@ def test_max_batches_stops_every_rank() -> None:
     ] == [3, 3]
 
 
-def test_packed_batches_carry_their_boundaries() -> None:
+def test_packed_batches_carry_document_boundaries() -> None:
     (batch,) = read_step_micro_batches(
         PACKED, SampleOrder(0, len(PACKED)), BatchPlan(LENGTH, 3, 1, 1), 0, 0
     )
@@ -144,7 +140,7 @@ def test_packed_batches_carry_their_boundaries() -> None:
     assert batch.document_ids_BT is None
 
 
-def test_a_batch_moves_whole() -> None:
+def test_moving_a_batch_moves_every_tensor() -> None:
     (batch,) = read_step_micro_batches(
         PACKED, SampleOrder(0, len(PACKED)), BatchPlan(LENGTH, 3, 1, 1), 0, 0
     )

@@ -1,6 +1,4 @@
-"""Packed rows train like rows of their own: loss and gradients are equal in float64
-(silent-gradient family: packing leaks).
-"""
+"""Packed rows train like unpacked rows: loss and gradients are equal in float64."""
 
 from __future__ import annotations
 
@@ -36,22 +34,35 @@ LLAMA = {
     "num_key_value_heads": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": 400,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "max_position_embeddings": LENGTH, "vocab_size": 400}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": LENGTH,
+    "vocab_size": 400,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "vocab_size": 400,
+}
 
 
-def batch_of(dataset: TokenDataset) -> MicroBatch:
+def build_batch(dataset: TokenDataset) -> MicroBatch:
     return collate(
         [dataset.get_sample(index) for index in range(len(dataset))], range(len(dataset))
     )
 
 
 def train_once(config: dict[str, Any], batch: MicroBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Summed loss and gradients of a decoder whose weights depend on their names and shapes
-    only.
-    """
+    """Compute summed loss and gradients of a decoder with fixed pseudo-random weights."""
     decoder = Decoder(read_config(config)).to(torch.float64)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -74,37 +85,43 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> tuple[MicroBatch, Micro
     folder = tmp_path_factory.mktemp("packed")
     path = write_records(folder / "a.jsonl", *CHATS)
     packed = prepare_data(chat_recipe(folder, path, length=LENGTH)).train
-    alone = prepare_data(chat_recipe(folder, path, length=LENGTH, packing="none")).train
-    assert len(packed) < len(alone) == len(CHATS)
-    assert json.dumps(packed.num_supervised) == json.dumps(alone.num_supervised)
-    return batch_of(packed), batch_of(alone)
+    unpacked = prepare_data(chat_recipe(folder, path, length=LENGTH, packing="none")).train
+    assert len(packed) < len(unpacked) == len(CHATS)
+    assert json.dumps(packed.num_supervised) == json.dumps(unpacked.num_supervised)
+    return build_batch(packed), build_batch(unpacked)
 
 
 @pytest.mark.parametrize("config", [SIZES | LLAMA, GPT2], ids=["rotary", "learned positions"])
-def test_loss_and_gradients_are_those_of_unpacked_rows(
+def test_loss_and_gradients_equal_those_of_unpacked_rows(
     batches: tuple[MicroBatch, MicroBatch], config: dict[str, Any]
 ) -> None:
-    (packed_loss, packed), (alone_loss, alone) = (train_once(config, batch) for batch in batches)
-    assert packed_loss == pytest.approx(alone_loss, rel=1e-12)
-    assert packed.keys() == alone.keys()
+    (packed_loss, packed), (unpacked_loss, unpacked) = (
+        train_once(config, batch) for batch in batches
+    )
+    assert packed_loss == pytest.approx(unpacked_loss, rel=1e-12)
+    assert packed.keys() == unpacked.keys()
     for name, gradient in packed.items():
         torch.testing.assert_close(
             gradient,
-            alone[name],
+            unpacked[name],
             rtol=1e-9,
             atol=1e-10,
             msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
-def forget_documents(batch: MicroBatch) -> MicroBatch:
+def drop_document_ids(batch: MicroBatch) -> MicroBatch:
     return MicroBatch(
-        batch.input_ids_BT, batch.labels_BT, batch.positions_BT, torch.zeros_like(batch.input_ids_BT),
-        batch.sample_indices_B, batch.num_supervised,
-    )  # fmt: skip
+        batch.input_ids_BT,
+        batch.labels_BT,
+        batch.positions_BT,
+        torch.zeros_like(batch.input_ids_BT),
+        batch.sample_indices_B,
+        batch.num_supervised,
+    )
 
 
-def forget_positions(batch: MicroBatch) -> MicroBatch:
+def drop_document_positions(batch: MicroBatch) -> MicroBatch:
     whole = torch.arange(LENGTH).expand_as(batch.positions_BT)
     return MicroBatch(
         batch.input_ids_BT,
@@ -117,17 +134,17 @@ def forget_positions(batch: MicroBatch) -> MicroBatch:
 
 
 @pytest.mark.parametrize(
-    ("damage", "config"), [(forget_documents, SIZES | LLAMA), (forget_positions, GPT2)]
+    ("damage", "config"), [(drop_document_ids, SIZES | LLAMA), (drop_document_positions, GPT2)]
 )
-def test_the_comparison_sees_a_leak(
+def test_the_comparison_detects_a_leak(
     batches: tuple[MicroBatch, MicroBatch],
     damage: Callable[[MicroBatch], MicroBatch],
     config: dict[str, Any],
 ) -> None:
-    """Rotary positions are relative, so that forgetting where documents begin shows with learned
-    positions only.
-    """
-    right = train_once(config, batches[0])
+    """Rotary positions are relative: positions not reset per document matter only if learned."""
+    correct = train_once(config, batches[0])
     wrong = train_once(config, damage(batches[0]))
-    assert wrong[0] != pytest.approx(right[0], rel=1e-6)
-    assert any(not torch.allclose(right[1][name], wrong[1][name], rtol=1e-3) for name in right[1])
+    assert wrong[0] != pytest.approx(correct[0], rel=1e-6)
+    assert any(
+        not torch.allclose(correct[1][name], wrong[1][name], rtol=1e-3) for name in correct[1]
+    )

@@ -1,6 +1,4 @@
-"""Rows that end with the longest of their micro-batch: the same samples, loss and gradients, fewer
-tokens to compute.
-"""
+"""Rows trimmed to the longest of their micro-batch: same samples, loss, gradients; fewer tokens."""
 
 from __future__ import annotations
 
@@ -46,24 +44,47 @@ SIZES = {
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": LLAMA | SIZES | {"max_position_embeddings": LENGTH},
-    "learned positions": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": 61,
-                          "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "windows": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 7, "max_position_embeddings": LENGTH} | SIZES,
-    # Which frequencies a document has depends on whether it is longer than 24 tokens, however long
-    # its row is.
-    "longrope": {"model_type": "phi3", "num_key_value_heads": 1, "max_position_embeddings": LENGTH, "pad_token_id": 0,
-                 "original_max_position_embeddings": 24, "rope_theta": 10_000.0,
-                 "rope_scaling": {"type": "longrope", **FACTORS}} | SIZES,
-}  # fmt: skip
+    "learned positions": {
+        "model_type": "gpt2",
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": LENGTH,
+        "vocab_size": 61,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "windows": {
+        "model_type": "mistral",
+        "num_key_value_heads": 1,
+        "sliding_window": 7,
+        "max_position_embeddings": LENGTH,
+    }
+    | SIZES,
+    # The frequencies of a document depend on whether it is longer than 24 tokens, not on its row.
+    "longrope": {
+        "model_type": "phi3",
+        "num_key_value_heads": 1,
+        "max_position_embeddings": LENGTH,
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 24,
+        "rope_theta": 10_000.0,
+        "rope_scaling": {"type": "longrope", **FACTORS},
+    }
+    | SIZES,
+}
 
 
-def dataset() -> PackedDataset:
+def build_dataset() -> PackedDataset:
     return PackedDataset(
         TOKENS, pack_documents(STARTS, LENGTH, is_unpacked=True), LENGTH, is_unpacked=True
     )
 
 
-def read(plan: BatchPlan, step: int, data: PackedDataset | MixedDataset) -> list[MicroBatch]:
+def read_batches(
+    plan: BatchPlan, step: int, data: PackedDataset | MixedDataset
+) -> list[MicroBatch]:
     order = SampleOrder(3, len(data))
     return [
         batch
@@ -72,16 +93,20 @@ def read(plan: BatchPlan, step: int, data: PackedDataset | MixedDataset) -> list
     ]
 
 
-def rows(batches: list[MicroBatch]) -> Counter[tuple[Any, ...]]:
-    """Global position, and what is seen and learnt there."""
-    found: Counter[tuple[Any, ...]] = Counter()
+def count_rows(batches: list[MicroBatch]) -> Counter[tuple[Any, ...]]:
+    """Count rows by (global position, supervised inputs, labels)."""
+    counts: Counter[tuple[Any, ...]] = Counter()
     for batch in batches:
         for position, ids, labels in zip(
             batch.sample_indices_B, batch.input_ids_BT, batch.labels_BT, strict=True
         ):
-            learnt = labels != -100
-            found[int(position), tuple(ids[learnt].tolist()), tuple(labels[learnt].tolist())] += 1
-    return found
+            is_supervised = labels != -100
+            counts[
+                int(position),
+                tuple(ids[is_supervised].tolist()),
+                tuple(labels[is_supervised].tolist()),
+            ] += 1
+    return counts
 
 
 PLANS = [(12, 1, 1), (3, 4, 1), (3, 2, 2), (1, 4, 3), (2, 1, 6)]
@@ -89,19 +114,23 @@ PLANS = [(12, 1, 1), (3, 4, 1), (3, 2, 2), (1, 4, 3), (2, 1, 6)]
 
 @pytest.mark.parametrize(("micro", "accumulation", "ranks"), PLANS)
 @pytest.mark.parametrize("step", [0, 2, 3])  # an epoch of 30 rows ends within step 2
-def test_every_layout_reads_the_same_rows_as_with_full_ones(
+def test_every_layout_reads_the_same_rows_as_without_trimming(
     micro: int, accumulation: int, ranks: int, step: int
 ) -> None:
-    full = rows(read(BatchPlan(LENGTH, GLOBAL, 1, 1), step, dataset()))
+    full = count_rows(read_batches(BatchPlan(LENGTH, GLOBAL, 1, 1), step, build_dataset()))
     assert sum(full.values()) == GLOBAL
     assert (
-        rows(read(BatchPlan(LENGTH, micro, accumulation, ranks, row_multiple=4), step, dataset()))
+        count_rows(
+            read_batches(
+                BatchPlan(LENGTH, micro, accumulation, ranks, row_multiple=4), step, build_dataset()
+            )
+        )
         == full
     )
 
 
-def test_rows_end_with_the_longest_of_their_micro_batch() -> None:
-    batches = read(BatchPlan(LENGTH, 3, 2, 2, row_multiple=8), 0, dataset())
+def test_rows_have_the_length_of_the_longest_in_their_micro_batch() -> None:
+    batches = read_batches(BatchPlan(LENGTH, 3, 2, 2, row_multiple=8), 0, build_dataset())
     lengths = [batch.input_ids_BT.shape[1] for batch in batches]
     longest = [int((batch.labels_BT != -100).sum(1).max()) for batch in batches]
     assert lengths == [-(-used // 8) * 8 for used in longest]
@@ -113,8 +142,8 @@ def test_rows_end_with_the_longest_of_their_micro_batch() -> None:
     )
 
 
-def test_a_length_is_rounded_up_to_what_the_layout_divides_and_to_the_row_at_most() -> None:
-    data = dataset()
+def test_a_length_is_rounded_up_to_a_multiple_and_at_most_to_the_row() -> None:
+    data = build_dataset()
     sample = data.get_sample(int(LENGTHS[:30].argmin()))
     assert collate([sample], [0], 5).input_ids_BT.shape == (1, 5)
     assert collate([sample], [0], 32).input_ids_BT.shape == (1, 32)
@@ -122,39 +151,45 @@ def test_a_length_is_rounded_up_to_what_the_layout_divides_and_to_the_row_at_mos
     assert collate([sample], [0]).input_ids_BT.shape == (1, LENGTH)
 
 
-def test_evaluation_reads_the_same_rows_too() -> None:
+def test_evaluation_reads_the_same_rows() -> None:
     for ranks in (1, 2, 4):
         plan = BatchPlan(LENGTH, 4, 1, ranks)
         full, short = (
             [
                 b
                 for rank in range(ranks)
-                for b in iterate_evaluation_micro_batches(dataset(), given, rank)
+                for b in iterate_evaluation_micro_batches(build_dataset(), plan_variant, rank)
             ]
-            for given in (plan, BatchPlan(LENGTH, 4, 1, ranks, row_multiple=4))
+            for plan_variant in (plan, BatchPlan(LENGTH, 4, 1, ranks, row_multiple=4))
         )
         assert sum(b.input_ids_BT.numel() for b in short) < sum(
             b.input_ids_BT.numel() for b in full
         )
-        assert rows(short) == rows(full)
+        assert count_rows(short) == count_rows(full)
 
 
-def test_only_rows_that_differ_much_are_put_in_order() -> None:
+def test_only_datasets_with_uneven_rows_are_sorted() -> None:
     packed = PackedDataset(TOKENS, pack_documents(STARTS, 130), 130)
-    assert dataset().is_uneven
+    assert build_dataset().is_uneven
     assert not packed.is_uneven, packed.padding_fraction
     assert not WindowDataset(TOKENS, LENGTH).is_uneven
-    (first, second) = read(BatchPlan(130, 1, 2, 1, row_multiple=4), 0, packed)
+    (first, second) = read_batches(BatchPlan(130, 1, 2, 1, row_multiple=4), 0, packed)
     assert (first.sample_indices_B.tolist(), second.sample_indices_B.tolist()) == ([0], [1])
-    mixed = MixedDataset((dataset(), dataset()), (1.0, 2.0), seed=0)
+    mixed = MixedDataset((build_dataset(), build_dataset()), (1.0, 2.0), seed=0)
     assert mixed.is_uneven
-    batches = read(BatchPlan(LENGTH, 2, 3, 2, row_multiple=4), 1, mixed)
-    used = [mixed.count_used_positions(*(f(int(p)) for f in (SampleOrder(3, 60).get_index, SampleOrder(3, 60).get_epoch)))
-            for b in (batches[i] for i in (0, 3, 1, 4, 2, 5)) for p in b.sample_indices_B]  # fmt: skip
+    batches = read_batches(BatchPlan(LENGTH, 2, 3, 2, row_multiple=4), 1, mixed)
+    order = SampleOrder(3, 60)
+    used = [
+        mixed.count_used_positions(order.get_index(int(p)), order.get_epoch(int(p)))
+        for i in (0, 3, 1, 4, 2, 5)
+        for p in batches[i].sample_indices_B
+    ]
     assert used == sorted(used, reverse=True)
 
 
-def gradients(config: dict[str, Any], batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
+def compute_gradients(
+    config: dict[str, Any], batches: list[MicroBatch]
+) -> tuple[float, dict[str, Tensor]]:
     decoder = Decoder(read_config(config)).to(torch.float64)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -175,15 +210,18 @@ def gradients(config: dict[str, Any], batches: list[MicroBatch]) -> tuple[float,
 
 
 @pytest.mark.parametrize("config", list(MODELS.values()), ids=list(MODELS))
-def test_loss_and_gradients_are_those_of_full_rows_with_masks(config: dict[str, Any]) -> None:
-    masked = PackedDataset(
-        TOKENS, pack_documents(STARTS, LENGTH, is_unpacked=True), LENGTH
-    )  # what is free is a document of its own
-    wanted, expected = gradients(config, read(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, masked))
-    found, got = gradients(config, read(BatchPlan(LENGTH, 3, 4, 1, row_multiple=4), 0, dataset()))
-    assert found == pytest.approx(wanted, rel=1e-12)
-    assert got.keys() == expected.keys()
-    for name, gradient in got.items():
+def test_loss_and_gradients_equal_those_of_full_rows_with_masks(config: dict[str, Any]) -> None:
+    # Padding is a document of its own here.
+    masked = PackedDataset(TOKENS, pack_documents(STARTS, LENGTH, is_unpacked=True), LENGTH)
+    expected_loss, expected = compute_gradients(
+        config, read_batches(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, masked)
+    )
+    loss, actual = compute_gradients(
+        config, read_batches(BatchPlan(LENGTH, 3, 4, 1, row_multiple=4), 0, build_dataset())
+    )
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         torch.testing.assert_close(
             gradient,
             expected[name],
@@ -193,8 +231,8 @@ def test_loss_and_gradients_are_those_of_full_rows_with_masks(config: dict[str, 
         )
 
 
-def test_the_comparison_sees_a_row_that_is_cut_too_short() -> None:
-    (batch,) = read(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, dataset())
+def test_the_comparison_detects_a_row_that_is_too_short() -> None:
+    (batch,) = read_batches(BatchPlan(LENGTH, GLOBAL, 1, 1), 0, build_dataset())
     end = int((batch.labels_BT != -100).sum(1).max()) - 1
     ids_BT = batch.input_ids_BT[:, :end]
     labels_BT = batch.labels_BT[:, :end]
@@ -202,6 +240,6 @@ def test_the_comparison_sees_a_row_that_is_cut_too_short() -> None:
     short = MicroBatch(
         ids_BT, labels_BT, positions_BT, None, batch.sample_indices_B, batch.num_supervised - 1
     )
-    assert gradients(MODELS["rotary"], [short])[0] != pytest.approx(
-        gradients(MODELS["rotary"], [batch])[0], rel=1e-6
+    assert compute_gradients(MODELS["rotary"], [short])[0] != pytest.approx(
+        compute_gradients(MODELS["rotary"], [batch])[0], rel=1e-6
     )

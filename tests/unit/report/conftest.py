@@ -1,6 +1,4 @@
-"""What tests of pages share: a run in which all happened that can, which they only read, and a
-browser.
-"""
+"""Shared fixtures of tests of pages: a run with every kind of event (read only), a browser."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def browser() -> str:
     for name in ("chromium", "chromium-browser", "google-chrome", "chrome"):
-        found = shutil.which(name)
-        if found:
-            return found
+        path = shutil.which(name)
+        if path:
+            return path
     pytest.skip("no Chromium on this machine: the page was not opened in a browser")

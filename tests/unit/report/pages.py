@@ -1,4 +1,4 @@
-"""How a test reads a page."""
+"""Rendering and parsing of report pages in tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardwright.report.run_page import render_page
 VOID = {"meta", "link"}
 
 
-class Balanced(HTMLParser):
-    """Fails on tags that do not match; keeps ids and what could be fetched."""
+class PageParser(HTMLParser):
+    """HTML parser that fails on unbalanced tags and collects ids and links."""
 
     def __init__(self) -> None:
         super().__init__()

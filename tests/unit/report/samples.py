@@ -1,4 +1,4 @@
-"""Run folders made up to test with."""
+"""Sample run folders for tests."""
 
 from __future__ import annotations
 
@@ -27,24 +27,29 @@ from shardwright.telemetry.event_log import (
     WarningEvent,
     select_surviving,
 )
-from tests.unit.telemetry.samples import pipeline_event, ranks_event, start_event, step_event
+from tests.unit.telemetry.samples import (
+    make_pipeline_event,
+    make_ranks_event,
+    make_start_event,
+    make_step_event,
+)
 
 Loss = Callable[[int], float]
 
 
 def falling(step: int) -> float:
-    """A loss that falls as losses do, from 7 to about 2."""
+    """Return a loss that falls from 7 to about 2."""
     return 2.0 + 5.0 * math.exp(-step / 150)
 
 
-def noisy(sigma: float, seed: int, loss: Loss = falling) -> Loss:
-    """The same curve with relative noise of its own at each step."""
+def make_noisy_loss(sigma: float, seed: int, loss: Loss = falling) -> Loss:
+    """Return the curve `loss` with independent relative noise at each step."""
     noise = np.random.default_rng(seed).normal(0.0, sigma, 200_001)
     return lambda step: loss(step) * (1 + float(noise[step]))
 
 
-def one_step(step: int, loss: float, **values: Any) -> StepEvent:
-    """A step whose parts and memory are told."""
+def make_step(step: int, loss: float, **values: Any) -> StepEvent:
+    """Make a step event with times by part and memory."""
     defaults: dict[str, Any] = {
         "data_seconds": 0.01,
         "forward_seconds": 0.15,
@@ -56,43 +61,48 @@ def one_step(step: int, loss: float, **values: Any) -> StepEvent:
         "memory_bytes": (2**30 + step % 7, 2**29),
         "learning_rate": 1e-3 * min(1.0, step / 50),
     }
-    return step_event(step, loss=loss, **(defaults | values))
+    return make_step_event(step, loss=loss, **(defaults | values))
 
 
-def measured_memory(step: int) -> MemoryEvent:
-    """Of two CUDA ranks, the second the fuller one."""
+def make_memory_event(step: int) -> MemoryEvent:
+    """Make the memory of two CUDA ranks; the second uses more."""
     mib = 2**20
     return MemoryEvent(
-        step=step, weights_bytes=(mib, mib), gradients_bytes=(mib, mib), optimizer_bytes=(2 * mib, 2 * mib),
-        peak_bytes=(5 * mib, 7 * mib), reserved_bytes=(6 * mib, 8 * mib), driver_bytes=(mib, mib),
-    )  # fmt: skip
+        step=step,
+        weights_bytes=(mib, mib),
+        gradients_bytes=(mib, mib),
+        optimizer_bytes=(2 * mib, 2 * mib),
+        peak_bytes=(5 * mib, 7 * mib),
+        reserved_bytes=(6 * mib, 8 * mib),
+        driver_bytes=(mib, mib),
+    )
 
 
-def validate(step: int, loss: float, *, tokens: int = 1000) -> EvaluationEvent:
-    """An evaluation."""
+def make_evaluation(step: int, loss: float, *, tokens: int = 1000) -> EvaluationEvent:
+    """Make an evaluation event."""
     return EvaluationEvent(
         step=step, loss=loss, perplexity=math.exp(loss), tokens=tokens, seconds=2.0
     )
 
 
 def write_events(folder: Path, events: Iterable[Event]) -> Path:
-    """The event file of a run, with clocks that run half a second per event; a start begins another
-    process.
-    """
+    """Write the event file of a run: half a second per event, another process at each start."""
     folder.mkdir(parents=True, exist_ok=True)
     now = 1.7e9
     elapsed = 0.0
     lines = []
     for event in events:
         if event.kind == "run_started":
-            now, elapsed = now + 60, 0.0
-        now, elapsed = now + 0.5, elapsed + 0.5
+            now += 60
+            elapsed = 0.0
+        now += 0.5
+        elapsed += 0.5
         lines.append(encode_event(dataclasses.replace(event, time=now, elapsed_seconds=elapsed)))
     (folder / EVENTS_FILE_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
 
 
-def straight_events(
+def make_complete_run_events(
     name: str,
     steps: int,
     loss: Loss,
@@ -101,12 +111,12 @@ def straight_events(
     every: int = 100,
     **start: Any,
 ) -> list[Event]:
-    """A run that went straight through."""
-    events: list[Event] = [start_event(name=name, total_steps=steps, **start)]
+    """Make the events of a run without interruptions."""
+    events: list[Event] = [make_start_event(name=name, total_steps=steps, **start)]
     for step in range(1, steps + 1):
-        events.append(one_step(step, loss(step)))
+        events.append(make_step(step, loss(step)))
         if validation is not None and step % every == 0:
-            events.append(validate(step, validation(step)))
+            events.append(make_evaluation(step, validation(step)))
     events.append(
         RunFinishedEvent(
             step=steps, status="completed", total_seconds=steps * 0.5, total_tokens=steps * 64
@@ -116,7 +126,7 @@ def straight_events(
 
 
 def make_run(name: str, events: Iterable[Event]) -> Run:
-    """A run as `load_run` gives it, without the disk."""
+    """Make a run like one that `load_run` returns, without files."""
     listed = tuple(events)
     return Run(
         Path(name),
@@ -135,19 +145,22 @@ def write_run(
     every: int = 100,
     **start: Any,
 ) -> Path:
-    """The folder of a run that went straight through."""
+    """Write the folder of a run without interruptions."""
     return write_events(
         folder,
-        straight_events(folder.name, steps, loss, validation=validation, every=every, **start),
+        make_complete_run_events(
+            folder.name, steps, loss, validation=validation, every=every, **start
+        ),
     )
 
 
 def write_eventful_run(folder: Path, **start: Any) -> Path:
-    """A run of 300 steps in which all happened that can: failed at 220, resumed from 200, a step
-    skipped, a warning.
+    """Write a run of 300 steps with every kind of event.
+
+    It fails at step 220, resumes from step 200, skips a step and logs a warning.
     """
     recipe = {"name": folder.name, "training": {"max_grad_norm": 1.0}}
-    head = start_event(
+    head = make_start_event(
         name=folder.name,
         total_steps=300,
         recipe=recipe,
@@ -157,12 +170,12 @@ def write_eventful_run(folder: Path, **start: Any) -> Path:
     )
     events: list[Event] = [head]
     for step in range(1, 221):
-        events.append(one_step(step, noisy(0.02, 1)(step)))
-        events.append(ranks_event(step, own_seconds=(0.4, 0.3)))
+        events.append(make_step(step, make_noisy_loss(0.02, 1)(step)))
+        events.append(make_ranks_event(step, own_seconds=(0.4, 0.3)))
         if step in (2, 3):
-            events.append(pipeline_event(step) if step == 3 else measured_memory(step))
+            events.append(make_pipeline_event(step) if step == 3 else make_memory_event(step))
         if step % 50 == 0:
-            events.append(validate(step, falling(step) * 1.05))
+            events.append(make_evaluation(step, falling(step) * 1.05))
             events.append(
                 CheckpointEvent(
                     step=step, path=f"checkpoints/step-{step:08d}", size_bytes=10**8, seconds=0.5
@@ -174,11 +187,11 @@ def write_eventful_run(folder: Path, **start: Any) -> Path:
         ResumeEvent(step=200, path="checkpoints/step-00000200"),
     ]
     for step in range(201, 301):
-        events.append(one_step(step, math.nan if step == 250 else noisy(0.02, 1)(step)))
+        events.append(make_step(step, math.nan if step == 250 else make_noisy_loss(0.02, 1)(step)))
         if step == 250:
             events.append(SkippedStepEvent(step=step, reason="gradient norm is nan"))
         if step % 50 == 0:
-            events.append(validate(step, falling(step) * 1.05))
+            events.append(make_evaluation(step, falling(step) * 1.05))
     events += [WarningEvent(message='</script><script>alert("x")</script>')]
     events += [
         RunFinishedEvent(

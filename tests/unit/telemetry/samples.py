@@ -1,4 +1,4 @@
-"""Events to test with."""
+"""Sample events for tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from shardwright.telemetry.event_log import PipelineEvent, RanksEvent, RunStartedEvent, StepEvent
 
 
-def step_event(step: int, loss: float = 2.5, **values: Any) -> StepEvent:
-    """A step of 64 tokens in half a second, on two ranks."""
+def make_step_event(step: int, loss: float = 2.5, **values: Any) -> StepEvent:
+    """Make a step of 64 tokens in half a second, on two ranks."""
     defaults: dict[str, Any] = {
         "gradient_norm": 1.25,
         "learning_rate": 1e-3,
@@ -22,8 +22,8 @@ def step_event(step: int, loss: float = 2.5, **values: Any) -> StepEvent:
     return StepEvent(step=step, loss=loss, **(defaults | values))
 
 
-def start_event(**values: Any) -> RunStartedEvent:
-    """A run of ten such steps."""
+def make_start_event(**values: Any) -> RunStartedEvent:
+    """Make the start of a run of ten such steps."""
     defaults: dict[str, Any] = {
         "name": "tiny",
         "recipe": {"seed": 0},
@@ -41,10 +41,10 @@ def start_event(**values: Any) -> RunStartedEvent:
     return RunStartedEvent(**(defaults | values))
 
 
-def ranks_event(
+def make_ranks_event(
     step: int, own_seconds: tuple[float, ...] = (0.4, 0.3), **values: Any
 ) -> RanksEvent:
-    """A step of half a second on ranks that wait for the slowest of them."""
+    """Make the times of a step in which all ranks wait for the slowest."""
     count = len(own_seconds)
     slowest = max(own_seconds)
     waits = tuple(slowest - own + 0.05 for own in own_seconds)
@@ -59,10 +59,8 @@ def ranks_event(
     return RanksEvent(step=step, own_seconds=own_seconds, **(defaults | values))
 
 
-def pipeline_event(step: int) -> PipelineEvent:
-    """1F1B on two ranks with two micro-batches; the second rank's backwards take twice as long as
-    the schedule hopes.
-    """
+def make_pipeline_event(step: int) -> PipelineEvent:
+    """Make a 1F1B step of two ranks and two micro-batches, with slow backwards on rank 1."""
     return PipelineEvent(
         step=step,
         schedule="1F1B",

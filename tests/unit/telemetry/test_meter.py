@@ -1,4 +1,4 @@
-"""Throughput, smoothing, time left, goodput."""
+"""Throughput, smoothing, remaining time and goodput."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from shardwright.telemetry.meter import (
     ThroughputMeter,
     measure_throughput,
 )
-from tests.unit.telemetry.samples import start_event, step_event
+from tests.unit.telemetry.samples import make_start_event, make_step_event
 
 
-def test_throughput_without_flops_or_ceiling() -> None:
+def test_throughput_without_flops_or_ceiling_has_no_mfu() -> None:
     rates = measure_throughput(
         100, 2.0, world_size=2, flops_per_token=None, matmul_flops_per_second=1e9
     )
@@ -51,7 +51,7 @@ def test_a_step_above_the_ceiling_raises_it_and_is_logged_once(
     assert meter.matmul_flops_per_second == pytest.approx(4e9)
 
 
-def test_smoothing_forgets_by_half_lives_and_passes_nan_by() -> None:
+def test_smoothing_decays_by_half_life_and_ignores_nan() -> None:
     mean = ExponentialMean(half_life=2)
     assert math.isnan(mean.value)
     for _ in range(200):
@@ -62,67 +62,71 @@ def test_smoothing_forgets_by_half_lives_and_passes_nan_by() -> None:
     assert mean.add(0.0) == pytest.approx(4.0)
 
 
-def test_time_left_counts_evaluations_but_not_the_first_step() -> None:
+def test_remaining_time_includes_evaluations_but_not_the_first_step() -> None:
     progress = RunProgress()
-    progress.on_event(start_event(total_steps=100))
+    progress.on_event(make_start_event(total_steps=100))
     elapsed = 500.0  # a first step that compiles
     progress.on_event(
-        dataclasses.replace(step_event(1, step_seconds=500.0), elapsed_seconds=elapsed)
+        dataclasses.replace(make_step_event(1, step_seconds=500.0), elapsed_seconds=elapsed)
     )
     assert math.isnan(progress.remaining_seconds)
     for step in range(2, 51):
-        elapsed += (
-            2.0 if step % 2 else 1.0
-        )  # every other step is followed by an evaluation as long as itself
+        # An evaluation as long as a step follows every second step.
+        elapsed += 2.0 if step % 2 else 1.0
         progress.on_event(
-            dataclasses.replace(step_event(step, step_seconds=1.0), elapsed_seconds=elapsed)
+            dataclasses.replace(make_step_event(step, step_seconds=1.0), elapsed_seconds=elapsed)
         )
     assert progress.remaining_seconds == pytest.approx(50 * 1.5, rel=0.02)
     assert progress.loss == pytest.approx(2.5)
 
 
-def test_goodput_counts_what_a_resume_withdrew_as_lost() -> None:
-    def at(elapsed: float, event: Event) -> Event:
+def test_goodput_counts_withdrawn_steps_as_lost() -> None:
+    def set_time(elapsed: float, event: Event) -> Event:
         return dataclasses.replace(event, elapsed_seconds=elapsed)
 
     events = [
-        at(1.0, start_event()),
-        at(2.0, step_event(1, step_seconds=1.0)),
-        at(3.0, CheckpointEvent(step=1, path="a", size_bytes=1, seconds=1.0)),
-        at(4.0, step_event(2, step_seconds=1.0)),
-        at(1.0, start_event()),
-        at(1.0, ResumeEvent(step=1, path="a")),
-        at(2.0, step_event(2, step_seconds=1.0)),
-        at(3.0, step_event(3, step_seconds=1.0)),
-        at(3.0, SkippedStepEvent(step=3, reason="nan")),
+        set_time(1.0, make_start_event()),
+        set_time(2.0, make_step_event(1, step_seconds=1.0)),
+        set_time(3.0, CheckpointEvent(step=1, path="a", size_bytes=1, seconds=1.0)),
+        set_time(4.0, make_step_event(2, step_seconds=1.0)),
+        set_time(1.0, make_start_event()),
+        set_time(1.0, ResumeEvent(step=1, path="a")),
+        set_time(2.0, make_step_event(2, step_seconds=1.0)),
+        set_time(3.0, make_step_event(3, step_seconds=1.0)),
+        set_time(3.0, SkippedStepEvent(step=3, reason="nan")),
     ]
     goodput = measure_goodput(events)
     assert goodput.lost_seconds == {
-        "set-up": 2.0, "checkpoints": 1.0, "skipped steps": 1.0, "withdrawn steps": 1.0,
-    }  # fmt: skip
+        "set-up": 2.0,
+        "checkpoints": 1.0,
+        "skipped steps": 1.0,
+        "withdrawn steps": 1.0,
+    }
     assert goodput.total_seconds == 7.0
     assert goodput.useful_seconds == 2.0
     assert goodput.share == pytest.approx(2 / 7)
     assert measure_goodput([]).share == 0.0
 
 
-def test_goodput_names_every_loss_and_they_add_up() -> None:
-    """Two processes with ten seconds between them; the first was up for two seconds before it
-    opened its file.
-    """
+def test_useful_and_lost_times_sum_to_the_wall_time() -> None:
+    """Two processes run ten seconds apart; the first opens its file after two seconds."""
 
-    def at(elapsed: float, event: Event, opened: float = 1000.0) -> Event:
+    def set_time(elapsed: float, event: Event, opened: float = 1000.0) -> Event:
         return dataclasses.replace(event, elapsed_seconds=elapsed, time=opened + elapsed)
 
     events = [
-        at(0.5, start_event()),
-        at(3.0, step_event(1, step_seconds=1.0)),
-        at(4.0, EvaluationEvent(step=1, loss=2.0, perplexity=7.0, tokens=9, seconds=0.75)),
-        at(4.5, CheckpointEvent(step=1, path="a", size_bytes=1, seconds=9.0, stall_seconds=0.25)),
-        at(5.0, RunFinishedEvent(step=1, status="preempted", total_seconds=7.0, total_tokens=64)),
-        at(1.0, start_event(), 1015.0),
-        at(1.0, ResumeEvent(step=1, path="a"), 1015.0),
-        at(3.0, step_event(2, step_seconds=1.5), 1015.0),
+        set_time(0.5, make_start_event()),
+        set_time(3.0, make_step_event(1, step_seconds=1.0)),
+        set_time(4.0, EvaluationEvent(step=1, loss=2.0, perplexity=7.0, tokens=9, seconds=0.75)),
+        set_time(
+            4.5, CheckpointEvent(step=1, path="a", size_bytes=1, seconds=9.0, stall_seconds=0.25)
+        ),
+        set_time(
+            5.0, RunFinishedEvent(step=1, status="preempted", total_seconds=7.0, total_tokens=64)
+        ),
+        set_time(1.0, make_start_event(), 1015.0),
+        set_time(1.0, ResumeEvent(step=1, path="a"), 1015.0),
+        set_time(3.0, make_step_event(2, step_seconds=1.5), 1015.0),
     ]
     goodput = measure_goodput(events)
     assert goodput.lost_seconds == pytest.approx(

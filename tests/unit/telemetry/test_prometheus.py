@@ -1,4 +1,4 @@
-"""Prometheus text: in its format, and true."""
+"""Prometheus text: its format and values."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import re
 
 from shardwright.telemetry.event_log import ResumeEvent
 from shardwright.telemetry.prometheus import format_metrics
-from tests.unit.telemetry.samples import ranks_event, start_event, step_event
-from tests.unit.telemetry.test_events import ONE_OF_EACH
+from tests.unit.telemetry.samples import make_ranks_event, make_start_event, make_step_event
+from tests.unit.telemetry.test_event_log import ONE_OF_EACH
 
 TEXT = r'"(?:[^"\\\n]|\\.)*"'
 LINE = re.compile(
-    rf"shardwright_[a-z_0-9]+\{{run={TEXT}(?:,[a-z]+={TEXT})*\}} (?:NaN|[+-]Inf|-?[\d.]+(?:e[+-]\d+)?)"
+    rf"shardwright_[a-z_0-9]+\{{run={TEXT}(?:,[a-z]+={TEXT})*\}} "
+    r"(?:NaN|[+-]Inf|-?[\d.]+(?:e[+-]\d+)?)"
 )
 
 
-def test_every_line_is_in_the_format_and_every_metric_is_told_once() -> None:
+def test_every_line_has_the_format_and_every_metric_occurs_once() -> None:
     name = 'odd "name"\\\n'
     text = format_metrics(
-        [(name, ONE_OF_EACH), ("other", [step_event(1, loss=math.nan, gradient_norm=math.inf)])]
+        [
+            (name, ONE_OF_EACH),
+            ("other", [make_step_event(1, loss=math.nan, gradient_norm=math.inf)]),
+        ]
     )
     lines = text.splitlines()
     assert text.endswith("\n")
@@ -33,15 +37,24 @@ def test_every_line_is_in_the_format_and_every_metric_is_told_once() -> None:
     assert 'shardwright_train_gradient_norm{run="other"} +Inf' in lines
 
 
-def test_the_newest_that_survives_is_told() -> None:
+def test_metrics_have_the_newest_surviving_values() -> None:
     events = [
-        start_event(),
-        *(step_event(i, loss=float(i)) for i in (1, 2, 3)),
-        ranks_event(3),
+        make_start_event(),
+        *(make_step_event(i, loss=float(i)) for i in (1, 2, 3)),
+        make_ranks_event(3),
         ResumeEvent(step=1, path="a"),
     ]
     text = format_metrics(
-        [("a", [*events, step_event(2, loss=9.0), ranks_event(2, own_seconds=(0.1, 0.2))])]
+        [
+            (
+                "a",
+                [
+                    *events,
+                    make_step_event(2, loss=9.0),
+                    make_ranks_event(2, own_seconds=(0.1, 0.2)),
+                ],
+            )
+        ]
     )
     for line in ("step", "train_loss"):
         assert f'shardwright_{line}{{run="a"}} {2 if line == "step" else 9}\n' in text

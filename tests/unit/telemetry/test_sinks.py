@@ -1,4 +1,4 @@
-"""Sinks show every kind of event, and none of them can stop a run."""
+"""Sinks display every kind of event, and a failing sink does not stop a run."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from shardwright.telemetry.exporters import (
 from shardwright.telemetry.meter import RunProgress
 from shardwright.telemetry.sinks import LogFile, PlainLines, RankErrorLines, describe_event
 from shardwright.telemetry.terminal import Terminal
-from tests.unit.telemetry.samples import start_event, step_event
-from tests.unit.telemetry.test_events import ONE_OF_EACH
+from tests.unit.telemetry.samples import make_start_event, make_step_event
+from tests.unit.telemetry.test_event_log import ONE_OF_EACH
 
 
 class TerminalStream(io.StringIO):
-    """A stream that says it is a terminal."""
+    """Stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 @pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: event.kind)
-def test_every_kind_has_one_plain_line_but_measurements(event: Event) -> None:
+def test_every_kind_except_measurements_has_one_plain_line(event: Event) -> None:
     if isinstance(event, MEASUREMENT_TYPES):
         for stream in (io.StringIO(), TerminalStream()):
             sink = Terminal(stream) if stream.isatty() else PlainLines(stream)
@@ -66,8 +66,8 @@ def test_plain_lines_show_every_nth_step_and_the_last() -> None:
     stream = io.StringIO()
     sink = PlainLines(stream, every_steps=4)
     for event in (
-        start_event(total_steps=10),
-        *(step_event(i) for i in range(1, 11)),
+        make_start_event(total_steps=10),
+        *(make_step_event(i) for i in range(1, 11)),
         WarningEvent(message="look"),
     ):
         sink.on_event(event)
@@ -82,17 +82,17 @@ def test_plain_lines_show_every_nth_step_and_the_last() -> None:
     assert lines[-1] == "warning: look"
 
 
-def test_the_log_file_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_log_file_is_appended_to(tmp_path: Path) -> None:
     for step in (1, 2):
         log = LogFile(tmp_path / "log.txt")
-        log.on_event(step_event(step))
+        log.on_event(make_step_event(step))
         log.close()
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert len(lines) == 2
     assert lines[1].split("  ")[1].startswith("step 2")
 
 
-def test_other_ranks_say_warnings_and_failures_with_their_rank() -> None:
+def test_other_ranks_print_warnings_and_failures_with_their_rank() -> None:
     stream = io.StringIO()
     sink = RankErrorLines(3, stream)
     for event in ONE_OF_EACH:
@@ -103,58 +103,58 @@ def test_other_ranks_say_warnings_and_failures_with_their_rank() -> None:
     ]
 
 
-class Broken:
-    """A sink that raises from its second event on, and on closing."""
+class BrokenSink:
+    """Sink that raises from its second event on, and when closed."""
 
     def __init__(self) -> None:
-        self.events = 0
+        self.num_events = 0
 
     def on_event(self, event: Event) -> None:
-        self.events += 1
-        if self.events > 1:
+        self.num_events += 1
+        if self.num_events > 1:
             raise OSError("the service is gone")
 
     def close(self) -> None:
         raise OSError("still gone")
 
 
-def test_a_sink_that_raises_is_off_with_one_warning(tmp_path: Path) -> None:
-    broken = Broken()
+def test_a_sink_that_raises_is_disabled_with_one_warning(tmp_path: Path) -> None:
+    broken = BrokenSink()
     stream = io.StringIO()
-    speaker = EventLogger(EventWriter(tmp_path), [broken, PlainLines(stream)])
+    event_logger = EventLogger(EventWriter(tmp_path), [broken, PlainLines(stream)])
     for step in range(1, 5):
-        speaker.log_event(step_event(step))
-    speaker.close()
-    assert broken.events == 2
+        event_logger.log_event(make_step_event(step))
+    event_logger.close()
+    assert broken.num_events == 2
     log = read_events(tmp_path)
     assert [e.step for e in log.filter_by_type(StepEvent)] == [1, 2, 3, 4]
     assert [e.message for e in log.filter_by_type(WarningEvent)] == [
-        "Broken is off for the rest of the run: OSError: the service is gone"
+        "BrokenSink is off for the rest of the run: OSError: the service is gone"
     ]
-    assert stream.getvalue().count("Broken is off") == 1
+    assert stream.getvalue().count("BrokenSink is off") == 1
 
 
-def test_all_sinks_broken_still_leaves_the_events(tmp_path: Path) -> None:
-    speaker = EventLogger(EventWriter(tmp_path), [Broken(), Broken()])
+def test_events_are_written_even_if_all_sinks_fail(tmp_path: Path) -> None:
+    event_logger = EventLogger(EventWriter(tmp_path), [BrokenSink(), BrokenSink()])
     for step in range(1, 4):
-        speaker.log_event(step_event(step))
-    speaker.close()
+        event_logger.log_event(make_step_event(step))
+    event_logger.close()
     assert len(read_events(tmp_path).filter_by_type(StepEvent)) == 3
 
 
 def test_only_rank_0_writes_the_run_folder(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with open_event_logger(tmp_path / "run", rank=1, stream=stream) as speaker:
-        speaker.log_event(step_event(1))
-        speaker.log("failed", message="no memory\nat all", rank=1)
+    with open_event_logger(tmp_path / "run", rank=1, stream=stream) as event_logger:
+        event_logger.log_event(make_step_event(1))
+        event_logger.log("failed", message="no memory\nat all", rank=1)
     assert not (tmp_path / "run").exists()
     assert stream.getvalue() == "[rank 1] failed: no memory\n[rank 1] failed: at all\n"
 
 
-def test_a_wrong_exporter_lets_go_of_the_run(tmp_path: Path) -> None:
+def test_an_unknown_exporter_releases_the_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"allowed: tensorboard, wandb, mlflow"):
         open_event_logger(tmp_path, exporters=["tensorbored"], stream=io.StringIO())
-    open_event_logger(tmp_path, stream=io.StringIO()).close()  # the lock was given back
+    open_event_logger(tmp_path, stream=io.StringIO()).close()  # the lock is released
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +171,8 @@ def test_the_bar_fits_its_terminal(width: int) -> None:
     stream = TerminalStream()
     terminal = Terminal(stream, width=width)
     for event in (
-        start_event(total_steps=10, name="x"),
-        *(step_event(i, mfu=0.4) for i in range(1, 11)),
+        make_start_event(total_steps=10, name="x"),
+        *(make_step_event(i, mfu=0.4) for i in range(1, 11)),
     ):
         terminal.on_event(event)
     terminal.close()
@@ -186,33 +186,33 @@ def test_the_bar_fits_its_terminal(width: int) -> None:
     assert ("MFU" in plain) == (width >= 80)
 
 
-def test_the_time_left_stands_last_and_is_gone_at_the_end() -> None:
+def test_the_remaining_time_is_shown_last_and_removed_at_the_end() -> None:
     stream = TerminalStream()
     terminal = Terminal(stream, width=100)
-    terminal.on_event(start_event(total_steps=3))
+    terminal.on_event(make_start_event(total_steps=3))
     for step, last in ((1, "200 B"), (2, "left"), (3, "200 B")):
         stream.truncate(0)
         stream.seek(0)
-        terminal.on_event(step_event(step))
+        terminal.on_event(make_step_event(step))
         terminal._draw(should_force=True)
         assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).rstrip().endswith(last)
     terminal.close()
 
 
-def test_the_bar_survives_a_loss_that_is_not_finite() -> None:
+def test_the_bar_accepts_a_loss_that_is_not_finite() -> None:
     terminal = Terminal(TerminalStream(), width=80)
-    terminal.on_event(start_event())
-    terminal.on_event(step_event(1, loss=math.nan, gradient_norm=math.inf))
+    terminal.on_event(make_start_event())
+    terminal.on_event(make_step_event(1, loss=math.nan, gradient_norm=math.inf))
     terminal.close()
     terminal.close()
 
 
-def test_the_last_word_stands_below_the_bar() -> None:
+def test_the_final_line_is_below_the_bar() -> None:
     stream = TerminalStream()
     terminal = Terminal(stream, width=100)
     for event in (
-        start_event(),
-        step_event(10),
+        make_start_event(),
+        make_step_event(10),
         RunFinishedEvent(step=10, status="completed", total_seconds=5.0, total_tokens=640),
     ):
         terminal.on_event(event)
@@ -222,7 +222,7 @@ def test_the_last_word_stands_below_the_bar() -> None:
 
 def test_progress_of_a_resumed_run_starts_at_its_step() -> None:
     progress = RunProgress()
-    for event in (start_event(total_steps=100), ResumeEvent(step=60, path="a")):
+    for event in (make_start_event(total_steps=100), ResumeEvent(step=60, path="a")):
         progress.on_event(event)
     assert progress.step == 60
 
@@ -233,15 +233,15 @@ def read_tensorboard(folder: Path) -> list[Any]:
     records = []
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
-        at = 0
-        while at < len(content):
-            (length,) = struct.unpack_from("<Q", content, at)
-            records.append(Record.FromString(content[at + 12 : at + 12 + length]))
-            at += 12 + length + 4
+        offset = 0
+        while offset < len(content):
+            (length,) = struct.unpack_from("<Q", content, offset)
+            records.append(Record.FromString(content[offset + 12 : offset + 12 + length]))
+            offset += 12 + length + 4
     return records
 
 
-def test_tensorboard_gets_the_scalars_and_the_purge(tmp_path: Path) -> None:
+def test_tensorboard_receives_scalars_and_the_purge(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     sink = TensorBoard(tmp_path)
     for event in ONE_OF_EACH:
@@ -259,7 +259,7 @@ def test_tensorboard_gets_the_scalars_and_the_purge(tmp_path: Path) -> None:
     assert [r.step for r in records if r.HasField("session_log")] == [2]
 
 
-def test_weights_and_biases_gets_a_run_that_can_be_resumed(
+def test_weights_and_biases_receives_a_resumable_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: dict[str, Any] = {"log": [], "metrics": []}
@@ -289,9 +289,7 @@ def test_weights_and_biases_gets_a_run_that_can_be_resumed(
     assert run.summary["final_loss"] == 2.0
 
 
-def test_mlflow_gets_a_run_that_can_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_receives_a_resumable_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: dict[str, list[Any]] = {
         "created": [],
         "batches": [],
@@ -317,8 +315,8 @@ def test_mlflow_gets_a_run_that_can_be_resumed(
         def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
             calls["batches"].append((run_id, list(metrics), list(params)))
 
-        def log_dict(self, run_id: str, told: dict[str, Any], name: str) -> None:
-            assert told["recipe"] == {"seed": 0}
+        def log_dict(self, run_id: str, content: dict[str, Any], name: str) -> None:
+            assert content["recipe"] == {"seed": 0}
 
         def update_run(self, run_id: str, status: str) -> None:
             calls["updated"].append((run_id, status))
@@ -348,8 +346,8 @@ def test_mlflow_gets_a_run_that_can_be_resumed(
         open_exporter("mlflow", tmp_path)
 
 
-def test_what_is_none_is_no_scalar() -> None:
-    assert "speed/mfu" not in extract_scalars(step_event(1))
+def test_absent_values_are_not_exported() -> None:
+    assert "speed/mfu" not in extract_scalars(make_step_event(1))
     assert extract_scalars(WarningEvent(message="x")) == {}
 
 
@@ -365,7 +363,7 @@ def test_no_sink_imports_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_speaker_returns_what_was_written(tmp_path: Path) -> None:
-    with EventLogger(None, []) as speaker:
-        event = speaker.log("warning", message="m")
+def test_the_event_logger_returns_the_written_event(tmp_path: Path) -> None:
+    with EventLogger(None, []) as event_logger:
+        event = event_logger.log("warning", message="m")
     assert isinstance(event, WarningEvent)

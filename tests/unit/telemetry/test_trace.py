@@ -1,4 +1,4 @@
-"""Traces of several ranks put together."""
+"""Merging of traces of several ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ from shardwright.telemetry.trace import RankTrace, merge_traces
 
 
 def write_trace(path: Path, base_nanoseconds: int, *events: dict[str, Any]) -> Path:
-    named = {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}}
+    process_name = {
+        "ph": "M",
+        "name": "process_name",
+        "pid": 77,
+        "tid": 0,
+        "args": {"name": "python"},
+    }
     path.write_text(
-        json.dumps({"baseTimeNanoseconds": base_nanoseconds, "traceEvents": [named, *events]})
+        json.dumps(
+            {"baseTimeNanoseconds": base_nanoseconds, "traceEvents": [process_name, *events]}
+        )
     )
     return path
 
 
-def test_ranks_stand_on_one_clock_with_processes_and_flows_of_their_own(tmp_path: Path) -> None:
-    """Rank 1's clock is 2 s behind and its trace's base 1 s later: what it did at its 500 was at
-    rank 0's 3,000,500 - 100.
+def test_merged_ranks_share_a_clock_with_separate_processes_and_flows(tmp_path: Path) -> None:
+    """Rank 1's clock is 2 s behind and its trace starts 1 s later, so its 500 us are 3,000,500 us.
+
+    Rank 0's first event, at 100 us, is the origin.
     """
     event = {"ph": "X", "pid": 77, "tid": 1, "name": "work", "dur": 5}
     first = write_trace(
@@ -50,7 +59,7 @@ def test_ranks_stand_on_one_clock_with_processes_and_flows_of_their_own(tmp_path
     assert list(tmp_path.glob("*.partial")) == []
 
 
-def test_a_broken_trace_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_a_broken_trace_leaves_no_partial_file(tmp_path: Path) -> None:
     (tmp_path / "0").write_text("{half")
     with pytest.raises(ValueError, match="Expecting"):
         merge_traces([RankTrace(0, tmp_path / "0", 0.0)], tmp_path / "all.json.gz")

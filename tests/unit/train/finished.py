@@ -1,6 +1,4 @@
-"""A run folder as training leaves it, made in a moment: recipe, config.json, tokenizer,
-checkpoints.
-"""
+"""Run folder as training leaves it, without training: recipe, config, tokenizer, checkpoints."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ CONFIG: dict[str, Any] = {
 ALPHABET = "abcdefghij"
 
 
-def weights_at(shape: ModelShape, step: int) -> dict[str, torch.Tensor]:
-    """Weights of a step: those of the step's number as seed."""
+def build_weights(shape: ModelShape, step: int) -> dict[str, torch.Tensor]:
+    """Build the weights of a step, with the step's number as seed."""
     return {
         spec.name: initialise_parameter(spec, step, dtype=torch.float32)
         for spec in shape.list_parameters()
@@ -43,7 +41,7 @@ def weights_at(shape: ModelShape, step: int) -> dict[str, torch.Tensor]:
 def make_run(
     path: Path, *, steps: tuple[int, ...] = (1, 2, 3), best: int | None = 2, precision: str = "bf16"
 ) -> RunFolder:
-    """Write the folder; the weights of its checkpoints are `weights_at` their steps."""
+    """Write the folder; `build_weights(shape, step)` gives the weights of each checkpoint."""
     folder = RunFolder(path)
     shape = read_config(CONFIG)
     recipe = Recipe.model_validate(
@@ -64,7 +62,7 @@ def make_run(
     folder.write_metadata(recipe, {}, shape.to_config())
     CharacterTokenizer(ALPHABET).save(folder.tokenizer_path)
     for step in steps:
-        tensors = {f"model.{name}": tensor for name, tensor in weights_at(shape, step).items()}
+        tensors = {f"model.{name}": tensor for name, tensor in build_weights(shape, step).items()}
         tensors |= {f"optimizer.{name}.momentum": torch.zeros(3) for name in ("a", "b")}
         save_checkpoint(folder.checkpoints, step, tensors, make_run_values(step), is_best=step == best)
     return folder

@@ -1,4 +1,4 @@
-"""Small pairs of responses, and a recipe around them."""
+"""Small pairs of responses, and a recipe that uses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_pairs(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
 
 
 def preference_recipe(folder: Path, layout: str = "", **changes: Any) -> dict[str, Any]:
-    """A recipe as YAML would hold it; every section in `changes` is laid over the one here."""
+    """Build a recipe document; each section of `changes` overrides keys of the default section."""
     source = folder / "pairs.jsonl"
     if not source.exists():
         write_pairs(source)

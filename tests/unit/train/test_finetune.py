@@ -1,6 +1,4 @@
-"""Fine-tuning a folder of bf16 weights: fp32 master weights, parameters frozen by pattern, pruned
-weights kept.
-"""
+"""Fine-tuning of bf16 weights: fp32 master weights, frozen parameters, pruned weights."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from tests.unit.train.finished import ALPHABET, CONFIG
 PRUNED = "model.layers.0.mlp.down_proj.weight"
 
 
-def fine_tuned(folder: Path, **model: Any) -> tuple[dict[str, Tensor], Path]:
-    """The weights of a base in bf16, and the run that went on from it."""
+def fine_tune(folder: Path, **model: Any) -> tuple[dict[str, Tensor], Path]:
+    """Fine-tune a base in bf16; return its weights and the folder of the run."""
     tokenizer = CharacterTokenizer("".join(sorted(set(ALPHABET))))
     shape = read_config(CONFIG | {"vocab_size": tokenizer.vocab_size})
     specs = {spec.name: spec for spec in shape.list_parameters()}
@@ -55,18 +53,19 @@ def fine_tuned(folder: Path, **model: Any) -> tuple[dict[str, Tensor], Path]:
     return base, folder / "run"
 
 
-def test_steps_too_small_for_bf16_are_kept_in_fp32(tmp_path: Path) -> None:
-    base, run = fine_tuned(tmp_path, freeze=["model.embed_tokens.*"], keep_zeros=True)
-    stored = find_checkpoint(run / "checkpoints", LATEST_NAME).manifest.tensors  # type: ignore[arg-type]
+def test_updates_too_small_for_bf16_are_stored_in_fp32(tmp_path: Path) -> None:
+    base, run = fine_tune(tmp_path, freeze=["model.embed_tokens.*"], keep_zeros=True)
+    checkpoint = find_checkpoint(run / "checkpoints", LATEST_NAME)  # type: ignore[arg-type]
+    stored = checkpoint.manifest.tensors
     assert {entry.dtype for entry in stored.values()} == {"F32"}
     source = open_model_source(run)
     trained = {name: source.read(name) for name in base}
     for name, weights in trained.items():
-        moved = weights != base[name].float()
+        has_changed = weights != base[name].float()
         if name == "model.embed_tokens.weight":
-            assert not moved.any()
+            assert not has_changed.any()
         elif weights.ndim == 2:
-            assert moved.double().mean() > 0.4, name  # half of the pruned matrix stays
+            assert has_changed.double().mean() > 0.4, name  # half of the pruned matrix stays zero
             assert (weights.bfloat16() == base[name]).double().mean() > 0.9, name
     assert bool((trained[PRUNED].view(-1)[::2] == 0.0).all())
     assert not any(name.startswith("optimizer.model.embed_tokens") for name in stored)

@@ -1,4 +1,4 @@
-"""The training loop in one process, on a text of a few lines."""
+"""Training loop in one process, on a short text."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from shardwright.train.step import StepTimes
 from tests.unit.train.finished import ALPHABET, CONFIG
 
 
-def recipe_in(folder: Path, run: str = "run", **training: Any) -> Recipe:
-    """A run of two steps that evaluates after each."""
+def build_recipe(folder: Path, run: str = "run", **training: Any) -> Recipe:
+    """Build a recipe of two steps with an evaluation after each."""
     (folder / "corpus.txt").write_text(ALPHABET * 20)
     data = {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")}
     return Recipe.model_validate(
@@ -57,12 +57,10 @@ def recipe_in(folder: Path, run: str = "run", **training: Any) -> Recipe:
     )
 
 
-def test_a_step_lasts_until_its_device_is_done(
+def test_step_time_includes_the_work_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an accelerator the optimizer's kernels still run when the host is back; reading the marks
-    waits for them.
-    """
+    """Optimizer kernels may still run when the host continues; reading the marks waits for them."""
     lag_seconds = 0.3
     read_marks = StepTimes.seconds
 
@@ -71,7 +69,7 @@ def test_a_step_lasts_until_its_device_is_done(
         return read_marks(times)
 
     monkeypatch.setattr(StepTimes, "seconds", wait)
-    train(recipe_in(tmp_path))
+    train(build_recipe(tmp_path))
     steps = read_events(tmp_path / "run").filter_by_type(StepEvent)
     assert [step.step for step in steps] == [1, 2]
     for step in steps:
@@ -79,25 +77,26 @@ def test_a_step_lasts_until_its_device_is_done(
         assert step.tokens_per_second <= step.tokens / lag_seconds
 
 
-def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
+def test_an_evaluation_that_a_stop_interrupted_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop during the evaluation of step 1: the resumed run begins with it, and both curves are
-    those of the whole run.
+    """After a stop during the evaluation of step 1, the resumed run starts with that evaluation.
+
+    Both curves equal those of an uninterrupted run.
     """
-    train(recipe_in(tmp_path, "whole"))
+    train(build_recipe(tmp_path, "whole"))
     evaluate = TrainingLoop._evaluate
 
-    def stopped(loop: TrainingLoop, *, is_last: bool) -> tuple[float, bool] | None:
+    def stop_and_evaluate(loop: TrainingLoop, *, is_last: bool) -> tuple[float, bool] | None:
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(loop, is_last=is_last)
 
     with monkeypatch.context() as patched:
-        patched.setattr(TrainingLoop, "_evaluate", stopped)
+        patched.setattr(TrainingLoop, "_evaluate", stop_and_evaluate)
         with pytest.raises(Preempted, match="saved at step 1 of 2"):
-            train(recipe_in(tmp_path))
+            train(build_recipe(tmp_path))
     assert read_events(tmp_path / "run").filter_by_type(EvaluationEvent) == []
-    train(recipe_in(tmp_path), resume=True)
+    train(build_recipe(tmp_path), resume=True)
     curves = [
         [
             (event.step, event.loss)
@@ -110,28 +109,30 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
     assert curves[0] == curves[1]
 
 
-def test_a_launcher_that_starts_it_again_begins_or_goes_on(tmp_path: Path) -> None:
-    first = train(recipe_in(tmp_path), resume_if_started=True)
+def test_resume_if_started_starts_or_resumes(tmp_path: Path) -> None:
+    first = train(build_recipe(tmp_path), resume_if_started=True)
     assert first is not None
     assert first["steps"] == 2
-    train(recipe_in(tmp_path, max_steps=3), resume_if_started=True)
+    train(build_recipe(tmp_path, max_steps=3), resume_if_started=True)
     events = read_events(tmp_path / "run")
     assert [step.step for step in events.filter_by_type(StepEvent)] == [1, 2, 3]
     assert not any("starts again" in event.message for event in events.filter_by_type(WarningEvent))
 
 
-def test_what_may_change_on_resume_is_told(tmp_path: Path) -> None:
-    train(recipe_in(tmp_path))
-    train(recipe_in(tmp_path, max_steps=3), resume=True)
-    told = [event.message for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)]
-    assert told == ["changed since the checkpoint: training.max_steps: saved 2, now 3"]
+def test_allowed_changes_on_resume_are_reported(tmp_path: Path) -> None:
+    train(build_recipe(tmp_path))
+    train(build_recipe(tmp_path, max_steps=3), resume=True)
+    messages = [
+        event.message for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)
+    ]
+    assert messages == ["changed since the checkpoint: training.max_steps: saved 2, now 3"]
 
 
-def test_drift_is_refused_field_by_field_and_allowed_by_name(tmp_path: Path) -> None:
-    train(recipe_in(tmp_path))
-    changed = recipe_in(tmp_path, max_steps=3, learning_rate=2e-3, micro_batch_size=1).model_copy(
-        update={"seed": 5}
-    )
+def test_drift_is_refused_by_field_and_allowed_by_name(tmp_path: Path) -> None:
+    train(build_recipe(tmp_path))
+    changed = build_recipe(
+        tmp_path, max_steps=3, learning_rate=2e-3, micro_batch_size=1
+    ).model_copy(update={"seed": 5})
     rate = "training.learning_rate: saved 0.001, now 0.002"
     seed = "seed: saved 0, now 5"
     batch = "global_batch_size: saved 2, now 1 (cannot be allowed"
@@ -140,7 +141,7 @@ def test_drift_is_refused_field_by_field_and_allowed_by_name(tmp_path: Path) -> 
     assert rate in str(refused.value)
     assert batch in str(refused.value)
     assert seed not in str(refused.value)
-    changed = recipe_in(tmp_path, max_steps=3, learning_rate=2e-3).model_copy(update={"seed": 5})
+    changed = build_recipe(tmp_path, max_steps=3, learning_rate=2e-3).model_copy(update={"seed": 5})
     train(changed, resume=True, allow_drift=["seed", "training"])
     assert any(
         f"{seed}; {rate}" in event.message
@@ -155,35 +156,35 @@ def test_drift_is_refused_field_by_field_and_allowed_by_name(tmp_path: Path) -> 
     ]
 
 
-class NoRoom(Disk):
-    """A disk that is full at chosen saves."""
+class FullDisk(Disk):
+    """Disk that is full at selected saves."""
 
     full = False
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        if NoRoom.full:
+        if FullDisk.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().write(descriptor, data)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_save_that_fails_is_told_and_training_goes_on_unless_it_is_the_last(
+def test_a_failed_save_is_reported_and_training_continues_unless_it_is_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    monkeypatch.setattr(checkpointing, "get_disk", lambda _place: NoRoom())
-    recipe = recipe_in(tmp_path, max_steps=3)
+    monkeypatch.setattr(checkpointing, "get_disk", lambda _place: FullDisk())
+    recipe = build_recipe(tmp_path, max_steps=3)
     section = recipe.checkpoint.model_copy(
         update={"every_steps": 1, "asynchronous": asynchronous, "keep_best": False}
     )
     recipe = recipe.model_copy(update={"checkpoint": section})
     save = RunCheckpointer.save
 
-    def save_to_the_end(saver: RunCheckpointer, **options: Any) -> None:
-        NoRoom.full = saver.state.step == full_at
+    def save_and_wait(saver: RunCheckpointer, **options: Any) -> None:
+        FullDisk.full = saver.state.step == full_at
         save(saver, **options)
         saver._finish_pending_save()
 
-    monkeypatch.setattr(RunCheckpointer, "save", save_to_the_end)
+    monkeypatch.setattr(RunCheckpointer, "save", save_and_wait)
     full_at = 2
     train(recipe)
     events = read_events(tmp_path / "run")
@@ -206,9 +207,9 @@ def test_a_save_that_fails_is_told_and_training_goes_on_unless_it_is_the_last(
     ] == [1, 2]
 
 
-def test_checkpoints_may_lie_elsewhere(tmp_path: Path) -> None:
+def test_checkpoints_may_have_their_own_location(tmp_path: Path) -> None:
     url = "memory://bucket/elsewhere"
-    recipe = recipe_in(tmp_path)
+    recipe = build_recipe(tmp_path)
     recipe = recipe.model_copy(
         update={"checkpoint": recipe.checkpoint.model_copy(update={"dir": url})}
     )
@@ -227,13 +228,13 @@ def test_checkpoints_may_lie_elsewhere(tmp_path: Path) -> None:
     assert open_model_source(tmp_path / "run").step == 3
 
 
-def test_a_reduction_dtype_that_nothing_reduces_in_is_told(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path, max_steps=1)
+def test_a_reduction_dtype_without_effect_is_reported(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path, max_steps=1)
     train(
         recipe.model_copy(
             update={"precision": recipe.precision.model_copy(update={"reduce_dtype": "bf16"})}
         )
     )
-    told = (tmp_path / "run" / "log.txt").read_text()
-    assert told.count("precision.reduce_dtype has no effect under") == 1
-    assert "in their own dtype, float32" in told
+    messages = (tmp_path / "run" / "log.txt").read_text()
+    assert messages.count("precision.reduce_dtype has no effect under") == 1
+    assert "in their own dtype, float32" in messages

@@ -1,6 +1,4 @@
-"""`precision: auto` through a run: chosen once, recorded, kept where it resumes, and agreed on by
-all ranks.
-"""
+"""`precision: auto`: chosen once, recorded, preserved on resume, and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ EMULATED = 0.025
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`machine(ratio)`: from here on bf16 products are so many times as fast as fp32's."""
+    """Return `machine(ratio)`, which sets the speed of bf16 products relative to fp32."""
     return lambda ratio: monkeypatch.setattr(bf16, "measure_bf16_ratio", lambda _device: ratio)
 
 
-def recipe_in(folder: Path, precision: str | None = None, max_steps: int = 1) -> Recipe:
-    """A run of a few steps; a recipe that says nothing of its precision, unless one is given."""
+def build_recipe(folder: Path, precision: str | None = None, max_steps: int = 1) -> Recipe:
+    """Build a recipe of a few steps, without `precision` by default."""
     (folder / "corpus.txt").write_text(ALPHABET * 20)
     return Recipe.model_validate(
         {
@@ -55,98 +53,95 @@ def recipe_in(folder: Path, precision: str | None = None, max_steps: int = 1) ->
     )
 
 
-def recorded_plan(folder: Path) -> dict[str, Any]:
+def read_plan(folder: Path) -> dict[str, Any]:
     plan: dict[str, Any] = json.loads(RunFolder(folder / "run").plan_path.read_text())
     return plan
 
 
-def warnings(folder: Path) -> list[str]:
+def list_warnings(folder: Path) -> list[str]:
     return [event.message for event in read_events(folder / "run").filter_by_type(WarningEvent)]
 
 
 @pytest.mark.parametrize(("ratio", "kind"), [(FAST, "bf16"), (EMULATED, "fp32")])
-def test_a_recipe_that_says_nothing_trains_in_what_the_machine_is_best_at(
+def test_a_recipe_without_precision_uses_the_fastest_of_the_machine(
     tmp_path: Path, machine: Any, ratio: float, kind: str
 ) -> None:
     machine(ratio)
-    train(recipe_in(tmp_path))
-    assert recorded_plan(tmp_path)["precision"]["kind"] == kind
-    assert "on this CPU" in recorded_plan(tmp_path)["precision_reason"]
+    train(build_recipe(tmp_path))
+    assert read_plan(tmp_path)["precision"]["kind"] == kind
+    assert "on this CPU" in read_plan(tmp_path)["precision_reason"]
     assert load_recipe(RunFolder(tmp_path / "run").recipe_path).precision.kind == kind
     (started,) = read_events(tmp_path / "run").filter_by_type(RunStartedEvent)
     assert f"{kind} (precision auto: bf16 " in describe_event(started)
-    assert not warnings(tmp_path)
+    assert not list_warnings(tmp_path)
     assert (
         open_model_source(tmp_path / "run").dtype
         == {"fp32": torch.float32, "bf16": torch.bfloat16}[kind]
     )
 
 
-@pytest.mark.parametrize(("begun", "resumed"), [(FAST, EMULATED), (EMULATED, FAST)])
-def test_a_run_that_resumes_on_another_kind_of_machine_keeps_its_precision_and_says_so(
-    tmp_path: Path, machine: Any, begun: float, resumed: float
+@pytest.mark.parametrize(("first_ratio", "second_ratio"), [(FAST, EMULATED), (EMULATED, FAST)])
+def test_a_run_resumed_on_another_machine_preserves_and_reports_its_precision(
+    tmp_path: Path, machine: Any, first_ratio: float, second_ratio: float
 ) -> None:
-    machine(begun)
-    train(recipe_in(tmp_path))
-    kind = recorded_plan(tmp_path)["precision"]["kind"]
-    machine(resumed)
-    assert predict_precision(recipe_in(tmp_path)) == PrecisionChoice(
+    machine(first_ratio)
+    train(build_recipe(tmp_path))
+    kind = read_plan(tmp_path)["precision"]["kind"]
+    machine(second_ratio)
+    assert predict_precision(build_recipe(tmp_path)) == PrecisionChoice(
         kind, "the run was started in it"
     )
-    train(recipe_in(tmp_path, max_steps=2), resume=True)
-    plan = recorded_plan(tmp_path)
+    train(build_recipe(tmp_path, max_steps=2), resume=True)
+    plan = read_plan(tmp_path)
     assert plan["precision"]["kind"] == kind
     assert plan["precision_reason"].startswith("the run was started in it; a new run would use ")
-    # What an emulating machine is asked to do all the same is told once, with the ratio.
-    slow = [message for message in warnings(tmp_path) if "40 times slower" in message]
+    # Training in an emulated precision is reported once, with the ratio.
+    slow = [message for message in list_warnings(tmp_path) if "40 times slower" in message]
     assert len(slow) == (1 if kind == "bf16" else 0)
 
 
-def test_a_run_of_a_version_whose_default_was_fp32_resumes_in_fp32(
-    tmp_path: Path, machine: Any
-) -> None:
-    train(recipe_in(tmp_path, "fp32"))  # what such a version recorded of a recipe that said nothing
+def test_a_run_of_a_version_with_default_fp32_resumes_in_fp32(tmp_path: Path, machine: Any) -> None:
+    train(build_recipe(tmp_path, "fp32"))  # such a version recorded fp32 for an absent `precision`
     machine(FAST)
-    train(recipe_in(tmp_path, max_steps=2), resume=True)
-    assert recorded_plan(tmp_path)["precision"]["kind"] == "fp32"
-    RunFolder(
-        tmp_path / "run"
-    ).recipe_path.unlink()  # resumed from its checkpoints alone, in another run folder
-    assert predict_precision(recipe_in(tmp_path)) == PrecisionChoice(
+    train(build_recipe(tmp_path, max_steps=2), resume=True)
+    assert read_plan(tmp_path)["precision"]["kind"] == "fp32"
+    # As if resumed from the checkpoints alone, in another run folder.
+    RunFolder(tmp_path / "run").recipe_path.unlink()
+    assert predict_precision(build_recipe(tmp_path)) == PrecisionChoice(
         "fp32", "the run was started in it"
     )
 
 
-def test_a_precision_that_the_recipe_names_is_still_held_against_the_runs(
+def test_a_precision_of_the_recipe_is_compared_with_that_of_the_run(
     tmp_path: Path, machine: Any
 ) -> None:
     machine(EMULATED)
-    train(recipe_in(tmp_path))
+    train(build_recipe(tmp_path))
     with pytest.raises(CheckpointError, match="precision: saved 'fp32', now 'bf16'"):
-        train(recipe_in(tmp_path, "bf16", max_steps=2), resume=True)
+        train(build_recipe(tmp_path, "bf16", max_steps=2), resume=True)
 
 
-def test_bf16_by_name_on_a_machine_that_emulates_it_is_obeyed_with_one_warning(
+def test_explicit_bf16_on_an_emulating_machine_gives_one_warning(
     tmp_path: Path, machine: Any
 ) -> None:
     machine(EMULATED)
-    train(recipe_in(tmp_path, "bf16"))
-    assert recorded_plan(tmp_path)["precision"]["kind"] == "bf16"
-    assert "precision_reason" not in recorded_plan(tmp_path)
-    (warning,) = warnings(tmp_path)
+    train(build_recipe(tmp_path, "bf16"))
+    assert read_plan(tmp_path)["precision"]["kind"] == "bf16"
+    assert "precision_reason" not in read_plan(tmp_path)
+    (warning,) = list_warnings(tmp_path)
     assert "bf16 is emulated on this CPU, 40 times slower than fp32" in warning
 
 
-class Others(RankSync):
-    """A meeting with ranks whose rows are given."""
+class FakeRankSync(RankSync):
+    """Rank synchronisation with given rows of the other ranks."""
 
     def __init__(self, *rows: list[float]) -> None:
-        self.ranks = RankEnvironment(world_size=1 + len(rows))
-        self._row_chunks = rows
+        self.rank_environment = RankEnvironment(world_size=1 + len(rows))
+        self._other_rows = rows
 
-    def gather(self, values: Any, *, ragged: bool = False) -> list[list[float]]:
-        """This rank's values, then the others'."""
-        return [list(values), *self._row_chunks]
+    def gather(self, values: Any, *, is_ragged: bool = False) -> list[list[float]]:
+        """Return this rank's values, then those of the other ranks."""
+        return [list(values), *self._other_rows]
 
 
 @pytest.mark.parametrize(
@@ -167,15 +162,15 @@ class Others(RankSync):
         ),
     ],
 )
-def test_ranks_that_would_choose_differently_take_fp32(
+def test_ranks_with_different_choices_use_fp32(
     tmp_path: Path, machine: Any, ratio: float, others: list[list[float]], kind: str, reason: str
 ) -> None:
     machine(ratio)
-    recipe = recipe_in(tmp_path)
+    recipe = build_recipe(tmp_path)
     choice = agree_on_precision(
         recipe,
         RunFolder.from_recipe(recipe),
-        Others(*others),
+        FakeRankSync(*others),
         torch.device("cpu"),
         is_resumed=False,
     )
@@ -184,10 +179,12 @@ def test_ranks_that_would_choose_differently_take_fp32(
     assert reason in choice.reason
 
 
-def test_no_plan_says_auto(tmp_path: Path) -> None:
+def test_no_plan_has_precision_auto(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="`resolve` resolves `auto`"):
-        resolve_plan(recipe_in(tmp_path), 1)
-    plan = resolve_plan(recipe_in(tmp_path), 1, PrecisionChoice("bf16", "a test says so"))
+        resolve_plan(build_recipe(tmp_path), 1)
+    plan = resolve_plan(build_recipe(tmp_path), 1, PrecisionChoice("bf16", "a test says so"))
     assert (plan.precision.kind, plan.precision_reason) == ("bf16", "a test says so")
-    named = resolve_plan(recipe_in(tmp_path, "fp64"), 1, PrecisionChoice("bf16", "a test says so"))
-    assert (named.precision.kind, named.precision_reason) == ("fp64", None)
+    explicit = resolve_plan(
+        build_recipe(tmp_path, "fp64"), 1, PrecisionChoice("bf16", "a test says so")
+    )
+    assert (explicit.precision.kind, explicit.precision_reason) == ("fp64", None)

@@ -1,4 +1,4 @@
-"""Going back by itself, in one process: a loss that spikes, and gradients that stay non-finite."""
+"""Automatic rollback in one process: after loss spikes and repeated non-finite gradients."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from shardwright.train import loop
 from shardwright.train.loop import TrainingLoop
 from shardwright.train.loss_spikes import LossSpikeDetector
 from shardwright.train.run import train
-from tests.unit.train.test_loop import recipe_in
+from tests.unit.train.test_loop import build_recipe
 
 BATCH = 2
 
 
-def run(folder: Path, name: str, rollback: dict[str, Any] | None = None, **training: Any) -> Path:
-    """Eight steps, saved every second one."""
-    recipe = recipe_in(folder, name, max_steps=8, **training)
+def train_run(
+    folder: Path, name: str, rollback: dict[str, Any] | None = None, **training: Any
+) -> Path:
+    """Train eight steps with a checkpoint at every second one; return the run folder."""
+    recipe = build_recipe(folder, name, max_steps=8, **training)
     section = recipe.checkpoint.model_copy(
         update={"every_steps": 2, "keep_last": 4, "keep_best": False, "asynchronous": False}
     )
@@ -46,66 +48,69 @@ def run(folder: Path, name: str, rollback: dict[str, Any] | None = None, **train
     return folder / name
 
 
-def spike_at(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """The loss of these steps, counted as they are made, is a thousand times what it is; the
-    gradients are as ever.
-    """
-    made = iter(range(1, 100))
-    former = loop.accumulate_gradients
+def add_spikes(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Multiply the loss of these steps, in execution order, by 1000; gradients are unchanged."""
+    step_numbers = iter(range(1, 100))
+    original = loop.accumulate_gradients
 
     def accumulate(*arguments: Any, **options: Any) -> Any:
-        loss = former(*arguments, **options)
-        return replace(loss, loss_sum=loss.loss_sum * 1000) if next(made) in steps else loss
+        loss = original(*arguments, **options)
+        return replace(loss, loss_sum=loss.loss_sum * 1000) if next(step_numbers) in steps else loss
 
     monkeypatch.setattr(loop, "accumulate_gradients", accumulate)
 
 
-def poison_at(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """A gradient of these steps, counted as they are made, is not a number."""
-    made = iter(range(1, 100))
-    former = loop.update_parameters
+def add_nan_gradients(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Set a gradient of these steps, in execution order, to NaN."""
+    step_numbers = iter(range(1, 100))
+    original = loop.update_parameters
 
     def update(model: Any, optimizer: Any, **options: Any) -> Any:
-        if next(made) in steps:
-            next(gradient for gradient, _ in model.list_gradients() if gradient is not None).view(-1)[
-                0
-            ] = float("nan")
-        return former(model, optimizer, **options)
+        if next(step_numbers) in steps:
+            gradients = (gradient for gradient, _ in model.list_gradients())
+            first = next(gradient for gradient in gradients if gradient is not None)
+            first.view(-1)[0] = float("nan")
+        return original(model, optimizer, **options)
 
     monkeypatch.setattr(loop, "update_parameters", update)
 
 
-def leave_out(monkeypatch: pytest.MonkeyPatch, *, before_step: int, count: int) -> None:
-    """From this step on, `count` steps' worth of data are passed over, by hand."""
-    former: Callable[[TrainingLoop], Any] = TrainingLoop._run_step
+def skip_data(monkeypatch: pytest.MonkeyPatch, *, before_step: int, count: int) -> None:
+    """Skip the data of `count` steps before `before_step`."""
+    original: Callable[[TrainingLoop], Any] = TrainingLoop._run_step
 
-    def step(running: TrainingLoop) -> Any:
-        if running.state.step == before_step:
-            running.state.skipped_data_steps = count
-        return former(running)
+    def step(training_loop: TrainingLoop) -> Any:
+        if training_loop.state.step == before_step:
+            training_loop.state.skipped_data_steps = count
+        return original(training_loop)
 
     monkeypatch.setattr(TrainingLoop, "_run_step", step)
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    ours = find_newest_checkpoint(one / "checkpoints")
-    theirs = find_newest_checkpoint(other / "checkpoints")
-    assert ours is not None
-    assert theirs is not None
-    assert ours.step == theirs.step == 8
+    checkpoint = find_newest_checkpoint(one / "checkpoints")
+    other_checkpoint = find_newest_checkpoint(other / "checkpoints")
+    assert checkpoint is not None
+    assert other_checkpoint is not None
+    assert checkpoint.step == other_checkpoint.step == 8
     assert all(
-        torch.equal(read_tensor(ours, name), read_tensor(theirs, name))
-        for name in ours.manifest.tensors
+        torch.equal(read_tensor(checkpoint, name), read_tensor(other_checkpoint, name))
+        for name in checkpoint.manifest.tensors
     )
 
 
-def test_a_spike_takes_the_run_back_and_past_the_data(tmp_path: Path) -> None:
+def test_a_spike_causes_a_rollback_that_skips_the_data(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        spike_at(patch, {6})
-        spiked = run(tmp_path, "spiked", {"window_steps": 3})
+        add_spikes(patch, {6})
+        spiked = train_run(tmp_path, "spiked", {"window_steps": 3})
     events = read_events(spiked)
-    (back,) = events.filter_by_type(RollbackEvent)
-    assert (back.step, back.from_step, back.first_sample, back.num_samples) == (
+    (rollback_event,) = events.filter_by_type(RollbackEvent)
+    assert (
+        rollback_event.step,
+        rollback_event.from_step,
+        rollback_event.first_sample,
+        rollback_event.num_samples,
+    ) == (
         4,
         6,
         4 * BATCH,
@@ -114,25 +119,25 @@ def test_a_spike_takes_the_run_back_and_past_the_data(tmp_path: Path) -> None:
     seen = [(step.step, step.samples_seen // BATCH) for step in select_surviving_steps(events)]
     assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 7), (6, 8), (7, 9), (8, 10)]
     with pytest.MonkeyPatch.context() as patch:
-        leave_out(patch, before_step=4, count=2)
-        assert_same_weights(spiked, run(tmp_path, "by-hand"))
+        skip_data(patch, before_step=4, count=2)
+        assert_same_weights(spiked, train_run(tmp_path, "by-hand"))
 
 
-def test_a_checkpoint_farther_back_is_taken_where_the_recipe_wants_one(
+def test_at_least_steps_before_selects_an_earlier_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spike_at(monkeypatch, {6})
-    (back,) = read_events(
-        run(tmp_path, "run", {"window_steps": 3, "at_least_steps_before": 3})
+    add_spikes(monkeypatch, {6})
+    (rollback_event,) = read_events(
+        train_run(tmp_path, "run", {"window_steps": 3, "at_least_steps_before": 3})
     ).filter_by_type(RollbackEvent)
-    assert (back.step, back.num_samples) == (2, 4 * BATCH)
+    assert (rollback_event.step, rollback_event.num_samples) == (2, 4 * BATCH)
 
 
-def test_rollbacks_are_bounded_and_what_comes_after_is_told(
+def test_rollbacks_are_limited_and_reaching_the_limit_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spike_at(monkeypatch, {6, 10})
-    events = read_events(run(tmp_path, "run", {"window_steps": 3, "max_rollbacks": 1}))
+    add_spikes(monkeypatch, {6, 10})
+    events = read_events(train_run(tmp_path, "run", {"window_steps": 3, "max_rollbacks": 1}))
     assert len(events.filter_by_type(RollbackEvent)) == 1
     assert any(
         "no rollbacks are left (max_rollbacks is 1), so training continues" in event.message
@@ -140,41 +145,42 @@ def test_rollbacks_are_bounded_and_what_comes_after_is_told(
     )
 
 
-def test_too_many_steps_without_a_finite_gradient_take_the_run_back(
+def test_too_many_steps_without_finite_gradients_cause_a_rollback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poison_at(monkeypatch, {5, 6})
+    add_nan_gradients(monkeypatch, {5, 6})
     with pytest.raises(NonFiniteError):
-        run(tmp_path, "without", max_skipped_steps=1)
-    poison_at(monkeypatch, {5, 6})
-    (back,) = read_events(run(tmp_path, "with", {}, max_skipped_steps=1)).filter_by_type(
-        RollbackEvent
-    )
-    assert (back.step, back.from_step) == (4, 6)
-    assert "2 consecutive steps up to step 6" in back.reason
+        train_run(tmp_path, "without", max_skipped_steps=1)
+    add_nan_gradients(monkeypatch, {5, 6})
+    (rollback_event,) = read_events(
+        train_run(tmp_path, "with", {}, max_skipped_steps=1)
+    ).filter_by_type(RollbackEvent)
+    assert (rollback_event.step, rollback_event.from_step) == (4, 6)
+    assert "2 consecutive steps up to step 6" in rollback_event.reason
 
 
-def test_moments_stay_clean_where_one_gradient_is_not_a_number(tmp_path: Path) -> None:
+def test_a_nan_gradient_does_not_reach_the_moments(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        poison_at(patch, {5})
-        poisoned = run(tmp_path, "poisoned")
-    found = find_newest_checkpoint(poisoned / "checkpoints")
-    assert found is not None
-    assert any(name.startswith("optimizer.") for name in found.manifest.tensors)
+        add_nan_gradients(patch, {5})
+        poisoned = train_run(tmp_path, "poisoned")
+    checkpoint = find_newest_checkpoint(poisoned / "checkpoints")
+    assert checkpoint is not None
+    assert any(name.startswith("optimizer.") for name in checkpoint.manifest.tensors)
     assert all(
-        bool(torch.isfinite(read_tensor(found, name)).all()) for name in found.manifest.tensors
+        bool(torch.isfinite(read_tensor(checkpoint, name)).all())
+        for name in checkpoint.manifest.tensors
     )
 
 
-def test_what_counts_as_a_spike() -> None:
-    watch = LossSpikeDetector(RollbackSection(window_steps=3, spike_nats=0.5))
-    assert [watch.observe(loss, skipped=False) for loss in (3.0, 9.0, 2.0, 3.4)] == [None] * 4
-    assert watch.observe(float("nan"), skipped=True) is None
+def test_a_loss_above_the_median_is_a_spike() -> None:
+    detector = LossSpikeDetector(RollbackSection(window_steps=3, spike_nats=0.5))
+    assert [detector.observe(loss, skipped=False) for loss in (3.0, 9.0, 2.0, 3.4)] == [None] * 4
+    assert detector.observe(float("nan"), skipped=True) is None
     assert (
-        watch.observe(4.0, skipped=False)
+        detector.observe(4.0, skipped=False)
         == "the loss is 4, 0.6 above the median of the 3 previous steps"
     )
-    assert watch.observe(float("nan"), skipped=False) is not None
-    watch.record_rollback()
-    assert watch.observe(100.0, skipped=False) is None
+    assert detector.observe(float("nan"), skipped=False) is not None
+    detector.record_rollback()
+    assert detector.observe(100.0, skipped=False) is None
     assert LossSpikeDetector(None).observe(1e9, skipped=False) is None

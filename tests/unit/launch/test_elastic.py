@@ -1,0 +1,140 @@
+"""Restarts after failures: causes, limits and world sizes, with simulated launches."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.config import Recipe
+from shardwright.errors import (
+    NonFiniteError,
+    Preempted,
+    RankFailed,
+    RecipeError,
+    RunFailed,
+    SaveFailed,
+    ShardwrightError,
+)
+from shardwright.launch.elastic import LaunchAttempt, find_smaller_world_size, run_with_restarts
+from shardwright.launch.stop_signals import StopRequest
+from tests.unit.train.finished import CONFIG
+
+
+def build_recipe(folder: Path, *, layout: dict[str, Any] | None = None, **elastic: int) -> Recipe:
+    training = {
+        "sequence_length": 8,
+        "global_batch_size": 12,
+        "micro_batch_size": 1,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+    }
+    return Recipe.model_validate(
+        {
+            "model": {"config": CONFIG},
+            "data": {"sources": "unread"},
+            "precision": "fp32",
+            "training": training,
+            "layout": layout or {},
+            "elastic": elastic,
+            "run": {"dir": str(folder)},
+        }
+    )
+
+
+class Launches:
+    """Simulated launches that end as listed.
+
+    An int is the step of a checkpoint that the launch saves before the end that follows.
+    """
+
+    def __init__(self, folder: Path, *ends: ShardwrightError | int | None) -> None:
+        self.folder = folder / "checkpoints"
+        self.ends = list(ends)
+        self.attempts = list[LaunchAttempt]()
+
+    def __call__(self, generation: LaunchAttempt) -> None:
+        self.attempts.append(generation)
+        end = self.ends.pop(0)
+        if isinstance(end, int):
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / "latest").write_text(f"step-{end:08d}\n")
+            end = self.ends.pop(0)
+            assert not isinstance(end, int)
+        if end is not None:
+            raise end
+
+
+def test_a_lost_rank_causes_a_counted_restart(tmp_path: Path) -> None:
+    launches = Launches(
+        tmp_path, RankFailed("rank 1 died\nlong story"), 4, RankFailed("rank 0 died"), None
+    )
+    run_with_restarts(build_recipe(tmp_path, max_restarts=2), 4, launches, StopRequest())
+    assert launches.attempts == [
+        LaunchAttempt(0, 4),
+        LaunchAttempt(1, 4, "rank 1 died"),
+        LaunchAttempt(2, 4, "rank 0 died"),
+    ]
+    launches = Launches(tmp_path, *(RankFailed(f"{number}") for number in range(3)))
+    with pytest.raises(RankFailed, match="2"):
+        run_with_restarts(build_recipe(tmp_path, max_restarts=2), 4, launches, StopRequest())
+
+
+def test_without_the_section_there_is_no_restart(tmp_path: Path) -> None:
+    launches = Launches(tmp_path, RankFailed("rank 1 died"))
+    with pytest.raises(RankFailed):
+        run_with_restarts(build_recipe(tmp_path), 2, launches, StopRequest())
+
+
+@pytest.mark.parametrize(
+    "end", [NonFiniteError("nan"), SaveFailed("full"), Preempted("stop"), RecipeError("wrong")]
+)
+def test_failures_that_would_repeat_cause_no_restart(tmp_path: Path, end: ShardwrightError) -> None:
+    with pytest.raises(type(end)):
+        run_with_restarts(
+            build_recipe(tmp_path, max_restarts=9), 2, Launches(tmp_path, end), StopRequest()
+        )
+
+
+def test_a_stop_request_prevents_a_restart_after_a_failure(tmp_path: Path) -> None:
+    stop = StopRequest()
+    stop.record(signal.SIGTERM)
+    with pytest.raises(RunFailed):
+        run_with_restarts(
+            build_recipe(tmp_path, max_restarts=9), 2, Launches(tmp_path, RunFailed("broke")), stop
+        )
+
+
+def test_the_world_shrinks_only_if_no_checkpoint_was_saved_since(tmp_path: Path) -> None:
+    died = RankFailed("died")
+    launches = Launches(tmp_path, 2, died, died, 4, died, None)
+    run_with_restarts(
+        build_recipe(tmp_path, max_restarts=5, min_ranks=2), 6, launches, StopRequest()
+    )
+    assert [generation.world_size for generation in launches.attempts] == [
+        6,
+        6,
+        4,
+        4,
+    ]  # 5 ranks do not divide 12 sequences
+
+
+def test_a_smaller_world_preserves_layout_and_global_batch(tmp_path: Path) -> None:
+    assert find_smaller_world_size(build_recipe(tmp_path, max_restarts=1, min_ranks=1), 4) == 3
+    assert find_smaller_world_size(build_recipe(tmp_path, max_restarts=1, min_ranks=4), 4) is None
+    assert find_smaller_world_size(build_recipe(tmp_path, max_restarts=1), 4) is None
+    assert (
+        find_smaller_world_size(
+            build_recipe(tmp_path, max_restarts=1, min_ranks=1, layout={"tp": 2}), 4
+        )
+        == 2
+    )
+    fixed = {"dp_replicate": 1, "dp_shard": 4, "zero_stage": 3}
+    assert (
+        find_smaller_world_size(
+            build_recipe(tmp_path, max_restarts=1, min_ranks=1, layout=fixed), 4
+        )
+        is None
+    )

@@ -1,0 +1,121 @@
+"""Ranks from the environment, stop signals, and checks of the run folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.errors import CheckpointError, InputError
+from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
+from shardwright.launch.stop_signals import (
+    LAUNCHER_DIED,
+    StopRequest,
+    listen_for_stop,
+    stop_when_parent_exits,
+)
+
+
+def build_recipe(folder: Path):
+    return validate_recipe(
+        {
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"sources": "corpus.txt"},
+            "precision": "fp32",
+            "training": {
+                "sequence_length": 8,
+                "max_steps": 3,
+                "learning_rate": 1e-3,
+                "micro_batch_size": 1,
+            },
+            "run": {"dir": str(folder)},
+        }
+    )
+
+
+def test_torchrun_has_precedence_over_slurm() -> None:
+    both = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+    }
+    assert detect_rank_environment(both) == RankEnvironment(1, 2, 1)
+    assert detect_rank_environment(
+        {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+    ) == RankEnvironment(3, 4, 1)
+    assert detect_rank_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "one", "WORLD_SIZE": "2"}]
+)
+def test_invalid_variables_are_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="RANK"):
+        detect_rank_environment(environment)
+
+
+def test_ranks_without_a_rendezvous_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT"):
+        detect_rank_environment()
+
+
+def test_a_stop_is_recorded_and_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with listen_for_stop() as stop:
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop
+        assert stop.cause == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_rank_stops_if_its_launcher_already_exited() -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
+    request = StopRequest()
+    stop_when_parent_exits(request, launcher.pid)
+    deadline = time.monotonic() + 60
+    while not request and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert request.cause == LAUNCHER_DIED
+
+
+def test_a_run_folder_is_not_reused_without_resume(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path / "run")
+    folder = RunFolder.from_recipe(recipe)
+    folder.check_available(resume=False)
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        folder.check_available(resume=True)
+    folder.write_metadata(recipe, {"layout": {}}, {"model_type": "llama"})
+    assert folder.load_recipe() == recipe
+    with pytest.raises(InputError, match="--resume"):
+        folder.check_available(resume=False)
+    folder.checkpoints.mkdir()
+    folder.check_available(resume=True)
+    assert RunFolder.open_existing(folder.path) == folder
+
+
+def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"recipe\.yaml"):
+        RunFolder.open_existing(tmp_path)
+
+
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recipe = build_recipe(tmp_path / "file" / "run")
+    with pytest.raises(InputError, match="cannot be written"):
+        RunFolder.from_recipe(recipe).write_metadata(recipe, {}, {})

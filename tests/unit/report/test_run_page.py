@@ -1,0 +1,240 @@
+"""Report page of runs: self-contained, with the numbers of the runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.report.recorded_run import load_runs
+from tests.unit.report.pages import PageParser, render
+from tests.unit.report.samples import falling, make_noisy_loss, make_step, write_events, write_run
+from tests.unit.telemetry.samples import make_pipeline_event, make_ranks_event, make_start_event
+
+
+def find_section(page: str, key: str) -> str:
+    """Return the HTML of the section with this id."""
+    match = re.search(rf'id="{key}">(.*?)</section>', page, flags=re.DOTALL)
+    assert match is not None
+    return match[1]
+
+
+def read_loss_data(page: str) -> Any:
+    """Read the hover data of the loss chart."""
+    match = re.search(r'id="loss-data">(.*?)</script>', page)
+    assert match is not None
+    return json.loads(match[1])
+
+
+def test_the_page_is_self_contained(eventful: Path) -> None:
+    page = render(eventful)
+    parser = PageParser()
+    parser.feed(page)
+    assert parser.open == []
+    assert len(parser.ids) == len(set(parser.ids))
+    assert parser.links == ["data:,"]
+    assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", page)
+    assert "@import" not in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_page_has_every_chart_and_its_table(eventful: Path) -> None:
+    page = render(eventful)
+    sections = dict(
+        re.findall(
+            r'<section class="card[^"]*" id="([\w-]+)">(.*?)</section>', page, flags=re.DOTALL
+        )
+    )
+    curves = [
+        "loss",
+        "gradient-norm",
+        "learning-rate",
+        "throughput",
+        "mfu",
+        "memory",
+        "waits-0",
+        "time-0",
+    ]
+    panels = ["ranks-0", "memory-parts-0", "goodput-0", "pipeline-0-ran", "pipeline-0-ideal"]
+    assert list(sections) == curves + panels
+    for key in panels:
+        assert sections[key].count("<svg") == 3
+        assert sections[key].count("<tr>") > 2
+        assert "<rect" in sections[key]
+    for key in curves:
+        section = sections[key]
+        assert section.count("<svg") == (3 if key == "loss" else 2)
+        assert "no data" not in section
+        assert len(re.findall(r"<tr>", section)) > 20, key
+        match = re.search(r'type="application/json"[^>]*>(.*?)</script>', section)
+        assert match is not None
+        hover = json.loads(match[1])
+        assert all(len(series["x"]) == len(series["y"]) > 5 for series in hover["series"])
+    for words in (
+        "running",
+        "resumes",
+        "skipped steps",
+        "stops, failures",
+        "minutes since the first start",
+    ):
+        assert words in page
+    for words in (
+        "resumed at step 200",
+        "1 step was skipped",
+        "killed by &lt;signal&gt; 9",
+        "dp_shard=2,zero_stage=3",
+    ):
+        assert words in page
+
+
+def test_ranks_are_compared_and_the_slow_one_is_marked(eventful: Path, tmp_path: Path) -> None:
+    text = html.unescape(render(eventful))
+    assert "Rank 0 is more than 10% slower than the median rank in own work" in text
+    assert "slow: 1.14 x" in text
+    assert "<td>0 (slow)</td><td>450.000</td><td>400.000</td><td>1.14</td><td>50.000</td>" in text
+    many = [make_ranks_event(i, own_seconds=(0.4,) * 40 + (0.6,)) for i in range(1, 6)]
+    page = render(
+        write_events(tmp_path / "many", [make_start_event(world_size=41), *many, make_step(6, 2.0)])
+    )
+    section = find_section(page, "ranks-0")
+    assert "slow: 1.50 x" in section
+    assert section.count("<tr>") == 1 + 41  # the table has all ranks
+
+
+def test_the_pipeline_is_drawn_as_executed_and_as_scheduled(eventful: Path) -> None:
+    text = html.unescape(render(eventful))
+    # Forwards take 0.1 s, backwards 0.2 s on rank 0 and 0.25 s on rank 1. The schedule predicts a
+    # step of 1 s; the measured step takes 1.1 s.
+    assert (
+        "Step 3, 1F1B: 2 ranks, 2 stages, 2 micro-batches. Ranks computed 59.1% of the time" in text
+    )
+    assert "Step time: 91% of the measured" in text
+    assert "<title>1B0: 0.2 to 0.45</title>" in text
+
+
+def test_a_pipeline_with_unknown_actions_is_omitted(tmp_path: Path) -> None:
+    event = dataclasses.replace(make_pipeline_event(1), actions=(("0F0", "nonsense"),) * 2)
+    page = render(write_events(tmp_path / "run", [make_start_event(), make_step(1, 2.0), event]))
+    assert 'id="pipeline' not in page
+
+
+def test_memory_by_part_is_shown_with_the_prediction(eventful: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(eventful, tmp_path / "run")
+    prediction = {
+        "memory_bytes": {"weights": 2**20, "driver": 2**19, "total": 2**21, "capacity": 2**30},
+        "tokens_per_second": 256.0,
+    }
+    (run / "prediction.json").write_text(json.dumps(prediction))
+    page = render(run)
+    section = find_section(page, "memory-parts-0")
+    assert "<td>weights</td><td>1.00 MiB</td><td>1.00 MiB</td>" in section
+    assert "<td>the rest of the peak</td><td></td><td>3.00 MiB</td>" in section
+    assert "<td>all</td><td>1.50 MiB</td><td>9.00 MiB</td>" in section
+    for key in ("throughput", "mfu"):
+        section = find_section(page, key)
+        assert ">predicted</text>" in section
+    (run / "prediction.json").write_text("{half")
+    assert "No prediction" in render(run)
+
+
+def test_experts_and_samples_are_shown(tmp_path: Path) -> None:
+    tokens = ((10, 30, 20, 20), (0, 0, 80, 0))
+    run = write_events(
+        tmp_path / "run",
+        [
+            make_start_event(),
+            *(make_step(i, 2.0, expert_tokens=tokens, expert_load=4.0) for i in (1, 2)),
+        ],
+    )
+    (run / "samples").mkdir()
+    (run / "samples" / "step-2.txt").write_text("<b>once</b> upon")
+    page = render(run)
+    assert (
+        "expert 2 of sparse layer 1 with 4.00 x. Orange is above the even share, blue below. "
+        "3 experts received none." in page
+    )
+    assert "<title>layer 1, expert 2: 4.00 x</title>" in page
+    assert "<td>step-2</td><td>&lt;b&gt;once&lt;/b&gt; upon</td>" in page
+    assert 'id="expert-load"' in page
+
+
+def test_temperature_and_throttled_clocks_are_shown(tmp_path: Path) -> None:
+    hot = [
+        make_ranks_event(
+            i, temperature_celsius=(60.0, 60.0 + i), throttled=("", "heat" if i > 3 else "")
+        )
+        for i in range(1, 6)
+    ]
+    page = render(write_events(tmp_path / "run", [make_start_event(), make_step(1, 2.0), *hot]))
+    assert "Clocks were throttled at 2 of the recorded steps." in page
+    assert "rank 1: heat" in page
+
+
+def test_text_of_a_run_is_not_executed_as_script(eventful: Path) -> None:
+    page = render(eventful)
+    assert '<script>alert("x")' not in page
+    assert page.count("<script>") == 1
+
+
+def test_the_name_of_a_run_is_not_executed_as_script(tmp_path: Path) -> None:
+    names = ("</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>")
+    steps = [make_step(i, falling(i)) for i in range(1, 9)]
+    paths = [
+        write_events(
+            tmp_path / str(i), [make_start_event(name=name, layout=name, host=name), *steps]
+        )
+        for i, name in enumerate(names)
+    ]
+    for selection in (paths, paths[:1], paths[1:]):
+        page = render(*selection)
+        PageParser().feed(page)
+        assert "alert(1)</script>" not in page
+        assert "<img" not in page
+
+
+def test_the_hover_values_equal_those_of_the_run(tmp_path: Path) -> None:
+    page = render(write_run(tmp_path / "run", 10, validation=falling, every=5))
+    data = read_loss_data(page)
+    training, validation = data["series"]
+    assert training["x"] == list(range(1, 11))
+    assert training["y"] == pytest.approx([falling(i) for i in range(1, 11)], rel=1e-5)
+    assert (validation["x"], validation["name"]) == ([5, 10], "validation")
+
+
+def test_several_runs_are_overlaid_with_their_names(tmp_path: Path) -> None:
+    page = render(
+        write_run(tmp_path / "small", 50),
+        write_run(tmp_path / "large", 80, make_noisy_loss(0.01, 1)),
+    )
+    parser = PageParser()
+    parser.feed(page)
+    assert len(parser.ids) == len(set(parser.ids))
+    assert "<h1>2 runs</h1>" in page
+    data = read_loss_data(page)
+    assert [(s["name"], s["x"][-1]) for s in data["series"]] == [("small", 50), ("large", 80)]
+
+
+def test_runs_of_equal_name_get_distinct_names(tmp_path: Path) -> None:
+    paths = []
+    for parent in ("one", "two"):
+        paths.append(write_run(tmp_path / parent / "same", 5))
+    assert len({run.name for run in load_runs(paths)}) == 2
+
+
+def test_runs_with_different_batches_share_an_axis_of_tokens(tmp_path: Path) -> None:
+    small = write_run(tmp_path / "small", 20)
+    steps = [make_step(i, falling(i), tokens=128) for i in range(1, 21)]
+    large = write_events(
+        tmp_path / "large", [make_start_event(name="large", global_batch_tokens=128), *steps]
+    )
+    page = render(small, large)
+    data = read_loss_data(page)
+    assert data["x"] == "tokens seen"
+    assert f"<td>{64 * 2:,}</td><td>{falling(2):.4g}</td><td></td><td>{falling(1):.4g}</td>" in page
+    assert [s["x"][-1] for s in data["series"]] == [20 * 64, 20 * 128]

@@ -1,0 +1,82 @@
+"""Collectives of one process in its heartbeat file; torch is restored afterwards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.parallel.collectives import all_gather_single
+from shardwright.watchdog.flight_recorder import enable_nccl_flight_recorder, record_collectives
+from shardwright.watchdog.heartbeat import NCCL_PIPE_STEM, HeartbeatWriter, read_heartbeat
+from shardwright.watchdog.stack_dump import _wake_pipe_reader
+
+
+@pytest.fixture
+def single_rank_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_every_collective_is_recorded_once_with_its_number(
+    tmp_path: Path, single_rank_group: None
+) -> None:
+    before = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
+    heartbeat = HeartbeatWriter(tmp_path, 0, 1)
+    x = torch.ones(4)
+    other = dist.new_group([0])
+    with record_collectives(heartbeat, tmp_path):
+        dist.all_reduce(x)
+        all_gather_single(torch.empty(4), x)
+        dist.all_reduce(x[:2], group=other, async_op=True).wait()
+        dist.broadcast(x, 0)
+        dist.barrier()
+    dist.all_reduce(x)  # works as before, and is not recorded
+    assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == before
+    view = read_heartbeat(tmp_path / "rank-0.pulse")
+    assert view is not None
+    entries = [f"{entry} {view.channels[entry.channel_key].ranks}" for entry in view.entries]
+    assert entries == [
+        "all_reduce #1 (4 elements) (0,)",
+        "all_gather #2 (4 elements) (0,)",
+        "all_reduce #1 (2 elements) (0,)",
+        "broadcast #3 (4 elements) (0,)",
+        "barrier #4 (0,)",
+    ]
+    assert len(view.channels) == 2
+    assert view.wait_start_seconds is None
+    heartbeat.close()
+
+
+def test_the_flight_recorder_of_nccl_is_enabled_with_the_pipe_of_the_watchdog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL creates the pipe from the given name and its rank. Variables that are set stay."""
+    names = (
+        "TORCH_FR_BUFFER_SIZE",
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+    )
+    for name in names[1:]:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(names[0], "77")
+    heartbeat = HeartbeatWriter(tmp_path, 3, 4)
+    enable_nccl_flight_recorder(heartbeat, tmp_path / "hangs")
+    heartbeat.close()
+    assert [os.environ[name] for name in names[:3]] == ["77", f"{tmp_path}/hangs/nccl-rank-", "1"]
+    pipe = Path(f"{os.environ[names[3]]}3.pipe")
+    assert pipe == tmp_path / f"{NCCL_PIPE_STEM}3.pipe"
+    with pytest.raises(OSError, match="No such file"):
+        _wake_pipe_reader(pipe)  # without NCCL there is no pipe
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    _wake_pipe_reader(pipe)
+    assert os.read(reader, 10) == b"1\n"
+    os.close(reader)
