@@ -116,8 +116,8 @@ def test_a_node_is_lost_and_the_run_goes_on(
     folder = tmp_path / "run"
     words = [
         "launch",
+        "torchrun",
         str(recipe),
-        "--torchrun",
         "--hosts",
         ",".join(HOSTS),
         "--gpus-per-node",

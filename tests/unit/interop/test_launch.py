@@ -39,13 +39,19 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+ONLY_WITH_FLAGS = (
+    "applies to --torchrun only and has no effect with --slurm",
+    "this launcher has no scheduler",
+)
+"""Messages about options that a subcommand does not have."""
+
+
 def launched(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert run(["launch", *words]) == ExitCode.DONE, capsys.readouterr().err
     return capsys.readouterr().out
 
 
 SLURM = (
-    "--slurm",
     "--nodes",
     "2",
     "--gpus-per-node",
@@ -75,7 +81,7 @@ def test_the_script_passes_shellcheck(
     )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed (the `dev` extra has it)")
-    text = launched(capsys, str(recipe), *SLURM, *extra)
+    text = launched(capsys, "slurm", str(recipe), *SLURM, *extra)
     done = subprocess.run(
         [shellcheck, "-"], input=text, capture_output=True, text=True, check=False
     )
@@ -84,7 +90,7 @@ def test_the_script_passes_shellcheck(
 
 def test_slurm_is_told_all_it_needs(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = launched(
-        capsys, str(recipe), *SLURM, "--sbatch=--qos=high", "--save-seconds", "600"
+        capsys, "slurm", str(recipe), *SLURM, "--sbatch=--qos=high", "--save-seconds", "600"
     ).splitlines()
     directives = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
     assert directives >= {
@@ -141,7 +147,7 @@ def run_script(folder: Path, text: str, status: int, restarts: int = 0) -> tuple
 def test_the_script_goes_back_into_the_queue_when_it_should(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = launched(capsys, str(recipe), *SLURM)
+    text = launched(capsys, "slurm", str(recipe), *SLURM)
     requeue = ["requeue 77"]
     assert run_script(tmp_path, text, 0) == (0, [])
     assert run_script(tmp_path, text, ExitCode.WRONG_INPUT) == (ExitCode.WRONG_INPUT, [])
@@ -161,7 +167,7 @@ def test_the_script_goes_back_into_the_queue_when_it_should(
 def test_a_recipe_without_restarts_is_not_tried_again(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = launched(capsys, str(recipe), *SLURM, "--set", "elastic.max_restarts=0")
+    text = launched(capsys, "slurm", str(recipe), *SLURM, "--set", "elastic.max_restarts=0")
     assert run_script(tmp_path, text, ExitCode.RUN_FAILED) == (ExitCode.RUN_FAILED, [])
 
 
@@ -279,7 +285,6 @@ def test_the_manifest_is_of_the_operators_form(
 ) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     words = [
-        "--kubernetes",
         "--nodes",
         str(nodes),
         "--gpus-per-node",
@@ -289,7 +294,7 @@ def test_the_manifest_is_of_the_operators_form(
         "--volume",
         "store:/data",
     ]
-    told = yaml.safe_load(launched(capsys, str(recipe), *words, "--set", "name=Big_Run.1"))
+    told = yaml.safe_load(launched(capsys, "kubernetes", str(recipe), *words, "--set", "name=Big_Run.1"))
     jsonschema.validate(told, PYTORCH_JOB)
     assert told["metadata"]["name"] == "big-run-1"
     replicas = told["spec"]["pytorchReplicaSpecs"]
@@ -324,7 +329,6 @@ def test_the_manifest_is_one_to_the_operators_own_client(
         monkeypatch.setattr(common, name, getattr(models, name), raising=False)
 
     words = [
-        "--kubernetes",
         "--nodes",
         "3",
         "--gpus-per-node",
@@ -335,7 +339,9 @@ def test_the_manifest_is_one_to_the_operators_own_client(
         "lab/sw:1",
     ]
     told = yaml.safe_load(
-        launched(capsys, str(recipe), *words, "--volume", "store:/data", "--working-dir", "/data")
+        launched(
+            capsys, "kubernetes", str(recipe), *words, "--volume", "store:/data", "--working-dir", "/data"
+        )
     )
     client = ApiClient()
     read = client.deserialize(SimpleNamespace(data=json.dumps(told)), "KubeflowOrgV1PyTorchJob")
@@ -361,7 +367,6 @@ def test_a_run_folder_that_pods_would_not_share_is_told(
     recipe: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], shared: bool
 ) -> None:
     common = [
-        "--kubernetes",
         "--gpus-per-node",
         "4",
         "--image",
@@ -369,14 +374,14 @@ def test_a_run_folder_that_pods_would_not_share_is_told(
         "--volume",
         "store:/data",
     ]
-    assert run(["launch", str(recipe), *common, *words]) == ExitCode.DONE
+    assert run(["launch", "kubernetes", str(recipe), *common, *words]) == ExitCode.DONE
     assert ("is on no --volume" in capsys.readouterr().err) == (not shared)
 
 
 def test_a_name_that_is_no_utf8_is_written_with_its_own_bytes(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.txt"
-    words = ["--torchrun", "--gpus-per-node", "4", "--env", "FOLDER=/data/\udcff"]
-    assert run(["launch", str(recipe), *words, "--out", str(out)]) == ExitCode.DONE
+    words = ["--gpus-per-node", "4", "--env", "FOLDER=/data/\udcff"]
+    assert run(["launch", "torchrun", str(recipe), *words, "--out", str(out)]) == ExitCode.DONE
     assert b"/data/\xff" in out.read_bytes()
 
 
@@ -384,7 +389,6 @@ def test_each_node_has_its_torchrun_command(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
-        "--torchrun",
         "--hosts",
         "10.0.0.1,10.0.0.2",
         "--gpus-per-node",
@@ -393,7 +397,7 @@ def test_each_node_has_its_torchrun_command(
         "WORDS=two words",
         "--json",
     ]
-    told = json.loads(launched(capsys, str(recipe), *words))
+    told = json.loads(launched(capsys, "torchrun", str(recipe), *words))
     first, second = told["text"].splitlines()[1::2]
     assert told["world_size"] == 8
     assert "--local-addr=10.0.0.1" in first
@@ -450,8 +454,54 @@ def test_each_node_has_its_torchrun_command(
 def test_wrong_input_is_told(
     recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
+    """In the former spelling, which has the options of all launchers; and in the new one."""
     assert run(["launch", str(recipe), *words]) == ExitCode.WRONG_INPUT
     assert message in capsys.readouterr().err
+    launchers = [word for word in words if word in ("--slurm", "--kubernetes", "--torchrun")]
+    if len(launchers) == 1 and message not in ONLY_WITH_FLAGS:
+        words = [launchers[0][2:], str(recipe), *(word for word in words if word not in launchers)]
+        assert run(["launch", *words]) == ExitCode.WRONG_INPUT
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("slurm", SLURM),
+        ("kubernetes", ("--gpus-per-node", "4", "--image", "lab/sw:1", "--namespace", "lab")),
+        ("torchrun", ("--gpus-per-node", "4", "--hosts", "one,two", "--json")),
+    ],
+)
+def test_the_former_spelling_writes_the_same(
+    recipe: Path, capsys: pytest.CaptureFixture[str], launcher: str, words: tuple[str, ...]
+) -> None:
+    assert run(["launch", launcher, str(recipe), *words]) == ExitCode.DONE
+    subcommand = capsys.readouterr()
+    for former in (
+        [str(recipe), f"--{launcher}", *words],
+        [*words, f"--{launcher}", str(recipe)],
+    ):
+        assert run(["launch", *former]) == ExitCode.DONE
+        output = capsys.readouterr()
+        assert output.out == subcommand.out
+        note, _, notes = output.err.partition("\n")
+        assert note.endswith(f"is now spelled `shardwright launch {launcher} RECIPE`")
+        assert notes == subcommand.err
+
+
+def test_a_subcommand_has_only_its_own_options(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for launcher, foreign in (
+        ("slurm", ["--hosts", "a"]),
+        ("kubernetes", ["--partition", "long"]),
+        ("torchrun", ["--submit"]),
+    ):
+        words = ["launch", launcher, str(recipe), "--gpus-per-node", "2"]
+        assert run([*words, *foreign]) == ExitCode.WRONG_INPUT
+        assert f"No such option: {foreign[0]}" in capsys.readouterr().err
+        run(["launch", launcher, "--help"])
+        assert foreign[0] not in capsys.readouterr().out.split()
 
 
 def test_submitting_hands_the_script_over(
@@ -460,7 +510,7 @@ def test_submitting_hands_the_script_over(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["launch", str(recipe), "--slurm", "--gpus-per-node", "2", "--submit"]
+    words = ["launch", "slurm", str(recipe), "--gpus-per-node", "2", "--submit"]
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert run(words) == ExitCode.WRONG_INPUT
     assert "sbatch is not installed" in capsys.readouterr().err
