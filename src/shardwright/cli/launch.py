@@ -42,7 +42,9 @@ def _build_option(name: str, help_text: str, metavar: str | None = None, **limit
 
 NodeCountOption = Annotated[
     int | None,
-    typer.Option("--nodes", min=1, help="Number of nodes; default 1, for torchrun the number of --hosts."),
+    typer.Option(
+        "--nodes", min=1, help="Number of nodes; default 1, for torchrun the number of --hosts."
+    ),
 ]
 GpusPerNode = Annotated[
     int | None,
@@ -322,7 +324,9 @@ def _build_command(
             flag,
             inspect.Parameter.KEYWORD_ONLY,
             default=False,
-            annotation=Annotated[bool, typer.Option(f"--{flag}", help=f"Same as `launch {flag} RECIPE`.")],
+            annotation=Annotated[
+                bool, typer.Option(f"--{flag}", help=f"Same as `launch {flag} RECIPE`.")
+            ],
         )
         for flag in flags
     ]

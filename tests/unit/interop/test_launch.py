@@ -110,8 +110,10 @@ def test_slurm_is_told_all_it_needs(recipe: Path, capsys: pytest.CaptureFixture[
 
 
 FAKES = {
-    "srun": 'printf "%s\\n" "$*" >> srun.log\n[ "$MASTER_ADDR" = first ] || exit 99\nexit "$(cat status)"',
-    "scontrol": 'if [ "$1" = show ]; then printf "first\\nsecond\\n"; else printf "%s\\n" "$*" >> scontrol.log; fi',
+    "srun": 'printf "%s\\n" "$*" >> srun.log\n'
+    '[ "$MASTER_ADDR" = first ] || exit 99\nexit "$(cat status)"',
+    "scontrol": 'if [ "$1" = show ]; then printf "first\\nsecond\\n"; '
+    'else printf "%s\\n" "$*" >> scontrol.log; fi',
 }
 """Slurm's commands as the script sees them."""
 
@@ -294,7 +296,9 @@ def test_the_manifest_is_of_the_operators_form(
         "--volume",
         "store:/data",
     ]
-    told = yaml.safe_load(launched(capsys, "kubernetes", str(recipe), *words, "--set", "name=Big_Run.1"))
+    told = yaml.safe_load(
+        launched(capsys, "kubernetes", str(recipe), *words, "--set", "name=Big_Run.1")
+    )
     jsonschema.validate(told, PYTORCH_JOB)
     assert told["metadata"]["name"] == "big-run-1"
     replicas = told["spec"]["pytorchReplicaSpecs"]
@@ -340,7 +344,14 @@ def test_the_manifest_is_one_to_the_operators_own_client(
     ]
     told = yaml.safe_load(
         launched(
-            capsys, "kubernetes", str(recipe), *words, "--volume", "store:/data", "--working-dir", "/data"
+            capsys,
+            "kubernetes",
+            str(recipe),
+            *words,
+            "--volume",
+            "store:/data",
+            "--working-dir",
+            "/data",
         )
     )
     client = ApiClient()

@@ -319,7 +319,9 @@ class Scripted:
 
         self.parallel_hooks = NO_PARALLEL_HOOKS
 
-    def compute_output(self, hidden_BTD: torch.Tensor, labels_BT: None, *, cached: bool) -> torch.Tensor:
+    def compute_output(
+        self, hidden_BTD: torch.Tensor, labels_BT: None, *, cached: bool
+    ) -> torch.Tensor:
         return hidden_BTD
 
     def compute_hidden(self, input_ids_BT: torch.Tensor, cache: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ from shardwright.telemetry.event_log import (
 )
 from shardwright.train import loop
 from shardwright.train.loop import TrainingLoop
-from shardwright.train.loss_spikes import LossSpikeDetector
+from shardwright.train.rollback import LossSpikeDetector
 from shardwright.train.run import train
 from tests.unit.train.test_loop import recipe_in
 
@@ -67,9 +67,9 @@ def poison_at(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 
     def update(model: Any, optimizer: Any, **options: Any) -> Any:
         if next(made) in steps:
-            next(gradient for gradient, _ in model.list_gradients() if gradient is not None).view(-1)[
-                0
-            ] = float("nan")
+            next(gradient for gradient, _ in model.list_gradients() if gradient is not None).view(
+                -1
+            )[0] = float("nan")
         return former(model, optimizer, **options)
 
     monkeypatch.setattr(loop, "update_parameters", update)
