@@ -330,8 +330,8 @@ def _build_command(
         )
         for flag in flags
     ]
-    kept = [parameter for parameter in parameters if parameter.name not in {"kind", *without}]
-    command.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
+    chosen = [parameter for parameter in parameters if parameter.name not in {"kind", *without}]
+    command.__signature__ = inspect.Signature([*chosen, *added])  # type: ignore[attr-defined]
     return command
 
 

@@ -123,7 +123,8 @@ class ExpertLoadMonitor:
         share = tokens[expert] / max(1, sum(tokens))
         return (
             f"expert {expert} of layer {layer} is overloaded: "
-            f"over the last {self.WINDOW_STEPS} steps it received {mean:.1f} times its even share, in this step "
-            f"{tokens[expert]} of {sum(tokens)} choices "
+            f"over the last {self.WINDOW_STEPS} steps "
+            f"it received {mean:.1f} times its even share, "
+            f"in this step {tokens[expert]} of {sum(tokens)} choices "
             f"({share:.0%}; even is {1 / len(tokens):.0%})"
         )

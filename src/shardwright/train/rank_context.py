@@ -22,7 +22,7 @@ from shardwright.watchdog.monitor import WatchdogClient
 
 @dataclass(frozen=True)
 class RankContext:
-    """What one rank trains, where, and the services that it uses; fixed during the run."""
+    """Run, device and services of one rank; fixed while it trains."""
 
     validated_run: ValidatedRun
     rank_environment: RankEnvironment
