@@ -85,8 +85,8 @@ SaveSeconds = Annotated[
         help="Seconds before the time limit at which ranks are signalled to save.",
     ),
 ]
-Partition = Annotated[OptionalText, _build_option("--partition", "Partition.")]
-Account = Annotated[OptionalText, _build_option("--account", "Account.")]
+Partition = Annotated[OptionalText, _build_option("--partition", "Slurm partition.")]
+Account = Annotated[OptionalText, _build_option("--account", "Slurm account.")]
 TimeLimit = Annotated[
     OptionalText,
     _build_option("--time", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT"),
@@ -98,7 +98,7 @@ Sbatch = Annotated[
 Image = Annotated[
     OptionalText, _build_option("--image", "Container image; on Slurm it needs Pyxis.")
 ]
-Namespace = Annotated[OptionalText, _build_option("--namespace", "Namespace.")]
+Namespace = Annotated[OptionalText, _build_option("--namespace", "Kubernetes namespace.")]
 Volume = Annotated[
     list[str] | None,
     _build_option(
