@@ -503,16 +503,16 @@ def test_the_former_spelling_writes_the_same(
 def test_a_subcommand_has_only_its_own_options(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for launcher, foreign in (
+    for launcher, other_option in (
         ("slurm", ["--hosts", "a"]),
         ("kubernetes", ["--partition", "long"]),
         ("torchrun", ["--submit"]),
     ):
         words = ["launch", launcher, str(recipe), "--gpus-per-node", "2"]
-        assert run([*words, *foreign]) == ExitCode.WRONG_INPUT
-        assert f"No such option: {foreign[0]}" in capsys.readouterr().err
+        assert run([*words, *other_option]) == ExitCode.WRONG_INPUT
+        assert f"No such option: {other_option[0]}" in capsys.readouterr().err
         run(["launch", launcher, "--help"])
-        assert foreign[0] not in capsys.readouterr().out.split()
+        assert other_option[0] not in capsys.readouterr().out.split()
 
 
 def test_submitting_hands_the_script_over(
