@@ -26,6 +26,7 @@ from shardwright.data.dataset import Sample
 from shardwright.data.preparation import PreparedData
 from shardwright.data.sample_order import SampleOrder
 from shardwright.launch.devices import choose_rank_device
+from shardwright.launch.rank_claim import join_ranks
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.plan import resolve_plan
@@ -34,10 +35,10 @@ from shardwright.telemetry.event_logger import LOG_FILE_NAME, EventLogger
 from shardwright.telemetry.sinks import LogFile, PlainLines
 from shardwright.train.checkpointing import RunCheckpointer
 from shardwright.train.loop import TrainingLoop
-from shardwright.train.mfu_ceiling import measure_ceiling
+from shardwright.train.rank_context import RankContext
 from shardwright.train.rank_sync import RankSync
 from shardwright.train.run_checks import ValidatedRun
-from shardwright.train.setup import build_state, join_ranks
+from shardwright.train.setup import build_state, measure_ceiling
 from shardwright.watchdog import monitor
 from shardwright.watchdog.monitor import WatchdogClient
 
@@ -115,10 +116,11 @@ def run(case: Case, pace: Pace) -> None:
         vigil = WatchdogClient(
             None, monitor.PhaseLimits(recipe.watchdog, {})
         )  # nobody watches: that would be a process more on these cores
-        saver = RunCheckpointer(checked, state, speaker, RunFolder(Path(folder)))
-        loop = TrainingLoop(
-            checked, state, ranks, device, speaker, meeting, saver, StopRequest(), vigil, ceiling
+        run_folder = RunFolder(Path(folder))
+        context = RankContext(
+            checked, ranks, device, run_folder, speaker, meeting, StopRequest(), vigil
         )
+        loop = TrainingLoop(context, state, RunCheckpointer(context, state), ceiling)
         pace.held_bytes = lambda: held_bytes(state.model, state.optimizer)
         pace.details["wrapped"] = f"{type(state.model.module).__name__}, {checked.plan.layout}"
         if pace.begin():

@@ -104,7 +104,7 @@ def arm(faults: Faults) -> None:
 
     from shardwright.checkpoint import background_save, commit
     from shardwright.checkpoint.disk import Disk
-    from shardwright.train import loop
+    from shardwright.train import loop, step_policy
 
     def note(running: loop.TrainingLoop, *_: object) -> None:
         faults.step = running.state.step
@@ -126,7 +126,7 @@ def arm(faults: Faults) -> None:
         faults.ledger.write(json.dumps(told) + "\n")
         faults.ledger.flush()
 
-    before(loop.TrainingLoop, "_step", note)
+    before(loop.TrainingLoop, "_run_step", note)
     before(loop, "accumulate_gradients", lambda *_, **__: faults.intersect("forward"))
     before(loop, "accumulate_gradients", keep_ledger)
     before(dist, "all_reduce", lambda *_, **__: faults.intersect("collective"))
@@ -134,7 +134,7 @@ def arm(faults: Faults) -> None:
     before(background_save, "finish_save", note_save)
     before(Disk, "sync", lambda *_: faults.intersect("save"))
     before(commit, "move_pointer", lambda *_, **__: faults.intersect("publish"))
-    arm_update(faults, loop)
+    arm_update(faults, loop, step_policy)
 
 
 def _pause(seconds: float, *_: object) -> None:
@@ -145,17 +145,17 @@ def ask_to_stop(faults: Faults, running: Any) -> None:
     """As by Ctrl-C in the launcher's terminal, before this step."""
     if faults.is_due("interrupt"):
         os.kill(os.getppid(), signal.SIGINT)
-        while not running.stop:
+        while not running.context.stop_request:
             time.sleep(0.01)
 
 
 def arm_numbers(faults: Faults, running: Any) -> None:
     """Faults that change what this step reads."""
     for fault in faults.is_due("jump"):
-        running.state.steps_left_out += fault["count"]
+        running.state.skipped_data_steps += fault["count"]
 
 
-def arm_update(faults: Faults, loop: Any) -> None:
+def arm_update(faults: Faults, loop: Any, step_policy: Any) -> None:
     """Faults between the backward pass and the update, and after it."""
     from shardwright.train.step import StepLoss, StepUpdate
 
@@ -181,8 +181,8 @@ def arm_update(faults: Faults, loop: Any) -> None:
             return StepLoss(loss.loss_sum * 1000, loss.supervised_tokens, loss.router_table)
         return loss
 
-    before(loop.TrainingLoop, "_check_replicas", flip)
-    instead(loop, "update", update)
+    before(step_policy.StepPolicy, "_check_replicas", flip)
+    instead(loop, "update_parameters", update)
     instead(loop, "accumulate_gradients", accumulate)
 
 
@@ -210,7 +210,7 @@ def arm_hangs(faults: Faults) -> None:
 
         dist.all_reduce = skip
     for fault in faults.is_due("slow"):
-        before(loop, "step_micro_batches", partial(_pause, fault["seconds"]))
+        before(loop, "read_step_micro_batches", partial(_pause, fault["seconds"]))
     if faults.is_due("memory"):
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size, size))

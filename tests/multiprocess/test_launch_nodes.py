@@ -116,8 +116,8 @@ def test_a_run_continues_after_a_node_fails(
     folder = tmp_path / "run"
     words = [
         "launch",
+        "torchrun",
         str(recipe),
-        "--torchrun",
         "--hosts",
         ",".join(HOSTS),
         "--gpus-per-node",

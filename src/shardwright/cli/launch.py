@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.cli.page_output import write_text
-from shardwright.cluster.job import Job, NetworkOptions, find_placeholders, parse_environment
+from shardwright.cluster.job import (
+    Job,
+    NetworkOptions,
+    find_placeholders,
+    parse_environment,
+    submit_job,
+)
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
 from shardwright.files import read_text
@@ -31,14 +40,11 @@ def _build_option(name: str, help_text: str, metavar: str | None = None, **limit
     return typer.Option(name, metavar=metavar, help=help_text, show_default=False, **limits)
 
 
-Slurm = Annotated[bool, typer.Option("--slurm", help="Write an sbatch script.")]
-Kubernetes = Annotated[
-    bool, typer.Option("--kubernetes", help="Write a PyTorchJob for Kubeflow's training operator.")
-]
-Torchrun = Annotated[bool, typer.Option("--torchrun", help="Write one torchrun command per node.")]
 NodeCountOption = Annotated[
     int | None,
-    typer.Option("--nodes", min=1, help="Number of nodes; default 1, or the number of --hosts."),
+    typer.Option(
+        "--nodes", min=1, help="Number of nodes; default 1, for torchrun the number of --hosts."
+    ),
 ]
 GpusPerNode = Annotated[
     int | None,
@@ -83,29 +89,29 @@ Partition = Annotated[OptionalText, _build_option("--partition", "Slurm partitio
 Account = Annotated[OptionalText, _build_option("--account", "Slurm account.")]
 TimeLimit = Annotated[
     OptionalText,
-    _build_option("--time", "Slurm time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT"),
+    _build_option("--time", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT"),
 ]
 Sbatch = Annotated[
     list[str] | None,
     _build_option("--sbatch", "Additional sbatch option. Repeatable.", "--OPTION=VALUE"),
 ]
 Image = Annotated[
-    OptionalText, _build_option("--image", "Container image (Kubernetes, or Slurm with Pyxis).")
+    OptionalText, _build_option("--image", "Container image; on Slurm it needs Pyxis.")
 ]
 Namespace = Annotated[OptionalText, _build_option("--namespace", "Kubernetes namespace.")]
 Volume = Annotated[
     list[str] | None,
     _build_option(
-        "--volume", "Kubernetes volume claim of shared storage to mount. Repeatable.", "CLAIM:/PATH"
+        "--volume", "Volume claim of shared storage to mount. Repeatable.", "CLAIM:/PATH"
     ),
 ]
 WorkingDir = Annotated[
-    OptionalText, _build_option("--working-dir", "Kubernetes: working directory of the ranks.")
+    OptionalText, _build_option("--working-dir", "Working directory of the ranks.")
 ]
 Hosts = Annotated[
     OptionalText,
     _build_option(
-        "--hosts", "torchrun: one address per node; the first node hosts the rendezvous.", "A,B,..."
+        "--hosts", "One address per node; the first node hosts the rendezvous.", "A,B,..."
     ),
 ]
 LaunchOutput = Annotated[
@@ -114,11 +120,17 @@ LaunchOutput = Annotated[
 Submit = Annotated[bool, typer.Option("--submit", help="Submit with sbatch or kubectl.")]
 
 
-def launch_command(
+_OWN_OPTIONS: dict[str, tuple[str, ...]] = {
+    "slurm": ("partition", "account", "time", "sbatch", "image", "submit"),
+    "kubernetes": ("namespace", "volume", "working_dir", "image", "submit"),
+    "torchrun": ("hosts",),
+}
+"""Parameters of `_launch` that only some launchers have, by launcher."""
+
+
+def _launch(
+    kind: str,
     recipe: RecipePath,
-    slurm: Slurm = False,
-    kubernetes: Kubernetes = False,
-    torchrun: Torchrun = False,
     nodes: NodeCountOption = None,
     gpus_per_node: GpusPerNode = None,
     overrides: Overrides = None,
@@ -144,25 +156,10 @@ def launch_command(
     submit: Submit = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """Print a script, manifest or commands that start a recipe on a cluster.
+    """Write the script, manifest or commands of launcher `kind`; submit them if requested.
 
-    The ranks find each other, save before the time limit, and resume when the job restarts.
+    The parameters are the options of all launchers; each subcommand has those that apply to it.
     """
-    kind = _choose_launcher(slurm=slurm, kubernetes=kubernetes, torchrun=torchrun)
-    slurm_options = {
-        "--partition": partition,
-        "--account": account,
-        "--time": time,
-        "--sbatch": sbatch,
-    }
-    kubernetes_options = {
-        "--namespace": namespace,
-        "--volume": volume,
-        "--working-dir": working_dir,
-    }
-    _check_options(
-        kind, slurm=slurm_options, kubernetes=kubernetes_options, torchrun={"--hosts": hosts}
-    )
     environment = parse_environment(env or [])
     os.environ.update(environment)  # values of the recipe's ${NAME} on the nodes
     loaded_recipe = load_recipe(recipe, _build_overrides(overrides, run_dir), layout)
@@ -197,8 +194,7 @@ def launch_command(
 
 
 def _list_missing_environment(recipe: Path, environment: dict[str, str], kind: str) -> list[str]:
-    """Return a note on variables that the recipe reads and nodes lack; sbatch exports this
-    shell's."""
+    """List a note on variables that nodes lack; sbatch exports those of this shell."""
     missing = sorted(find_placeholders(read_text(recipe)) - set(environment))
     if not missing or kind == "slurm":
         return []
@@ -268,13 +264,11 @@ def _write_output(
     should_submit: bool,
     json_output: bool,
 ) -> None:
-    from shardwright.cluster.submit import submit
-
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
     if out is not None:
         write_text(out, text)
-    reply = submit(kind, text) if should_submit else None
+    reply = submit_job(kind, text) if should_submit else None
     if json_output:
         content = {
             "schema_version": SCHEMA_VERSION,
@@ -293,32 +287,6 @@ def _write_output(
         sys.stdout.write(text)
 
 
-def _choose_launcher(**launchers: bool) -> str:
-    chosen = [kind for kind, is_chosen in launchers.items() if is_chosen]
-    allowed = "one of --slurm, --kubernetes and --torchrun"
-    if len(chosen) != 1:
-        raise InputError(
-            "choose one launcher",
-            field="launch",
-            got=" ".join(f"--{kind}" for kind in chosen) or None,
-            allowed=allowed,
-        )
-    return chosen[0]
-
-
-def _check_options(kind: str, **options: Mapping[str, object]) -> None:
-    """Refuse options of other launchers, which would have no effect."""
-    for owner, values in options.items():
-        for option, value in values.items():
-            if owner != kind and value:
-                raise InputError(
-                    f"applies to --{owner} only and has no effect with --{kind}",
-                    field=option,
-                    got=str(value),
-                    remedy="Remove it",
-                )
-
-
 def _build_overrides(overrides: list[str] | None, run_dir: OptionalText) -> list[str]:
     return [*(overrides or []), *([] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"])]
 
@@ -334,3 +302,103 @@ def _count_ranks_per_node(recipe: Recipe) -> int:
     from shardwright.hardware.catalog_loading import parse_cluster
 
     return parse_cluster(recipe.cluster.node).gpus_per_node
+
+
+def _build_command(
+    function: Callable[..., None], *, without: set[str], flags: tuple[str, ...] = ()
+) -> Callable[..., None]:
+    """Return `function` as typer reads it: with the options of `_launch` except `without`.
+
+    Args:
+        function: Function of the options by name.
+        without: Parameters of `_launch` to leave out.
+        flags: Boolean options to add.
+    """
+
+    def command(**options: Any) -> None:
+        function(**options)
+
+    parameters = inspect.signature(_launch, eval_str=True).parameters.values()
+    added = [
+        inspect.Parameter(
+            flag,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False,
+            annotation=Annotated[
+                bool, typer.Option(f"--{flag}", help=f"Same as `launch {flag} RECIPE`.")
+            ],
+        )
+        for flag in flags
+    ]
+    chosen = [parameter for parameter in parameters if parameter.name not in {"kind", *without}]
+    command.__signature__ = inspect.Signature([*chosen, *added])  # type: ignore[attr-defined]
+    return command
+
+
+def _launch_with_flags(*, slurm: bool, kubernetes: bool, torchrun: bool, **options: Any) -> None:
+    """Run the former spelling, `launch RECIPE --slurm`, which has the options of all launchers."""
+    launchers = {"slurm": slurm, "kubernetes": kubernetes, "torchrun": torchrun}
+    chosen = [kind for kind, is_chosen in launchers.items() if is_chosen]
+    if len(chosen) != 1:
+        raise InputError(
+            "choose one launcher",
+            field="launch",
+            got=" ".join(f"--{kind}" for kind in chosen) or None,
+            allowed="one of --slurm, --kubernetes and --torchrun",
+        )
+    (kind,) = chosen
+    _check_options(kind, options)
+    sys.stderr.write(
+        f"note: `launch RECIPE --{kind}` is now spelled `shardwright launch {kind} RECIPE`\n"
+    )
+    _launch(kind, **options)
+
+
+def _check_options(kind: str, options: Mapping[str, object]) -> None:
+    """Refuse options of other launchers, which would have no effect."""
+    for owner, names in _OWN_OPTIONS.items():
+        for name in names:
+            is_shared = sum(name in others for others in _OWN_OPTIONS.values()) > 1
+            if owner != kind and not is_shared and options[name]:
+                raise InputError(
+                    f"applies to --{owner} only and has no effect with --{kind}",
+                    field=f"--{name.replace('_', '-')}",
+                    got=str(options[name]),
+                    remedy="Remove it",
+                )
+
+
+class _LaunchGroup(TyperGroup):
+    """Subcommands, and the former spelling with the launcher as an option."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """Parse a subcommand, or else the former spelling."""
+        if not args or args[0] in (*self.commands, "--help"):
+            return super().make_context(info_name, args, parent, **extra)
+        former = typer.Typer(add_completion=False, rich_markup_mode=None)
+        former.command(help="Launch with the options of all launchers; prefer the subcommands.")(
+            _build_command(_launch_with_flags, without=set(), flags=tuple(_OWN_OPTIONS))
+        )
+        command = typer.main.get_command(former)
+        return command.make_context(info_name, args, parent, **extra)
+
+
+app = typer.Typer(
+    cls=_LaunchGroup,
+    help="Start a recipe on Slurm, Kubernetes or torchrun.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+for _kind, _output in (
+    ("slurm", "an sbatch script that starts a recipe on Slurm"),
+    ("kubernetes", "a PyTorchJob that starts a recipe with Kubeflow's training operator"),
+    ("torchrun", "one torchrun command per node that starts a recipe"),
+):
+    _others = set().union(*_OWN_OPTIONS.values()) - set(_OWN_OPTIONS[_kind])
+    app.command(
+        _kind,
+        help=f"Print {_output}.\n\n"
+        "The ranks find each other, save before the time limit, and resume when the job restarts.",
+    )(_build_command(partial(_launch, _kind), without=_others))

@@ -108,7 +108,7 @@ def train_command(
         open_progress=show_data_progress,
     )
     if json_output and run is not None:
-        from shardwright.train.run import build_run_summary
+        from shardwright.train.run_log import build_run_summary
 
         summary = build_run_summary(run.path)
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")

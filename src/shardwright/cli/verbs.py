@@ -45,10 +45,10 @@ def _load_verify() -> Callable[..., Any]:
     return verify_command
 
 
-def _load_launch() -> Callable[..., Any]:
-    from shardwright.cli.launch import launch_command
+def _load_launch() -> typer.Typer:
+    from shardwright.cli.launch import app
 
-    return launch_command
+    return app
 
 
 def _load_convert() -> Callable[..., Any]:

@@ -1,24 +1,29 @@
-"""A recipe as a job: nodes, ranks, the arguments of `train`, and environment variables."""
+"""A recipe as a job: nodes, ranks, the arguments of `train`, environment, and submission."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardwright.config import Recipe
-from shardwright.errors import InputError
+from shardwright.errors import InputError, RunFailed
 from shardwright.plan import resolve_degrees
 
 _VARIABLE_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_SUBMIT_COMMANDS = {
+    "slurm": ["sbatch", "--parsable"],
+    "kubernetes": ["kubectl", "apply", "-f", "-"],
+}
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Network of the ranks: the interface that connects the nodes, and the InfiniBand
-    adapters."""
+    """Network interface that connects the nodes, and InfiniBand adapters."""
 
     interface: str | None = None
     infiniband_adapters: str | None = None
@@ -60,14 +65,12 @@ class Job:
     network: NetworkOptions = NetworkOptions()
     environment: Mapping[str, str] = field(default_factory=dict)
     save_seconds: int = 300
-    """Seconds before the time limit at which ranks are signalled to save: enough for a step and
-    a checkpoint."""
+    """Seconds before the time limit at which ranks are signalled; enough for a step and a save."""
     cores_per_rank: int | None = None
     port: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse degrees and batches that do not fit the ranks, before the job waits in a
-        queue."""
+        """Refuse degrees and batches that do not fit the ranks, before the job is queued."""
         if self.network.infiniband_adapters is not None and not self.network.is_infiniband_enabled:
             raise InputError(
                 "InfiniBand adapters are named but InfiniBand is disabled",
@@ -85,8 +88,7 @@ class Job:
 
     @property
     def has_accelerators(self) -> bool:
-        """True if each rank needs an accelerator. `run.device: auto` uses one, so it is
-        requested."""
+        """True if each rank needs an accelerator, as with `run.device: auto`."""
         return self.recipe.run.device != "cpu"
 
     @property
@@ -109,8 +111,7 @@ class Job:
         return arguments
 
     def build_environment(self) -> dict[str, str]:
-        """Return the variables exported on every node; those given explicitly override the
-        others."""
+        """Return the variables exported on every node; explicit ones override the others."""
         threads = str(self.cores_per_rank or 1)
         debug = {"NCCL_DEBUG": "WARN"} if self.has_accelerators else {}
         return {
@@ -166,3 +167,33 @@ def find_placeholders(text: str) -> set[str]:
 def build_export_lines(variables: Mapping[str, str]) -> list[str]:
     """Return a line of shell for each variable."""
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+
+
+def submit_job(scheduler: str, text: str) -> str:
+    """Submit the text; return the scheduler's reply: the job id from Slurm.
+
+    Raises:
+        InputError: the launcher has no scheduler, or its command is not installed.
+        RunFailed: the scheduler's command failed; contains its message.
+    """
+    if scheduler not in _SUBMIT_COMMANDS:
+        raise InputError(
+            "this launcher has no scheduler",
+            field="--submit",
+            got=f"--{scheduler}",
+            allowed="--slurm or --kubernetes",
+        )
+    command = _SUBMIT_COMMANDS[scheduler]
+    if shutil.which(command[0]) is None:
+        raise InputError(
+            f"{command[0]} is not installed on this machine",
+            field="--submit",
+            remedy=f"Write the file with --out FILE and submit it on a machine with {command[0]}",
+        )
+    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RunFailed(
+            f"{command[0]} failed: "
+            f"{result.stderr.strip() or result.stdout.strip() or f'status {result.returncode}'}"
+        )
+    return result.stdout.strip()

@@ -16,8 +16,7 @@ from shardwright.errors import InputError
 _KUBERNETES_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 _DEFAULT_PORT = 23456
 _GRACE_SECONDS = 30
-"""Seconds from the time at which torchrun kills ranks to the time at which Kubernetes kills the
-pod."""
+"""Seconds between torchrun killing the ranks and Kubernetes killing the pod."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,10 @@ class KubernetesOptions:
     image: str
     namespace: str | None = None
     volumes: tuple[str, ...] = ()
-    """Persistent volume claims as `CLAIM:/path`; run folder, recipe and data must be on
-    them."""
+    """Volume claims as `CLAIM:/path`; run folder, recipe and data must be on them."""
     working_dir: str | None = None
     shared_memory_size: str = "16Gi"
-    """Size of /dev/shm, which NCCL and data workers use; the default of Kubernetes is 64
-    MiB."""
+    """Size of /dev/shm for NCCL and data workers; the default of Kubernetes is 64 MiB."""
 
     def parse_volumes(self) -> list[tuple[str, str]]:
         """Parse the volumes into pairs of claim and mount path."""
@@ -51,8 +48,7 @@ class KubernetesOptions:
 
 
 def list_volume_warnings(job: Job, options: KubernetesOptions) -> list[str]:
-    """Return a warning if the run folder is on none of the volumes, and so not shared by the
-    pods."""
+    """Return a warning if the run folder is on no volume, so that pods do not share it."""
     run_dir = job.run_dir or job.recipe.run.dir or f"runs/{job.recipe.name}"
     place = PurePosixPath(options.working_dir or "/") / run_dir
     if any(place.is_relative_to(mount) for _, mount in options.parse_volumes()):

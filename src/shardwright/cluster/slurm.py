@@ -19,8 +19,7 @@ _WORD = re.compile(r"\S+")
 _DIRECTIVE = re.compile(r"^--[a-z][a-z-]*(=\S+)?$")
 
 _EXIT_WAIT_SECONDS = 120
-"""Seconds that the other ranks have to exit after the first one; a save ends on all ranks in
-less."""
+"""Seconds that the other ranks have to exit after the first one; a save needs less."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,8 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then again=(--resume-if-begun); fi',
         "",
         "status=0",
-        f'{command} shardwright {shlex.join(job.build_train_arguments())} "${{again[@]}}" || status=$?',
+        f"{command} shardwright {shlex.join(job.build_train_arguments())} "
+        '"${again[@]}" || status=$?',
         "",
         *_build_exit_handling(job),
     ]

@@ -50,9 +50,8 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
     if job.num_nodes == 1 and not hosts:
-        return [
-            f"{variables} {shlex.join(['torchrun', '--standalone', common, *build_torchrun_arguments(job)])}"
-        ]
+        command = ["torchrun", "--standalone", common, *build_torchrun_arguments(job)]
+        return [f"{variables} {shlex.join(command)}"]
     if len(hosts) != job.num_nodes:
         raise InputError(
             "every node needs an address that the others can reach",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from shardwright.errors import ExitCode, Preempted, RankFailed
 from shardwright.launch.rank_outcome import (
@@ -25,6 +26,9 @@ from shardwright.launch.rank_outcome import (
 from shardwright.launch.stop_signals import STOP_SIGNALS, StopRequest
 from shardwright.watchdog.hang_diagnosis import find_skipped_collective
 from shardwright.watchdog.monitor import Watchdog, read_heartbeats
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 
 def launch_ranks(
@@ -46,30 +50,13 @@ def launch_ranks(
             and have saved.
     """
     # torch's launcher takes seconds to import, and recipe errors should come first.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     # Its warnings name processes and signals that users do not know; failures raise exceptions.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
         control = Path(name)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(
-                log_dir=str(control / "logs"), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)
-            ),
-            # Stop signals are forwarded by us: the launcher would stop at once, we save first.
-            signals_to_handle="SIGQUIT",
-        )
         statuses: dict[int, int] = {}
         ended_at: dict[int, float] = {}
         watcher = Watchdog(control, hang_reports or control)
@@ -79,7 +66,9 @@ def launch_ranks(
             watcher,
         ):
             try:
-                elastic_launch(config, sys.executable)("-m", module, *arguments)
+                elastic_launch(_build_config(num_ranks, control), sys.executable)(
+                    "-m", module, *arguments
+                )
             except ChildFailedError as error:
                 statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
                 ended_at = {rank: failure.timestamp for rank, failure in error.failures.items()}
@@ -96,6 +85,29 @@ def launch_ranks(
             )
         if any(outcome.exit_code == ExitCode.PREEMPTED for outcome in outcomes):
             raise Preempted(outcomes[0].message)
+
+
+def _build_config(num_ranks: int, control: Path) -> LaunchConfig:
+    """Return the configuration of torch's launcher for ranks on this machine."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(control / "logs"), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)
+        ),
+        # Stop signals are forwarded by us: the launcher would stop at once, we save first.
+        signals_to_handle="SIGQUIT",
+    )
 
 
 @contextmanager

@@ -1,16 +1,57 @@
-"""Claims of ranks in the rendezvous store: no two processes of a launch have the same rank."""
+"""Joining of the process group; no two processes of a launch may claim the same rank."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, RankFailed
 from shardwright.launch.rank_environment import RankEnvironment
+from shardwright.launch.rank_outcome import extract_first_line
+from shardwright.parallel.mesh import init_process_group
 
 _STORE_PREFIX = "shardwright"
+
+
+def join_ranks(
+    rank_environment: RankEnvironment, device: torch.device, timeout_seconds: float
+) -> None:
+    """Join the process group; does nothing for a world size of 1.
+
+    Raises:
+        InputError: The rendezvous port or this rank is taken.
+        RankFailed: The other ranks cannot be reached.
+    """
+    if rank_environment.world_size == 1 or dist.is_initialized():
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        store = claim_rank(rank_environment, timeout)
+        init_process_group(
+            device.type,
+            timeout=timeout,
+            store=store,
+            rank=rank_environment.rank,
+            world_size=rank_environment.world_size,
+        )
+    except dist.DistError as error:
+        address = os.environ.get("MASTER_ADDR")
+        port = os.environ.get("MASTER_PORT")
+        if "EADDRINUSE" in str(error):
+            raise InputError(
+                f"port {port} is in use",
+                field="MASTER_PORT",
+                remedy="Choose a free port, or let --nproc start the ranks",
+            ) from error
+        reason = extract_first_line(str(error))
+        raise RankFailed(
+            f"rank {rank_environment.rank} could not connect to the other ranks "
+            f"at {address}:{port}: {reason}"
+        ) from error
 
 
 def claim_rank(rank_environment: RankEnvironment, timeout: timedelta) -> dist.Store:

@@ -6,13 +6,13 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shardwright.checkpoint.background_save import BackgroundSaver
 from shardwright.checkpoint.commit import RetentionPolicy, list_step_folders
 from shardwright.checkpoint.drift import FieldDifference, find_differences, split_allowed
-from shardwright.checkpoint.fence import SUPERSEDED_MESSAGE, FencedDisk, GenerationFence
+from shardwright.checkpoint.fence import SUPERSEDED_MESSAGE, FencedDisk
 from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.object_store import get_disk
 from shardwright.checkpoint.rank_group import RankGroup
@@ -34,7 +34,7 @@ from shardwright.optim.state import (
     collect_optimizer_values,
     load_optimizer_values,
 )
-from shardwright.telemetry.event_logger import EventLogger
+from shardwright.train.rank_context import RankContext
 from shardwright.train.run_checks import FIXED_TRAINING_FIELDS, ValidatedRun
 from shardwright.train.setup import TrainingState
 
@@ -98,7 +98,8 @@ def find_resume_point(
             else ""
         )
         raise CheckpointError(
-            f"the recipe differs from the run's: {'; '.join(refused[:_MAX_SHOWN_DIFFERENCES])}{more}",
+            "the recipe differs from the run's: "
+            f"{'; '.join(refused[:_MAX_SHOWN_DIFFERENCES])}{more}",
             field="--resume",
             remedy="Undo the change, start a new run (--run-dir), "
             "or resume anyway (--allow-drift FIELD)",
@@ -121,7 +122,6 @@ def _collect_changeable_settings(validated_run: ValidatedRun) -> dict[str, Any]:
     }
 
 
-@dataclass
 class RunCheckpointer:
     """Saving and restoring of a run's state. Collective: all ranks make the same calls.
 
@@ -129,26 +129,18 @@ class RunCheckpointer:
     step and token.
     """
 
-    validated_run: ValidatedRun
-    state: TrainingState
-    event_logger: EventLogger
-    folder: RunFolder
-    is_main_rank: bool = True
-    drift: list[dict[str, Any]] = field(default_factory=list)
-    """Changes allowed so far, with their steps; copied to each checkpoint."""
-    fence: GenerationFence | None = None
-    """Claim of the checkpoint folder, on rank 0; a save after a newer claim fails."""
-
-    def __post_init__(self) -> None:
-        disk = (
-            None
-            if self.fence is None
-            else FencedDisk(get_disk(self.folder.checkpoints), self.fence)
-        )
+    def __init__(self, context: RankContext, state: TrainingState) -> None:
+        self.context = context
+        self.state = state
+        self.drift: list[dict[str, Any]] = []
+        """Changes allowed so far, with their steps; copied to each checkpoint."""
+        fence = context.fence
+        disk = None if fence is None else FencedDisk(get_disk(context.folder.checkpoints), fence)
         self._background = BackgroundSaver(
-            timeout_seconds=self.validated_run.recipe.checkpoint.timeout_seconds, disk=disk
+            timeout_seconds=context.recipe.checkpoint.timeout_seconds, disk=disk
         )
-        self._blocking_seconds = self._stall_seconds = 0.0
+        self._blocking_seconds = 0.0
+        self._stall_seconds = 0.0
         # Only the update changes the saved state, so it waits for the copy of a running save.
         self.state.optimizer.register_step_pre_hook(lambda *_: self._await_copy())
 
@@ -158,7 +150,7 @@ class RunCheckpointer:
         Under adapters the base is left out; `run.base` in the values identifies it.
         """
         model = self.state.model
-        adapted = self.validated_run.shape.adapters is not None
+        adapted = self.context.validated_run.shape.adapters is not None
         named = dict(model.named_parameters())
         moments = {
             f"model.{name}": Moment(parameter.detach(), name)
@@ -181,15 +173,15 @@ class RunCheckpointer:
         return {
             "step": state.step,
             "samples_seen": (state.step + state.skipped_data_steps)
-            * self.validated_run.plan.batch.global_batch_size,
+            * self.context.plan.batch.global_batch_size,
             "steps_left_out": state.skipped_data_steps,
             "skipped_in_a_row": state.num_consecutive_skips,
             "best_loss": state.best_loss if math.isfinite(state.best_loss) else None,
             "loss_scaler": None if state.scaler is None else state.scaler.state_dict(),
-            "layout": str(self.validated_run.plan.layout),
+            "layout": str(self.context.plan.layout),
             "evaluation_due": state.is_evaluation_due,
-            "run": self.validated_run.drift_fields,
-            "recipe": _collect_changeable_settings(self.validated_run),
+            "run": self.context.validated_run.drift_fields,
+            "recipe": _collect_changeable_settings(self.context.validated_run),
             "drift": self.drift,
         }
 
@@ -204,7 +196,7 @@ class RunCheckpointer:
                 checkpoint would be lost. Or another launch has claimed the run.
         """
         start_seconds = time.perf_counter()
-        section = self.validated_run.recipe.checkpoint
+        section = self.context.recipe.checkpoint
         step = self.state.step
         waits = self._background.is_saving
         self._finish_pending_save()
@@ -217,7 +209,7 @@ class RunCheckpointer:
         in_background = section.asynchronous and not is_last
         try:
             saved = (self._background.save if in_background else self._background.save_and_wait)(
-                self.folder.checkpoints,
+                self.context.folder.checkpoints,
                 step,
                 self.collect_tensors(),
                 self.collect_values(),
@@ -228,7 +220,7 @@ class RunCheckpointer:
         except SaveFailed as error:
             if is_last or SUPERSEDED_MESSAGE in str(error):
                 raise
-            self._warn(str(error))
+            self.context.log_warning(str(error))
             return
         self._blocking_seconds = self._stall_seconds = time.perf_counter() - start_seconds
         if saved is not None:
@@ -260,13 +252,13 @@ class RunCheckpointer:
         except SaveFailed as error:
             if SUPERSEDED_MESSAGE in str(error):
                 raise
-            self._warn(str(error))
+            self.context.log_warning(str(error))
         else:
             if saved is not None:
                 self._log_checkpoint(saved, self._blocking_seconds + saved.seconds)
 
     def _log_checkpoint(self, saved: SavedCheckpoint, seconds: float) -> None:
-        self.event_logger.log(
+        self.context.event_logger.log(
             "checkpoint",
             step=saved.step,
             path=str(saved.path),
@@ -274,10 +266,6 @@ class RunCheckpointer:
             seconds=seconds,
             stall_seconds=self._stall_seconds,
         )
-
-    def _warn(self, message: str) -> None:
-        if self.is_main_rank:  # the message is the same on every rank
-            self.event_logger.log("warning", message=message)
 
     def restore(self, start: ResumePoint) -> None:
         """Restore the state from a checkpoint that `find_resume_point` accepted."""
@@ -300,13 +288,15 @@ class RunCheckpointer:
             *before,
             *({"step": state.step, **difference.as_json()} for difference in start.allowed),
         ]
-        self.event_logger.log("resumed", step=state.step, path=str(checkpoint.path))
+        self.context.event_logger.log("resumed", step=state.step, path=str(checkpoint.path))
         if checkpoint.refused:
             reasons = "; ".join(map(str, checkpoint.refused))
             newest = checkpoint.refused[0].path.name
-            self._warn(f"fell back from {newest} to {checkpoint.path.name}: {reasons}")
+            self.context.log_warning(
+                f"fell back from {newest} to {checkpoint.path.name}: {reasons}"
+            )
         if start.allowed:
-            self._warn(
+            self.context.log_warning(
                 f"allowed differences from the run that saved: {'; '.join(map(str, start.allowed))}"
             )
 
@@ -317,8 +307,10 @@ class RunCheckpointer:
         """
         self._finish_pending_save()
         state = self.state
-        batch_size = self.validated_run.plan.batch.global_batch_size
-        checkpoint = find_newest_before(self.folder.checkpoints, state.step - min_steps_back)
+        batch_size = self.context.plan.batch.global_batch_size
+        checkpoint = find_newest_before(
+            self.context.folder.checkpoints, state.step - min_steps_back
+        )
         if checkpoint is None:
             return False
         from_step = state.step
@@ -326,7 +318,7 @@ class RunCheckpointer:
         self.restore(ResumePoint(checkpoint, read_run_values(checkpoint)))
         first = state.step + state.skipped_data_steps
         state.skipped_data_steps = read_until - state.step
-        self.event_logger.log(
+        self.context.event_logger.log(
             "rolled_back",
             step=state.step,
             reason=reason,

@@ -1,16 +1,22 @@
-"""Mean loss over the validation set, under any layout."""
+"""Evaluation during training: mean validation loss and sample texts, under any layout."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 import torch
 
 from shardwright.data.loader import iterate_evaluation_micro_batches
 from shardwright.parallel import ParallelModel
+from shardwright.train.preference_objective import PreferenceObjective
+from shardwright.train.rank_context import RankContext
 from shardwright.train.run_checks import ValidatedRun
+from shardwright.train.sample_texts import choose_prompts, generate_texts, save_texts
+from shardwright.train.setup import TrainingState
 from shardwright.train.step import TOKEN_OBJECTIVE, Objective
 
 
@@ -23,6 +29,67 @@ class EvaluationResult:
 
     loss: float
     tokens: int
+    is_best: bool = False
+    """True if the loss is the lowest of the run so far."""
+
+
+def evaluate(
+    context: RankContext, state: TrainingState, *, is_last: bool
+) -> EvaluationResult | None:
+    """Evaluate the current weights, log the result and write sample texts. Collective.
+
+    Returns None if a stop is requested meanwhile, except at the last step (`is_last`).
+    """
+    start_seconds = time.perf_counter()
+
+    def is_stop_requested() -> bool:
+        context.watchdog.begin_phase("evaluate", state.step)
+        return not is_last and context.rank_sync.any_rank(bool(context.stop_request))
+
+    result = evaluate_loss(
+        context.validated_run, state.model, context.data_rank, is_stop_requested, state.objective
+    )
+    pairs = (
+        state.objective.pop_metrics() if isinstance(state.objective, PreferenceObjective) else None
+    )
+    if result is None:
+        return None
+    state.is_evaluation_due = False
+    result = replace(result, is_best=result.loss < state.best_loss)
+    state.best_loss = min(state.best_loss, result.loss)
+    context.event_logger.log(
+        "evaluation",
+        step=state.step,
+        loss=result.loss,
+        perplexity=math.exp(min(result.loss, 700.0)),
+        tokens=result.tokens,
+        seconds=time.perf_counter() - start_seconds,
+        best=result.is_best,
+        **({} if pairs is None else asdict(pairs)),
+    )
+    _write_samples(context, state, is_stop_requested)
+    return result
+
+
+def _write_samples(
+    context: RankContext, state: TrainingState, should_abort: Callable[[], bool]
+) -> None:
+    """Generate continuations of validation rows, if the recipe asks for them."""
+    section = context.recipe.evaluation
+    data = context.validated_run.data
+    if not section.num_samples:
+        return
+    assert data.validation is not None
+    texts = generate_texts(
+        state.model,
+        data.tokenizer,
+        choose_prompts(data.validation, section.num_samples, section.sample_tokens),
+        sequence_length=context.plan.batch.sequence_length,
+        max_new_tokens=section.sample_tokens,
+        should_abort=should_abort,
+    )
+    if texts is not None and context.is_main_rank:
+        save_texts(context.folder.samples_path, state.step, texts)
 
 
 def evaluate_loss(

@@ -122,8 +122,9 @@ class ExpertLoadMonitor:
         tokens = loads.tokens_by_layer[layer]
         share = tokens[expert] / max(1, sum(tokens))
         return (
-            f"expert {expert} of layer {layer} is overloaded: over the last {self.WINDOW_STEPS} steps "
-            f"it received {mean:.1f} times its even share, in this step "
-            f"{tokens[expert]} of {sum(tokens)} choices "
+            f"expert {expert} of layer {layer} is overloaded: "
+            f"over the last {self.WINDOW_STEPS} steps "
+            f"it received {mean:.1f} times its even share, "
+            f"in this step {tokens[expert]} of {sum(tokens)} choices "
             f"({share:.0%}; even is {1 / len(tokens):.0%})"
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
 from shardwright.launch.devices import choose_rank_device, should_use_cuda
 from shardwright.launch.elastic import LaunchAttempt, run_with_restarts
 from shardwright.launch.launcher import launch_ranks
+from shardwright.launch.rank_claim import join_ranks
 from shardwright.launch.rank_environment import (
     RankEnvironment,
     detect_rank_environment,
@@ -32,16 +33,7 @@ from shardwright.launch.rank_outcome import (
     is_lost_peer_message,
 )
 from shardwright.launch.stop_signals import StopRequest, listen_for_stop
-from shardwright.numerics.bf16 import build_bf16_warning
-from shardwright.optim.learning_rate import compute_batch_scale
-from shardwright.telemetry.event_log import (
-    EvaluationEvent,
-    RunFinishedEvent,
-    StepEvent,
-    read_events,
-    select_surviving,
-)
-from shardwright.telemetry.event_logger import EventLogger, open_event_logger
+from shardwright.telemetry.event_logger import open_event_logger
 from shardwright.telemetry.exporters import check_exporters
 from shardwright.train.checkpointing import (
     ResumePoint,
@@ -50,14 +42,14 @@ from shardwright.train.checkpointing import (
     list_changes,
 )
 from shardwright.train.loop import TrainingLoop
-from shardwright.train.mfu_ceiling import measure_ceiling
 from shardwright.train.oom import convert_oom_errors
 from shardwright.train.precision_choice import agree_on_precision
+from shardwright.train.rank_context import RankContext
 from shardwright.train.rank_sync import RankSync
 from shardwright.train.run_checks import ValidatedRun, validate_run
-from shardwright.train.run_log import log_to_run
+from shardwright.train.run_log import build_run_summary, log_start, log_to_run
 from shardwright.train.run_prediction import predict_training_run
-from shardwright.train.setup import build_state, describe_device, describe_versions, join_ranks
+from shardwright.train.setup import build_state, measure_ceiling
 from shardwright.watchdog.flight_recorder import record_collectives
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watchdog
 
@@ -108,34 +100,8 @@ def train(
         should_use_cuda(recipe.run.device, field="run.device")
         with open_progress() as progress:
             validate_run(recipe, world_size, progress=progress)
-        # Not in the run folder, which must not change before rank 0 has checked it.
-        with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
-            path = Path(name) / "recipe.yaml"
-            path.write_text(dump_recipe(recipe), encoding="utf-8")
-            options = [word for name in allow_drift for word in ("--allow-drift", name)]
-
-            def launch(generation: LaunchAttempt) -> None:
-                words = [str(path), *options]
-                if resume or generation.number:
-                    words.append("--resume")
-                if generation.number:
-                    restart = (
-                        f"restart {generation.number} of at most {recipe.elastic.max_restarts}"
-                    )
-                    words += [
-                        "--restart",
-                        f"{restart}, {generation.world_size} ranks: {generation.restart_reason}",
-                    ]
-                launch_ranks(
-                    generation.world_size,
-                    "shardwright.train.worker",
-                    words,
-                    stop,
-                    folder.hang_reports_path,
-                )
-
-            with listen_for_stop() as stop:
-                run_with_restarts(recipe, world_size, launch, stop)
+        with listen_for_stop() as stop:
+            _train_in_ranks(recipe, world_size, stop, resume=resume, allow_drift=allow_drift)
     else:
         with listen_for_stop() as stop:
             train_rank(
@@ -147,6 +113,37 @@ def train(
                 open_progress=open_progress,
             )
     return build_run_summary(folder.path) if ranks is None or ranks.is_main_rank else None
+
+
+def _train_in_ranks(
+    recipe: Recipe,
+    world_size: int,
+    stop: StopRequest,
+    *,
+    resume: bool,
+    allow_drift: Sequence[str],
+) -> None:
+    """Start all ranks on this machine, again after a failure that the recipe allows."""
+    hang_reports = RunFolder.from_recipe(recipe).hang_reports_path
+    # Not in the run folder, which must not change before rank 0 has checked it.
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
+        path = Path(name) / "recipe.yaml"
+        path.write_text(dump_recipe(recipe), encoding="utf-8")
+        options = [word for field in allow_drift for word in ("--allow-drift", field)]
+
+        def launch(attempt: LaunchAttempt) -> None:
+            words = [str(path), *options]
+            if resume or attempt.number:
+                words.append("--resume")
+            if attempt.number:
+                words += [
+                    "--restart",
+                    f"restart {attempt.number} of at most {recipe.elastic.max_restarts}, "
+                    f"{attempt.world_size} ranks: {attempt.restart_reason}",
+                ]
+            launch_ranks(attempt.world_size, "shardwright.train.worker", words, stop, hang_reports)
+
+        run_with_restarts(recipe, world_size, launch, stop)
 
 
 def write_run_folder(validated_run: ValidatedRun, folder: RunFolder) -> None:
@@ -175,138 +172,119 @@ def train_rank(
     """Run one rank, from joining the process group to the last step."""
     start_seconds = time.perf_counter()
     device = choose_rank_device(recipe.run.device, rank_environment, field="run.device")
-    pace = PhaseLimits(recipe.watchdog, _list_phase_timeouts(recipe))
-    watch = start_watchdog(
-        pace,
-        rank_environment.rank,
-        rank_environment.world_size,
-        folder=get_control_folder(),
-        reports=RunFolder.from_recipe(recipe).hang_reports_path,
-        record_collectives=record_collectives,
-    )
-    with watch as vigil, _join_process_group(rank_environment, device, recipe.run.timeout_seconds):
-        folder = RunFolder.from_recipe(recipe)
-        meeting = RankSync(rank_environment, device)
+    is_main_rank = rank_environment.is_main_rank
+    folder = RunFolder.from_recipe(recipe)
+    with (
+        _start_watchdog(recipe, rank_environment, folder) as watchdog,
+        _join_process_group(rank_environment, device, recipe.run.timeout_seconds),
+    ):
+        rank_sync = RankSync(rank_environment, device)
         # A node that rejoined under torchrun does not see the restart count of the others.
-        resume = meeting.any_rank(resume)
-        precision = agree_on_precision(recipe, folder, meeting, device, is_resumed=resume)
-        with open_progress() if rank_environment.is_main_rank else nullcontext() as progress:
-            checked = validate_run(
+        resume = rank_sync.any_rank(resume)
+        precision = agree_on_precision(recipe, folder, rank_sync, device, is_resumed=resume)
+        with open_progress() if is_main_rank else nullcontext() as progress:
+            validated_run = validate_run(
                 recipe, rank_environment.world_size, auto_precision=precision, progress=progress
             )
-        start = find_resume_point(checked, folder, allow_drift) if resume else None
-        is_started = folder.is_started
-        if rank_environment.is_main_rank:
-            write_run_folder(checked, folder)
-        meeting.barrier()
+        resume_point = find_resume_point(validated_run, folder, allow_drift) if resume else None
+        starts_again = resume and resume_point is None and folder.is_started
+        if is_main_rank:
+            write_run_folder(validated_run, folder)
+        rank_sync.barrier()
         with (
             open_event_logger(
                 folder.path,
                 rank=rank_environment.rank,
                 exporters=recipe.run.sinks,
                 log_every_steps=recipe.run.log_every_steps,
-            ) as speaker,
-            log_to_run(speaker, folder.log_path, rank=rank_environment.rank),
+            ) as event_logger,
+            log_to_run(event_logger, folder.log_path, rank=rank_environment.rank),
         ):
-            if restart and rank_environment.is_main_rank:
-                speaker.log("warning", message=restart)
-            if is_started and resume and start is None and rank_environment.is_main_rank:
-                speaker.log(
-                    "warning",
-                    message="the run ended before its first checkpoint: it starts again at step 0",
+            context = RankContext(
+                validated_run,
+                rank_environment,
+                device,
+                folder,
+                event_logger,
+                rank_sync,
+                stop,
+                watchdog,
+            )
+            if restart:
+                context.log_warning(restart)
+            if starts_again:
+                context.log_warning(
+                    "the run ended before its first checkpoint: it starts again at step 0"
                 )
-            # Only with the events' lock: a refused process must not claim the checkpoints.
-            fence = _claim_checkpoints(folder) if rank_environment.is_main_rank else None
-            with convert_oom_errors(checked, rank_environment.rank, device):
-                _run_loop(
-                    checked,
-                    rank_environment,
-                    device,
-                    speaker,
-                    meeting,
-                    folder,
-                    stop,
-                    vigil,
-                    start=start,
-                    start_seconds=start_seconds,
-                    fence=fence,
-                )
+            if is_main_rank:
+                # Only with the events' lock: a refused process must not claim the checkpoints.
+                context = replace(context, fence=_claim_checkpoints(folder))
+            with convert_oom_errors(context):
+                _train(context, resume_point, start_seconds)
 
 
-def _run_loop(
-    validated_run: ValidatedRun,
-    rank_environment: RankEnvironment,
-    device: torch.device,
-    event_logger: EventLogger,
-    rank_sync: RankSync,
-    folder: RunFolder,
-    stop: StopRequest,
-    watchdog: WatchdogClient,
-    *,
-    start: ResumePoint | None,
-    start_seconds: float,
-    fence: GenerationFence | None,
-) -> None:
-    matmul_flops_per_second = measure_ceiling(validated_run, device)
-    state = build_state(validated_run, device)
-    saver = RunCheckpointer(
-        validated_run, state, event_logger, folder, rank_environment.is_main_rank, fence=fence
-    )
-    loop = TrainingLoop(
-        validated_run,
-        state,
-        rank_environment,
-        device,
-        event_logger,
-        rank_sync,
-        saver,
-        stop,
-        watchdog,
-        matmul_flops_per_second,
-    )
-    _log_start(loop)
-    if start is not None:
-        saver.restore(start)
-        if rank_environment.is_main_rank and (changed := list_changes(start, validated_run)):
-            event_logger.log(
-                "warning", message=f"changed since the checkpoint: {'; '.join(map(str, changed))}"
-            )
-        if state.step >= validated_run.total_steps and rank_environment.is_main_rank:
-            event_logger.log(
-                "warning",
-                message="no steps are left to train: "
-                f"the run is at step {state.step} of {validated_run.total_steps}",
-            )
+def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds: float) -> None:
+    """Build the training state, restore it if there is a checkpoint, and train.
+
+    Args:
+        context: Context of this rank.
+        resume_point: Checkpoint to continue from; None to start at step 0.
+        start_seconds: Start of this process's run, a reading of `time.perf_counter`.
+    """
+    event_logger = context.event_logger
+    matmul_flops_per_second = measure_ceiling(context.validated_run, context.device)
+    state = build_state(context.validated_run, context.device)
+    checkpointer = RunCheckpointer(context, state)
+    loop = TrainingLoop(context, state, checkpointer, matmul_flops_per_second)
+    log_start(context, state.step, matmul_flops_per_second)
+    if resume_point is not None:
+        _restore(context, checkpointer, resume_point)
 
     def log_end(status: str, final_loss: float | None = None) -> None:
-        totals = {
-            "total_seconds": time.perf_counter() - start_seconds,
-            "total_tokens": loop.num_tokens,
-        }
         event_logger.log(
-            "run_finished", step=state.step, status=status, **totals, final_loss=final_loss
+            "run_finished",
+            step=state.step,
+            status=status,
+            total_seconds=time.perf_counter() - start_seconds,
+            total_tokens=loop.num_tokens,
+            final_loss=final_loss,
         )
 
     try:
         final_loss = loop.run()
-        watchdog.begin_phase("save", state.step)
-        saver.close()
+        context.watchdog.begin_phase("save", state.step)
+        checkpointer.close()
     except Preempted:
-        saver.close()
+        checkpointer.close()
         log_end("preempted")
         raise
     except Exception as error:
         # Our own errors are raised on all ranks; after any other error a peer may be gone.
-        saver.close(is_broken=not isinstance(error, RunFailed))
+        checkpointer.close(is_broken=not isinstance(error, RunFailed))
         with suppress(RunFailed):  # fails on a full disk too, and `error` is what matters
             event_logger.log(
                 "failed",
                 step=state.step,
                 message=f"{type(error).__name__}: {error}",
-                rank=rank_environment.rank,
+                rank=context.rank_environment.rank,
             )
         raise
     log_end("completed", final_loss)
+
+
+def _restore(
+    context: RankContext, checkpointer: RunCheckpointer, resume_point: ResumePoint
+) -> None:
+    """Restore the state, and warn about changed settings and about a run that has ended."""
+    checkpointer.restore(resume_point)
+    if changed := list_changes(resume_point, context.validated_run):
+        context.log_warning(f"changed since the checkpoint: {'; '.join(map(str, changed))}")
+    step = checkpointer.state.step
+    total_steps = context.validated_run.total_steps
+    if step >= total_steps:
+        context.log_warning(
+            f"no steps are left to train: the run is at step {step} of {total_steps}"
+        )
 
 
 def _claim_checkpoints(folder: RunFolder) -> GenerationFence:
@@ -325,10 +303,20 @@ def _claim_checkpoints(folder: RunFolder) -> GenerationFence:
         ) from error
 
 
-def _list_phase_timeouts(recipe: Recipe) -> dict[str, float]:
-    """Return the collectives' timeout in each phase, in seconds."""
-    return {"save": recipe.checkpoint.timeout_seconds} | dict.fromkeys(
+def _start_watchdog(
+    recipe: Recipe, rank_environment: RankEnvironment, folder: RunFolder
+) -> AbstractContextManager[WatchdogClient]:
+    """Start the watchdog with the collectives' timeout in each phase, in seconds."""
+    timeouts = {"save": recipe.checkpoint.timeout_seconds} | dict.fromkeys(
         ("step", "evaluate"), recipe.run.timeout_seconds
+    )
+    return start_watchdog(
+        PhaseLimits(recipe.watchdog, timeouts),
+        rank_environment.rank,
+        rank_environment.world_size,
+        folder=get_control_folder(),
+        reports=folder.hang_reports_path,
+        record_collectives=record_collectives,
     )
 
 
@@ -346,85 +334,3 @@ def _join_process_group(
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _log_start(loop: TrainingLoop) -> None:
-    checked = loop.validated_run
-    plan = checked.plan
-    loop.event_logger.log(
-        "run_started",
-        step=loop.state.step,
-        name=checked.recipe.name,
-        recipe=checked.recipe.model_dump(mode="json"),
-        plan=plan.as_dict(),
-        layout=str(plan.layout),
-        world_size=loop.rank_environment.world_size,
-        total_steps=checked.total_steps,
-        global_batch_tokens=plan.batch.global_batch_tokens,
-        data_hash=checked.data_hash,
-        num_parameters=checked.shape.num_parameters,
-        versions=describe_versions(),
-        host=socket.gethostname(),
-        devices=(describe_device(loop.device),) * loop.rank_environment.world_size,
-        flops_per_token=loop.flops_per_token,
-        matmul_flops_per_second=loop.matmul_flops_per_second,
-    )
-    if loop.rank_environment.is_main_rank:
-        for message in _list_warnings(checked, loop.device):
-            loop.event_logger.log("warning", message=message)
-
-
-def _list_warnings(validated_run: ValidatedRun, device: torch.device) -> Iterator[str]:
-    """Yield warnings about settings that are valid but may surprise."""
-    if (
-        validated_run.plan.precision.kind == "bf16"
-        and (caution := build_bf16_warning(device)) is not None
-    ):
-        yield caution
-    counts = validated_run.data.report.train.counts
-    if counts.num_unknown:
-        share = counts.num_unknown / counts.num_tokens
-        yield (
-            "the tokenizer has no id for some of the text: "
-            f"{counts.num_unknown:,} of {counts.num_tokens:,} training tokens ({share:.1%}) "
-            "are its unknown token"
-        )
-    adapters = validated_run.shape.adapters
-    if adapters is not None:
-        beside = [
-            spec.adapted_matrix
-            for spec in validated_run.shape.list_parameters()
-            if spec.adapter_part is not None and spec.adapted_matrix is not None
-        ]
-        narrow = [spec for spec in beside if min(spec.shape[-2:]) < adapters.rank]
-        if narrow:
-            sizes = " x ".join(map(str, narrow[0].shape))
-            yield (
-                f"adapters.rank {adapters.rank} exceeds the rank of {narrow[0].name} ({sizes}): "
-                "the excess only uses memory"
-            )
-    scale = compute_batch_scale(
-        validated_run.recipe.training, validated_run.plan.batch.global_batch_size
-    )
-    if scale != 1.0:
-        peak = validated_run.recipe.training.learning_rate * scale
-        yield f"batch_scaling multiplies the learning rate by {scale:g}: its peak is {peak:g}"
-
-
-def build_run_summary(folder: Path) -> dict[str, Any]:
-    """Summarise the run of a folder from its events."""
-    log = select_surviving(read_events(folder))
-    steps = [event for event in log if isinstance(event, StepEvent)]
-    evaluations = [event for event in log if isinstance(event, EvaluationEvent)]
-    endings = [event for event in log if isinstance(event, RunFinishedEvent)]
-    return {
-        "run": str(folder),
-        "status": endings[-1].status if endings else "unknown",
-        "steps": steps[-1].step if steps else 0,
-        "train_loss": steps[-1].loss if steps else None,
-        "validation_loss": evaluations[-1].loss if evaluations else None,
-        "best_validation_loss": min((event.loss for event in evaluations), default=None),
-        "tokens_per_second": steps[-1].tokens_per_second if steps else None,
-        "total_tokens": endings[-1].total_tokens if endings else None,
-        "total_seconds": endings[-1].total_seconds if endings else None,
-    }

@@ -1,26 +1,19 @@
-"""Setup of a run on each rank: process group, model on its devices, optimizer, objective."""
+"""Setup of a run on each rank: model on its devices, optimizer, objective, matmul rate."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from importlib import metadata
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright import __version__
-from shardwright.errors import InputError, RankFailed
-from shardwright.launch.rank_claim import claim_rank
-from shardwright.launch.rank_environment import RankEnvironment
-from shardwright.launch.rank_outcome import extract_first_line
 from shardwright.model.hf_decoder import build_decoder
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.lora import initialise_adapter
@@ -29,10 +22,11 @@ from shardwright.model.peft_folder import PeftFolder
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
 from shardwright.numerics.precision import LossScaler, resolve_dtypes
 from shardwright.optim import build_optimizer, compute_learning_rate
 from shardwright.parallel.apply import ParameterReader, apply_layout
-from shardwright.parallel.mesh import build_mesh, init_process_group
+from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.zero_mask import keep_zeros
 from shardwright.train.preference_objective import PreferenceObjective, has_frozen_reference
@@ -40,6 +34,10 @@ from shardwright.train.run_checks import ValidatedRun
 from shardwright.train.step import TOKEN_OBJECTIVE, Objective
 
 logger = logging.getLogger("shardwright")
+
+
+_MAX_PRODUCTS = 4
+"""Number of matrix shapes whose rate is measured: the largest of the model."""
 
 
 @dataclass
@@ -53,47 +51,11 @@ class TrainingState:
     num_consecutive_skips: int = 0
     best_loss: float = field(default=float("inf"))
     skipped_data_steps: int = 0
-    """Data steps that rollbacks have skipped: step s reads the data of s + steps_left_out."""
+    """Data steps that rollbacks have skipped: step s reads the data of s plus this."""
     objective: Objective = TOKEN_OBJECTIVE
     """Loss that is trained."""
     is_evaluation_due: bool = False
     """True if a stop prevented the evaluation of this step; the resumed run starts with it."""
-
-
-def join_ranks(
-    rank_environment: RankEnvironment, device: torch.device, timeout_seconds: float
-) -> None:
-    """Join the process group; does nothing for a world size of 1.
-
-    Raises:
-        InputError: The rendezvous port or this rank is taken.
-        RankFailed: The other ranks cannot be reached.
-    """
-    if rank_environment.world_size == 1 or dist.is_initialized():
-        return
-    timeout = timedelta(seconds=timeout_seconds)
-    try:
-        store = claim_rank(rank_environment, timeout)
-        init_process_group(
-            device.type,
-            timeout=timeout,
-            store=store,
-            rank=rank_environment.rank,
-            world_size=rank_environment.world_size,
-        )
-    except dist.DistError as error:
-        address = os.environ.get("MASTER_ADDR")
-        port = os.environ.get("MASTER_PORT")
-        if "EADDRINUSE" in str(error):
-            raise InputError(
-                f"port {port} is in use",
-                field="MASTER_PORT",
-                remedy="Choose a free port, or let --nproc start the ranks",
-            ) from error
-        reason = extract_first_line(str(error))
-        raise RankFailed(
-            f"rank {rank_environment.rank} could not connect to the other ranks at {address}:{port}: {reason}"
-        ) from error
 
 
 def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Objective:
@@ -213,6 +175,35 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         )
     scaler = LossScaler(recipe.precision) if recipe.precision.kind == "fp16" else None
     return TrainingState(model, optimizer, scaler, objective=build_objective(validated_run, model))
+
+
+def measure_ceiling(validated_run: ValidatedRun, device: torch.device) -> float:
+    """Measure the FLOP/s of one device in the run's dtype, and free the GPU memory used."""
+    dtype = resolve_dtypes(validated_run.plan.precision).compute
+    flops_per_second = measure_matmul_flops_per_second(
+        device, dtype, list_model_products(validated_run)
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return flops_per_second
+
+
+def list_model_products(validated_run: ValidatedRun) -> tuple[Product, ...]:
+    """List the model's largest matrix products, at the tokens of one rank's micro-batch."""
+    layout = validated_run.plan.layout
+    batch = validated_run.plan.batch
+    num_tokens = max(1, batch.micro_batch_size * batch.sequence_length // layout.cp)
+    matrices = set()
+    for spec in validated_run.shape.list_parameters():
+        shape = (spec.packed_matrix or spec).shape
+        if len(shape) > 1 and spec.adapter_part is None:
+            rows, columns = shape[-2:]
+            matrices.add(
+                (columns, rows) if validated_run.shape.is_in_out(spec) else (rows, columns)
+            )
+    largest = sorted(matrices, key=lambda sizes: sizes[0] * sizes[1])[-_MAX_PRODUCTS:]
+    return tuple((num_tokens, outputs, inputs) for outputs, inputs in largest)
 
 
 def describe_versions() -> dict[str, str]:

@@ -70,7 +70,8 @@ def diagnose_hang(
     if silent:
         return HangDiagnosis(
             silent,
-            f"{_describe_silent_ranks(silent, process_states)}; {_describe_missing_ranks(silent, gaps, heartbeats, now_seconds)}",
+            f"{_describe_silent_ranks(silent, process_states)}; "
+            f"{_describe_missing_ranks(silent, gaps, heartbeats, now_seconds)}",
         )
     skip = find_skipped_collective(heartbeats)
     if skip is not None:
@@ -249,7 +250,8 @@ def _describe_missing_ranks(
     gap = min(blocked, key=lambda gap: gap.entry.at_seconds)
     missing = [rank for rank in gap.behind_ranks if rank in blocking_ranks]
     seconds = now_seconds - gap.entry.at_seconds
-    waiting = f"{_format_ranks(gap.ahead_ranks)} {'has' if len(gap.ahead_ranks) == 1 else 'have'} waited for {seconds:.1f} s"
+    auxiliary = "has" if len(gap.ahead_ranks) == 1 else "have"
+    waiting = f"{_format_ranks(gap.ahead_ranks)} {auxiliary} waited for {seconds:.1f} s"
     doing = "; ".join(_describe_activity(by_rank[rank], now_seconds) for rank in missing)
     verb = "is" if len(missing) == 1 else "are"
     place = f"{gap.entry} of {gap.channel.name}"
@@ -257,11 +259,13 @@ def _describe_missing_ranks(
 
 
 def _describe_activity(heartbeat: Heartbeat, now_seconds: float) -> str:
+    phase_seconds = now_seconds - heartbeat.phase_start_seconds
+    phase = f"{heartbeat.phase} {heartbeat.step} for {phase_seconds:.1f} s"
     last = ""
     if heartbeat.entries:
         seconds = now_seconds - heartbeat.entries[-1].at_seconds
         last = f", its last collective was {heartbeat.entries[-1]} {seconds:.1f} s ago"
-    return f"rank {heartbeat.rank} has been in {heartbeat.phase} {heartbeat.step} for {now_seconds - heartbeat.phase_start_seconds:.1f} s{last}"
+    return f"rank {heartbeat.rank} has been in {phase}{last}"
 
 
 def _describe_silent_ranks(ranks: Sequence[int], process_states: Mapping[int, str]) -> str:
@@ -275,8 +279,8 @@ def _describe_silent_ranks(ranks: Sequence[int], process_states: Mapping[int, st
         parts.append(f"{_format_ranks(gone)} no longer running")
     if unscheduled:
         parts.append(
-            f"{_format_ranks(unscheduled)} not running Python: native code holds the interpreter lock, "
-            f"or the kernel does not schedule the process"
+            f"{_format_ranks(unscheduled)} not running Python: "
+            "native code holds the interpreter lock, or the kernel does not schedule the process"
         )
     return "; ".join(parts)
 

@@ -1,6 +1,6 @@
 """Watchdog: detects hangs, reports the rank missing from a collective, ends the launch.
 
-Every rank writes its phase, its start and its time limit to its heartbeat (`train/pulse.py`). A
+Every rank writes its phase, its start and its time limit to its heartbeat (`heartbeat.py`). A
 `Watchdog` reads the heartbeats of the ranks on its machine. It runs in the launcher's process,
 which a hung rank cannot block; under torchrun or srun it runs in a thread of every rank, and
 the first one to detect a hang acts. It needs neither the network nor the hung ranks.
@@ -213,9 +213,11 @@ def _format_report(
             if entered.channel_key in view.channels
         ]
         parts.append(
-            f"\nrank {view.rank}, process {view.pid}, state {process_states[view.rank] or 'unknown'}: "
+            f"\nrank {view.rank}, process {view.pid}, "
+            f"state {process_states[view.rank] or 'unknown'}: "
             f"{view.phase} {view.step} for {now_seconds - view.phase_start_seconds:.1f} s of "
-            f"{view.limit_seconds:.1f} s{waiting}; heartbeat {now_seconds - view.last_beat_seconds:.1f} s ago\n"
+            f"{view.limit_seconds:.1f} s{waiting}; "
+            f"heartbeat {now_seconds - view.last_beat_seconds:.1f} s ago\n"
             "  last collectives:\n"
             + "\n".join(last or ["    none"])
             + "\n  stacks:\n"
@@ -260,24 +262,23 @@ def start_watchdog(
     """Run the heartbeat of a rank; under torchrun or srun (`folder` is None) also a watcher.
 
     Args:
-        record_collectives: Context manager that records collectives
-            (`train.recorder.recording`).
+        record_collectives: `flight_recorder.record_collectives`, which imports torch.
     """
     launched = folder is not None or "MASTER_PORT" in os.environ
     if world_size == 1 or not launched or not limits.section.enabled:
         yield WatchdogClient(None, limits)
         return
     here = folder or get_shared_folder()
-    pulse = HeartbeatWriter(here, rank, world_size)
+    heartbeat = HeartbeatWriter(here, rank, world_size)
     # Ranks of one machine have different patience, so that only one acts on a hang.
     watcher = (
         contextlib.nullcontext()
         if folder
         else Watchdog(here, reports, patience_seconds=1.0 + 2.0 * (rank % 64), should_log=True)
     )
-    with record_collectives(pulse, reports), watcher:
-        yield WatchdogClient(pulse, limits)
-    pulse.close()  # not after a failure: the last records may show the cause
+    with record_collectives(heartbeat, reports), watcher:
+        yield WatchdogClient(heartbeat, limits)
+    heartbeat.close()  # not after a failure: the last records may show the cause
     if folder is None:
         with suppress(OSError):  # other ranks may still have files in it
             here.rmdir()

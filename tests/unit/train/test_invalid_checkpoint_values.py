@@ -20,12 +20,17 @@ from shardwright.cli.main import run as shardwright
 from shardwright.config import Recipe, dump_recipe
 from shardwright.errors import CheckpointError
 from shardwright.inference.model_source import open_model_source
+from shardwright.launch.rank_environment import RankEnvironment
+from shardwright.launch.stop_signals import StopRequest
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.train import checkpointing
 from shardwright.train.checkpointing import RunCheckpointer, find_resume_point
+from shardwright.train.rank_context import RankContext
+from shardwright.train.rank_sync import RankSync
 from shardwright.train.run import train
 from shardwright.train.run_checks import ValidatedRun, validate_run
 from shardwright.train.setup import TrainingState, build_state
+from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient
 from tests.unit.train.finished import ALPHABET, CONFIG
 
 STEPS = 2
@@ -143,6 +148,18 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
     newest = checkpointing.find_newest_checkpoint(run.checkpoints)
     assert newest is not None
     current: list[Any] = [original]
+    device = torch.device("cpu")
+    ranks = RankEnvironment()
+    context = RankContext(
+        checked,
+        ranks,
+        device,
+        run,
+        EventLogger(None, ()),
+        RankSync(ranks, device),
+        StopRequest(),
+        WatchdogClient(None, PhaseLimits(checked.recipe.watchdog, {})),
+    )
 
     def iterate_variants() -> Iterator[Any]:
         first = next(iter(original["optimizer"]["hyperparameters"]))
@@ -177,7 +194,7 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
         try:
             start = find_resume_point(checked, run)
             assert start is not None
-            saver = RunCheckpointer(checked, state, EventLogger(None, ()), run, is_main_rank=False)
+            saver = RunCheckpointer(context, state)
             saver.restore(start)
             checkpointing.list_changes(start, checked)
             encode_values(

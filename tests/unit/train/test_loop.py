@@ -26,9 +26,8 @@ from shardwright.telemetry.event_log import (
     read_events,
     select_surviving,
 )
-from shardwright.train import checkpointing
+from shardwright.train import checkpointing, step_policy
 from shardwright.train.checkpointing import RunCheckpointer
-from shardwright.train.loop import TrainingLoop
 from shardwright.train.run import train
 from shardwright.train.step import StepTimes
 from tests.unit.train.finished import ALPHABET, CONFIG
@@ -85,14 +84,14 @@ def test_an_evaluation_that_a_stop_interrupted_is_repeated(
     Both curves equal those of an uninterrupted run.
     """
     train(build_recipe(tmp_path, "whole"))
-    evaluate = TrainingLoop._evaluate
+    evaluate = step_policy.evaluate
 
-    def stop_and_evaluate(loop: TrainingLoop, *, is_last: bool) -> tuple[float, bool] | None:
+    def stop_and_evaluate(*arguments: Any, is_last: bool) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(loop, is_last=is_last)
+        return evaluate(*arguments, is_last=is_last)
 
     with monkeypatch.context() as patched:
-        patched.setattr(TrainingLoop, "_evaluate", stop_and_evaluate)
+        patched.setattr(step_policy, "evaluate", stop_and_evaluate)
         with pytest.raises(Preempted, match="saved at step 1 of 2"):
             train(build_recipe(tmp_path))
     assert read_events(tmp_path / "run").filter_by_type(EvaluationEvent) == []

@@ -11,7 +11,7 @@ import torch
 from shardwright.config import Recipe
 from shardwright.errors import OutOfMemory
 from shardwright.train import loop
-from shardwright.train.oom_advice import save_memory_snapshot, suggest_cheapest_fit
+from shardwright.train.oom import save_memory_snapshot, suggest_cheapest_fit
 from shardwright.train.run import train
 from shardwright.train.run_checks import validate_run
 from tests.unit.train.test_loop import build_recipe

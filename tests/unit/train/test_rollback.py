@@ -21,7 +21,7 @@ from shardwright.telemetry.event_log import (
 )
 from shardwright.train import loop
 from shardwright.train.loop import TrainingLoop
-from shardwright.train.loss_spikes import LossSpikeDetector
+from shardwright.train.rollback import LossSpikeDetector
 from shardwright.train.run import train
 from tests.unit.train.test_loop import build_recipe
 
