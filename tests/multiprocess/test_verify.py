@@ -165,7 +165,9 @@ def test_the_verb_fails_with_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Ranks compute the errors; the verdict over them is the parent's, and is bent here.
-    monkeypatch.setattr("shardwright.verify.cell.Finding.passed", property(lambda _self: False))
+    monkeypatch.setattr(
+        "shardwright.verify.comparison.ComparisonResult.passed", property(lambda _self: False)
+    )
     words = [
         "verify",
         _write_recipe(tmp_path),

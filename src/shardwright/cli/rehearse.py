@@ -12,7 +12,7 @@ from shardwright.architecture import read_recipe_shape
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.config import load_recipe, parse_layout
 from shardwright.errors import CheckFailed, ExitCode
-from shardwright.placement import check_layout
+from shardwright.layout_rules import check_layout
 from shardwright.plan import resolve_degrees, resolve_plan
 from shardwright.units import format_bytes
 

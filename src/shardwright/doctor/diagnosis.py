@@ -17,10 +17,10 @@ from shardwright.doctor import (
     clock_offset,
     collective_bandwidth,
     correctness,
-    device_rates,
     gpu_health,
     host,
     link_bandwidth,
+    rate_findings,
     software,
     storage,
 )
@@ -30,12 +30,10 @@ from shardwright.doctor.examination import (
     ExaminationRequest,
     RankExamination,
     create_report,
-    destroy_groups,
-    examine_environment,
     exchange_reports,
     judge_missing_reports,
-    run_stages,
 )
+from shardwright.doctor.examination_stages import destroy_groups, examine_environment, run_stages
 from shardwright.doctor.finding import Finding, Verdict, find_worst_verdict
 from shardwright.doctor.probe_budget import build_omission_findings
 from shardwright.doctor.rendezvous import (
@@ -281,14 +279,14 @@ def _judge_device_rates(reports: Mapping[int, RankExamination]) -> list[Finding]
     names = {rank: report.device_name for rank, report in reports.items()}
     square_products = _select_square_matmuls(reports)
     findings = (
-        device_rates.judge_matmuls(square_products, first.device_kind, names)
+        rate_findings.judge_matmuls(square_products, first.device_kind, names)
         if square_products
         else []
     )
     copies = {rank: report.copies for rank, report in reports.items() if report.copies}
     generation = None if first.loaded_gpu is None else first.loaded_gpu.pcie_generation
     return findings + (
-        device_rates.judge_copies(copies, first.device_kind, names, generation) if copies else []
+        rate_findings.judge_copies(copies, first.device_kind, names, generation) if copies else []
     )
 
 

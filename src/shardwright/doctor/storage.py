@@ -224,8 +224,8 @@ def judge_visibility(
             incomplete.items(), key=lambda item: (-len(item[1].missing_ranks), item[0])
         )
         value = (
-            f"rank {rank} ({hosts[rank]}) does not see what {format_ranks(sight.missing_ranks)} wrote "
-            f"in {sight.path}"
+            f"rank {rank} ({hosts[rank]}) does not see what "
+            f"{format_ranks(sight.missing_ranks)} wrote in {sight.path}"
         )
         if len(incomplete) > 1:
             value += f"; {len(incomplete)} of {len(by_rank)} ranks do not see all files"

@@ -73,8 +73,8 @@ def compute_bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
     """Return the bytes that each rank sends per byte of message (nccl-tests,
     doc/PERFORMANCE.md).
 
-    >>> compute_bus_factor("all_reduce", 8), compute_bus_factor("all_gather", 8), compute_bus_factor("send", 2)
-    (1.75, 0.875, 1.0)
+    >>> [compute_bus_factor(kind, 8) for kind in ("all_reduce", "all_gather", "send")]
+    [1.75, 0.875, 1.0]
     """
     if kind == "all_reduce":
         return 2 * (num_ranks - 1) / num_ranks

@@ -88,9 +88,9 @@ class LossScaler:
         self.scale /= 2.0
         if self.scale < self.MIN_SCALE:
             raise NonFiniteError(
-                f"the fp16 loss scale fell below {self.MIN_SCALE:g} and gradients are still not finite: "
-                "the run has diverged; "
-                "lower training.learning_rate, or use precision bf16 or fp32"
+                f"the fp16 loss scale fell below {self.MIN_SCALE:g} and gradients are still not "
+                "finite: the run has diverged; lower training.learning_rate, or use precision "
+                "bf16 or fp32"
             )
 
     def state_dict(self) -> dict[str, Any]:

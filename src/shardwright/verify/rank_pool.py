@@ -138,7 +138,7 @@ class RankPool:
                 assert isinstance(pipe, connection.Connection)
                 rank = waiting.pop(pipe)
                 try:
-                    answer = pickle.loads(pipe.recv_bytes())  # our own worker's bytes
+                    answer = pickle.loads(pipe.recv_bytes())  # our own worker's bytes  # noqa: S301
                 except EOFError:
                     failures[rank] = None
                     continue
@@ -213,7 +213,7 @@ def _run_worker(
         except EOFError:
             return
         try:
-            function, arguments = pickle.loads(message)  # the parent's bytes
+            function, arguments = pickle.loads(message)  # the parent's bytes  # noqa: S301
             answer = pickle.dumps((function(*arguments),))
         except BaseException as error:
             answer = _encode_failure(error)
@@ -225,7 +225,7 @@ def _encode_failure(error: BaseException) -> bytes:
     try:
         message = pickle.dumps(_Failure(error, trace))
         # An error whose constructor does not accept its `args` fails only here.
-        pickle.loads(message)
+        pickle.loads(message)  # noqa: S301
     except Exception:
         message = pickle.dumps(_Failure(RankFailed(f"{type(error).__name__}: {error}"), trace))
     return message

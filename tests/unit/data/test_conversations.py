@@ -133,7 +133,7 @@ def test_the_second_time_nothing_is_encoded(
         tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), validation_fraction=0.2
     )
     first = prepare_data(recipe)
-    monkeypatch.setattr("shardwright.data.preparation.RecordEncoder", None)
+    monkeypatch.setattr("shardwright.data.tokenisation.RecordEncoder", None)
     second = prepare_data(recipe)
     assert second.content_hash == first.content_hash
     assert second.report == first.report

@@ -17,11 +17,11 @@ from shardwright.data.loader import read_step_micro_batches
 from shardwright.errors import ArchitectureError, LayoutError
 from shardwright.plan import BatchPlan
 from shardwright.verify.cases import VerificationCase, choose_cases, choose_layouts, shrink_shape
-from shardwright.verify.cell import (
+from shardwright.verify.comparison import (
     ComparisonResult,
-    _compare_numbers,
-    _compare_tensor,
     _compare_tensors,
+    compare_numbers,
+    compare_tensor,
 )
 from shardwright.verify.uneven_data import UnevenDataset
 from shardwright.verify.verification import _find_worst
@@ -42,7 +42,7 @@ LLAMA = {
 def judge(
     got: torch.Tensor | None, want: torch.Tensor | None, scale: float = 1.0
 ) -> ComparisonResult:
-    return _compare_tensor("gradient", "w", got, want, scale, 1e-5)
+    return compare_tensor("gradient", "w", got, want, scale, 1e-5)
 
 
 def test_equal_passes_and_a_hundred_thousandth_more_does_not() -> None:
@@ -58,7 +58,7 @@ def test_what_is_not_finite_fails(value: float) -> None:
     got = torch.tensor([1.0, 1.0, value, 1.0])
     assert not judge(got, want).passed
     assert not judge(got, torch.zeros(4)).passed
-    assert not _compare_numbers("loss", [1.0, value], torch.tensor([1.0, 1.0]), 1e-5).passed
+    assert not compare_numbers("loss", [1.0, value], torch.tensor([1.0, 1.0]), 1e-5).passed
 
 
 def test_missing_surplus_and_misshaped_fail() -> None:
