@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.architecture import HFShape, ModelShape
-from shardwright.architecture.nf4_layout import (
-    BLOCK_ELEMENTS,
-)
+from shardwright.architecture.nf4_layout import BLOCK_ELEMENTS
 from shardwright.errors import LayoutError
-from shardwright.layout import (
-    Layout,
-)
+from shardwright.layout import Layout
 from shardwright.layout.context_method import check_context_parallel
 from shardwright.placement import TENSOR_PARALLEL_STYLES, partition_stages
 

@@ -15,10 +15,7 @@ from shardwright.architecture.flop_count import (
     count_attention_flops_per_token,
     count_matmul_parameters,
 )
-from shardwright.architecture.nf4_layout import (
-    compute_code_bytes,
-    compute_row_bytes,
-)
+from shardwright.architecture.nf4_layout import compute_code_bytes, compute_row_bytes
 from shardwright.architecture.parameter_spec import ParameterRole
 from shardwright.layout import (
     DATA_AXES,

@@ -16,17 +16,8 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.boxes import Box, build_full_box, find_cover_fault
-from shardwright.checkpoint.local_tensors import (
-    LocalTensor,
-    ParameterShard,
-    describe_local_tensor,
-)
-from shardwright.checkpoint.manifest import (
-    DTYPE_BYTES,
-    StoredSlice,
-    TensorEntry,
-    encode_values,
-)
+from shardwright.checkpoint.local_tensors import LocalTensor, ParameterShard, describe_local_tensor
+from shardwright.checkpoint.manifest import DTYPE_BYTES, StoredSlice, TensorEntry, encode_values
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.errors import SaveFailed, ShardwrightError
 
@@ -214,6 +205,7 @@ def _assign_writers(
 
 
 def name_shard_file(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
     return f"shard-{rank:05d}.safetensors"
 
 

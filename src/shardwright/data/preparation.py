@@ -9,10 +9,7 @@ from functools import partial
 from typing import Any
 
 from shardwright.config.recipe import Recipe
-from shardwright.data.corpus import (
-    RecordStatistics,
-    Side,
-)
+from shardwright.data.corpus import RecordStatistics, Side
 from shardwright.data.data_cache import build_once, compute_key
 from shardwright.data.data_report import DataReport, SourceReport, describe_side
 from shardwright.data.dataset import TokenDataset
@@ -29,9 +26,7 @@ from shardwright.data.tokenisation import (
     tokenise_sources,
 )
 from shardwright.data.tokenizer import AbsentTokenizer, FastTokenizer, Tokenizer
-from shardwright.data.tokenizer_loading import (
-    load_tokenizer,
-)
+from shardwright.data.tokenizer_loading import load_tokenizer
 from shardwright.errors import DataError, TokenizerError
 
 logger = logging.getLogger(__name__)

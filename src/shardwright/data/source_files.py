@@ -8,13 +8,7 @@ from typing import Any
 
 from shardwright.config.data import DataSource
 from shardwright.config.recipe import Recipe
-from shardwright.data.corpus import (
-    Corpus,
-    ReadCallback,
-    Side,
-    scan_records,
-    split_corpus,
-)
+from shardwright.data.corpus import Corpus, ReadCallback, Side, scan_records, split_corpus
 from shardwright.data.data_cache import compute_key, find_cache_root, fingerprint_files
 from shardwright.data.file_listing import list_files
 from shardwright.data.record_formats import extract_texts

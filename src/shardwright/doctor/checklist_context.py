@@ -62,7 +62,7 @@ class ChecklistContext:
 
     @cached_property
     def run_folder(self) -> RunFolder:
-        """Folder of the run."""
+        """Folder with recipe, events and checkpoints of the run."""
         return RunFolder.from_recipe(self.original_recipe)
 
     @cached_property

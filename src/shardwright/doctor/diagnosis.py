@@ -128,12 +128,12 @@ def examine_rank(
     """
     device = choose_rank_device(request.device, ranks, field="--device")
     report = create_report(ranks, device)
-    meeting: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
 
     def handle_timeout(stage: str) -> None:
-        finding = judge_timeout(stage, request.timeout_seconds, meeting, STAGES)
+        finding = judge_timeout(stage, request.timeout_seconds, rendezvous, STAGES)
         if ranks.rank == 0:
-            deliver(diagnose(request, {0: report}, meeting, (finding,)))
+            deliver(diagnose(request, {0: report}, rendezvous, (finding,)))
         sys.stderr.write(f"rank {ranks.rank}: {stage}: {finding.value}\n")
         sys.stderr.flush()
         os._exit(1)  # nothing else ends a hanging thread
@@ -145,12 +145,12 @@ def examine_rank(
     try:
         examine_environment(context)
         if ranks.world_size > 1:
-            meeting = join_rendezvous(ranks, request.timeout_seconds)
+            rendezvous = join_rendezvous(ranks, request.timeout_seconds)
             watch.close()
             watch = StageWatchdog(
-                request.timeout_seconds, handle_timeout, ranks.rank, meeting.store
+                request.timeout_seconds, handle_timeout, ranks.rank, rendezvous.store
             )
-            context = context.join(meeting, watch)
+            context = context.join(rendezvous, watch)
         run_stages(context)
         reports = exchange_reports(context)
     except RendezvousFailed as error:
@@ -162,7 +162,7 @@ def examine_rank(
     finally:
         watch.close()
         destroy_groups(context)
-    return diagnose(request, reports, meeting) if ranks.rank == 0 else None
+    return diagnose(request, reports, rendezvous) if ranks.rank == 0 else None
 
 
 def diagnose(

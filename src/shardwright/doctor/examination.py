@@ -124,10 +124,13 @@ class ExaminationContext:
     """True if the examination creates and destroys the process group itself."""
     compute_maximum: ComputeMaximum = return_local_number
 
-    def join(self, meeting: Rendezvous, watch: StageWatchdog) -> ExaminationContext:
+    def join(self, rendezvous: Rendezvous, watch: StageWatchdog) -> ExaminationContext:
         """Return the context after the rendezvous, in which ranks compare through the store."""
         return replace(
-            self, rendezvous=meeting, watchdog=watch, compute_maximum=RankMaximum(meeting, watch)
+            self,
+            rendezvous=rendezvous,
+            watchdog=watch,
+            compute_maximum=RankMaximum(rendezvous, watch),
         )
 
     def start_time_limit(self, kind: str) -> calibration_measurement.TimeLimit:
@@ -158,29 +161,29 @@ def create_report(ranks: RankEnvironment, device: torch.device) -> RankExaminati
 
 def exchange_reports(context: ExaminationContext) -> dict[int, RankExamination]:
     """Return all reports that arrive on rank 0; other ranks return none and wait for rank 0."""
-    meeting = context.rendezvous
-    if meeting is None:
+    rendezvous = context.rendezvous
+    if rendezvous is None:
         return {0: context.report}
     timeout_seconds = context.request.timeout_seconds
     rank = context.ranks.rank
     world_size = context.ranks.world_size
     if rank != 0:
-        meeting.store.set(
+        rendezvous.store.set(
             f"report/{rank}", RANK_EXAMINATION_ADAPTER.dump_json(context.report).decode()
         )
-        meeting.store.set(f"stage/{rank}", "reports")
+        rendezvous.store.set(f"stage/{rank}", "reports")
         # An exit may end the whole job, so rank 0 must have all reports before.
-        wait_for_reports(meeting.store, {0: "read"}, 2 * timeout_seconds)
+        wait_for_reports(rendezvous.store, {0: "read"}, 2 * timeout_seconds)
         return {}
     keys = {other: f"report/{other}" for other in range(1, world_size)}
-    missing = wait_for_reports(meeting.store, keys, timeout_seconds)
+    missing = wait_for_reports(rendezvous.store, keys, timeout_seconds)
     reports = {0: context.report}
     for other in range(1, world_size):
         if other not in missing:
             reports[other] = RANK_EXAMINATION_ADAPTER.validate_json(
-                meeting.store.get(f"report/{other}")
+                rendezvous.store.get(f"report/{other}")
             )
-    meeting.store.set("read", "1")
+    rendezvous.store.set("read", "1")
     return reports
 
 

@@ -23,10 +23,7 @@ from shardwright.doctor import (
 )
 from shardwright.doctor import clock_offset as clock
 from shardwright.doctor.examination import BUDGET_SHARES, ExaminationContext
-from shardwright.doctor.probe_budget import (
-    Omission,
-    TimeBudget,
-)
+from shardwright.doctor.probe_budget import Omission, TimeBudget
 from shardwright.doctor.stage_watchdog import BROKEN_KEY
 from shardwright.errors import RankFailed
 from shardwright.hardware.measured_profile import CollectiveKind

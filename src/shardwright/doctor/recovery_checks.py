@@ -78,6 +78,7 @@ _NEGLIGIBLE_SECONDS = 60.0
 
 
 def check_checkpoints(context: ChecklistContext) -> Iterator[Finding]:
+    """Check the size of checkpoints, and the space and speed of their folder."""
     section = context.original_recipe.checkpoint
     folder = context.run_folder.checkpoints
     checkpoint_bytes = context.checkpoint_bytes
@@ -142,6 +143,7 @@ def check_checkpoints(context: ChecklistContext) -> Iterator[Finding]:
 
 
 def check_save_interval(context: ChecklistContext) -> Iterator[Finding]:
+    """Compare the time lost to saves and failures with the best interval between saves."""
     every = context.original_recipe.checkpoint.every_steps
     name = "saved often enough"
     step_time = context.step_seconds
@@ -190,6 +192,7 @@ def check_save_interval(context: ChecklistContext) -> Iterator[Finding]:
 
 
 def check_recovery(context: ChecklistContext) -> Iterator[Finding]:
+    """Compare the restarts with the expected failures; check that copies are compared."""
     restarts = context.original_recipe.elastic.max_restarts
     failure_interval = estimate_seconds_between_failures(context.world_size)
     step_time = context.step_seconds
@@ -231,6 +234,7 @@ def check_recovery(context: ChecklistContext) -> Iterator[Finding]:
 
 
 def check_timeouts(context: ChecklistContext) -> Iterator[Finding]:
+    """Compare the time-outs of collectives and saves with the time of a step."""
     limit = context.original_recipe.run.timeout_seconds
     step_time = context.step_seconds
     save_limit = context.original_recipe.checkpoint.timeout_seconds
@@ -259,6 +263,7 @@ def check_timeouts(context: ChecklistContext) -> Iterator[Finding]:
 
 
 def check_resume(context: ChecklistContext) -> Iterator[Finding]:
+    """Check that the run folder can be resumed, without drift."""
     folder = context.run_folder
     if not folder.has_checkpoints:
         if not folder.recipe_path.exists():
@@ -287,6 +292,7 @@ def check_resume(context: ChecklistContext) -> Iterator[Finding]:
 
 
 def check_seed(context: ChecklistContext) -> Iterator[Finding]:
+    """Warn about the default seed."""
     if "seed" in context.original_recipe.model_fields_set:
         yield Finding("recovery", "seed", "pass", f"{context.original_recipe.seed}")
         return

@@ -115,7 +115,7 @@ def check_visibility(
     the same folders in the same order; the store synchronises the ranks.
     """
     parent = find_existing_folder(Path(folder.path))
-    topic = f"sight/{folder.purpose}"
+    topic = f"visibility/{folder.purpose}"
     if rank == 0:
         store.set(f"{topic}/token", secrets.token_hex(8))
     token = store.get(f"{topic}/token").decode()
@@ -206,32 +206,34 @@ def judge_visibility(
     findings = []
     for folder in folders:
         by_rank = {
-            rank: sight
+            rank: visibility
             for rank, rank_sights in visibility.items()
-            for sight in rank_sights
-            if sight.purpose == folder.purpose
+            for visibility in rank_sights
+            if visibility.purpose == folder.purpose
         }
         if not by_rank:
             continue
         name = f"{folder.purpose} seen by all"
-        incomplete = {rank: sight for rank, sight in by_rank.items() if sight.missing_ranks}
+        incomplete = {
+            rank: visibility for rank, visibility in by_rank.items() if visibility.missing_ranks
+        }
         if not incomplete:
-            slowest = max(sight.seconds for sight in by_rank.values())
+            slowest = max(visibility.seconds for visibility in by_rank.values())
             value = f"seen by {len(by_rank)} ranks within {slowest:.1f} s"
             findings.append(Finding(SECTION, name, "pass", value, numbers={"seconds": slowest}))
             continue
-        rank, sight = min(
+        rank, visibility = min(
             incomplete.items(), key=lambda item: (-len(item[1].missing_ranks), item[0])
         )
         value = (
             f"rank {rank} ({hosts[rank]}) does not see what "
-            f"{format_ranks(sight.missing_ranks)} wrote in {sight.path}"
+            f"{format_ranks(visibility.missing_ranks)} wrote in {visibility.path}"
         )
         if len(incomplete) > 1:
             value += f"; {len(incomplete)} of {len(by_rank)} ranks do not see all files"
         if folder.is_shared:
             remedy = (
-                f"Mount one file system at {folder.path} on all nodes (df {sight.path} on "
+                f"Mount one file system at {folder.path} on all nodes (df {visibility.path} on "
                 "each), or set a shared folder"
             )
             findings.append(Finding(SECTION, name, "fail", value, remedy))

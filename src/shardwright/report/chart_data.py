@@ -9,10 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardwright.report.axis_scale import format_axis_value
-from shardwright.report.downsampling import (
-    FloatArray,
-    thin_points,
-)
+from shardwright.report.downsampling import FloatArray, thin_points
 from shardwright.report.line_chart import ChartFrame, Series
 from shardwright.report.page_shell import Table
 from shardwright.report.recorded_run import Run
@@ -50,13 +47,16 @@ class StepAxis:
 
     @classmethod
     def choose(cls, runs: Sequence[Run]) -> StepAxis:
+        """Choose the axis on which the steps of these runs are comparable."""
         sizes = {run.start.global_batch_tokens for run in runs if run.start is not None}
         return cls("tokens seen", True) if len(sizes) > 1 else cls("step", False)
 
     def compute_step_positions(self, run: Run) -> FloatArray:
+        """Compute the x of each step."""
         return run.tokens_seen if self.is_by_tokens else run.step_numbers
 
     def compute_evaluation_positions(self, run: Run) -> FloatArray:
+        """Compute the x of each evaluation."""
         tokens_per_step = run.steps[-1].tokens if self.is_by_tokens and run.steps else 1
         return np.array(
             [tokens_per_step * (e.step or 0) for e in run.evaluations], dtype=np.float64
@@ -64,6 +64,7 @@ class StepAxis:
 
 
 def format_clipped_note(num_clipped: int) -> str:
+    """Format the number of steps outside the chart; empty if there are none."""
     return (
         f" {num_clipped:,} step{'s are' if num_clipped > 1 else ' is'} outside the chart."
         if num_clipped
@@ -72,6 +73,7 @@ def format_clipped_note(num_clipped: int) -> str:
 
 
 def align_validation(run: Run) -> FloatArray:
+    """Return the validation loss at each step; NaN at steps without evaluation."""
     losses = {e.step: e.loss for e in run.evaluations}
     return np.array([losses.get(step.step, math.nan) for step in run.steps])
 

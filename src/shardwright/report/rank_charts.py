@@ -15,10 +15,7 @@ from shardwright.report.chart_data import (
     build_step_table,
     format_clipped_note,
 )
-from shardwright.report.downsampling import (
-    FloatArray,
-    compute_bin_means,
-)
+from shardwright.report.downsampling import FloatArray, compute_bin_means
 from shardwright.report.line_chart import GREY, ChartFrame, Series
 from shardwright.report.page_shell import Table
 from shardwright.report.rank_panel import compute_mean_waits, find_wait_colour

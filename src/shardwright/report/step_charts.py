@@ -14,19 +14,19 @@ from shardwright.report.chart_data import (
     build_step_table,
     format_clipped_note,
 )
-from shardwright.report.downsampling import (
-    smooth_values,
-)
+from shardwright.report.downsampling import smooth_values
 from shardwright.report.line_chart import ChartFrame, Series
 from shardwright.report.recorded_run import Run
 from shardwright.telemetry.event_log import ResumeEvent, StepEvent
 
 
 def compute_mfu_percent(step: StepEvent) -> float | None:
+    """Return the MFU of a step in percent; None if it was not measured."""
     return None if step.mfu is None else 100 * step.mfu
 
 
 def build_loss_chart(runs: Sequence[Run], axis: StepAxis) -> Chart:
+    """Build the chart of training and validation losses."""
     is_single_run = len(runs) == 1
     raw = []
     lines = []

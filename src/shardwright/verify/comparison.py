@@ -47,12 +47,14 @@ class ComparisonResult:
 
 
 def get_rank(layout: Layout) -> int:
+    """Return this process's rank; 0 for a layout of one rank."""
     return dist.get_rank() if layout.world_size > 1 else 0
 
 
 def compare_gradients(
     model: ParallelModel, reference: dict[str, Tensor], step: int, allowed: float
 ) -> ComparisonResult:
+    """Compare the gradients of one step, gathered and in local parts."""
     expected = _select_prefix(reference, f"gradient.{step}.")
     scale = float(reference["norm"][step])
     pairs = ((name, model.gather_gradient(name), expected.get(name)) for name in model.layouts)
@@ -78,6 +80,7 @@ def _select_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]
 def compare_weights(
     quantity: str, model: ParallelModel, reference: dict[str, Tensor], prefix: str, allowed: float
 ) -> ComparisonResult:
+    """Compare the weights, gathered and in local parts, with the tensors `prefix.NAME`."""
     expected = _select_prefix(reference, f"{prefix}.")
     scale = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
     pairs = ((name, model.gather_parameter(name), expected.get(name)) for name in model.layouts)
@@ -158,6 +161,7 @@ def compare_tensor(
     scale: float,
     allowed: float,
 ) -> ComparisonResult:
+    """Compare one tensor; a nearly zero reference is compared absolutely."""
     if actual is None and expected is None:
         return ComparisonResult(quantity, name, 0.0, allowed)
     if actual is None or expected is None or actual.shape != expected.shape:
@@ -175,6 +179,7 @@ def compare_tensor(
 def compare_numbers(
     quantity: str, actual: list[float], expected: Tensor, allowed: float
 ) -> ComparisonResult:
+    """Compare one number per step; the result is the step with the largest relative error."""
     errors = [abs(a - b) / abs(b) for a, b in zip(actual, expected.tolist(), strict=True)]
     step = max(range(len(errors)), key=lambda index: (math.isnan(errors[index]), errors[index]))
     return ComparisonResult(quantity, f"step {step}", errors[step], allowed)
