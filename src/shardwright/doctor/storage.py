@@ -115,7 +115,7 @@ def check_visibility(
     the same folders in the same order; the store synchronises the ranks.
     """
     parent = find_existing_folder(Path(folder.path))
-    topic = f"visibility/{folder.purpose}"
+    topic = f"sight/{folder.purpose}"
     if rank == 0:
         store.set(f"{topic}/token", secrets.token_hex(8))
     token = store.get(f"{topic}/token").decode()
@@ -206,34 +206,32 @@ def judge_visibility(
     findings = []
     for folder in folders:
         by_rank = {
-            rank: visibility
-            for rank, rank_sights in visibility.items()
-            for visibility in rank_sights
-            if visibility.purpose == folder.purpose
+            rank: result
+            for rank, rank_results in visibility.items()
+            for result in rank_results
+            if result.purpose == folder.purpose
         }
         if not by_rank:
             continue
         name = f"{folder.purpose} seen by all"
-        incomplete = {
-            rank: visibility for rank, visibility in by_rank.items() if visibility.missing_ranks
-        }
+        incomplete = {rank: result for rank, result in by_rank.items() if result.missing_ranks}
         if not incomplete:
-            slowest = max(visibility.seconds for visibility in by_rank.values())
+            slowest = max(result.seconds for result in by_rank.values())
             value = f"seen by {len(by_rank)} ranks within {slowest:.1f} s"
             findings.append(Finding(SECTION, name, "pass", value, numbers={"seconds": slowest}))
             continue
-        rank, visibility = min(
+        rank, result = min(
             incomplete.items(), key=lambda item: (-len(item[1].missing_ranks), item[0])
         )
         value = (
             f"rank {rank} ({hosts[rank]}) does not see what "
-            f"{format_ranks(visibility.missing_ranks)} wrote in {visibility.path}"
+            f"{format_ranks(result.missing_ranks)} wrote in {result.path}"
         )
         if len(incomplete) > 1:
             value += f"; {len(incomplete)} of {len(by_rank)} ranks do not see all files"
         if folder.is_shared:
             remedy = (
-                f"Mount one file system at {folder.path} on all nodes (df {visibility.path} on "
+                f"Mount one file system at {folder.path} on all nodes (df {result.path} on "
                 "each), or set a shared folder"
             )
             findings.append(Finding(SECTION, name, "fail", value, remedy))
