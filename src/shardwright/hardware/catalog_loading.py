@@ -301,7 +301,7 @@ def parse_cluster(
     Raises:
         InputError: an unknown accelerator or link (with the closest names), or no machine.
 
-    >>> cluster = parse_cluster("8xH100-80GB", nodes=4, link="ib400")
+    >>> cluster = parse_cluster("8xH100-80GB", num_nodes=4, link="ib400")
     >>> cluster.name, cluster.num_gpus, cluster.intra.name
     ('4 x 8xH100-80GB-SXM over ib400', 32, 'nvlink4')
     """

@@ -119,7 +119,7 @@ def compute_attention_flops(num_tokens: int, row_tokens: int, widths: int) -> fl
 
     `widths` is the width of queries plus that of values, over all heads.
 
-    >>> compute_attention_flops(tokens=8, row_tokens=4, widths=2)
+    >>> compute_attention_flops(num_tokens=8, row_tokens=4, widths=2)
     80.0
     """
     return 2.0 * widths * num_tokens * (row_tokens + 1) / 2

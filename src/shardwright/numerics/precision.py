@@ -40,7 +40,7 @@ def resolve_dtypes(precision: PrecisionSection) -> PrecisionDtypes:
     unless the recipe sets bf16.
 
     >>> resolve_dtypes(PrecisionSection(kind="bf16"))
-    Dtypes(param=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
+    PrecisionDtypes(param=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
     """
     assert precision.kind != "auto", "the plan resolves `auto`"
     compute = _COMPUTE_DTYPES[precision.kind]
