@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "hardware", "telemetry"),
     ("architecture", "layout", "schedule"),
     ("plan", "placement"),
+    ("layout_rules",),
     ("model", "numerics", "optim", "data", "checkpoint", "planner", "cluster", "convert"),
     ("parallel", "report", "watchdog"),
     ("launch",),
@@ -27,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
-TORCH_FREE = {room for rooms in LAYERS[:4] for room in rooms} | {
+TORCH_FREE = {room for rooms in LAYERS[:5] for room in rooms} | {
     "planner",
     "report",
     "cluster",

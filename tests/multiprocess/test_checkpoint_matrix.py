@@ -23,7 +23,8 @@ from shardwright.checkpoint.manifest import read_manifest
 from shardwright.checkpoint.tensor_loading import load_checkpoint
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.layout import Layout, RankGrid, compute_local_boxes, compute_local_shape
-from shardwright.placement import build_parameter_layouts, check_layout, partition_stages
+from shardwright.layout_rules import check_layout
+from shardwright.placement import build_parameter_layouts, partition_stages
 from tests.multiprocess.pool import RankPool
 
 SEQUENCE_LENGTH = 24

@@ -164,7 +164,7 @@ def test_the_verb_fails_with_exit_code_1(
 ) -> None:
     # Ranks compute the errors; the parent decides whether they pass, and this test changes that.
     monkeypatch.setattr(
-        "shardwright.verify.cell.ComparisonResult.passed", property(lambda _self: False)
+        "shardwright.verify.comparison.ComparisonResult.passed", property(lambda _self: False)
     )
     words = [
         "verify",

@@ -10,7 +10,8 @@ import pytest
 from shardwright.architecture import ModelShape, read_config
 from shardwright.errors import LayoutError
 from shardwright.layout import DimSection, Layout, ParameterLayout, PipelineStage, Shard
-from shardwright.placement import build_parameter_layouts, check_layout
+from shardwright.layout_rules import check_layout
+from shardwright.placement import build_parameter_layouts
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,

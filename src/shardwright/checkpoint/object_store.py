@@ -74,7 +74,8 @@ class ObjectStoreDisk(Disk):
     def remove_tree(self, path: Any) -> None:
         """Remove all objects of a folder, the manifest first, which ends the checkpoint."""
         for name, size in sorted(
-            path.list_sizes().items(), key=lambda item: (not item[0].startswith("manifest"), item[0])
+            path.list_sizes().items(),
+            key=lambda item: (not item[0].startswith("manifest"), item[0]),
         ):
             if size is None:
                 self.remove_tree(path / name)

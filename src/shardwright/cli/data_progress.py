@@ -16,7 +16,7 @@ from rich.progress import (
 )
 
 from shardwright.cli.console import open_console
-from shardwright.data.preparation import ProgressCallback as OnProgress
+from shardwright.data.source_files import ProgressCallback as OnProgress
 
 
 @contextmanager

@@ -167,7 +167,10 @@ def _open_source_dataset(
         )
         packed.save(folder / "packing.npz")
 
-    name = f"packed/{compute_key([PACKING_VERSION, key, side, length, overlong, is_unpacked, source_index])}"
+    packing_key = compute_key(
+        [PACKING_VERSION, key, side, length, overlong, is_unpacked, source_index]
+    )
+    name = f"packed/{packing_key}"
     packing_result = Packing.load(build_once(root, name, build) / "packing.npz")
     dataset = PackedDataset(
         store.tokens, packing_result, length, store.supervised_mask, store.weights, is_unpacked

@@ -1,14 +1,20 @@
-"""Preview of samples as text, with the supervised tokens marked, to inspect before training."""
+"""Preview of training data: length of the training, and samples decoded back to text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from shardwright.data.dataset import IGNORED_LABEL, Sample
+from shardwright.config import Recipe
+from shardwright.data.dataset import IGNORED_LABEL, Sample, TokenDataset
+from shardwright.data.preparation import PreparedData
+from shardwright.data.sample_order import SampleOrder
 from shardwright.data.tokenizer import Tokenizer
+from shardwright.errors import RecipeError
+from shardwright.plan import count_steps, resolve_batch, resolve_degrees
 
 _REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_BYTES = 4
@@ -70,3 +76,84 @@ def _iterate_spans(
         if not is_incomplete:
             yield PreviewSpan(text, end - first, supervised_mask[end - 1], document)
             first = end
+
+
+SampleSide = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class TrainingLength:
+    """Length of the training: optimizer steps, and passes over the training samples."""
+
+    global_batch_size: int
+    data_ranks: int
+    num_steps: int
+    num_epochs: float
+
+
+@dataclass(frozen=True)
+class DecodedSample:
+    """A decoded sample; `position` is in the run's sample order (for validation, in the
+    dataset)."""
+
+    side: SampleSide
+    position: int
+    index: int
+    num_tokens: int
+    num_supervised: int
+    num_padding: int
+    spans: list[PreviewSpan]
+
+
+def compute_training_length(
+    recipe: Recipe, num_samples: int, num_ranks: int | None
+) -> TrainingLength:
+    """Compute steps and epochs of the run on `num_ranks`.
+
+    None uses the data ranks of the recipe's layout, or one.
+    """
+    if num_ranks is not None:
+        _, batch = resolve_degrees(recipe, num_ranks)
+    else:
+        batch = resolve_batch(
+            recipe.training, (recipe.layout.dp_replicate or 1) * (recipe.layout.dp_shard or 1)
+        )
+    batch_size = batch.global_batch_size
+    num_steps = count_steps(recipe.training, num_samples, batch_size)
+    return TrainingLength(
+        batch_size, batch.data_ranks, num_steps, num_steps * batch_size / num_samples
+    )
+
+
+def decode_samples(
+    recipe: Recipe, prepared: PreparedData, side: SampleSide, position: int, num_samples: int
+) -> list[DecodedSample]:
+    """Decode the samples that the run reads from `position` on."""
+    dataset: TokenDataset | None = prepared.train if side == "train" else prepared.validation
+    if dataset is None:
+        raise RecipeError(
+            "there is no validation data",
+            field="data.validation_fraction",
+            got=0,
+            remedy="Set a fraction, or data.validation",
+        )
+    order = SampleOrder(recipe.seed, len(dataset))
+    decoded = []
+    for current in range(position, position + num_samples):
+        if side == "validation" and current >= len(dataset):
+            break
+        index, epoch = (
+            (order.get_index(current), order.get_epoch(current))
+            if side == "train"
+            else (current, 0)
+        )
+        sample = dataset.get_sample(index, epoch)
+        spans = read_spans(sample, prepared.tokenizer)
+        num_free = sample.num_padding
+        supervised = sum(span.num_tokens for span in spans if span.is_supervised)
+        decoded.append(
+            DecodedSample(
+                side, current, index, len(sample.labels) - num_free, supervised, num_free, spans
+            )
+        )
+    return decoded

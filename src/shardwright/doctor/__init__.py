@@ -2,6 +2,6 @@
 
 Each module measures one subject on one rank (`read_...`, `time_...`) and judges the results of
 all ranks (`judge_...`). Judging needs neither torch nor peers, so tests use recorded numbers.
-`examination` runs the stages of one rank in order; `doctor` starts the ranks and joins their
-reports.
+`examination_stages` runs the stages of one rank in order; `diagnosis` starts the ranks and joins
+their reports.
 """

@@ -7,25 +7,17 @@ H query heads, J key-value heads, E head_dim.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from shardwright.doctor.finding import Finding, find_worst_verdict, format_ranks, grade_share
-from shardwright.doctor.outliers import choose_thresholds, find_outliers
 from shardwright.doctor.probe_budget import ComputeMaximum
-from shardwright.errors import InputError
-from shardwright.hardware import AttentionRate, MatmulRate, find_link
-from shardwright.hardware.catalog_loading import find_accelerator
+from shardwright.hardware import AttentionRate, MatmulRate
 from shardwright.hardware.measured_profile import compute_attention_flops
-from shardwright.units import MIB_BYTES, format_flops_per_second
-
-SECTION = "rates"
+from shardwright.units import MIB_BYTES
 
 DTYPES = {
     "fp64": torch.float64,
@@ -34,26 +26,12 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_MATMUL_WARN_SHARE = 0.6
-_MATMUL_FAIL_SHARE = 0.3
-"""Share of the data sheet's peak below which products fail.
 
-Healthy GPUs reach 70 to 85% on large square products.
-"""
-_COPY_WARN_SHARE = 0.6
-_COPY_FAIL_SHARE = 0.3
-
-_SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+SQUARE_SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 """Sides of square products. Devices reach their best rate at the last one, well below 1 s."""
 _MAX_SQUARE_SECONDS = 0.5
 TRIAL_FLOPS = {"cpu": 2e7, "cuda": 1e11}
 """FLOPs of the attention that is measured first."""
-_EMULATION_FACTOR = 1.5
-"""Factor by which fp32 products must be faster for 16-bit ones to count as emulated.
-
-Hardware for bf16 is faster than fp32; conversions to fp32 and back take more than a third of a
-product's time.
-"""
 
 
 MatmulShape = tuple[str, int, int, int]
@@ -98,7 +76,7 @@ def time_squares(
 ) -> Iterator[MatmulRate]:
     """Yield rates of growing square products, until the next takes too long on any rank."""
     call_seconds = 0.0
-    for side in _SIDES[device.type]:
+    for side in SQUARE_SIDES[device.type]:
         if call_seconds and compute_maximum(8 * call_seconds) > _MAX_SQUARE_SECONDS:
             return
         rate = time_matmul(precision, side, side, side, device)
@@ -278,206 +256,3 @@ def time_copies(device: torch.device, *, seconds: float = 0.2) -> list[CopyRate]
             best = measure_best_seconds(work, device, seconds=seconds)
             rates.append(CopyRate(kind, pinned.numel(), pinned.numel() / best))
     return rates
-
-
-def judge_matmuls(
-    rates: Mapping[int, Sequence[MatmulRate]], device_kind: str, names: Mapping[int, str]
-) -> list[Finding]:
-    """Judge square products by rank, each precision at the largest size common to all ranks.
-
-    They are compared with the data sheet if the device is known, with fp32 if they are 16-bit,
-    and between ranks.
-    """
-    findings = []
-    for precision in dict.fromkeys(
-        rate.precision for rank_rates in rates.values() for rate in rank_rates
-    ):
-        by_side = {
-            rank: {
-                rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == precision
-            }
-            for rank, rank_rates in rates.items()
-            if any(rate.precision == precision for rate in rank_rates)
-        }
-        side = min(max(sides) for sides in by_side.values())
-        by_rank = {rank: sides[side] for rank, sides in by_side.items()}
-        slowest = min(by_rank.values())
-        fastest = max(by_rank.values())
-        value = format_flops_per_second(slowest)
-        value += f" to {format_flops_per_second(fastest)}" if fastest > 1.02 * slowest else ""
-        if side < max(_SIDES[device_kind]):
-            value += f" ({side} x {side} x {side})"
-        peak = (
-            _find_peak_flops_per_second(names[min(names)], precision)
-            if device_kind == "cuda"
-            else None
-        )
-        verdict = grade_share(1.0, warn_below=_MATMUL_WARN_SHARE, fail_below=_MATMUL_FAIL_SHARE)
-        remedies = []
-        if peak is not None:
-            value += f", {fastest / peak:.0%} of the data sheet's {format_flops_per_second(peak)}"
-            verdict = grade_share(
-                fastest / peak, warn_below=_MATMUL_WARN_SHARE, fail_below=_MATMUL_FAIL_SHARE
-            )
-            if verdict != "pass":
-                remedies.append(
-                    "Check clocks, power limit and other processes: nvidia-smi -q -d "
-                    "CLOCK,POWER,PERFORMANCE"
-                )
-        numbers: dict[str, Any] = {
-            "flops_per_second": by_rank,
-            "peak_flops_per_second": peak,
-            "side": side,
-        }
-        slower = _times_slower_than_fp32(rates, precision)
-        if slower:
-            numbers["times_slower_than_fp32"] = slower
-        emulating_ranks = {
-            rank: times for rank, times in slower.items() if times > _EMULATION_FACTOR
-        }
-        if emulating_ranks:
-            where = (
-                "here"
-                if len(emulating_ranks) == len(slower)
-                else f"on {format_ranks(emulating_ranks)}"
-            )
-            times = median(emulating_ranks.values())
-            times_text = f"{times:.0f}" if times >= 10 else f"{times:.1f}"
-            value = (
-                f"{precision} is emulated {where}, {times_text} times slower than fp32: use "
-                f"fp32; {value}"
-            )
-            verdict = find_worst_verdict([verdict, "warn"])
-            remedies.append("Set `precision: fp32` in the recipe, or --set precision=fp32")
-        findings.append(
-            Finding(SECTION, f"products, {precision}", verdict, value, "; ".join(remedies), numbers)
-        )
-        findings += judge_slow_ranks(
-            by_rank, device_kind, f"products, {precision}", format_flops_per_second
-        )
-    return findings
-
-
-def _times_slower_than_fp32(
-    rates: Mapping[int, Sequence[MatmulRate]], precision: str
-) -> dict[int, float]:
-    """Return by rank how many times faster fp32 is, at the largest size measured in both.
-
-    Empty for precisions of more than 16 bits.
-    """
-    ratios: dict[int, float] = {}
-    if precision not in ("bf16", "fp16"):
-        return ratios
-    for rank, rank_rates in rates.items():
-        fp32_rates, half_rates = (
-            {rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == name}
-            for name in ("fp32", precision)
-        )
-        common = fp32_rates.keys() & half_rates.keys()
-        if common:
-            ratios[rank] = fp32_rates[max(common)] / half_rates[max(common)]
-    return ratios
-
-
-def judge_slow_ranks(
-    by_rank: Mapping[int, float],
-    device_kind: str,
-    quantity: str,
-    format_rate: Callable[[float], str],
-) -> list[Finding]:
-    """Report each rank that is slower than the others."""
-    findings = []
-    for slow in find_outliers(by_rank, choose_thresholds(device_kind)):
-        value = (
-            f"{format_rate(slow.rate)}, {slow.share:.0%} of the other ranks' median "
-            f"{format_rate(slow.median_of_others)}"
-        )
-        remedy = (
-            f"Every step waits for {format_ranks([slow.key])}: check its device and other "
-            "processes there, or exclude its node"
-        )
-        numbers = {"rank": slow.key, "rate": slow.rate, "others": slow.median_of_others}
-        findings.append(
-            Finding(
-                SECTION,
-                f"{quantity}: slow {format_ranks([slow.key])}",
-                slow.verdict,
-                value,
-                remedy,
-                numbers,
-            )
-        )
-    return findings
-
-
-def judge_copies(
-    rates: Mapping[int, Sequence[CopyRate]],
-    device_kind: str,
-    names: Mapping[int, str],
-    pcie_generation: int | None,
-) -> list[Finding]:
-    """Judge copies by rank against the peak of memory or bus, if known, and between ranks."""
-    findings = []
-    for kind in dict.fromkeys(rate.kind for rank_rates in rates.values() for rate in rank_rates):
-        by_rank = {
-            rank: rate.bytes_per_second
-            for rank, rank_rates in rates.items()
-            for rate in rank_rates
-            if rate.kind == kind
-        }
-        value = _format_range(by_rank)
-        verdict = grade_share(1.0, warn_below=_COPY_WARN_SHARE, fail_below=_COPY_FAIL_SHARE)
-        remedy = ""
-        peak = None
-        if device_kind == "cuda":
-            peak = (
-                _find_peak_memory_bandwidth(names[min(names)])
-                if kind == "memory"
-                else _find_peak_pcie_bandwidth(pcie_generation)
-            )
-        if peak is not None:
-            share = max(by_rank.values()) / peak
-            value += f", {share:.0%} of {_format_gigabytes_per_second(peak)}"
-            verdict = grade_share(share, warn_below=_COPY_WARN_SHARE, fail_below=_COPY_FAIL_SHARE)
-            remedy = (
-                "Look for other processes and for a narrow or remote PCIe slot: nvidia-smi "
-                "topo -m, lspci -vv"
-            )
-        quantity = "memory bandwidth" if kind == "memory" else f"copies {kind}"
-        numbers = {"bytes_per_second": dict(by_rank), "peak_bytes_per_second": peak}
-        findings.append(Finding(SECTION, quantity, verdict, value, remedy, numbers))
-        findings += judge_slow_ranks(by_rank, device_kind, quantity, _format_gigabytes_per_second)
-    return findings
-
-
-def _format_range(by_rank: Mapping[int, float]) -> str:
-    slowest = min(by_rank.values())
-    fastest = max(by_rank.values())
-    return _format_gigabytes_per_second(slowest) + (
-        f" to {_format_gigabytes_per_second(fastest)}" if fastest > 1.02 * slowest else ""
-    )
-
-
-def _format_gigabytes_per_second(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s"
-
-
-def _find_peak_flops_per_second(name: str, precision: str) -> float | None:
-    try:
-        return find_accelerator(name).get_peak_flops_per_second(precision)
-    except InputError:
-        return None
-
-
-def _find_peak_memory_bandwidth(name: str) -> float | None:
-    try:
-        return find_accelerator(name).memory_bytes_per_second
-    except InputError:
-        return None
-
-
-def _find_peak_pcie_bandwidth(generation: int | None) -> float | None:
-    try:
-        return None if generation is None else find_link(f"pcie{generation}", 1).bytes_per_second
-    except InputError:
-        return None

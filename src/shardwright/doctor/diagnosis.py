@@ -17,10 +17,10 @@ from shardwright.doctor import (
     clock_offset,
     collective_bandwidth,
     correctness,
-    device_rates,
     gpu_health,
     host,
     link_bandwidth,
+    rate_findings,
     software,
     storage,
 )
@@ -30,12 +30,10 @@ from shardwright.doctor.examination import (
     ExaminationRequest,
     RankExamination,
     create_report,
-    destroy_groups,
-    examine_environment,
     exchange_reports,
     judge_missing_reports,
-    run_stages,
 )
+from shardwright.doctor.examination_stages import destroy_groups, examine_environment, run_stages
 from shardwright.doctor.finding import Finding, Verdict, find_worst_verdict
 from shardwright.doctor.probe_budget import build_omission_findings
 from shardwright.doctor.rendezvous import (
@@ -130,12 +128,12 @@ def examine_rank(
     """
     device = choose_rank_device(request.device, ranks, field="--device")
     report = create_report(ranks, device)
-    meeting: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
 
     def handle_timeout(stage: str) -> None:
-        finding = judge_timeout(stage, request.timeout_seconds, meeting, STAGES)
+        finding = judge_timeout(stage, request.timeout_seconds, rendezvous, STAGES)
         if ranks.rank == 0:
-            deliver(diagnose(request, {0: report}, meeting, (finding,)))
+            deliver(diagnose(request, {0: report}, rendezvous, (finding,)))
         sys.stderr.write(f"rank {ranks.rank}: {stage}: {finding.value}\n")
         sys.stderr.flush()
         os._exit(1)  # nothing else ends a hanging thread
@@ -147,12 +145,12 @@ def examine_rank(
     try:
         examine_environment(context)
         if ranks.world_size > 1:
-            meeting = join_rendezvous(ranks, request.timeout_seconds)
+            rendezvous = join_rendezvous(ranks, request.timeout_seconds)
             watch.close()
             watch = StageWatchdog(
-                request.timeout_seconds, handle_timeout, ranks.rank, meeting.store
+                request.timeout_seconds, handle_timeout, ranks.rank, rendezvous.store
             )
-            context = context.join(meeting, watch)
+            context = context.join(rendezvous, watch)
         run_stages(context)
         reports = exchange_reports(context)
     except RendezvousFailed as error:
@@ -164,7 +162,7 @@ def examine_rank(
     finally:
         watch.close()
         destroy_groups(context)
-    return diagnose(request, reports, meeting) if ranks.rank == 0 else None
+    return diagnose(request, reports, rendezvous) if ranks.rank == 0 else None
 
 
 def diagnose(
@@ -281,14 +279,14 @@ def _judge_device_rates(reports: Mapping[int, RankExamination]) -> list[Finding]
     names = {rank: report.device_name for rank, report in reports.items()}
     square_products = _select_square_matmuls(reports)
     findings = (
-        device_rates.judge_matmuls(square_products, first.device_kind, names)
+        rate_findings.judge_matmuls(square_products, first.device_kind, names)
         if square_products
         else []
     )
     copies = {rank: report.copies for rank, report in reports.items() if report.copies}
     generation = None if first.loaded_gpu is None else first.loaded_gpu.pcie_generation
     return findings + (
-        device_rates.judge_copies(copies, first.device_kind, names, generation) if copies else []
+        rate_findings.judge_copies(copies, first.device_kind, names, generation) if copies else []
     )
 
 

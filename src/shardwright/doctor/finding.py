@@ -47,7 +47,7 @@ def find_worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
 def grade_share(share: float, *, warn_below: float, fail_below: float) -> Verdict:
     """Grade a share of the expected value; smaller is worse.
 
-    >>> [grade_share(share, warn=0.9, fail=0.7) for share in (0.95, 0.8, 0.2)]
+    >>> [grade_share(share, warn_below=0.9, fail_below=0.7) for share in (0.95, 0.8, 0.2)]
     ['pass', 'warn', 'fail']
     """
     return "fail" if share < fail_below else "warn" if share < warn_below else "pass"
@@ -56,7 +56,7 @@ def grade_share(share: float, *, warn_below: float, fail_below: float) -> Verdic
 def format_ranks(ranks: Iterable[int], max_ranges: int = 8) -> str:
     """Format ranks as ranges.
 
-    >>> format_ranks([3]), format_ranks([0, 1, 2, 5]), format_ranks(range(0, 40, 2), most=3)
+    >>> format_ranks([3]), format_ranks([0, 1, 2, 5]), format_ranks(range(0, 40, 2), max_ranges=3)
     ('rank 3', 'ranks 0-2, 5', 'ranks 0, 2, 4 and 17 more')
     """
     numbers = sorted(set(ranks))

@@ -106,8 +106,8 @@ def build_omission_findings(
         values = []
         if omitted:
             values.append(
-                f"{len(omitted)} omitted ({_list_omissions(omitted)}): at {_format_time_range(omitted)} per "
-                "call they exceed the time limit"
+                f"{len(omitted)} omitted ({_list_omissions(omitted)}): at "
+                f"{_format_time_range(omitted)} per call they exceed the time limit"
             )
             if section == "calibration":
                 values.append("a plan uses the nearest measured shape")

@@ -206,32 +206,32 @@ def judge_visibility(
     findings = []
     for folder in folders:
         by_rank = {
-            rank: sight
-            for rank, rank_sights in visibility.items()
-            for sight in rank_sights
-            if sight.purpose == folder.purpose
+            rank: result
+            for rank, rank_results in visibility.items()
+            for result in rank_results
+            if result.purpose == folder.purpose
         }
         if not by_rank:
             continue
         name = f"{folder.purpose} seen by all"
-        incomplete = {rank: sight for rank, sight in by_rank.items() if sight.missing_ranks}
+        incomplete = {rank: result for rank, result in by_rank.items() if result.missing_ranks}
         if not incomplete:
-            slowest = max(sight.seconds for sight in by_rank.values())
+            slowest = max(result.seconds for result in by_rank.values())
             value = f"seen by {len(by_rank)} ranks within {slowest:.1f} s"
             findings.append(Finding(SECTION, name, "pass", value, numbers={"seconds": slowest}))
             continue
-        rank, sight = min(
+        rank, result = min(
             incomplete.items(), key=lambda item: (-len(item[1].missing_ranks), item[0])
         )
         value = (
-            f"rank {rank} ({hosts[rank]}) does not see what {format_ranks(sight.missing_ranks)} wrote "
-            f"in {sight.path}"
+            f"rank {rank} ({hosts[rank]}) does not see what "
+            f"{format_ranks(result.missing_ranks)} wrote in {result.path}"
         )
         if len(incomplete) > 1:
             value += f"; {len(incomplete)} of {len(by_rank)} ranks do not see all files"
         if folder.is_shared:
             remedy = (
-                f"Mount one file system at {folder.path} on all nodes (df {sight.path} on "
+                f"Mount one file system at {folder.path} on all nodes (df {result.path} on "
                 "each), or set a shared folder"
             )
             findings.append(Finding(SECTION, name, "fail", value, remedy))

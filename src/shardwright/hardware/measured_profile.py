@@ -73,8 +73,8 @@ def compute_bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
     """Return the bytes that each rank sends per byte of message (nccl-tests,
     doc/PERFORMANCE.md).
 
-    >>> compute_bus_factor("all_reduce", 8), compute_bus_factor("all_gather", 8), compute_bus_factor("send", 2)
-    (1.75, 0.875, 1.0)
+    >>> [compute_bus_factor(kind, 8) for kind in ("all_reduce", "all_gather", "send")]
+    [1.75, 0.875, 1.0]
     """
     if kind == "all_reduce":
         return 2 * (num_ranks - 1) / num_ranks
@@ -119,7 +119,7 @@ def compute_attention_flops(num_tokens: int, row_tokens: int, widths: int) -> fl
 
     `widths` is the width of queries plus that of values, over all heads.
 
-    >>> compute_attention_flops(tokens=8, row_tokens=4, widths=2)
+    >>> compute_attention_flops(num_tokens=8, row_tokens=4, widths=2)
     80.0
     """
     return 2.0 * widths * num_tokens * (row_tokens + 1) / 2

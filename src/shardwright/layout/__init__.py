@@ -1,13 +1,15 @@
 """Layouts: degrees, ranks and process groups, pipeline stages, parameter descriptors. No torch."""
 
-from shardwright.layout.axes import BATCH_AXES, DATA_AXES, select_used_axes
 from shardwright.layout.degrees import (
     AXES,
+    BATCH_AXES,
+    DATA_AXES,
     EXPERT_AXES,
     FSDP_AXES,
     CpMethod,
     Layout,
     resolve_layout,
+    select_used_axes,
 )
 from shardwright.layout.parameter_layout import (
     Bounds,

@@ -77,7 +77,10 @@ def choose_context_method(
     chunk = sequence_length // (2 * cp)
     num_narrow = sum(window is not None and window <= chunk for window in windows)
     if 2 * num_narrow > len(windows):
-        reason = f"most layers have windows of at most a chunk ({chunk} tokens), too little work to overlap a ring's transfers with"
+        reason = (
+            f"most layers have windows of at most a chunk ({chunk} tokens), too little work to "
+            "overlap a ring's transfers with"
+        )
         return ContextChoice("all_gather", f"{why_not}; {reason}")
     return ContextChoice("ring", f"{why_not}; transfers overlap with attention")
 
@@ -118,7 +121,8 @@ def check_context_parallel(
                 problem,
                 field="layout.cp",
                 got=layout.cp,
-                remedy=f"The nearest degree that works is {nearest}; cp_method ring and all_gather do not split heads",
+                remedy=f"The nearest degree that works is {nearest}; "
+                "cp_method ring and all_gather do not split heads",
             )
     check_row_length(choice.method, layout, sequence_length)
     return choice
@@ -140,7 +144,8 @@ def check_row_length(method: ContextMethod, layout: Layout, num_tokens: int) -> 
     below = num_tokens // divisor * divisor
     above = -(-max(num_tokens, 1) // divisor) * divisor
     raise LayoutError(
-        f"{method} splits a row into equal chunks, and {num_tokens} tokens do not divide by {divisor_text} = {divisor}",
+        f"{method} splits a row into equal chunks, and {num_tokens} tokens do not divide by "
+        f"{divisor_text} = {divisor}",
         field="training.sequence_length",
         got=num_tokens,
         allowed=f"a multiple of {divisor}",
@@ -154,7 +159,13 @@ def _find_head_problem(layout: Layout, num_heads: int, num_kv_heads: int) -> str
     num_local_kv_heads = max(1, num_kv_heads // layout.tp)
     per_rank = "" if layout.tp == 1 else f" (on each of {layout.tp} tensor-parallel ranks)"
     if num_local_heads % layout.cp:
-        return f"ulysses splits heads, and {num_local_heads} heads{per_rank} do not divide by {layout.cp} context ranks"
+        return (
+            f"ulysses splits heads, and {num_local_heads} heads{per_rank} do not divide by "
+            f"{layout.cp} context ranks"
+        )
     if num_local_kv_heads % layout.cp and layout.cp % num_local_kv_heads:
-        return f"ulysses cannot distribute {num_local_kv_heads} key-value heads{per_rank} evenly over {layout.cp} context ranks"
+        return (
+            f"ulysses cannot distribute {num_local_kv_heads} key-value heads{per_rank} evenly over "
+            f"{layout.cp} context ranks"
+        )
     return None

@@ -27,6 +27,13 @@ EXPERT_AXES = ("efsdp", "ep")
 """Axes into which experts split `fsdp`: adjacent ranks hold different experts, and ZeRO shards
 each expert over `efsdp`."""
 
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+"""Axes whose ranks see different tokens: gradients and losses are summed over them."""
+
+BATCH_AXES = ("dp_replicate", "dp_shard")
+"""Axes whose ranks see different sequences: supervised tokens are counted over them, by whole
+rows."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -86,6 +93,11 @@ class Layout:
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in shown_fields)
 
 
+def select_used_axes(layout: Layout, *axes: str) -> tuple[str, ...]:
+    """Return those of `axes` that have more than one rank."""
+    return tuple(axis for axis in axes if layout.degree(axis) > 1)
+
+
 def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
     """Fill in the degrees that were left out.
 
@@ -104,14 +116,16 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             "layout `auto` must be resolved first",
             field="layout",
             got="auto",
-            remedy="Set the degrees (--layout), or let `shardwright plan` choose them; `train` chooses for its own devices",
+            remedy="Set the degrees (--layout), or let `shardwright plan` choose them; "
+            "`train` chooses for its own devices",
         )
     if world_size < 1:
         raise LayoutError("at least one rank is required", field="nproc", got=world_size)
     model_degree = section.tp * section.pp * section.cp
     if world_size % model_degree:
         raise LayoutError(
-            f"tp x pp x cp = {section.tp} x {section.pp} x {section.cp} = {model_degree} does not divide {world_size} ranks",
+            f"tp x pp x cp = {section.tp} x {section.pp} x {section.cp} = {model_degree} does not "
+            f"divide {world_size} ranks",
             field="layout",
             remedy=f"Start a multiple of {model_degree} ranks, or lower tp, pp or cp",
         )
@@ -119,13 +133,14 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
     stage = section.zero_stage
     if stage is None:
         stage = 3 if shard * section.cp > 1 else 0
-    if (shard * section.cp) % section.ep:
+    fsdp = shard * section.cp
+    if fsdp % section.ep:
         raise LayoutError(
-            f"ep = {section.ep} does not divide dp_shard x cp = {shard} x {section.cp} = {shard * section.cp}",
+            f"ep = {section.ep} does not divide dp_shard x cp = {shard} x {section.cp} = {fsdp}",
             field="layout.ep",
             got=section.ep,
-            allowed=f"a divisor of {shard * section.cp}",
-            remedy=f"The nearest that works is ep={_find_nearest_divisor(shard * section.cp, section.ep)}",
+            allowed=f"a divisor of {fsdp}",
+            remedy=f"The nearest that works is ep={_find_nearest_divisor(fsdp, section.ep)}",
         )
     return Layout(
         dp_replicate=replicate,
@@ -185,7 +200,8 @@ def _resolve_data_degrees(
             f"{section.tp} x {section.pp} x {section.cp} "
             f"= {replicate * shard * model_degree}, but there are {world_size} ranks",
             field="layout",
-            remedy=f"Start {replicate * shard * model_degree} ranks (--nproc), or omit one data degree: it takes the rest",
+            remedy=f"Start {replicate * shard * model_degree} ranks (--nproc), or omit one data "
+            "degree: it takes the rest",
         )
     return replicate, shard
 
@@ -212,7 +228,8 @@ def _divide_data_ranks(
 ) -> int:
     if remaining % divisor:
         raise LayoutError(
-            f"{divisor_name} = {divisor} does not divide the {remaining} data ranks ({world_size} ranks / {model_degree} for tp x pp x cp)",
+            f"{divisor_name} = {divisor} does not divide the {remaining} data ranks "
+            f"({world_size} ranks / {model_degree} for tp x pp x cp)",
             field=f"layout.{divisor_name}",
             remedy=f"Choose a divisor of {remaining}; {derived_name} then takes the rest",
         )

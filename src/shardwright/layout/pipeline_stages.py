@@ -49,7 +49,8 @@ def partition_layers(
             head's.
         rank_of_stage: from the schedule.
 
-    >>> [(s.first_layer, s.last_layer) for s in partition_layers([1.0] * 7, (0, 1, 2), head_cost=1.5)]
+    >>> stages = partition_layers([1.0] * 7, (0, 1, 2), head_cost=1.5)
+    >>> [(stage.first_layer, stage.last_layer) for stage in stages]
     [(0, 3), (3, 6), (6, 7)]
 
     Raises:
@@ -62,7 +63,8 @@ def partition_layers(
         per_rank = num_stages // num_ranks
         max_ranks = num_layers // per_rank
         raise LayoutError(
-            f"{num_layers} layers do not fill {num_stages} pipeline stages ({num_ranks} ranks x {per_rank} each)",
+            f"{num_layers} layers do not fill {num_stages} pipeline stages "
+            f"({num_ranks} ranks x {per_rank} each)",
             field="layout.pp",
             got=num_ranks,
             allowed=f"at most {max_ranks}" if max_ranks else "1",

@@ -40,7 +40,7 @@ def resolve_dtypes(precision: PrecisionSection) -> PrecisionDtypes:
     unless the recipe sets bf16.
 
     >>> resolve_dtypes(PrecisionSection(kind="bf16"))
-    Dtypes(param=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
+    PrecisionDtypes(param=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
     """
     assert precision.kind != "auto", "the plan resolves `auto`"
     compute = _COMPUTE_DTYPES[precision.kind]
@@ -88,9 +88,9 @@ class LossScaler:
         self.scale /= 2.0
         if self.scale < self.MIN_SCALE:
             raise NonFiniteError(
-                f"the fp16 loss scale fell below {self.MIN_SCALE:g} and gradients are still not finite: "
-                "the run has diverged; "
-                "lower training.learning_rate, or use precision bf16 or fp32"
+                f"the fp16 loss scale fell below {self.MIN_SCALE:g} and gradients are still not "
+                "finite: the run has diverged; lower training.learning_rate, or use precision "
+                "bf16 or fp32"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,9 @@ class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` that updates local tensors in place of DTensors."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call, unused-ignore]
+        has_complex = bool(
+            super()._init_group(group, *lists)  # type: ignore[no-untyped-call, unused-ignore]
+        )
         for tensors in lists:
             tensors[:] = [get_local_tensor(tensor) for tensor in tensors]
         return has_complex
@@ -36,7 +38,9 @@ class SGD(torch.optim.SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override, unused-ignore]
+    def step(  # type: ignore[override, unused-ignore]
+        self, closure: Callable[[], float] | None = None
+    ) -> None:
         """Update every parameter that has a gradient."""
         assert closure is None, "gradients are accumulated before the step"
         for group in self.param_groups:

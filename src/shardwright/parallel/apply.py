@@ -38,6 +38,7 @@ from shardwright.layout import (
     compute_local_boxes,
     compute_local_shape,
 )
+from shardwright.layout_rules import check_layout
 from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.numerics.precision import resolve_dtypes
@@ -51,7 +52,7 @@ from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
-from shardwright.placement import build_parameter_layouts, check_layout, partition_stages
+from shardwright.placement import build_parameter_layouts, partition_stages
 from shardwright.plan import Plan
 
 logger = logging.getLogger(__name__)

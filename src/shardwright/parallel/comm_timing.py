@@ -192,7 +192,8 @@ def time_fsdp_waits(modules: Sequence[nn.Module], *, has_gradient_waits: bool) -
     assert isinstance(first, FSDPModule)
     if has_gradient_waits:
         scatter = _TimedReduceScatter()
-        first.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # its base class is not exported
+        # The base class of the scatter is not exported.
+        first.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         first.set_all_reduce_hook(scatter.after_all_reduce)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwright import placement
 from shardwright.config.layout import ClusterSection, LayoutSection
 from shardwright.config.recipe import Recipe
 from shardwright.errors import InputError, LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.hardware.measured_profile import load_profile
+from shardwright.layout_rules import check_layout
 from shardwright.plan import settle_precision
 from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate
@@ -58,7 +58,7 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
 
     def can_run(candidate: Candidate) -> bool:
         try:
-            placement.check_layout(shape, candidate.layout, candidate.sequence_length)
+            check_layout(shape, candidate.layout, candidate.sequence_length)
         except InputError:
             return False
         return candidate.is_runnable

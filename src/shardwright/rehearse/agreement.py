@@ -67,8 +67,8 @@ def _find_mismatched_exchange(
         if pair_sends:
             place, send = pair_sends[0]
             return Disagreement(
-                f"rank {source} sends {_describe_size(send)} to rank {target} (its collective {place}), "
-                f"but rank {target} never receives it",
+                f"rank {source} sends {_describe_size(send)} to rank {target} "
+                f"(its collective {place}), but rank {target} never receives it",
                 (source, target),
                 place,
             )
@@ -98,8 +98,8 @@ def _find_stuck(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement |
             missing = [member for member in call.ranks if member not in sequences]
             if missing:
                 return Disagreement(
-                    f"rank {rank} calls {_describe_call(call)} with rank {missing[0]}, which does not "
-                    "exist",
+                    f"rank {rank} calls {_describe_call(call)} with rank {missing[0]}, "
+                    "which does not exist",
                     (rank,),
                     positions[rank],
                 )
@@ -163,8 +163,8 @@ def _describe_stuck(
     missing = [member for member in call.ranks if positions[member] >= len(sequences[member])]
     if missing:
         message = (
-            f"rank {rank} waits in its collective {positions[rank]}, {_describe_call(call)}, for rank "
-            f"{missing[0]}, which has finished"
+            f"rank {rank} waits in its collective {positions[rank]}, {_describe_call(call)}, "
+            f"for rank {missing[0]}, which has finished"
         )
         return Disagreement(message, (rank, missing[0]), positions[rank])
     cycle = _describe_cycle(sequences, positions, rank)

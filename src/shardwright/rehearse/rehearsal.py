@@ -1,27 +1,81 @@
-"""Rehearsal of a layout: the step of every role, and the check that their collectives match."""
+"""Rehearsal of a layout: the step of every role, and the check that their collectives match.
+
+A role is a group of ranks that run the same step; one rank of it is rehearsed.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
-from shardwright.layout import AXES, RankGrid
+from shardwright.layout import AXES, Layout, RankGrid
 from shardwright.plan import Plan
 from shardwright.rehearse.agreement import Disagreement, find_disagreement
-from shardwright.rehearse.collective_recorder import sum_bytes_by_axis
+from shardwright.rehearse.collective_recorder import Collective, sum_bytes_by_axis
 from shardwright.rehearse.rank_rehearsal import RankRehearsal, has_several_documents, rehearse_rank
-from shardwright.rehearse.roles import RankRole, list_roles, restrict_to_rehearsed
 from shardwright.units import format_bytes
 
 SCHEMA_VERSION = 1
 MAX_RANKS_WITHOUT_ROLES = 8
 """World sizes up to this rehearse every rank, which also finds bugs of a single rank."""
+
+
+@dataclass(frozen=True)
+class RankRole:
+    """Ranks with the same step on different data; `rank`, the first, has the largest shards."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    stage: int
+
+
+def list_roles(layout: Layout, *, should_run_each_rank: bool = False) -> list[RankRole]:
+    """List one role for each index on axis pp, or one for each rank.
+
+    >>> roles = list_roles(Layout(pp=2, dp_shard=4, zero_stage=3))
+    >>> [(role.rank, len(role.ranks)) for role in roles]
+    [(0, 4), (4, 4)]
+    """
+    grid = RankGrid(layout)
+    stage_of = [grid.coordinates(rank)["pp"] for rank in range(layout.world_size)]
+    if should_run_each_rank:
+        return [RankRole(rank, (rank,), stage_of[rank]) for rank in range(layout.world_size)]
+    by_stage: dict[int, list[int]] = {}
+    for rank, stage in enumerate(stage_of):
+        by_stage.setdefault(stage, []).append(rank)
+    return [RankRole(ranks[0], tuple(ranks), stage) for stage, ranks in by_stage.items()]
+
+
+def restrict_to_rehearsed(
+    sequences: Mapping[int, Sequence[Collective]],
+) -> dict[int, list[Collective]]:
+    """Restrict every group to the ranks that were rehearsed.
+
+    All ranks of a role make the same calls, so mismatches can only occur between roles. The
+    first ranks of all roles form one line through the rank grid. Messages to ranks outside that
+    line, such as the ring of a context-parallel group, are equal within a role and left out.
+    """
+    present = set(sequences)
+    if all(set(call.ranks) <= present for calls in sequences.values() for call in calls):
+        return {rank: list(calls) for rank, calls in sequences.items()}
+    return {
+        rank: [
+            replace(call, ranks=tuple(member for member in call.ranks if member in present))
+            for call in calls
+            if _is_between_rehearsed(call, present)
+        ]
+        for rank, calls in sequences.items()
+    }
+
+
+def _is_between_rehearsed(call: Collective, present: set[int]) -> bool:
+    return call.peer is None or call.peer in present
 
 
 @dataclass(frozen=True, repr=False)

@@ -92,7 +92,8 @@ def _draw_at_width(
                 )
                 title = escape(f"{bar.label} {name}: {format_value(value)}".strip())
                 out.append(
-                    f'<rect style="{_format_fill(tones[name])}" {place}><title>{title}</title></rect>'
+                    f'<rect style="{_format_fill(tones[name])}" {place}>'
+                    f"<title>{title}</title></rect>"
                 )
                 x += bar_width
         if bar.mark:

@@ -62,7 +62,9 @@ def compute_rank_medians(run: Run) -> RankMedians | None:
 
     axes = dict.fromkeys(axis for event in events for axis in event.wait_seconds)
     waits = {
-        axis: compute_medians(lambda event, axis=axis: event.wait_seconds.get(axis))  # type: ignore[misc]
+        axis: compute_medians(
+            lambda event, axis=axis: event.wait_seconds.get(axis)  # type: ignore[misc]
+        )
         for axis in axes
     }
     own = compute_medians(lambda event: event.own_seconds)

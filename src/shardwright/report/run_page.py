@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from shardwright.report.charts import Chart, build_charts, thin_for_hover
+from shardwright.report.chart_data import Chart, thin_for_hover
+from shardwright.report.charts import build_charts
 from shardwright.report.event_timeline import draw_timeline, list_history
 from shardwright.report.line_chart import NUM_COLOURS, draw_curves
 from shardwright.report.page_shell import (
@@ -168,7 +169,8 @@ def _render_runs_head(runs: Sequence[Run], summaries: Sequence[dict[str, Any]]) 
     rows = []
     for index, (run, s) in enumerate(zip(runs, summaries, strict=True)):
         cells = (
-            s["status"], s["layout"] or "", f"{s['steps']:,}", _format_loss(s["training_loss"]) or "",
+            s["status"], s["layout"] or "", f"{s['steps']:,}",
+            _format_loss(s["training_loss"]) or "",
             _format_loss(s["best_validation_loss"]) or "",
             _format_optional(s["tokens_per_second"], format_count) or "",
             _format_optional(s["mfu"], lambda share: f"{share:.1%}") or "",
@@ -284,7 +286,8 @@ def _render_chart(chart: Chart) -> str:
         f'<section class="card{wide_class}" '
         f'id="{chart.key}"><h2>{escape(chart.title)}</h2><p>{escape(chart.note)}</p>'
         f'<div class="figure" data-chart="{chart.key}-data">{"".join(pictures)}</div>'
-        f'<script type="application/json" id="{chart.key}-data">{_encode_script_json(hover)}</script>'
+        f'<script type="application/json" id="{chart.key}-data">'
+        f"{_encode_script_json(hover)}</script>"
         f"{render_table(chart.table)}</section>"
     )
 

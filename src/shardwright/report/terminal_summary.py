@@ -41,7 +41,8 @@ def describe_run(run: Run, summary: dict[str, Any]) -> list[str]:
     facts: list[tuple[str, str | None]] = [
         (
             "layout",
-            f"{summary['layout']} on {summary['world_size']} x {_find_first_device(summary['devices'])}"
+            f"{summary['layout']} on {summary['world_size']} x "
+            f"{_find_first_device(summary['devices'])}"
             if summary["layout"]
             else None,
         ),

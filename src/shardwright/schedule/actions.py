@@ -110,7 +110,8 @@ class Schedule:
     def describe_low_utilisation(self) -> str | None:
         """Describe low utilisation, if there are fewer than two micro-batches per rank.
 
-        >>> print(Schedule("one", ((Action("F", 0, 0),), (Action("F", 1, 0),))).describe_low_utilisation())
+        >>> schedule = Schedule("one", ((Action("F", 0, 0),), (Action("F", 1, 0),)))
+        >>> print(schedule.describe_low_utilisation())
         1 micro-batch on 2 pipeline ranks: utilisation at most 1 / 2 = 50%; 4 micro-batches: 80%
         """
         p = self.num_ranks
@@ -118,8 +119,9 @@ class Schedule:
         if p == 1 or m >= 2 * p:
             return None
         return (
-            f"{m} micro-batch{'es' if m > 1 else ''} on {p} pipeline ranks: utilisation at most {m} / {m + p - 1} = "
-            f"{m / (m + p - 1):.0%}; {2 * p} micro-batches: {2 * p / (3 * p - 1):.0%}"
+            f"{m} micro-batch{'es' if m > 1 else ''} on {p} pipeline ranks: utilisation at most "
+            f"{m} / {m + p - 1} = {m / (m + p - 1):.0%}; "
+            f"{2 * p} micro-batches: {2 * p / (3 * p - 1):.0%}"
         )
 
     def __str__(self) -> str:

@@ -15,9 +15,14 @@ from shardwright.schedule.actions import (
     assign_folded_stages,
     assign_looped_stages,
 )
-from shardwright.schedule.builders import build_1f1b, build_gpipe, build_zb_h1
-from shardwright.schedule.folded import build_dualpipev, build_zbv
-from shardwright.schedule.interleaved import build_interleaved_1f1b
+from shardwright.schedule.builders import (
+    build_1f1b,
+    build_dualpipev,
+    build_gpipe,
+    build_interleaved_1f1b,
+    build_zb_h1,
+    build_zbv,
+)
 from shardwright.schedule.text_format import read_schedule
 from shardwright.schedule.validation import check_schedule
 
@@ -69,8 +74,8 @@ PIPELINE_SCHEDULES: dict[str, ScheduleFamily] = {
 def count_stages_per_rank(name: str, virtual_stages: int | None = None) -> int:
     """Return the number of stages of each rank under a named schedule.
 
-    >>> count_stages_per_rank("1f1b"), count_stages_per_rank("interleaved_1f1b"), count_stages_per_rank("zbv")
-    (1, 2, 2)
+    >>> [count_stages_per_rank(name) for name in ("1f1b", "interleaved_1f1b", "zbv")]
+    [1, 2, 2]
 
     Raises:
         ScheduleError: the schedule does not support this number of virtual stages.
@@ -150,8 +155,8 @@ def build_schedule(
         )
     if num_micro_batches < family.min_micro_batches_per_rank * num_ranks:
         raise ScheduleError(
-            f"{family.title} needs {family.min_micro_batches_per_rank} micro-batches per rank to fill "
-            f"{num_ranks} ranks in both directions",
+            f"{family.title} needs {family.min_micro_batches_per_rank} micro-batches per rank to "
+            f"fill {num_ranks} ranks in both directions",
             field="micro_batches",
             got=num_micro_batches,
             allowed=f"{family.min_micro_batches_per_rank * num_ranks} or more",

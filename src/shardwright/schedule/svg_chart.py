@@ -23,8 +23,10 @@ BARS_STYLE = """
 .schedule .g{stroke:#8886;stroke-width:1}
 .schedule .p{fill:#8882}
 .schedule .h{font-weight:600}
-.schedule .F0{fill:#9ecbff}.schedule .F1{fill:#5fa8f0}.schedule .B0{fill:#8fdcb0}.schedule .B1{fill:#4fbf85}
-.schedule .I0{fill:#b9ecc9}.schedule .I1{fill:#7fd6a2}.schedule .W0{fill:#ffd98a}.schedule .W1{fill:#eebb4d}
+.schedule .F0{fill:#9ecbff}.schedule .F1{fill:#5fa8f0}\
+.schedule .B0{fill:#8fdcb0}.schedule .B1{fill:#4fbf85}
+.schedule .I0{fill:#b9ecc9}.schedule .I1{fill:#7fd6a2}\
+.schedule .W0{fill:#ffd98a}.schedule .W1{fill:#eebb4d}
 """
 """CSS that a page with an inline drawing needs besides its own text style."""
 
@@ -47,10 +49,12 @@ def draw_inline_svg(
     total = max(timeline.step_seconds, until or 0.0)
     scale = (width - _LEFT_PIXELS - _RIGHT_PIXELS) / total
     height = _TOP_PIXELS + _ROW_PIXELS * schedule.num_ranks + 40
-    description = f"{schedule}: ranks compute {timeline.utilisation:.1%} of {timeline.step_seconds:.4g} {unit}"
+    utilisation = f"ranks compute {timeline.utilisation:.1%} of"
+    description = f"{schedule}: {utilisation} {timeline.step_seconds:.4g} {unit}"
     out = [
-        f'<svg class="plot schedule" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(description, quote=True)}">',
-        f'<text x="{width - _RIGHT_PIXELS}" y="18" text-anchor="end">ranks compute {timeline.utilisation:.1%} of the step</text>',
+        f'<svg class="plot schedule" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(description, quote=True)}">',
+        _draw_end_text(width, 18, f"{utilisation} the step"),
         *_draw_legend(timeline, is_short=width < _MIN_FULL_LEGEND_PIXELS),
     ]
     for rank in range(schedule.num_ranks):
@@ -68,15 +72,18 @@ def draw_svg(timeline: Timeline, width: int = 960) -> str:
     scale = (width - _LEFT_PIXELS - _RIGHT_PIXELS) / total
     height = _TOP_PIXELS + _ROW_PIXELS * schedule.num_ranks + 40
     description = (
-        f"{schedule}. The step takes {total:g} units of time; ranks compute {timeline.utilisation:.1%} of it. "
+        f"{schedule}. The step takes {total:g} units of time; ranks compute "
+        f"{timeline.utilisation:.1%} of it. "
         "A row per rank, a bar per action with the number of its micro-batch."
     )
     out = [
-        f'<svg class="schedule" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" aria-labelledby="t d">',
-        f'<title id="t">{escape(str(schedule))}</title><desc id="d">{escape(description)}</desc><style>{_STYLE}</style>',
+        '<svg class="schedule" xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'role="img" aria-labelledby="t d">',
+        f'<title id="t">{escape(str(schedule))}</title><desc id="d">{escape(description)}</desc>'
+        f"<style>{_STYLE}</style>",
         f'<text class="h" x="{_LEFT_PIXELS}" y="18">{escape(str(schedule))}</text>',
-        f'<text x="{width - _RIGHT_PIXELS}" y="18" text-anchor="end">utilisation {timeline.utilisation:.1%}</text>',
+        _draw_end_text(width, 18, f"utilisation {timeline.utilisation:.1%}"),
         *_draw_legend(timeline),
     ]
     for rank in range(schedule.num_ranks):
@@ -92,12 +99,15 @@ def _draw_axis(num_ranks: int, total: float, scale: float, width: int, unit: str
     for tick in ticks[:: -(-len(ticks) * 40 // width)]:
         x = _LEFT_PIXELS + tick * scale
         out.append(
-            f'<path class="g" d="M{x:.1f} {bottom}v5"/><text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle">{tick:g}</text>'
+            f'<path class="g" d="M{x:.1f} {bottom}v5"/>'
+            f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle">{tick:g}</text>'
         )
-    return [
-        *out,
-        f'<text x="{width - _RIGHT_PIXELS}" y="{bottom + 35}" text-anchor="end">{escape(unit)}</text>',
-    ]
+    return [*out, _draw_end_text(width, bottom + 35, escape(unit))]
+
+
+def _draw_end_text(width: int, y: int, text: str) -> str:
+    """Draw a text that ends where the bars end."""
+    return f'<text x="{width - _RIGHT_PIXELS}" y="{y}" text-anchor="end">{text}</text>'
 
 
 def _draw_bars(timeline: Timeline, rank: int, scale: float) -> list[str]:
@@ -105,7 +115,8 @@ def _draw_bars(timeline: Timeline, rank: int, scale: float) -> list[str]:
     stages = timeline.schedule.stages_of(rank)
     out = [
         f'<text x="0" y="{top + 15}">rank {rank}</text>',
-        f'<rect class="p" x="{_LEFT_PIXELS}" y="{top}" width="{timeline.step_seconds * scale:.1f}" height="{_BAR_PIXELS}"/>',
+        f'<rect class="p" x="{_LEFT_PIXELS}" y="{top}" '
+        f'width="{timeline.step_seconds * scale:.1f}" height="{_BAR_PIXELS}"/>',
     ]
     for action, start, end in zip(
         timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True
@@ -114,11 +125,13 @@ def _draw_bars(timeline: Timeline, rank: int, scale: float) -> list[str]:
         length = (end - start) * scale
         out.append(
             f'<rect class="{action.kind}{stages.index(action.stage) % 2}" x="{x:.1f}" y="{top}" '
-            f'width="{max(length - 0.8, 0.4):.1f}" height="{_BAR_PIXELS}" rx="2"><title>{action}: {start:.6g} to {end:.6g}</title></rect>'
+            f'width="{max(length - 0.8, 0.4):.1f}" height="{_BAR_PIXELS}" rx="2">'
+            f"<title>{action}: {start:.6g} to {end:.6g}</title></rect>"
         )
         if length >= _MIN_LABEL_PIXELS * (0.5 + 0.5 * len(str(action.micro_batch))):
             out.append(
-                f'<text class="n" x="{x + length / 2:.1f}" y="{top + 15}">{action.micro_batch}</text>'
+                f'<text class="n" x="{x + length / 2:.1f}" y="{top + 15}">'
+                f"{action.micro_batch}</text>"
             )
     return out
 
@@ -134,7 +147,8 @@ def _draw_legend(timeline: Timeline, *, is_short: bool = False) -> list[str]:
     ):
         if any(action.kind == kind for row in schedule.rows for action in row):
             out += [
-                f'<rect class="{kind}{shade}" x="{x + 13 * shade}" y="26" width="12" height="10" rx="2"/>'
+                f'<rect class="{kind}{shade}" x="{x + 13 * shade}" y="26" width="12" '
+                'height="10" rx="2"/>'
                 for shade in range(shades)
             ]
             out.append(f'<text x="{x + 13 * shades + 4}" y="35">{label}</text>')

@@ -69,7 +69,8 @@ def _check_stages(schedule: Schedule) -> None:
             if stage_rank != rank:
                 raise _make_error(
                     schedule,
-                    f"rank {rank} computes {action}, but stage {action.stage} is on rank {stage_rank}",
+                    f"rank {rank} computes {action}, but stage {action.stage} is on rank "
+                    f"{stage_rank}",
                 )
     for stage, stage_rank in enumerate(schedule.rank_of_stage):
         if stage_rank < 0:
@@ -99,7 +100,8 @@ def _check_complete(schedule: Schedule) -> None:
                 pair = f"stage {stage}, micro-batch {micro_batch}"
                 raise _make_error(
                     schedule,
-                    f"{pair} has {' and '.join(sorted(kinds))}: it needs F, and then B alone or both I and W",
+                    f"{pair} has {' and '.join(sorted(kinds))}: "
+                    "it needs F, and then B alone or both I and W",
                 )
 
 
@@ -184,7 +186,8 @@ def _describe_wait(schedule: Schedule, action: Action, rank: int) -> str:
         if forward
         else f"{stage}B{action.micro_batch} or {stage}I{action.micro_batch}"
     )
-    return f"rank {rank} is at {action} and waits for {awaited} of rank {schedule.rank_of_stage[stage]}"
+    owner = schedule.rank_of_stage[stage]
+    return f"rank {rank} is at {action} and waits for {awaited} of rank {owner}"
 
 
 def _make_error(schedule: Schedule, problem: str) -> ScheduleError:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwright.checkpoint.fence import GenerationFence, acquire_fence
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe, dump_recipe
-from shardwright.data.preparation import ProgressCallback
+from shardwright.data.source_files import ProgressCallback
 from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
 from shardwright.launch.devices import choose_rank_device, should_use_cuda
 from shardwright.launch.elastic import LaunchAttempt, run_with_restarts

@@ -13,9 +13,11 @@ from shardwright import placement
 from shardwright.architecture import ExpertShape, HFClassInit, HFShape, LatentShape, ModelShape
 from shardwright.config import Recipe
 from shardwright.data.model_data import prepare_for_model
-from shardwright.data.preparation import PreparedData, ProgressCallback
+from shardwright.data.preparation import PreparedData
+from shardwright.data.source_files import ProgressCallback
 from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import choose_precision_here
+from shardwright.layout_rules import check_layout
 from shardwright.model.hf_model import read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
@@ -108,7 +110,7 @@ def validate_run(
     shape, data = prepare_for_model(
         recipe, partial(read_model_shape, section=recipe.model), progress=progress
     )
-    placement.check_layout(shape, plan.layout, plan.batch.sequence_length)
+    check_layout(shape, plan.layout, plan.batch.sequence_length)
     if recipe.model.is_pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base_shape)

@@ -78,7 +78,7 @@ class VerificationCase:
 def choose_cases(is_tied: bool, *, is_full: bool) -> list[VerificationCase]:
     """Choose three cases that cover every value of every option, or the whole product.
 
-    >>> len(choose_cases(True, full=False)), len(choose_cases(True, full=True))
+    >>> len(choose_cases(True, is_full=False)), len(choose_cases(True, is_full=True))
     (3, 36)
     """
     recomputes: tuple[RecomputeKind, ...] = ("none", "selective", "full")
@@ -103,7 +103,7 @@ def choose_hf_cases(is_tied: bool, *, is_full: bool) -> list[VerificationCase]:
 
     Its class decides about tied embeddings and dropout.
 
-    >>> [str(case) for case in choose_hf_cases(True, full=False)][1]
+    >>> [str(case) for case in choose_hf_cases(True, is_full=False)][1]
     'accumulation 2, selective recompute, tied, documents, loss weights'
     """
     recomputes: tuple[RecomputeKind, ...] = ("none", "selective", "full")

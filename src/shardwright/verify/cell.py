@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,10 +22,18 @@ from shardwright.model.hf_decoder import build_decoder
 from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.gradient_reduction import narrow_to_box
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plan import Plan, compute_row_multiple
 from shardwright.train.step import StepLoss, accumulate_gradients, update_parameters
+from shardwright.verify.comparison import (
+    TOLERANCES,
+    ComparisonResult,
+    compare_gradients,
+    compare_numbers,
+    compare_tensor,
+    compare_weights,
+    get_rank,
+)
 from shardwright.verify.reference import (
     GRADIENT_STEPS,
     LEARNING_RATES,
@@ -37,41 +44,11 @@ from shardwright.verify.reference import (
     build_initial_value,
 )
 
-TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
-NEARLY_ZERO_SHARE = 1e-8
-"""Share of the global norm; a smaller reference is compared absolutely, with that as limit."""
 _CHUNK_TOKENS = 7
 _LOSS_SCALE = 1024.0
 
 MutationContext = Callable[[], AbstractContextManager[object]]
 """Factory of a context that adds a known bug to this process, for tests of the verifier."""
-
-
-@dataclass(frozen=True)
-class ComparisonResult:
-    """Worst comparison of one quantity on this rank.
-
-    `error` is relative unless `subject` says absolute; nan fails.
-    """
-
-    quantity: str
-    subject: str
-    error: float
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        """True if the error is at most `allowed`; False for nan."""
-        return self.error <= self.allowed
-
-    @property
-    def severity(self) -> float:
-        """Error divided by the allowed error, by which the worst is chosen; inf for nan."""
-        if math.isnan(self.error):
-            return math.inf
-        if self.allowed == 0.0:
-            return math.inf if self.error else 0.0
-        return self.error / self.allowed
 
 
 def verify_cell(
@@ -121,7 +98,7 @@ def _verify_sgd(
     for step in range(NUM_STEPS):
         loss = _accumulate_step(problem, layout, model, step)
         if step in GRADIENT_STEPS:
-            findings.append(_compare_gradients(model, reference, step, allowed))
+            findings.append(compare_gradients(model, reference, step, allowed))
         result = update_parameters(
             model,
             optimizer,
@@ -132,14 +109,14 @@ def _verify_sgd(
         losses.append(loss.mean())
         norms.append(result.gradient_norm)
         routers.append(torch.zeros(0) if loss.router_table is None else loss.router_table)
-    findings.append(_compare_numbers("loss", losses, reference["loss"], allowed))
-    findings.append(_compare_numbers("norm", norms, reference["norm"], allowed))
+    findings.append(compare_numbers("loss", losses, reference["loss"], allowed))
+    findings.append(compare_numbers("norm", norms, reference["norm"], allowed))
     findings.append(
-        _compare_tensor(
+        compare_tensor(
             "routers", "loads and losses", torch.stack(routers), reference["routers"], 1.0, allowed
         )
     )
-    findings.append(_compare_weights("weights after SGD", model, reference, "sgd", allowed))
+    findings.append(compare_weights("weights after SGD", model, reference, "sgd", allowed))
     return findings
 
 
@@ -173,9 +150,9 @@ def _verify_adamw(
         norms.append(result.gradient_norm)
         rates += [abs(group["lr"] - rate) / rate for group in optimizer.param_groups]
     return [
-        _compare_numbers("norm under clipping", norms, reference["adamw_norm"], allowed),
+        compare_numbers("norm under clipping", norms, reference["adamw_norm"], allowed),
         ComparisonResult("learning rates", "worst parameter group", max(rates), 0.0),
-        _compare_weights("weights after AdamW", model, reference, "adamw", allowed),
+        compare_weights("weights after AdamW", model, reference, "adamw", allowed),
     ]
 
 
@@ -233,9 +210,9 @@ def _verify_rule(
     problem: VerificationProblem, layout: Layout, reference: dict[str, Tensor]
 ) -> list[ComparisonResult]:
     """Compare weights after a few steps of the recipe's rule with those of one process."""
-    model = _run_rule(problem, layout, [RankGrid(layout).data_rank(_get_rank(layout))])
+    model = _run_rule(problem, layout, [RankGrid(layout).data_rank(get_rank(layout))])
     return [
-        _compare_weights(
+        compare_weights(
             f"weights after {problem.optimizer.name}",
             model,
             reference,
@@ -266,7 +243,7 @@ def _verify_quantised_rule(problem: VerificationProblem, layout: Layout) -> list
         set_learning_rate(single_optimizer, rate)
         single_optimizer.step()
     expected = {f"rule.{name}": single.gather_parameter(name).detach() for name in single.layouts}
-    return [_compare_weights("weights after adamw_8bit", model, expected, "rule", 0.0)]
+    return [compare_weights("weights after adamw_8bit", model, expected, "rule", 0.0)]
 
 
 def _verify_exceptional_steps(
@@ -283,7 +260,7 @@ def _verify_exceptional_steps(
     # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf.
     inf_ranks = RankGrid(layout).group_of(layout.world_size - 1, ["pp"])
     _accumulate_step(
-        problem, layout, model, 0, loss_scale=math.inf if _get_rank(layout) in inf_ranks else 1.0
+        problem, layout, model, 0, loss_scale=math.inf if get_rank(layout) in inf_ranks else 1.0
     )
     skipped_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
     errors = [
@@ -336,10 +313,6 @@ def _has_changed(model: ParallelModel, before: dict[str, Tensor]) -> bool:
     )
 
 
-def _get_rank(layout: Layout) -> int:
-    return dist.get_rank() if layout.world_size > 1 else 0
-
-
 def _build_model(problem: VerificationProblem, layout: Layout) -> ParallelModel:
     """Build the model as the trainer does, from the meta device."""
     shape = problem.case.apply_to_shape(problem.shape)
@@ -373,7 +346,7 @@ def _read_micro_batches(
     if problem.shape.experts is None:  # router statistics count every token of a row
         batch = replace(batch, row_multiple=compute_row_multiple(layout))
     return read_step_micro_batches(
-        dataset, dataset.order, batch, step, RankGrid(layout).data_rank(_get_rank(layout))
+        dataset, dataset.order, batch, step, RankGrid(layout).data_rank(get_rank(layout))
     )
 
 
@@ -392,133 +365,3 @@ def _accumulate_step(
         step=step,
         loss_scale=loss_scale,
     )
-
-
-def _compare_gradients(
-    model: ParallelModel, reference: dict[str, Tensor], step: int, allowed: float
-) -> ComparisonResult:
-    expected = _select_prefix(reference, f"gradient.{step}.")
-    scale = float(reference["norm"][step])
-    pairs = ((name, model.gather_gradient(name), expected.get(name)) for name in model.layouts)
-    finding = _compare_tensors("gradient", pairs, expected, scale, allowed)
-    local_gradients = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    return _choose_worse(
-        finding, _compare_local("gradient", model, local_gradients, expected, scale, allowed)
-    )
-
-
-def _select_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def _compare_weights(
-    quantity: str, model: ParallelModel, reference: dict[str, Tensor], prefix: str, allowed: float
-) -> ComparisonResult:
-    expected = _select_prefix(reference, f"{prefix}.")
-    scale = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
-    pairs = ((name, model.gather_parameter(name), expected.get(name)) for name in model.layouts)
-    finding = _compare_tensors(quantity, pairs, expected, scale, allowed)
-    local_weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return _choose_worse(
-        finding, _compare_local(quantity, model, local_weights, expected, scale, allowed)
-    )
-
-
-def _compare_local(
-    quantity: str,
-    model: ParallelModel,
-    tensors: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    scale: float,
-    allowed: float,
-) -> ComparisonResult:
-    """Compare this rank's local parts; full tensors are gathered from one replica only."""
-    worst = ComparisonResult(quantity, "every parameter", 0.0, allowed)
-    for name, tensor in tensors.items():
-        want = expected.get(name)
-        local = get_local_tensor(tensor).double()
-        if want is None:
-            continue  # the comparison of full tensors reports it
-        boxes = model.local_boxes(name)
-        squares = [
-            (
-                narrow_to_box(local, box.local_bounds)
-                - narrow_to_box(want, box.global_bounds).double()
-            )
-            .square()
-            .sum()
-            for box in boxes
-        ]
-        distance = math.sqrt(float(sum(squares)))
-        norm = float(want.double().norm())
-        subject = f"{name}, copy of rank {_get_rank(model.layout)}"
-        if norm <= NEARLY_ZERO_SHARE * scale:
-            finding = ComparisonResult(
-                quantity, f"{subject} (absolute)", distance, NEARLY_ZERO_SHARE * scale
-            )
-        else:
-            finding = ComparisonResult(quantity, subject, distance / norm, allowed)
-        worst = _choose_worse(worst, finding)
-    return worst
-
-
-def _choose_worse(first: ComparisonResult, second: ComparisonResult) -> ComparisonResult:
-    """Choose the finding with the larger share of its allowed error."""
-    return max(first, second, key=lambda finding: finding.severity)
-
-
-def _compare_tensors(
-    quantity: str,
-    pairs: Iterable[tuple[str, Tensor | None, Tensor | None]],
-    expected: dict[str, Tensor],
-    scale: float,
-    allowed: float,
-) -> ComparisonResult:
-    """Choose the parameter with the largest share of its allowed error, not an average."""
-    worst = ComparisonResult(quantity, "every parameter", 0.0, allowed)
-    seen = set()
-    for name, got, want in pairs:
-        seen.add(name)
-        worst = _choose_worse(worst, _compare_tensor(quantity, name, got, want, scale, allowed))
-    missing = sorted(set(expected) - seen)
-    return (
-        ComparisonResult(quantity, f"{missing[0]}: absent", math.inf, allowed) if missing else worst
-    )
-
-
-def _compare_tensor(
-    quantity: str,
-    name: str,
-    actual: Tensor | None,
-    expected: Tensor | None,
-    scale: float,
-    allowed: float,
-) -> ComparisonResult:
-    if actual is None and expected is None:
-        return ComparisonResult(quantity, name, 0.0, allowed)
-    if actual is None or expected is None or actual.shape != expected.shape:
-        problem = (
-            "missing" if actual is None else "unexpected" if expected is None else "wrong shape"
-        )
-        return ComparisonResult(quantity, f"{name}: {problem}", math.inf, allowed)
-    norm = float(expected.double().norm())
-    distance = float((actual.double() - expected.double()).norm())
-    if norm <= NEARLY_ZERO_SHARE * scale:
-        return ComparisonResult(quantity, f"{name} (absolute)", distance, NEARLY_ZERO_SHARE * scale)
-    return ComparisonResult(quantity, name, distance / norm, allowed)
-
-
-def _compare_numbers(
-    quantity: str, actual: list[float], expected: Tensor, allowed: float
-) -> ComparisonResult:
-    errors = [abs(a - b) / abs(b) for a, b in zip(actual, expected.tolist(), strict=True)]
-    step = max(range(len(errors)), key=lambda index: (math.isnan(errors[index]), errors[index]))
-    return ComparisonResult(quantity, f"step {step}", errors[step], allowed)

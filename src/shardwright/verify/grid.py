@@ -16,7 +16,7 @@ from shardwright.architecture import ModelShape, read_config
 from shardwright.errors import LayoutError
 from shardwright.layout import CpMethod, Layout
 from shardwright.layout.degrees import ZeroStage
-from shardwright.placement import check_layout
+from shardwright.layout_rules import check_layout
 from shardwright.verify.cases import VerificationCase
 
 GRID_SEQUENCE_LENGTH = 16

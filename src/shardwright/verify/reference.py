@@ -7,13 +7,16 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,12 +24,12 @@ from shardwright.architecture import HFClassInit, HFShape, ModelShape, NormalIni
 from shardwright.config.training import OptimizerSection
 from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.model import Decoder, DropoutKey
+from shardwright.model.hf_decoder import Float64Mode, HFDecoder
 from shardwright.model.lora import initialise_adapter
 from shardwright.model.nf4 import read_dequantised_slice, read_packed_slice
 from shardwright.model.weight_init import DimRanges, initialise_parameter
 from shardwright.plan import BatchPlan
 from shardwright.verify.cases import VerificationCase, VerificationDtype
-from shardwright.verify.plain_hf_decoder import PlainHFDecoder
 from shardwright.verify.uneven_data import UnevenDataset
 
 NUM_STEPS = 3
@@ -304,3 +307,44 @@ def _apply_adamw(
         corrected = (square / (1 - section.beta2**count)).sqrt() + section.eps
         decay = WEIGHT_DECAY if parameter.ndim >= 2 and not name.endswith("bias") else 0.0
         parameter.sub_(rate * (mean / (1 - section.beta1**count) / corrected + decay * parameter))
+
+
+class PlainHFDecoder(HFDecoder):
+    """Module of transformers called on one document at a time, with our parameter names."""
+
+    has_block_wrappers = False
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        document_ids_BT: Tensor | None = None,
+        labels_BT: Tensor | None = None,
+        weights_BT: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Sum the loss of the supervised tokens."""
+        assert labels_BT is not None
+        losses = []
+        for row, ids_T in enumerate(input_ids_BT):
+            documents_T = (
+                torch.zeros_like(ids_T) if document_ids_BT is None else document_ids_BT[row]
+            )
+            for document in documents_T.unique():
+                is_document_T = documents_T == document
+                is_float64 = self.compute_dtype == torch.float64
+                with Float64Mode() if is_float64 else contextlib.nullcontext():
+                    logits_SV = self.hf_module(input_ids=ids_T[is_document_T][None]).logits[0]
+                losses_S = F.cross_entropy(
+                    logits_SV,
+                    labels_BT[row][is_document_T],
+                    ignore_index=IGNORED_LABEL,
+                    reduction="none",
+                )
+                losses.append(
+                    losses_S.sum()
+                    if weights_BT is None
+                    else losses_S @ weights_BT[row][is_document_T]
+                )
+        return torch.stack(losses).sum()

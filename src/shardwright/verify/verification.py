@@ -14,18 +14,19 @@ from shardwright.config import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import InputError, RankFailed
 from shardwright.layout import Layout
+from shardwright.layout_rules import check_layout
 from shardwright.optim import check_block_boundaries, require_torchao
-from shardwright.placement import build_parameter_layouts, check_layout, partition_stages
+from shardwright.placement import build_parameter_layouts, partition_stages
 from shardwright.plan import BatchPlan
 from shardwright.train.run_checks import match_frozen
 from shardwright.verify.cases import VerificationCase, VerificationDtype
 from shardwright.verify.cell import (
-    ComparisonResult,
     MutationContext,
     add_rule_reference,
     should_verify_rule,
     verify_cell,
 )
+from shardwright.verify.comparison import ComparisonResult
 from shardwright.verify.grid import (
     GRID_SEQUENCE_LENGTH,
     GridCell,

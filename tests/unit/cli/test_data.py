@@ -11,18 +11,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from shardwright.cli.data import (
-    build_json,
-    compute_training_length,
-    data_command,
-    decode_samples,
-    render_report,
-)
+from shardwright.cli.data import build_json, data_command
+from shardwright.cli.data_table import render_report
 from shardwright.config import Recipe
 from shardwright.config.model import TokenizerSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.model_data import prepare_for_model
-from shardwright.data.preview import read_spans
+from shardwright.data.preview import compute_training_length, decode_samples, read_spans
 from shardwright.errors import ArchitectureError, InputError, RecipeError
 from tests.unit.data.recipes import story, write_json_lines
 from tests.unit.data.test_tokenizer import save_folder, sentencepiece_like

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardwright.config import Recipe
-from shardwright.data import dataset_assembly, preparation, sources
+from shardwright.data import dataset_assembly, source_files, sources, tokenisation
 from shardwright.data.dataset import IGNORED_LABEL, TokenDataset, WindowDataset
 from shardwright.data.file_listing import list_files
 from shardwright.data.packed_dataset import PackedDataset
@@ -93,8 +93,8 @@ def test_a_second_run_reads_no_source(
         packing="documents",
     )
     first = prepare_data(recipe)
-    monkeypatch.setattr(preparation, "scan_records", None)
-    monkeypatch.setattr(preparation, "write_tokens", None)
+    monkeypatch.setattr(source_files, "scan_records", None)
+    monkeypatch.setattr(tokenisation, "write_tokens", None)
     monkeypatch.setattr(dataset_assembly, "pack_documents", None)
     second = prepare_data(recipe)
     assert second.report == first.report

@@ -12,12 +12,12 @@ from shardwright.config import Recipe
 from shardwright.config.recipe_loading import apply_overrides, validate_recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.doctor.checklist import check_recipe
-from shardwright.doctor.failure_rate import (
+from shardwright.doctor.finding import Finding
+from shardwright.doctor.recovery_checks import (
     GPU_HOURS_PER_FAILURE,
     compute_save_interval_seconds,
     estimate_lost_share,
 )
-from shardwright.doctor.finding import Finding
 from shardwright.telemetry.event_log import EventWriter
 
 

@@ -24,12 +24,13 @@ from shardwright.doctor.correctness import (
     build_pattern,
     judge_correctness,
 )
-from shardwright.doctor.device_rates import CopyRate, judge_copies, judge_matmuls
+from shardwright.doctor.device_rates import CopyRate
 from shardwright.doctor.examination import RankExamination, judge_missing_reports
 from shardwright.doctor.finding import Finding
 from shardwright.doctor.host import Host, judge_hosts
 from shardwright.doctor.link_bandwidth import LinkTime, judge_links, pair_ranks
 from shardwright.doctor.probe_budget import Omission, build_omission_findings
+from shardwright.doctor.rate_findings import judge_copies, judge_matmuls
 from shardwright.doctor.rendezvous import RankLocation
 from shardwright.doctor.software import Software, judge_software
 from shardwright.doctor.storage import (

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright import placement
 from shardwright.architecture import HFClassInit, HFShape, NormalInit, OnesInit, ZerosInit
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout
+from shardwright.layout_rules import check_layout
 from shardwright.model.hf_decoder import build_decoder, split_documents
 from shardwright.model.hf_folder import write_hf_folder
 from shardwright.model.hf_model import load_hf_folder, read_model_shape
@@ -254,7 +254,7 @@ def test_degrees_that_need_our_decoder_are_refused(degree: str) -> None:
         match=rf"layout.{degree}: opt runs through transformers' own OPTForCausalLM; "
         "shardwright does not know",
     ):
-        placement.check_layout(read_shape("opt"), layout, 16)
+        check_layout(read_shape("opt"), layout, 16)
 
 
 def test_documents_without_supervision_are_omitted_except_one_row() -> None:

@@ -17,9 +17,9 @@ from shardwright.architecture.nf4_layout import compute_row_bytes, count_columns
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout
+from shardwright.layout_rules import check_layout
 from shardwright.model import nf4
 from shardwright.model.grouped_matmul import grouped_matmul
-from shardwright.placement import check_layout
 
 BITSANDBYTES = (
     "1ff1ff2ee2ee2ed3dd3dc4cc4bb4bb5aa5aa6996996886887887777777777777"

@@ -9,7 +9,7 @@ import pytest
 from shardwright.layout import Layout
 from shardwright.rehearse.agreement import find_disagreement
 from shardwright.rehearse.collective_recorder import Collective
-from shardwright.rehearse.roles import list_roles, restrict_to_rehearsed
+from shardwright.rehearse.rehearsal import list_roles, restrict_to_rehearsed
 
 
 def make_all_reduce(*ranks: int, num_bytes: int = 8) -> Collective:

@@ -15,11 +15,11 @@ from shardwright.data.loader import read_step_micro_batches
 from shardwright.errors import ArchitectureError, LayoutError
 from shardwright.plan import BatchPlan
 from shardwright.verify.cases import VerificationCase, choose_cases, choose_layouts, shrink_shape
-from shardwright.verify.cell import (
+from shardwright.verify.comparison import (
     ComparisonResult,
-    _compare_numbers,
-    _compare_tensor,
     _compare_tensors,
+    compare_numbers,
+    compare_tensor,
 )
 from shardwright.verify.uneven_data import UnevenDataset
 from shardwright.verify.verification import _find_worst
@@ -40,7 +40,7 @@ LLAMA = {
 def compare(
     actual: torch.Tensor | None, expected: torch.Tensor | None, scale: float = 1.0
 ) -> ComparisonResult:
-    return _compare_tensor("gradient", "w", actual, expected, scale, 1e-5)
+    return compare_tensor("gradient", "w", actual, expected, scale, 1e-5)
 
 
 def test_equal_tensors_pass_and_an_error_above_1e_5_fails() -> None:
@@ -56,7 +56,7 @@ def test_non_finite_values_fail(value: float) -> None:
     actual = torch.tensor([1.0, 1.0, value, 1.0])
     assert not compare(actual, expected).passed
     assert not compare(actual, torch.zeros(4)).passed
-    assert not _compare_numbers("loss", [1.0, value], torch.tensor([1.0, 1.0]), 1e-5).passed
+    assert not compare_numbers("loss", [1.0, value], torch.tensor([1.0, 1.0]), 1e-5).passed
 
 
 def test_missing_surplus_and_misshaped_tensors_fail() -> None:

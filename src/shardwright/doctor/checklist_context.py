@@ -1,0 +1,123 @@
+"""Recipe, plan, prediction and run folder that the checks of a checklist use."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+
+from shardwright.architecture import ModelShape, read_recipe_shape
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.config import Recipe
+from shardwright.data.preparation import is_prepared
+from shardwright.errors import InputError, ShardwrightError
+from shardwright.launch.auto_layout import detect_cluster
+from shardwright.plan import Plan, resolve_plan
+from shardwright.planner.auto_layout import build_cluster, choose_layout
+from shardwright.planner.calibration import load_efficiencies
+from shardwright.planner.candidate import OPTIMIZER_STATE_BYTES
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.predictor import predict
+from shardwright.planner.problem import build_template
+from shardwright.telemetry.event_log import StepEvent, read_events
+from shardwright.train.run_checks import ValidatedRun, validate_run
+
+_NUM_RECENT_STEPS = 50
+
+
+@dataclass(frozen=True)
+class ChecklistContext:
+    """Recipe and world size, with cached values that several checks use.
+
+    `recipe_path` is the recipe's path as commands show it.
+    """
+
+    original_recipe: Recipe
+    world_size: int
+    recipe_path: str
+
+    @cached_property
+    def resolved_recipe(self) -> Recipe:
+        """Recipe with the planner's choice in place of an automatic layout."""
+        if not self.original_recipe.layout.auto:
+            return self.original_recipe
+        section = self.original_recipe.cluster or detect_cluster(
+            self.original_recipe, self.world_size
+        )
+        chosen, _ = choose_layout(
+            self.original_recipe, build_cluster(section, self.world_size), self.world_size
+        )
+        return chosen.model_copy(update={"cluster": section})
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Plan of the recipe; raises InputError if layout or batch is not consistent."""
+        return resolve_plan(self.resolved_recipe, self.world_size)
+
+    @cached_property
+    def model_shape(self) -> ModelShape:
+        """Shape of the model; raises ArchitectureError for an unsupported model."""
+        return read_recipe_shape(self.original_recipe)
+
+    @cached_property
+    def run_folder(self) -> RunFolder:
+        """Folder with recipe, events and checkpoints of the run."""
+        return RunFolder.from_recipe(self.original_recipe)
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        """Planner's prediction; None without a cluster in the recipe or a known GPU here."""
+        section = self.resolved_recipe.cluster
+        if section is None:
+            try:
+                section = detect_cluster(self.resolved_recipe, self.world_size)
+            except InputError:
+                return None
+        cluster = build_cluster(section, self.world_size)
+        candidate = replace(
+            build_template(self.resolved_recipe),
+            layout=self.plan.layout,
+            micro_batch_size=self.plan.batch.micro_batch_size,
+            gradient_accumulation_steps=self.plan.batch.gradient_accumulation_steps,
+            recompute=self.plan.recompute,
+        )
+        return predict(
+            self.model_shape,
+            candidate,
+            cluster,
+            load_efficiencies().get_efficiency(cluster.accelerator),
+        )
+
+    @cached_property
+    def step_seconds(self) -> tuple[float, str] | None:
+        """Seconds of an optimizer step, and their source: `measured` or `predicted`."""
+        with suppress(ShardwrightError):
+            steps = [
+                event.step_seconds
+                for event in read_events(self.run_folder.path)
+                if isinstance(event, StepEvent)
+            ]
+            if steps:
+                return median(steps[-_NUM_RECENT_STEPS:]), "measured"
+        with suppress(InputError):
+            if self.prediction is not None:
+                return self.prediction.time.step, "predicted"
+        return None
+
+    @cached_property
+    def checkpoint_bytes(self) -> float:
+        """Bytes of one checkpoint: master weights and optimizer states of all parameters."""
+        candidate = build_template(self.original_recipe)
+        return self.model_shape.num_parameters * (
+            candidate.master_bytes + OPTIMIZER_STATE_BYTES[candidate.optimizer]
+        )
+
+    @cached_property
+    def preflight_result(self) -> ValidatedRun | None:
+        """Result of checking the recipe with its data; None until the data is tokenised."""
+        return (
+            validate_run(self.resolved_recipe, self.world_size)
+            if is_prepared(self.original_recipe)
+            else None
+        )
