@@ -18,7 +18,7 @@ from shardwright.config import Recipe
 from shardwright.config import load_recipe as load_recipe_file
 from shardwright.config.recipe_loading import apply_overrides, parse_layout, validate_recipe
 from shardwright.errors import InputError
-from shardwright.placement import check_layout
+from shardwright.layout_rules import check_layout
 from shardwright.plan import PrecisionChoice, resolve_degrees, resolve_plan
 
 if TYPE_CHECKING:

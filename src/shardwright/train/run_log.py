@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.errors import RunFailed
 from shardwright.numerics.bf16 import build_bf16_warning
 from shardwright.optim.learning_rate import compute_batch_scale

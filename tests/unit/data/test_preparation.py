@@ -364,9 +364,9 @@ def test_the_trained_tokenizer_is_in_the_cache(tmp_path: Path) -> None:
 
 
 def test_two_ways_to_validate_contradict_each_other(tmp_path: Path) -> None:
-    path = stories_at(tmp_path)
+    path = write_stories(tmp_path)
     with pytest.raises(RecipeError, match="exclude each other"):
-        recipe_of(tmp_path, path, validation=path, validation_fraction=0.1)
+        build_recipe(tmp_path, path, validation=path, validation_fraction=0.1)
 
 
 def test_preparing_data_needs_no_torch(tmp_path: Path) -> None:

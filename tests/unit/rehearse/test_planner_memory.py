@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from shardwright.config.recipe import RecomputeKind
 from tests.unit.planner import models
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
+from shardwright.config.recipe import RecomputeKind
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.plan import BatchPlan, Plan
