@@ -1,4 +1,4 @@
-"""What the tests of adapters share: a cell, and holding it to one process."""
+"""Cells that the tests of adapters verify against one process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardwright.layout import Layout
 from shardwright.verify.cases import VerificationCase, VerificationDtype
 from shardwright.verify.cell import MutationContext
 from shardwright.verify.verification import VerificationReport, verify
-from tests.multiprocess.models import recipe_of
+from tests.multiprocess.models import build_recipe
 from tests.multiprocess.pool import RankPool
 
 
 class AdapterCell(NamedTuple):
-    """A model with adapters, a layout and a way of computing."""
+    """Model with adapters, layout and case."""
 
     config: dict[str, Any]
     adapters: dict[str, Any]
@@ -24,25 +24,25 @@ class AdapterCell(NamedTuple):
     case: VerificationCase
 
     def __str__(self) -> str:
-        """What pytest calls it."""
-        told = "-".join(
+        """Return the id of the test."""
+        settings = "-".join(
             str(value) for value in self.adapters.values() if not isinstance(value, tuple)
         )
-        return f"{self.config['model_type']}-{told}-{self.layout}-{self.case.recompute}"
+        return f"{self.config['model_type']}-{settings}-{self.layout}-{self.case.recompute}"
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the model and its adapters."""
-        return recipe_of(self.config, adapters=self.adapters)
+        """Recipe of the model with its adapters."""
+        return build_recipe(self.config, adapters=self.adapters)
 
 
-def hold(
+def verify_adapter_cell(
     ranks: RankPool,
     cell: AdapterCell,
     dtypes: tuple[VerificationDtype, ...],
     mutation: MutationContext | None = None,
 ) -> VerificationReport:
-    """Hold the cell's adapters against one process with the same base."""
+    """Verify the cell's adapters against one process with the same base."""
     shape = read_recipe_shape(cell.recipe)
     case = replace(cell.case, tied=shape.tied_embeddings)
     return verify(

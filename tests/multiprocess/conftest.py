@@ -1,4 +1,4 @@
-"""The worker processes that all multi-process tests share."""
+"""The pool of worker processes that all multi-process tests share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from tests.multiprocess.pool import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """`ranks.run(n, function, *arguments)`: results by rank; a group of n workers starts at its
-    first use.
+    """Return the pool that all tests share; `ranks.run(n, function, *arguments)` returns
+    results by rank.
+
+    A group of n workers starts at its first use.
     """
-    # Not to be short of time on a machine that does much else: a hang is found by it too, under the
-    # limit of a test (600 s).
+    # Long enough for a busy machine, and below the limit of a test (600 s), so that it also ends
+    # hangs.
     with RankPool(timeout_seconds=280.0) as pool:
         yield pool

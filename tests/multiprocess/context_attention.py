@@ -1,5 +1,4 @@
-"""Attention over ranks, run on ranks: what `test_context_attention` sends to the workers and what
-it holds the results against.
+"""Attention over ranks and its compute_dense reference, which `test_context_attention` compares.
 
 Legend: B sequences, T tokens, H query heads, K key/value heads, E head_dim.
 """
@@ -30,7 +29,7 @@ RATE = 0.25
 
 @dataclass(frozen=True)
 class Sample:
-    """One attention: sizes, and what holds for its scores."""
+    """Sizes and options of one attention."""
 
     tokens: int = 24
     heads: int = 4
@@ -46,15 +45,15 @@ class Sample:
     dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
-        shown = [
+        changed = [
             f"{name}={value}"
             for name, value in vars(self).items()
             if value != getattr(Sample(), name)
         ]
-        return ",".join(shown) or "plain"
+        return ",".join(changed) or "plain"
 
-    def inputs(self) -> tuple[Tensor, ...]:
-        """q, k, v, sinks, and the gradient of the output."""
+    def draw_inputs(self) -> tuple[Tensor, ...]:
+        """Return q, k, v, sinks, and the gradient of the output."""
         random = torch.Generator().manual_seed(3)
 
         def draw(*shape: int) -> Tensor:
@@ -67,8 +66,10 @@ class Sample:
         return q, k, v, sinks, draw(2, self.heads, self.tokens, self.value_width)
 
     def document_ids(self) -> Tensor | None:
-        """Of many lengths: within a chunk, over several, ending with one; another row has one, or
-        one to each chunk (`broken`).
+        """Return the document of each token, or None.
+
+        Documents of the first row end within a chunk, span several chunks and end with one; the
+        second row is one document or, if `broken`, has short ones.
         """
         if not self.documents:
             return None
@@ -77,18 +78,18 @@ class Sample:
         second = torch.arange(self.tokens) // 3 if self.broken else torch.zeros_like(first)
         return torch.stack((first, second))
 
-    def scores(self, places: Tensor, first_head: int = 0) -> ScoreSettings:
+    def scores(self, positions: Tensor, first_head: int = 0) -> ScoreSettings:
         dropout = (
-            Dropout.from_key(DropoutKey(1, 2, torch.tensor([5, 9])), places, torch.device("cpu"))
+            Dropout.from_key(DropoutKey(1, 2, torch.tensor([5, 9])), positions, torch.device("cpu"))
             if self.dropout
             else None
         )
         return ScoreSettings(0.3, self.soft_cap, dropout, RATE if self.dropout else 0.0, first_head)
 
 
-def dense(sample: Sample) -> list[Tensor]:
-    """Output, dq, dk, dv, dsinks by the plain definition, in float64."""
-    q, k, v, sinks, d_out = (part.double() for part in sample.inputs())
+def compute_dense(sample: Sample) -> list[Tensor]:
+    """Return output, dq, dk, dv, dsinks by the plain definition, in float64."""
+    q, k, v, sinks, d_out = (part.double() for part in sample.draw_inputs())
     leaves = [part.requires_grad_() for part in (q, k, v, sinks)]
     group = sample.heads // sample.kv_heads
     scores = 0.3 * q @ k.repeat_interleave(group, 1).transpose(-1, -2)
@@ -116,8 +117,8 @@ def dense(sample: Sample) -> list[Tensor]:
     return [out.detach(), *gradients]
 
 
-def on_ranks(sample: Sample, method: str) -> list[Tensor]:
-    """The same from all ranks' shares, put together in row order."""
+def compute_on_ranks(sample: Sample, method: str) -> list[Tensor]:
+    """Return the same tensors, computed on all ranks and joined in row order."""
     group = dist.group.WORLD
     assert group is not None
     degree = group.size()
@@ -125,15 +126,17 @@ def on_ranks(sample: Sample, method: str) -> list[Tensor]:
     row = RowChunks.from_documents(
         sample.tokens, count_chunks(method, degree), sample.document_ids()
     )  # type: ignore[arg-type]
-    places = row.token_indices(chunks[dist.get_rank()], torch.device("cpu"))
-    q, k, v, sinks, d_out = sample.inputs()
-    leaves = [part[:, :, places].requires_grad_() for part in (q, k, v)] + [sinks.requires_grad_()]
-    out = _attend(sample, method, leaves, group, row, chunks, places)
-    gradients = torch.autograd.grad(out, leaves[: 3 + sample.sinks], d_out[:, :, places])
+    positions = row.token_indices(chunks[dist.get_rank()], torch.device("cpu"))
+    q, k, v, sinks, d_out = sample.draw_inputs()
+    leaves = [part[:, :, positions].requires_grad_() for part in (q, k, v)] + [
+        sinks.requires_grad_()
+    ]
+    out = _attend(sample, method, leaves, group, row, chunks, positions)
+    gradients = torch.autograd.grad(out, leaves[: 3 + sample.sinks], d_out[:, :, positions])
     results = []
     for part in (out.detach(), *gradients[:3]):
         whole = part.new_zeros(*part.shape[:2], sample.tokens, part.shape[3])
-        whole[:, :, places] = part
+        whole[:, :, positions] = part
         dist.all_reduce(whole)
         results.append(whole)
     for gradient in gradients[3:]:
@@ -149,129 +152,132 @@ def _attend(
     group: Any,
     row: RowChunks,
     chunks: Any,
-    places: Tensor,
+    positions: Tensor,
 ) -> Tensor:
     q, k, v, sinks = leaves
-    how = RowAttentionSettings(
+    settings = RowAttentionSettings(
         group,
         chunks,
         row,
-        sample.scores(places),
+        sample.scores(positions),
         sample.window,
         is_all_gather=method == "all_gather",
         is_explicit=sample.explicit,
     )
     if method != "ulysses":
-        return attend_row(q, k, v, sinks if sample.sinks else None, how)
+        return attend_row(q, k, v, sinks if sample.sinks else None, settings)
     heads = sample.heads // group.size()
     first = heads * dist.get_rank()
     whole = RowChunks.from_documents(sample.tokens, 1, sample.document_ids())
-    how = replace(
-        how,
+    settings = replace(
+        settings,
         group=None,
         chunks=((0,),),
         row=whole,
         scores=sample.scores(torch.arange(sample.tokens), first),
     )
-    mine = sinks[first : first + heads] if sample.sinks else None
-    return exchange_to_tokens(attend_row(*exchange_to_heads((q, k, v), group), mine, how), group)
+    own_sinks = sinks[first : first + heads] if sample.sinks else None
+    return exchange_to_tokens(
+        attend_row(*exchange_to_heads((q, k, v), group), own_sinks, settings), group
+    )
 
 
-def order_on_ranks(method: str) -> list[str]:
-    """What forward and backward issue, compute and wait for, in order; repetitions are told
-    once.
+def record_order(method: str) -> list[str]:
+    """Return the order of sends, computations and waits of forward and backward, repetitions
+    omitted.
     """
-    told: list[str] = []
+    log: list[str] = []
     passes = 0
 
-    class Logged:
+    class LoggedWork:
         def __init__(self, works: list[Any], number: int) -> None:
             self.works = works
             self.number = number
 
         def wait(self) -> None:
-            told.append(f"wait {self.number}")
+            log.append(f"wait {self.number}")
             for work in self.works:
                 work.wait()
 
-    def send(operations: list[Any], original: Any = dist.batch_isend_irecv) -> list[Logged]:
+    def send(operations: list[Any], original: Any = dist.batch_isend_irecv) -> list[LoggedWork]:
         nonlocal passes
-        told.append(f"send {passes}")
+        log.append(f"send {passes}")
         passes += 1
-        return [Logged(original(operations), passes - 1)]
+        return [LoggedWork(original(operations), passes - 1)]
 
     def gather(
         *arguments: Any, original: Any = ring_attention.all_gather_single, **options: Any
-    ) -> Logged:
+    ) -> LoggedWork:
         nonlocal passes
-        first = not told or not told[-1].startswith("send")  # keys and values are one pass
+        first = not log or not log[-1].startswith("send")  # keys and values are one pass
         passes += first
-        told.append(f"send {passes - 1}")
-        return Logged([original(*arguments, **options)], passes - 1)
+        log.append(f"send {passes - 1}")
+        return LoggedWork([original(*arguments, **options)], passes - 1)
 
     def scatter(
         *arguments: Any, original: Any = ring_attention.reduce_scatter_single, **options: Any
     ) -> None:
-        told.append("reduce-scatter")
+        log.append("reduce-scatter")
         original(*arguments, **options)
 
-    def compute(name: str) -> Any:
+    def log_calls(name: str) -> Any:
         original = getattr(CpuFlashKernel, name)
 
-        def logged(self: CpuFlashKernel, *arguments: Any) -> Any:
-            told.append("compute")
+        def log_call(self: CpuFlashKernel, *arguments: Any) -> Any:
+            log.append("compute")
             return original(self, *arguments)
 
-        return patch.object(CpuFlashKernel, name, logged)
+        return patch.object(CpuFlashKernel, name, log_call)
 
     parts = []
     with (
         patch.object(dist, "batch_isend_irecv", send),
         patch.object(ring_attention, "all_gather_single", gather),
         patch.object(ring_attention, "reduce_scatter_single", scatter),
-        compute("forward"),
-        compute("backward"),
+        log_calls("forward"),
+        log_calls("backward"),
     ):
-        out = _own_attention(Sample(), method)
-        parts.append(list(told))
-        told.clear()
+        out = _attend_on_rank(Sample(), method)
+        parts.append(list(log))
+        log.clear()
         out.sum().backward()
-        parts.append(list(told))
+        parts.append(list(log))
     return [", ".join(word for word, _ in groupby(part)) for part in parts]
 
 
-def traffic_on_ranks(sample: Sample, method: str) -> list[dict[str, float]]:
-    """Bytes that a rank sends, by collective, forward and backward."""
+def measure_traffic(sample: Sample, method: str) -> list[dict[str, float]]:
+    """Return bytes that a rank sends, by collective, forward and backward."""
     parts = []
     with CollectiveRecorder() as forward:
-        out = _own_attention(sample, method)
+        out = _attend_on_rank(sample, method)
     with CollectiveRecorder() as backward:
         out.sum().backward()
     for recorder in (forward, backward):
-        sent: dict[str, float] = defaultdict(float)
+        sent_bytes: dict[str, float] = defaultdict(float)
         for call in recorder.collectives:
             if call.kind != "recv":
-                sent[call.kind] += call.sent_bytes
-        parts.append(dict(sent))
+                sent_bytes[call.kind] += call.sent_bytes
+        parts.append(dict(sent_bytes))
     return parts
 
 
-def blocks_on_ranks(sample: Sample) -> int:
-    """How many blocks a rank computes in a forward pass."""
+def count_blocks(sample: Sample) -> int:
+    """Count the blocks that a rank computes in a forward pass."""
     with patch.object(
         CpuFlashKernel, "forward", autospec=True, side_effect=CpuFlashKernel.forward
     ) as forward:
-        _own_attention(sample, "ring")
+        _attend_on_rank(sample, "ring")
     return forward.call_count
 
 
-def _own_attention(sample: Sample, method: str) -> Tensor:
+def _attend_on_rank(sample: Sample, method: str) -> Tensor:
     group = dist.group.WORLD
     assert group is not None
     chunks = assign_chunks(method, group.size())  # type: ignore[arg-type]
-    row = RowChunks.from_documents(sample.tokens, count_chunks(method, group.size()), None)  # type: ignore[arg-type]
-    places = row.token_indices(chunks[dist.get_rank()], torch.device("cpu"))
-    leaves = [part[:, :, places].requires_grad_() for part in sample.inputs()[:3]] + [
+    num_chunks = count_chunks(method, group.size())  # type: ignore[arg-type]
+    row = RowChunks.from_documents(sample.tokens, num_chunks, None)
+    positions = row.token_indices(chunks[dist.get_rank()], torch.device("cpu"))
+    leaves = [part[:, :, positions].requires_grad_() for part in sample.draw_inputs()[:3]] + [
         torch.zeros(sample.heads)
     ]
-    return _attend(sample, method, leaves, group, row, chunks, places)
+    return _attend(sample, method, leaves, group, row, chunks, positions)

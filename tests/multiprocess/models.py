@@ -1,5 +1,6 @@
-"""The small models that multi-process tests verify: widths that ranks do not divide, so every shard
-is uneven somewhere.
+"""Small models for multi-process tests.
+
+The number of ranks does not divide their widths, so that some shards are uneven.
 """
 
 from __future__ import annotations
@@ -39,10 +40,54 @@ QWEN3: dict[str, Any] = {
     "head_dim": 6,
     "max_position_embeddings": 64,
 }
+TENSOR_LLAMA = LLAMA | {"intermediate_size": 28}
+"""LLAMA for up to four tensor ranks, pairs of which share its two key-value heads."""
+_SPARSE_SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    **_SPARSE_SIZES,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    **_SPARSE_SIZES,
+    "head_dim": 8,
+    "sliding_window": 5,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "initializer_range": 0.2,
+}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    **_SPARSE_SIZES,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_nextn_predict_layers": 0,
+}
 
 
-def recipe_of(config: dict[str, Any], **changes: Any) -> Recipe:
-    """A recipe around a model; only what verification reads matters."""
+def build_recipe(config: dict[str, Any], **changes: Any) -> Recipe:
+    """Return a recipe for a model, valid as far as verification reads it."""
     return validate_recipe(
         {
             "model": {"config": config} | changes.pop("model", {}),

@@ -1,4 +1,4 @@
-"""The pool is the verifier's own: what the tests run on is what users run on."""
+"""The pool of the verifier, so that tests run on the same code as users."""
 
 from shardwright.verify.rank_pool import RankPool
 

@@ -1,5 +1,5 @@
-"""A run that trains adapters: saved by themselves, resumed under other layouts, exported to peft's
-files and merged.
+"""A run that trains adapters: saved without the base, resumed under other layouts, exported for
+peft and merged.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype=torch.float32,
         tokenizer=CharacterTokenizer("\n +0123456789="),
     )
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "model": {"path": str(folder / "base")},
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
@@ -82,20 +82,20 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run": {"device": "cpu", "replica_check_every_steps": 1},
     }
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(told))
+    path.write_text(yaml.safe_dump(document))
     return path
 
 
 @pytest.fixture(scope="module")
 def run(ranks: RankPool, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The finished run, each pair of its steps under another layout."""
+    """Finish a run with two steps under each layout of the chain."""
     path = tmp_path_factory.mktemp("adapted") / "run"
     for number, (num_ranks, layout) in enumerate(CHAIN):
         ranks.run(num_ranks, train_some, str(recipe), str(path), layout, 2, number > 0)
     return path
 
 
-def test_every_layout_goes_on_with_the_adapters_of_another(
+def test_every_layout_continues_with_the_adapters_of_another(
     ranks: RankPool, recipe: Path, run: Path, tmp_path: Path
 ) -> None:
     ranks.run(
@@ -110,7 +110,7 @@ def test_every_layout_goes_on_with_the_adapters_of_another(
         assert step.gradient_norm == pytest.approx(other.gradient_norm, rel=2e-4), step.step
 
 
-def test_checkpoints_hold_adapters_and_what_trains_them(run: Path) -> None:
+def test_checkpoints_contain_adapters_and_their_moments_only(run: Path) -> None:
     source = open_model_source(run)
     parts = {spec.name for spec in source.shape.list_parameters() if spec.adapter_part is not None}
     stored = find_checkpoint(run / "checkpoints", LATEST_NAME).manifest.tensors  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_checkpoints_hold_adapters_and_what_trains_them(run: Path) -> None:
     assert moments == parts
 
 
-def test_peft_and_transformers_load_what_is_exported(
+def test_peft_and_transformers_load_the_export(
     run: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft")
@@ -131,8 +131,8 @@ def test_peft_and_transformers_load_what_is_exported(
         shardwright(["export", str(run), "--out", str(tmp_path / "adapters"), "--json"])
         == ExitCode.DONE
     )
-    told = json.loads(capsys.readouterr().out)
-    assert (told["dtype"], told["held_against"], told["checked"]) == ("fp32", "peft", True)
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["dtype"], summary["held_against"], summary["checked"]) == ("fp32", "peft", True)
     assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -149,39 +149,37 @@ def test_peft_and_transformers_load_what_is_exported(
         )
         texts.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["text"])
     assert texts[0] == texts[1]
-    # What was exported begins a run where this one ended.
+    # A run that starts from the export continues where this one ended.
     words = [
         "adapters={path: " + str(tmp_path / "adapters") + "}",
         "training.max_steps=1",
         f"run.dir={tmp_path / 'next'}",
     ]
     train(load_recipe(recipe, words))
-    (first,), of_base = (
-        select_surviving_steps(read_events(tmp_path / "next")),
-        select_surviving_steps(read_events(run))[0],
-    )
-    assert first.loss < of_base.loss - 0.02  # the same batch
+    (first,) = select_surviving_steps(read_events(tmp_path / "next"))
+    first_of_base = select_surviving_steps(read_events(run))[0]
+    assert first.loss < first_of_base.loss - 0.02  # the same batch
 
 
 def test_a_wrong_merge_is_refused(run: Path) -> None:
     source = open_model_source(run)
     assert check_merged_logits(source, merge_adapters(source)) < 1e-5
-    left_out = patch(
+    unmerged = patch(
         "shardwright.inference.adapter_export.merge_adapter",
         lambda weight, *_arguments, **_named: weight,
     )
-    with left_out, pytest.raises(CheckFailed, match="unmerged"):
+    with unmerged, pytest.raises(CheckFailed, match="unmerged"):
         check_merged_logits(source, merge_adapters(source))
     assert source.shape.adapters is not None
-    halved = replace(
+    half_merged = replace(
         source, shape=replace(source.shape, adapters=replace(source.shape.adapters, alpha=3.0))
     )
     with pytest.raises(CheckFailed, match="unmerged"):
-        check_merged_logits(source, merge_adapters(halved))
+        check_merged_logits(source, merge_adapters(half_merged))
 
 
-def losses_in_bf16(recipe: str, folder: str, layout: str) -> None:
-    """Two steps of DoRA in bf16 on these ranks, whose process group stays."""
+def train_dora_in_bf16(recipe: str, folder: str, layout: str) -> None:
+    """Train two steps of DoRA in bf16 on these ranks and keep their process group."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     changes = [
         f"run.dir={folder}",
@@ -201,11 +199,11 @@ def losses_in_bf16(recipe: str, folder: str, layout: str) -> None:
 @pytest.mark.parametrize(
     "layout", ["dp_shard=2,zero_stage=3", "dp_shard=2,zero_stage=1", "tp=2", "dp_replicate=2"]
 )
-def test_in_bf16_frozen_and_trained_weights_of_two_precisions_train_together(
+def test_bf16_runs_of_several_ranks_match_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path, layout: str
 ) -> None:
-    ranks.run(1, losses_in_bf16, str(recipe), str(tmp_path / "one"), "dp_replicate=1")
-    ranks.run(2, losses_in_bf16, str(recipe), str(tmp_path / "two"), layout)
+    ranks.run(1, train_dora_in_bf16, str(recipe), str(tmp_path / "one"), "dp_replicate=1")
+    ranks.run(2, train_dora_in_bf16, str(recipe), str(tmp_path / "two"), layout)
     one, two = (select_surviving_steps(read_events(tmp_path / name)) for name in ("one", "two"))
     assert len(two) == 2
     for step, other in zip(two, one, strict=True):
@@ -214,13 +212,13 @@ def test_in_bf16_frozen_and_trained_weights_of_two_precisions_train_together(
 
 def test_another_base_is_refused(run: Path, recipe: Path) -> None:
     base = recipe.parent / "base"
-    kept = (base / "model.safetensors").read_bytes()
+    original = (base / "model.safetensors").read_bytes()
     try:
-        (base / "model.safetensors").write_bytes(kept[:-4] + b"\x00\x00\x00\x3f")
+        (base / "model.safetensors").write_bytes(original[:-4] + b"\x00\x00\x00\x3f")
         with pytest.raises(CheckpointError, match="not the base weights"):
             open_model_source(run)
     finally:
-        (base / "model.safetensors").write_bytes(kept)
+        (base / "model.safetensors").write_bytes(original)
     assert (
         load_decoder(open_model_source(run), device=torch.device("cpu"), dtype=torch.float32)
         is not None

@@ -1,6 +1,4 @@
-"""A real trained model (outside data) trains on under each cut with the losses of one process, step
-by step.
-"""
+"""A trained model (outside data) continues under each layout with the train of one process."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.data
 STEPS = 20
 
 
-def recipe_of(folder: Path, layout: str, cache: Path) -> dict[str, Any]:
+def build_recipe(folder: Path, layout: str, cache: Path) -> dict[str, Any]:
     return {
         "model": {"path": str(folder / "models" / "babyllama105")},
         "data": {
@@ -48,24 +46,24 @@ def recipe_of(folder: Path, layout: str, cache: Path) -> dict[str, Any]:
     }
 
 
-def losses(document: dict[str, Any]) -> list[float]:
-    """Training losses of the first steps, as the trainer computes them."""
+def train(document: dict[str, Any]) -> list[float]:
+    """Training train of the first steps, as the trainer computes them."""
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    checked = validate_run(validate_recipe(document), world_size)
+    run = validate_run(validate_recipe(document), world_size)
     device = torch.device("cpu")
-    state = build_state(checked, device)
-    recipe = checked.recipe
-    batch = checked.plan.batch
-    order = SampleOrder(recipe.seed, len(checked.data.train))
-    data_rank = RankGrid(checked.plan.layout).data_rank(rank)
-    found = []
+    state = build_state(run, device)
+    recipe = run.recipe
+    batch = run.plan.batch
+    order = SampleOrder(recipe.seed, len(run.data.train))
+    data_rank = RankGrid(run.plan.layout).data_rank(rank)
+    step_losses = []
     for step in range(STEPS):
-        micro_batches = read_step_micro_batches(checked.data.train, order, batch, step, data_rank)
-        found.append(
+        micro_batches = read_step_micro_batches(run.data.train, order, batch, step, data_rank)
+        step_losses.append(
             accumulate_gradients(state.model, micro_batches, seed=recipe.seed, step=step).mean()
         )
         rate = compute_learning_rate(
-            step, recipe.training, checked.total_steps, batch.global_batch_size
+            step, recipe.training, run.total_steps, batch.global_batch_size
         )
         update_parameters(
             state.model,
@@ -73,7 +71,7 @@ def losses(document: dict[str, Any]) -> list[float]:
             learning_rate=rate,
             max_grad_norm=recipe.training.max_grad_norm,
         )
-    return found
+    return step_losses
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +80,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: RankPool, outside_data: Path, cache: Path) -> list[float]:
-    return list(ranks.run(1, losses, recipe_of(outside_data, "", cache))[0])
+def expected(ranks: RankPool, outside_data: Path, cache: Path) -> list[float]:
+    return list(ranks.run(1, train, build_recipe(outside_data, "", cache))[0])
 
 
 @pytest.mark.parametrize(
@@ -100,9 +98,9 @@ def alone(ranks: RankPool, outside_data: Path, cache: Path) -> list[float]:
     ],
 )
 def test_losses_are_those_of_one_process(
-    ranks: RankPool, outside_data: Path, cache: Path, alone: list[float], layout: str
+    ranks: RankPool, outside_data: Path, cache: Path, expected: list[float], layout: str
 ) -> None:
     num_ranks = 4 if layout in ("tp=4", "tp=2,pp=2") else 2
-    assert alone[-1] < alone[0] - 0.3  # it learns, so agreeing is not standing still
-    for found in ranks.run(num_ranks, losses, recipe_of(outside_data, layout, cache)):
-        assert found == pytest.approx(alone, rel=1e-4)
+    assert expected[-1] < expected[0] - 0.3  # the train fall, so they are not equal by not changing
+    for step_losses in ranks.run(num_ranks, train, build_recipe(outside_data, layout, cache)):
+        assert step_losses == pytest.approx(expected, rel=1e-4)

@@ -1,5 +1,5 @@
-"""Saving on a thread: what is saved is what was there when `save` was called; failures are told, on
-every rank.
+"""Saving on a thread: the checkpoint has the values at the call of `save`; every rank reports a
+failure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.multiprocess.test_checkpoint_failures import FullDisk
 
 
 class WaitingDisk(Disk):
-    """Writes nothing until it is told to."""
+    """Disk that writes nothing until the event is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -55,7 +55,7 @@ def train_while_saving(root: str) -> None:
     assert torch.equal(old["shared"], torch.arange(5.0))
 
 
-def fail_in_the_background(root: str) -> str:
+def fail_in_background(root: str) -> str:
     rank = dist.get_rank()
     saver = BackgroundSaver(disk=FullDisk(10) if rank == 1 else LOCAL_DISK)
     saver.save(root, 1, {f"w{rank}": torch.zeros(100)}, {})
@@ -65,14 +65,14 @@ def fail_in_the_background(root: str) -> str:
     return str(caught.value)
 
 
-def test_training_goes_on_while_a_save_is_written(ranks: RankPool, tmp_path: Path) -> None:
+def test_training_continues_while_a_save_is_written(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, train_while_saving, str(tmp_path))
 
 
 def test_a_failure_is_raised_by_the_next_call_on_every_rank(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    first, second = ranks.run(2, fail_in_the_background, str(tmp_path))
+    first, second = ranks.run(2, fail_in_background, str(tmp_path))
     assert first == second
     assert "rank 1: No space left" in first
     assert list(tmp_path.iterdir()) == []
@@ -91,29 +91,27 @@ def test_one_process_saves_in_the_background(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def held_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Nothing is copied before this event."""
+def copy_event(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Block copies until this event is set."""
     go = threading.Event()
-    take = HostBuffer.copy_tensors
+    copy_tensors = HostBuffer.copy_tensors
 
     def wait(copy: HostBuffer, *arguments: Any, **options: Any) -> list[torch.Tensor]:
         assert go.wait(250)
-        return take(copy, *arguments, **options)
+        return copy_tensors(copy, *arguments, **options)
 
     monkeypatch.setattr(HostBuffer, "copy_tensors", wait)
     return go
 
 
-def test_the_copy_is_made_while_the_training_goes_on(
-    tmp_path: Path, held_copy: threading.Event
-) -> None:
+def test_the_copy_overlaps_with_training(tmp_path: Path, copy_event: threading.Event) -> None:
     saver = BackgroundSaver()
     tensor = torch.ones(3)
     saver.save(tmp_path, 1, {"x": tensor}, {})  # returns, though nothing is copied yet
     waiting = threading.Thread(target=saver.wait_for_copy)
     waiting.start()
     assert waiting.is_alive()
-    held_copy.set()
+    copy_event.set()
     waiting.join()
     tensor.zero_()
     saved = saver.close()
@@ -123,21 +121,22 @@ def test_the_copy_is_made_while_the_training_goes_on(
 
 
 def test_a_tensor_that_changes_before_it_is_copied_fails_the_save(
-    tmp_path: Path, held_copy: threading.Event
+    tmp_path: Path, copy_event: threading.Event
 ) -> None:
     saver = BackgroundSaver()
     tensor = torch.ones(3)
     saver.save(tmp_path, 1, {"x": tensor}, {})
     tensor.add_(1)
-    held_copy.set()
+    copy_event.set()
     with pytest.raises(SaveFailed, match="changed while it was copied"):
         saver.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def save_as_it_changes(root: str) -> list[str]:
-    """Three saves: the second holds what the first held, the third does not, on one rank alone.
-    Then values that disagree.
+def save_changing_tensors(root: str) -> list[str]:
+    """Save three times, then with values that differ between ranks.
+
+    The second save has the tensors of the first; the third has another shape on one rank.
     """
     rank = dist.get_rank()
     saver = BackgroundSaver()
@@ -156,10 +155,10 @@ def save_as_it_changes(root: str) -> list[str]:
     return [str(caught.value), *sorted(path.name for path in Path(root).iterdir())]
 
 
-def test_who_writes_what_is_agreed_again_when_it_changes_and_values_are_merged(
+def test_writers_are_assigned_again_when_tensors_change_and_values_are_merged(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    first, second = ranks.run(2, save_as_it_changes, str(tmp_path))
+    first, second = ranks.run(2, save_changing_tensors, str(tmp_path))
     assert first == second
     assert first[0] == "ranks disagree about values.counts.shared: 0, on rank 1 1"
     assert first[1:] == ["latest", "step-00000001", "step-00000002", "step-00000003"]

@@ -1,5 +1,5 @@
-"""A save that fails on one rank fails on all and harms nothing; a load that does not fit is refused
-before it touches a tensor.
+"""A save that fails on one rank fails on all and leaves no trace; a load that does not fit
+changes no tensor.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from tests.multiprocess.pool import RankPool
 
 
 class FullDisk(Disk):
-    """No space is left after so many bytes."""
+    """Disk without space after `space_bytes`."""
 
-    def __init__(self, room_bytes: int) -> None:
-        self.room_bytes = room_bytes
+    def __init__(self, space_bytes: int) -> None:
+        self.space_bytes = space_bytes
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        self.room_bytes -= len(data)
-        if self.room_bytes < 0:
+        self.space_bytes -= len(data)
+        if self.space_bytes < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().write(descriptor, data)
 
 
-class DeadlyDisk(Disk):
-    """Kills the process at its first sync of a file."""
+class KillingDisk(Disk):
+    """Disk that kills the process at its first sync of a file."""
 
     def sync(self, descriptor: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def tensors_of(step: int, rank: int) -> dict[str, torch.Tensor]:
+def build_tensors(step: int, rank: int) -> dict[str, torch.Tensor]:
     return {
         f"stage{rank}.w": torch.full((64, 8), float(step)),
         "shared": torch.full((9,), float(step)),
@@ -50,26 +50,24 @@ def tensors_of(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def save_with_faults(root: str) -> list[str]:
-    """A good save, then ones that fail in different ways on one rank; then a good one. The
-    messages.
-    """
+    """Save, fail in several ways on one rank, save again; return the messages of the failures."""
     rank = dist.get_rank()
-    save_checkpoint(root, 1, tensors_of(1, rank), {})
+    save_checkpoint(root, 1, build_tensors(1, rank), {})
     attempts = {
         "full in the shard, rank 1": (
-            tensors_of(2, rank),
+            build_tensors(2, rank),
             {},
             2,
             FullDisk(100) if rank == 1 else LOCAL_DISK,
         ),
         "full in the shard, rank 0": (
-            tensors_of(2, rank),
+            build_tensors(2, rank),
             {},
             2,
             FullDisk(100) if rank == 0 else LOCAL_DISK,
         ),
         "full in the manifest": (
-            tensors_of(2, rank),
+            build_tensors(2, rank),
             {},
             2,
             FullDisk(2700) if rank == 0 else LOCAL_DISK,
@@ -83,7 +81,7 @@ def save_with_faults(root: str) -> list[str]:
         ),
         "value": ({}, {"loss": float("nan") if rank == 1 else 0.0}, 2, LOCAL_DISK),
         "shape": ({"x": torch.zeros(2 + rank)}, {}, 2, LOCAL_DISK),
-        "step": (tensors_of(2, rank), {}, 2 + rank, LOCAL_DISK),
+        "step": (build_tensors(2, rank), {}, 2 + rank, LOCAL_DISK),
     }
     messages = []
     for name, (tensors, values, step, disk) in attempts.items():
@@ -94,7 +92,7 @@ def save_with_faults(root: str) -> list[str]:
         dist.barrier()
         assert sorted(os.listdir(root)) == ["latest", "step-00000001"], name
         dist.barrier()
-    save_checkpoint(root, 2, tensors_of(2, rank), {})
+    save_checkpoint(root, 2, build_tensors(2, rank), {})
     return messages
 
 
@@ -123,7 +121,7 @@ def test_a_failed_save_fails_on_all_ranks_and_leaves_nothing(
 
 def load_with_faults(root: str) -> list[str]:
     rank = dist.get_rank()
-    good = tensors_of(0, rank)
+    good = build_tensors(0, rank)
     wrong: list[dict[str, torch.Tensor]] = [
         good if rank == 0 else {"shared": good["shared"]},
         good | ({"more": torch.zeros(1)} if rank == 1 else {}),
@@ -141,7 +139,7 @@ def load_with_faults(root: str) -> list[str]:
 
 
 def save_once(root: str, step: int) -> None:
-    save_checkpoint(root, step, tensors_of(step, dist.get_rank()), {"step": step})
+    save_checkpoint(root, step, build_tensors(step, dist.get_rank()), {"step": step})
 
 
 def test_a_load_that_does_not_fit_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
@@ -163,7 +161,7 @@ def fall_back(root: str) -> tuple[int, list[str], dict[str, int]]:
     rank = dist.get_rank()
     found = find_newest_checkpoint(root)
     assert found is not None
-    tensors = tensors_of(0, rank)
+    tensors = build_tensors(0, rank)
     values = load_checkpoint(found, tensors)
     assert all(bool((tensor == found.step).all()) for tensor in tensors.values())
     return found.step, [str(refused) for refused in found.refused], values
@@ -184,7 +182,7 @@ def test_all_ranks_fall_back_to_the_same_checkpoint(ranks: RankPool, tmp_path: P
 def die_in_a_save(root: str, dying: int) -> None:
     rank = dist.get_rank()
     save_checkpoint(
-        root, 2, tensors_of(2, rank), {}, disk=DeadlyDisk() if rank == dying else LOCAL_DISK
+        root, 2, build_tensors(2, rank), {}, disk=KillingDisk() if rank == dying else LOCAL_DISK
     )
 
 
@@ -194,10 +192,10 @@ def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint(
 ) -> None:
     ranks.run(2, save_once, str(tmp_path), 1)
     with (
-        RankPool() as mortal,
+        RankPool() as pool,
         pytest.raises(RankFailed, match=f"rank {dying} of 2 was killed by SIGKILL"),
     ):
-        mortal.run(2, die_in_a_save, str(tmp_path), dying)
+        pool.run(2, die_in_a_save, str(tmp_path), dying)
     assert ranks.run(2, fall_back, str(tmp_path))[0][0] == 1
     ranks.run(2, save_once, str(tmp_path), 2)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001", "step-00000002"]

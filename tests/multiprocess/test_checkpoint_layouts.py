@@ -1,5 +1,5 @@
-"""A checkpoint written under one layout opens under any other, bit-equal: all ordered pairs of
-layouts of one to four ranks.
+"""A checkpoint written under one layout loads under any other, bit-equal: all ordered pairs of
+layouts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.multiprocess.pool import RankPool
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "embedding": ((50, 12), torch.float32),
     "odd": ((7, 5), torch.bfloat16),
-    "short": ((2, 9), torch.float64),  # fewer rows than ranks: some hold nothing
+    "short": ((2, 9), torch.float64),  # fewer rows than ranks: some shards are empty
     "norm": ((13,), torch.float32),
     "stack": ((3, 4, 6), torch.float16),
     "count": ((), torch.int64),
@@ -46,67 +46,66 @@ LAYOUTS: dict[str, tuple[int, tuple[int, ...], tuple[Placement, ...] | None]] = 
 }
 
 
-def value_of(name: str) -> torch.Tensor:
-    """The same tensor on every rank of every layout."""
+def build_value(name: str) -> torch.Tensor:
+    """Return the same tensor on every rank of every layout."""
     shape, dtype = SHAPES[name]
     generator = torch.Generator().manual_seed(sorted(SHAPES).index(name))
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype)
 
 
 @cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """One mesh per shape and worker: the groups of a mesh hold threads and sockets until the
+def get_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """Return one mesh per shape and worker, because groups use threads and sockets until the
     process ends.
     """
     return init_device_mesh("cpu", shape)
 
 
-def laid_out(layout: str, *, blank: bool) -> dict[str, torch.Tensor]:
-    """Every tensor under a layout, with its values or with zeros."""
+def distribute_tensors(layout: str, *, blank: bool) -> dict[str, torch.Tensor]:
+    """Return every tensor under a layout, with its values or with zeros."""
     _, mesh_shape, placements = LAYOUTS[layout]
     tensors = {
-        name: torch.zeros_like(value_of(name)) if blank else value_of(name) for name in SHAPES
+        name: torch.zeros_like(build_value(name)) if blank else build_value(name) for name in SHAPES
     }
     if placements is None:
         return tensors
-    mesh = mesh_of(mesh_shape)
+    mesh = get_mesh(mesh_shape)
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         fitted = [
             p if isinstance(p, Replicate) or p.dim < tensor.dim() else Replicate()
             for p in placements
         ]
-        result[name] = distribute_tensor(
-            tensor, mesh, fitted, src_data_rank=None
-        )  # cut locally: uneven strided cuts work so
+        # Sharded locally, which uneven strided shards need.
+        result[name] = distribute_tensor(tensor, mesh, fitted, src_data_rank=None)
     return result
 
 
-def local_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds, bit by bit."""
+def read_local_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of this rank's part."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.contiguous().view(-1).view(torch.uint8)
 
 
 def save_under(root: str, layout: str) -> None:
     saved = save_checkpoint(
-        root, 7, laid_out(layout, blank=False), {"layout": layout, "cursor": 2**60}
+        root, 7, distribute_tensors(layout, blank=False), {"layout": layout, "cursor": 2**60}
     )
     assert saved.path.is_dir()
 
 
 def load_under(root: str, layout: str, written_by: str) -> None:
-    tensors = laid_out(layout, blank=True)
+    tensors = distribute_tensors(layout, blank=True)
     values = load_checkpoint(Path(root) / "step-00000007", tensors)
     assert values == {"layout": written_by, "cursor": 2**60}
-    wanted = laid_out(layout, blank=False)
+    expected = distribute_tensors(layout, blank=False)
     for name, tensor in tensors.items():
-        assert torch.equal(local_bytes(tensor), local_bytes(wanted[name])), name
+        assert torch.equal(read_local_bytes(tensor), read_local_bytes(expected[name])), name
 
 
 @pytest.fixture(scope="module")
 def written(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One root per layout."""
+    """Return a folder of checkpoints by layout."""
     roots = {layout: tmp_path_factory.mktemp(layout) for layout in LAYOUTS}
     for layout, root in roots.items():
         ranks.run(LAYOUTS[layout][0], save_under, str(root), layout)
@@ -115,19 +114,21 @@ def written(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.mark.parametrize("reading", LAYOUTS)
 @pytest.mark.parametrize("writing", LAYOUTS)
-def test_any_layout_opens_under_any_other(
+def test_any_layout_loads_under_any_other(
     ranks: RankPool, written: dict[str, Path], writing: str, reading: str
 ) -> None:
     ranks.run(LAYOUTS[reading][0], load_under, str(written[writing]), reading, writing)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_copy_is_written_twice_and_every_rank_takes_its_share(
+def test_replicas_are_written_once_and_ranks_share_the_work(
     written: dict[str, Path], layout: str
 ) -> None:
     folder = written[layout] / "step-00000007"
     manifest = read_manifest(folder)
-    data_bytes = sum(value_of(name).numel() * value_of(name).element_size() for name in SHAPES)
+    data_bytes = sum(
+        build_value(name).numel() * build_value(name).element_size() for name in SHAPES
+    )
     header_bytes = sum(
         8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors")
     )
@@ -137,8 +138,7 @@ def test_no_copy_is_written_twice_and_every_rank_takes_its_share(
     )
     num_ranks = LAYOUTS[layout][0]
     assert len(list(folder.glob("*.safetensors"))) == num_ranks
-    # 3,018 bytes in all; the largest tensor that a rank may have to write alone is a part of the
-    # embedding.
+    # 3,018 bytes in all; the largest tensor of one writer is a part of the embedding.
     sizes = {
         path.name: path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little")
         for path in folder.glob("*.safetensors")
@@ -147,15 +147,15 @@ def test_no_copy_is_written_twice_and_every_rank_takes_its_share(
     assert max(sizes.values()) <= max(data_bytes / num_ranks * 1.3, largest)
 
 
-def save_a_pipeline(root: str) -> None:
-    """Ranks that name different tensors, and one that both name."""
+def save_pipeline(root: str) -> None:
+    """Save tensors of different names on each rank, and one of the same name."""
     rank = dist.get_rank()
     save_checkpoint(
         root, 1, {f"stage{rank}": torch.full((4,), float(rank)), "shared": torch.arange(6)}, {}
     )
 
 
-def load_a_pipeline_swapped(root: str) -> None:
+def load_swapped_pipeline(root: str) -> None:
     rank = dist.get_rank()
     tensors = {f"stage{1 - rank}": torch.zeros(4), "shared": torch.zeros(6, dtype=torch.int64)}
     load_checkpoint(Path(root) / "step-00000001", tensors)
@@ -164,15 +164,15 @@ def load_a_pipeline_swapped(root: str) -> None:
 
 
 def test_ranks_may_name_different_tensors(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, save_a_pipeline, str(tmp_path))
-    ranks.run(2, load_a_pipeline_swapped, str(tmp_path))
+    ranks.run(2, save_pipeline, str(tmp_path))
+    ranks.run(2, load_swapped_pipeline, str(tmp_path))
 
 
 def check_boxes_against_torch() -> None:
-    """Our arithmetic of cuts against what torch itself puts on a rank, element by element."""
+    """Compare our boxes with torch's shards, element by element."""
     from shardwright.checkpoint.local_tensors import describe_local_tensor
 
-    mesh = mesh_of((2, 2))
+    mesh = get_mesh((2, 2))
     cases = [
         (Shard(0), Shard(0)),
         (Shard(1), Shard(0)),
@@ -200,5 +200,5 @@ def check_boxes_against_torch() -> None:
                 )
 
 
-def test_boxes_are_what_torch_holds(ranks: RankPool) -> None:
+def test_boxes_equal_the_shards_of_torch(ranks: RankPool) -> None:
     ranks.run(4, check_boxes_against_torch)

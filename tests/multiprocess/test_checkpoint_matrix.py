@@ -1,8 +1,7 @@
-"""A checkpoint of any layout opens under any other, bit by bit: what the descriptors say a rank
-holds, saved and loaded.
+"""A checkpoint of any layout loads under any other, bit by bit.
 
-The tensors are made up, so the layouts need not be able to train; who holds what of them is
-`placement.place`'s answer.
+The tensors are random, so the layouts need not be able to train; `build_parameter_layouts`
+defines each rank's part.
 """
 
 from __future__ import annotations
@@ -68,41 +67,45 @@ MODELS = {"dense": DENSE, "sparse": SPARSE}
 
 
 @cache
-def shape_of(model: str) -> ModelShape:
+def read_shape(model: str) -> ModelShape:
     return read_config(MODELS[model])
 
 
 @cache
-def value_of(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The whole tensor of a name, the same on every rank: random bits where the dtype has no
-    forbidden ones.
+def build_value(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the whole tensor of a name, the same on every rank: random bits where every bit
+    pattern of the dtype is valid.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def parts_of(layout: Layout, *, blank: bool) -> dict[str, ParameterShard]:
-    """Weights and a moment of both models as this rank holds them, with their values or with
+def build_shards(layout: Layout, *, blank: bool) -> dict[str, ParameterShard]:
+    """Return this rank's weights and one moment of both models, with their values or with
     zeros.
     """
     here = RankGrid(layout).coordinates(dist.get_rank() if layout.world_size > 1 else 0)
     parts: dict[str, ParameterShard] = {}
     for model in MODELS:
-        shape = shape_of(model)
-        for name, described in build_parameter_layouts(
+        shape = read_shape(model)
+        for name, layout_of_parameter in build_parameter_layouts(
             shape, layout, partition_stages(shape, layout, SEQUENCE_LENGTH)
         ).items():
-            boxes = compute_local_boxes(described, layout, here)
-            if here["pp"] not in described.pp_ranks:
+            boxes = compute_local_boxes(layout_of_parameter, layout, here)
+            if here["pp"] not in layout_of_parameter.pp_ranks:
                 continue
             for kind, dtype in (("weight", torch.bfloat16), ("exp_avg", torch.float32)):
                 key = f"{model}.{name}.{kind}"
-                local = torch.zeros(compute_local_shape(described, layout, here), dtype=dtype)
+                local = torch.zeros(
+                    compute_local_shape(layout_of_parameter, layout, here), dtype=dtype
+                )
                 for box in boxes if not blank else ():
                     narrow(local, box.local_bounds).copy_(
-                        narrow(value_of(key, described.shape, dtype), box.global_bounds)
+                        narrow(
+                            build_value(key, layout_of_parameter.shape, dtype), box.global_bounds
+                        )
                     )
-                parts[key] = ParameterShard(local, described.shape, boxes)
+                parts[key] = ParameterShard(local, layout_of_parameter.shape, boxes)
     return parts
 
 
@@ -113,17 +116,17 @@ def narrow(tensor: torch.Tensor, bounds: tuple[tuple[int, int], ...]) -> torch.T
 
 
 def save_under(root: str, name: str) -> None:
-    save_checkpoint(root, 3, parts_of(LAYOUTS[name], blank=False), {"layout": name})
+    save_checkpoint(root, 3, build_shards(LAYOUTS[name], blank=False), {"layout": name})
 
 
 def load_each(roots: dict[str, str], reading: str) -> None:
-    """Every root's checkpoint under one layout, each into fresh zeros."""
-    wanted = parts_of(LAYOUTS[reading], blank=False)
+    """Load every root's checkpoint under one layout, each into new zeros."""
+    expected = build_shards(LAYOUTS[reading], blank=False)
     for writing, root in roots.items():
-        parts = parts_of(LAYOUTS[reading], blank=True)
+        parts = build_shards(LAYOUTS[reading], blank=True)
         assert load_checkpoint(Path(root) / "step-00000003", parts) == {"layout": writing}
         for key, part in parts.items():
-            assert part.local.view(torch.uint8).equal(wanted[key].local.view(torch.uint8)), (
+            assert part.local.view(torch.uint8).equal(expected[key].local.view(torch.uint8)), (
                 f"{key}: {writing} under {reading}"
             )
 
@@ -140,21 +143,19 @@ SHORT = (
     "ep-4",
     "pp-tp-ep-8",
 )
-"""Ten of them, a hundred ordered pairs; all of them are part of the long suite."""
+"""Ten layouts, a hundred ordered pairs; the long suite runs all layouts."""
 
 
 def write_each(
     ranks: RankPool, names: Iterable[str], factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """A root by layout."""
+    """Save under each layout and return its folder by name."""
     roots = {}
     for name in names:
         layout = LAYOUTS[name]
-        for model in (
-            MODELS
-        ):  # a dense model's tensors lie well under ep, too, though nobody would train it so
+        for model in MODELS:  # a dense model loads under ep too, although no run would use it
             check_layout(
-                shape_of(model),
+                read_shape(model),
                 layout if model == "sparse" else replace(layout, ep=1),
                 SEQUENCE_LENGTH,
             )
@@ -174,7 +175,7 @@ def written_by_all(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("reading", SHORT)
-def test_every_layouts_checkpoint_opens_under(
+def test_the_checkpoint_of_every_layout_loads(
     ranks: RankPool, written: dict[str, str], reading: str
 ) -> None:
     ranks.run(LAYOUTS[reading].world_size, load_each, written, reading)

@@ -1,5 +1,5 @@
-"""A run that changes its layout at every checkpoint goes on as if it had not: the same losses, each
-sample once, in order.
+"""A run that changes its layout at every checkpoint has the losses and the sample order of a
+run that does not.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ CHAIN = [
     (4, "tp=2,dp_replicate=2"),
     (2, "dp_replicate=2"),
 ]
-"""Ranks and layout, two steps each: every one resumes what another one saved."""
+"""Ranks and layout of two steps each; every one resumes from the checkpoint of the one before.
+"""
 STEPS = 2 * len(CHAIN)
 BATCH = 8
 
 
 class StopAfter(StopRequest):
-    """Asks for a stop when it has been looked at so many times: once a step."""
+    """Request a stop after so many checks, one per step."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "seed": 1,
         "model": {"config": {"model_type": "mixtral"} | sizes | heads | experts},
         "tokenizer": {"kind": "character"},
@@ -85,15 +86,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run": {"device": "cpu", "replica_check_every_steps": 1},
     }
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(told))
+    path.write_text(yaml.safe_dump(document))
     return path
 
 
 def train_some(
     recipe: str, folder: str, layout: str, steps: int, resume: bool, *changes: str
 ) -> None:
-    """Some steps of the run on these ranks, whose process group stays; `changes` as `--set` has
-    them.
+    """Train some steps on these ranks and keep their process group; `changes` are values of
+    `--set`.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with mock.patch.object(dist, "destroy_process_group"), suppress(Preempted):
@@ -105,7 +106,7 @@ def train_some(
         )
 
 
-def test_every_step_under_another_layout_is_the_step_of_the_whole_run(
+def test_steps_under_changing_layouts_equal_those_of_one_layout(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:
     ranks.run(
@@ -136,11 +137,11 @@ BALANCED = "model.config=" + json.dumps(
 
 
 @pytest.mark.parametrize("change", [FP16, BALANCED], ids=["loss scale", "balance biases"])
-def test_what_moves_beside_the_weights_goes_on_under_another_layout(
+def test_state_beside_the_weights_continues_under_another_layout(
     ranks: RankPool, recipe: Path, tmp_path: Path, change: str
 ) -> None:
-    """fp16's loss scale and what it has counted, and the biases that balance routers: those of the
-    run that stayed.
+    """The state of fp16's loss scaler and the balance biases equal those of a run under one
+    layout.
     """
     chain = [(2, "dp_shard=2,ep=2,zero_stage=1"), (2, "tp=2"), (1, "dp_replicate=1")]
     changes = [change, f"training.max_steps={2 * len(chain)}"]

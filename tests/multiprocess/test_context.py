@@ -1,5 +1,5 @@
-"""Context parallelism through the whole engine: methods, ZeRO stages and kinds of attention against
-one process.
+"""Context parallelism in the whole engine against one process: methods, ZeRO stages, kinds of
+attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwright.model import KeyValueCache
 from shardwright.train.step import accumulate_gradients
 from shardwright.verify.cases import VerificationCase
 from shardwright.verify.verification import verify
-from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
+from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import SEED, TOKENS, build, distance, micro_batches
 
@@ -64,7 +64,7 @@ MODELS = {
 
 
 class Cell(NamedTuple):
-    """A model under a layout in one way of computing."""
+    """Model, layout and case."""
 
     model: str
     layout: Layout
@@ -74,72 +74,72 @@ class Cell(NamedTuple):
         return f"{self.model}-{self.layout}-{self.case}"
 
 
-def cell(model: str, method: Any, case: VerificationCase, **degrees: Any) -> Cell:
+def build_cell(model: str, method: Any, case: VerificationCase, **degrees: Any) -> Cell:
     return Cell(model, Layout(**{"cp": 2, "cp_method": method, **degrees}), case)
 
 
-SOME = [
-    # Every method, stage, number of ranks and kind of attention; `LONG` has their products.
-    cell("llama", "ring", DOCUMENTS, zero_stage=2),
-    cell("llama", "all_gather", SELECTIVE),
-    cell("llama", "ulysses", DROPPING, cp=4),
-    cell("llama", "ring", DROPPING, cp=4, zero_stage=3),
-    cell("llama", "all_gather", DOCUMENTS, cp=3, zero_stage=1),
-    cell("llama", "ulysses", DOCUMENTS, dp_shard=2, zero_stage=1),
-    cell("llama", "ring", PLAIN, dp_replicate=2),
-    cell("llama", "all_gather", DROPPING, dp_replicate=2, zero_stage=3),
-    cell("gpt2", "ring", SELECTIVE),
-    cell("gpt2", "ulysses", DROPPING, zero_stage=3),
-    cell("mistral", "all_gather", PLAIN, zero_stage=2),
-    cell("gemma2", "ring", SELECTIVE, zero_stage=1),
-    cell("gemma2", "ulysses", PLAIN),
-    cell("longrope", "ring", DOCUMENTS),
-    cell("even", "ring", DROPPING, tp=2),
-    cell("even", "ulysses", DROPPING, tp=2, sequence_parallel=False),
-    cell("even", "all_gather", DOCUMENTS, pp=2),
+CELLS = [
+    # Every method, stage, number of ranks and kind of attention; `LONG` has their combinations.
+    build_cell("llama", "ring", DOCUMENTS, zero_stage=2),
+    build_cell("llama", "all_gather", SELECTIVE),
+    build_cell("llama", "ulysses", DROPPING, cp=4),
+    build_cell("llama", "ring", DROPPING, cp=4, zero_stage=3),
+    build_cell("llama", "all_gather", DOCUMENTS, cp=3, zero_stage=1),
+    build_cell("llama", "ulysses", DOCUMENTS, dp_shard=2, zero_stage=1),
+    build_cell("llama", "ring", PLAIN, dp_replicate=2),
+    build_cell("llama", "all_gather", DROPPING, dp_replicate=2, zero_stage=3),
+    build_cell("gpt2", "ring", SELECTIVE),
+    build_cell("gpt2", "ulysses", DROPPING, zero_stage=3),
+    build_cell("mistral", "all_gather", PLAIN, zero_stage=2),
+    build_cell("gemma2", "ring", SELECTIVE, zero_stage=1),
+    build_cell("gemma2", "ulysses", PLAIN),
+    build_cell("longrope", "ring", DOCUMENTS),
+    build_cell("even", "ring", DROPPING, tp=2),
+    build_cell("even", "ulysses", DROPPING, tp=2, sequence_parallel=False),
+    build_cell("even", "all_gather", DOCUMENTS, pp=2),
 ]
 LONG = [
     *(
-        cell(model, method, case, zero_stage=2)
+        build_cell(model, method, case, zero_stage=2)
         for model in MODELS
         for method in METHODS
         for case in (PLAIN, SELECTIVE, DROPPING)
     ),
     *(
-        cell("llama", method, case, zero_stage=stage)
+        build_cell("llama", method, case, zero_stage=stage)
         for method in METHODS
         for case in (DOCUMENTS, DROPPING)
         for stage in range(4)
     ),
     *(
-        cell("llama", method, DOCUMENTS, dp_replicate=2, zero_stage=stage)
+        build_cell("llama", method, DOCUMENTS, dp_replicate=2, zero_stage=stage)
         for method in METHODS
         for stage in (0, 1, 3)
     ),
     *(
-        cell("llama", method, DOCUMENTS, dp_shard=2, zero_stage=stage)
+        build_cell("llama", method, DOCUMENTS, dp_shard=2, zero_stage=stage)
         for method in METHODS
         for stage in (1, 2, 3)
     ),
     *(
-        cell("llama", method, DOCUMENTS, cp=4, zero_stage=stage)
+        build_cell("llama", method, DOCUMENTS, cp=4, zero_stage=stage)
         for method in METHODS
         for stage in (0, 3)
     ),
     *(
-        cell("even", method, case, tp=2, zero_stage=3)
+        build_cell("even", method, case, tp=2, zero_stage=3)
         for method in METHODS
         for case in (DOCUMENTS, DROPPING)
     ),
-    *(cell("even", method, DOCUMENTS, pp=2) for method in METHODS),
+    *(build_cell("even", method, DOCUMENTS, pp=2) for method in METHODS),
 ]
 
 
 @pytest.mark.parametrize(
-    "cell", [*SOME, *(pytest.param(cell, marks=pytest.mark.long) for cell in LONG)], ids=str
+    "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in LONG)], ids=str
 )
 def test_gradients_are_those_of_one_process(ranks: RankPool, cell: Cell) -> None:
-    recipe = recipe_of(MODELS[cell.model])
+    recipe = build_recipe(MODELS[cell.model])
     report = verify(
         recipe,
         read_recipe_shape(recipe),
@@ -158,9 +158,9 @@ def test_gradients_are_those_of_one_process(ranks: RankPool, cell: Cell) -> None
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_float32_and_attention_spelled_out(ranks: RankPool, method: Any) -> None:
+def test_float32_and_explicit_attention(ranks: RankPool, method: Any) -> None:
     for kind in ("auto", "explicit"):
-        recipe = recipe_of(LLAMA, model={"attention": kind})
+        recipe = build_recipe(LLAMA, model={"attention": kind})
         layout = Layout(cp=2, cp_method=method)
         report = verify(
             recipe,
@@ -174,11 +174,11 @@ def test_float32_and_attention_spelled_out(ranks: RankPool, method: Any) -> None
         assert report.passed
 
 
-def loss_of_supervised_places(layout: Layout, places: slice) -> tuple[float, float]:
-    """Loss and gradient norm of a step that supervises some places of the rows only."""
+def compute_partly_supervised_loss(layout: Layout, positions: slice) -> tuple[float, float]:
+    """Return loss and gradient norm of a step that supervises some positions of the rows only."""
     model = build(layout, PrecisionSection(kind="fp64"))
     labels_BT = torch.full((2, TOKENS), -100)
-    labels_BT[:, places] = 7
+    labels_BT[:, positions] = 7
     ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS) % LLAMA["vocab_size"]
     batch = MicroBatch(
         ids_BT,
@@ -197,16 +197,16 @@ def loss_of_supervised_places(layout: Layout, places: slice) -> tuple[float, flo
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rank_without_a_supervised_token(ranks: RankPool, method: Any) -> None:
-    """The first chunk is rank 0's under every method; of two ranks the other has nothing to learn
-    from.
-    """
-    (expected,) = ranks.run(1, loss_of_supervised_places, Layout(), slice(0, 3))
-    for got in ranks.run(2, loss_of_supervised_places, Layout(cp=2, cp_method=method), slice(0, 3)):
+    """Rank 0 has the first chunk under every method, so the other rank has no supervised token."""
+    (expected,) = ranks.run(1, compute_partly_supervised_loss, Layout(), slice(0, 3))
+    for got in ranks.run(
+        2, compute_partly_supervised_loss, Layout(cp=2, cp_method=method), slice(0, 3)
+    ):
         assert got == pytest.approx(expected, rel=1e-12)
 
 
-def evaluated(layout: Layout) -> float:
-    """Summed loss of two rows without gradients."""
+def evaluate(layout: Layout) -> float:
+    """Return the summed loss of two rows without gradients."""
     model = build(layout, PrecisionSection(kind="fp64"))
     model.decoder.eval()
     ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS)
@@ -214,26 +214,30 @@ def evaluated(layout: Layout) -> float:
         return float(model.sum_over_data(module(ids_BT, labels_BT=ids_BT).double()))
 
 
-def gradients_in(layout: Layout, kind: Any) -> dict[str, Tensor]:
-    """Every gradient of a step on two rows that all ranks share."""
+def compute_gradients(layout: Layout, kind: Any) -> dict[str, Tensor]:
+    """Return every gradient of a step on two rows that all ranks share."""
     model = build(layout, PrecisionSection(kind=kind))
     accumulate_gradients(model, micro_batches(0), seed=SEED, step=0)
-    found = {name: model.gather_gradient(name) for name, _ in model.named_parameters()}
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+    gradients = {name: model.gather_gradient(name) for name, _ in model.named_parameters()}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_bf16_rounds_no_more_than_one_process_does(ranks: RankPool, method: Any) -> None:
-    (exact,), (rounded,) = (ranks.run(1, gradients_in, Layout(), kind) for kind in ("fp32", "bf16"))
-    for got in ranks.run(2, gradients_in, Layout(cp=2, cp_method=method, zero_stage=3), "bf16"):
+def test_bf16_rounds_no_more_than_one_process(ranks: RankPool, method: Any) -> None:
+    (exact,), (rounded,) = (
+        ranks.run(1, compute_gradients, Layout(), kind) for kind in ("fp32", "bf16")
+    )
+    for got in ranks.run(
+        2, compute_gradients, Layout(cp=2, cp_method=method, zero_stage=3), "bf16"
+    ):
         assert all(gradient.dtype == torch.float32 for gradient in got.values())
         assert 1e-4 < distance(got, exact) < 1.5 * distance(rounded, exact)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_evaluation(ranks: RankPool, method: Any) -> None:
-    (expected,) = ranks.run(1, evaluated, Layout())
-    assert ranks.run(2, evaluated, Layout(cp=2, cp_method=method, zero_stage=3)) == pytest.approx(
+    (expected,) = ranks.run(1, evaluate, Layout())
+    assert ranks.run(2, evaluate, Layout(cp=2, cp_method=method, zero_stage=3)) == pytest.approx(
         [expected] * 2, rel=1e-12
     )
 
@@ -255,22 +259,22 @@ def test_caches_are_refused() -> None:
     assert isinstance(caught.value.__cause__, LayoutError)
 
 
-def rows_of_odd_length(layout: Layout) -> None:
+def compute_odd_rows(layout: Layout) -> None:
     build(layout, PrecisionSection(kind="fp32")).module(
         torch.arange(7)[None], labels_BT=torch.arange(7)[None]
     )
 
 
-def test_a_row_that_does_not_come_apart_is_refused_whatever_the_recipe_said() -> None:
+def test_an_indivisible_row_is_refused_whatever_the_recipe_allows() -> None:
     with (
         RankPool() as pool,
         pytest.raises(RankFailed, match=r"7 tokens do not divide by 2 x cp = 4.* 4 or 8"),
     ):
-        pool.run(2, rows_of_odd_length, Layout(cp=2, cp_method="ring"))
+        pool.run(2, compute_odd_rows, Layout(cp=2, cp_method="ring"))
 
 
-def compiled_gradients(layout: Layout) -> float:
-    """Gradient norm of a step in which every block is compiled."""
+def compute_compiled_gradients(layout: Layout) -> float:
+    """Return the gradient norm of a step in which every block is compiled."""
     model = build(layout, PrecisionSection(kind="fp64"))
     model.decoder.compile_blocks()
     ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS)
@@ -285,6 +289,8 @@ def compiled_gradients(layout: Layout) -> float:
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_compiled_blocks(ranks: RankPool, method: Any) -> None:
-    (expected,) = ranks.run(1, compiled_gradients, Layout(), timeout_seconds=280)
-    got = ranks.run(2, compiled_gradients, Layout(cp=2, cp_method=method), timeout_seconds=280)
+    (expected,) = ranks.run(1, compute_compiled_gradients, Layout(), timeout_seconds=280)
+    got = ranks.run(
+        2, compute_compiled_gradients, Layout(cp=2, cp_method=method), timeout_seconds=280
+    )
     assert got == pytest.approx([expected] * 2, rel=1e-10)

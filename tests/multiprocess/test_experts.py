@@ -24,51 +24,9 @@ from shardwright.plan import BatchPlan, Plan
 from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verify.cell import MutationContext
 from shardwright.verify.verification import VerificationReport, verify
-from tests.multiprocess.models import recipe_of
+from tests.multiprocess.models import DEEPSEEK, GPT_OSS, MIXTRAL, build_recipe
 from tests.multiprocess.pool import RankPool
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 53,
-    "hidden_size": 24,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral",
-    **_SIZES,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss",
-    **_SIZES,
-    "head_dim": 8,
-    "sliding_window": 5,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    "initializer_range": 0.2,
-}
-DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    **_SIZES,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 10,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "num_nextn_predict_layers": 0,
-}
 PLAIN = VerificationCase(1, "none", documents=False)
 LOSSES = VerificationCase(2, "full", router_losses=True)
 CAPACITY = VerificationCase(2, "selective", router_losses=True, capacity_factor=0.8)
@@ -85,7 +43,7 @@ def run(
     """float32 runs grouped products, float64 the loop over experts: both for mixtral, one of them
     for the others.
     """
-    recipe = recipe_of(config)
+    recipe = build_recipe(config)
     dtypes = {
         "mixtral": VERIFICATION_DTYPES,
         "gpt_oss": VERIFICATION_DTYPES[:1],

@@ -19,7 +19,7 @@ from shardwright.model.hf_model import read_model_shape
 from shardwright.telemetry.event_log import read_events, select_surviving_steps
 from shardwright.verify.cases import VerificationCase, choose_hf_cases
 from shardwright.verify.verification import verify
-from tests.multiprocess.models import recipe_of
+from tests.multiprocess.models import build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
 from tests.unit.model.foreign_models import FOREIGN
@@ -42,7 +42,7 @@ def prove(
     dtypes: list[Any],
     adapters: dict[str, Any] | None = None,
 ) -> None:
-    recipe = recipe_of(FOREIGN[family], model={"dropout": "off"}, adapters=adapters)
+    recipe = build_recipe(FOREIGN[family], model={"dropout": "off"}, adapters=adapters)
     assert recipe.model.config is not None
     shape = add_adapters(read_model_shape(recipe.model.config, recipe.model), recipe.adapters)
     report = verify(recipe, shape, layouts, cases, dtypes, sequence_length=12, pool=ranks)
@@ -101,7 +101,7 @@ def test_adapters_have_the_gradients_of_one_process(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", ["opt", "phi", "mamba"])
 def test_adapters_under_every_layout(ranks: RankPool, family: str) -> None:
-    recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})
+    recipe = build_recipe(FOREIGN[family], model={"dropout": "off"})
     assert recipe.model.config is not None
     tied = read_model_shape(recipe.model.config, recipe.model).tied_embeddings
     prove(
@@ -139,7 +139,7 @@ def test_the_cases_of_all_layouts_and_families_meet() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("family", sorted(FOREIGN))
 def test_every_layout_of_every_family(ranks: RankPool, family: str, layout: Layout) -> None:
-    recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})
+    recipe = build_recipe(FOREIGN[family], model={"dropout": "off"})
     assert recipe.model.config is not None
     tied = read_model_shape(recipe.model.config, recipe.model).tied_embeddings
     prove(ranks, family, [layout], cases_of(family, layout, tied), ["float64"])

@@ -1,5 +1,5 @@
-"""Every cut, pair and product against one process: few cells that cover all pairs of properties,
-all of them in the long suite.
+"""Layouts and their combinations against one process: a few cells that cover all pairs of
+properties, and all of them in the long suite.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from shardwright.verify.grid import choose_covering_cells, list_cells
 from shardwright.verify.verification import GridCellResult, verify_grid
 from tests.multiprocess.pool import RankPool
 
-EVERY_DAY_RANKS = 4
-"""Some pairs meet on eight ranks only; those take as long as all others together, and are left to
-the long suite.
+MAX_RANKS = 4
+"""Pairs that need eight ranks take as long as all others together; only the long suite runs
+them.
 """
 
 
-def failures(rows: list[GridCellResult]) -> list[str]:
+def list_failures(rows: list[GridCellResult]) -> list[str]:
     return [
         f"{row.cell.model} {row.cell.layout} | {row.cell.case}: "
         + (
@@ -33,10 +33,10 @@ def failures(rows: list[GridCellResult]) -> list[str]:
 
 
 @pytest.mark.timeout(900)  # dozens of cells: more than four minutes on a busy machine
-def test_cells_in_which_any_two_properties_meet(ranks: RankPool) -> None:
-    cells = [cell for cell in list_cells(EVERY_DAY_RANKS) if cell.refusal is None]
+def test_cells_that_cover_all_pairs_of_properties(ranks: RankPool) -> None:
+    cells = [cell for cell in list_cells(MAX_RANKS) if cell.refusal is None]
     rows = verify_grid(choose_covering_cells(cells), ranks, on_row=lambda _row: None)
-    assert not failures(rows)
+    assert not list_failures(rows)
     assert len(rows) >= 40
     assert {"dense", "tied", "moe"} == {row.cell.model for row in rows}
 
@@ -45,8 +45,8 @@ def test_cells_in_which_any_two_properties_meet(ranks: RankPool) -> None:
 @pytest.mark.timeout(14400)
 def test_every_cell(ranks: RankPool) -> None:
     rows = verify_grid(list_cells(), ranks, on_row=lambda _row: None)
-    assert not failures(rows)
+    assert not list_failures(rows)
     run = [row for row in rows if row.result is not None]
     assert len(run) >= 300
-    # What is refused is refused for a reason that the recipe's own rule gives.
+    # Every refused cell has the reason that the recipe's own rule gives.
     assert all(row.cell.refusal for row in rows if row.result is None)

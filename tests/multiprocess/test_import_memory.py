@@ -1,5 +1,5 @@
-"""A Hugging Face folder comes into a cut model slice by slice: no rank ever holds more than its own
-share and one slice.
+"""A Hugging Face folder is imported slice by slice: no rank holds more than its share and one
+slice.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ LARGEST_BYTES = 4 * max(spec.num_elements for spec in SHAPE.list_parameters())
 
 
 def import_folder(layout: Layout, folder: Path) -> tuple[int, int]:
-    """Bytes that the rank holds in the end, and the most it held on the way, by the allocator's
-    events.
-    """
+    """Return the rank's bytes after an import and their peak during it, by allocator events."""
     with torch.device("meta"):
         decoder = Decoder(SHAPE, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
     weights = WeightsFolder(folder)
@@ -60,34 +58,34 @@ def import_folder(layout: Layout, folder: Path) -> tuple[int, int]:
         )
     return sum(
         4 * get_local_tensor(parameter).numel() for _, parameter in model.named_parameters()
-    ), peak_bytes(profiler)
+    ), compute_peak_bytes(profiler)
 
 
-def peak_bytes(profiler: profile) -> int:
-    """The most bytes held at once of what was allocated while the profiler looked.
+def compute_peak_bytes(profiler: profile) -> int:
+    """Return the peak of bytes that were allocated while the profiler ran.
 
-    By address: what was there before, of tests that this process ran earlier, may be let go of at
-    any time.
+    Events are matched by address, because memory of earlier tests in this process may be freed
+    at any time.
     """
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     changes = []
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
         if event.tag == _EventType.Allocation:
             changes.append(
                 (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
             )
-    held: dict[int, int] = {}
+    resident_bytes: dict[int, int] = {}
     peak = 0
     for _, address, num_bytes in sorted(changes):
         if num_bytes > 0:
-            held[address] = num_bytes
+            resident_bytes[address] = num_bytes
         else:
-            held.pop(address, None)
-        peak = max(peak, sum(held.values()))
+            resident_bytes.pop(address, None)
+        peak = max(peak, sum(resident_bytes.values()))
     return peak
 
 
@@ -98,8 +96,8 @@ def peak_bytes(profiler: profile) -> int:
         (Layout(dp_shard=2, zero_stage=3, tp=2), 0.25),
         (
             Layout(pp=2, dp_shard=2, zero_stage=1),
-            0.35,
-        ),  # the stages' embedding and head are of a size, their norms are not
+            0.35,  # embedding and head have the same size; the stages' norms do not
+        ),
     ],
     ids=str,
 )
@@ -115,7 +113,7 @@ def test_no_rank_holds_more_than_its_share_and_one_slice(
         max_shard_bytes=200_000,
     )
     assert len(written.weight_files) > 3
-    for held, peak in ranks.run(4, import_folder, layout, folder):
-        assert held <= share * 4 * SHAPE.num_parameters + 4096
-        assert peak <= held + LARGEST_BYTES * share * 1.5 + 16384
-        assert peak >= held  # the events were seen
+    for resident_bytes, peak in ranks.run(4, import_folder, layout, folder):
+        assert resident_bytes <= share * 4 * SHAPE.num_parameters + 4096
+        assert peak <= resident_bytes + LARGEST_BYTES * share * 1.5 + 16384
+        assert peak >= resident_bytes  # the events were seen

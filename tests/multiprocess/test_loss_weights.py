@@ -1,5 +1,5 @@
-"""Loss weights of tokens: one normaliser, the sum of weights over all ranks and micro-batches,
-under every cut; and its bugs.
+"""Loss weights of tokens: the normaliser is the sum of weights over all ranks and micro-
+batches; and its known bugs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from shardwright.train.step import TokenObjective
 from shardwright.verify.cases import VerificationCase, VerificationDtype
 from shardwright.verify.cell import MutationContext
 from shardwright.verify.verification import VerificationReport, verify
-from tests.multiprocess.bugs import assert_caught, assert_clean
-from tests.multiprocess.models import recipe_of
+from tests.multiprocess.assertions import assert_clean, assert_detected
+from tests.multiprocess.models import TENSOR_LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.test_tensor import HEADS
 
 LAYOUTS = [
     Layout(dp_replicate=2),
@@ -31,14 +30,14 @@ LAYOUTS = [
 ]
 
 
-def run(
+def verify_layouts(
     ranks: RankPool,
     layouts: list[Layout],
     dtype: VerificationDtype = "float32",
     mutation: MutationContext | None = None,
 ) -> VerificationReport:
-    """Hold weighted losses under layouts to one process."""
-    recipe = recipe_of(HEADS)
+    """Verify weighted losses under layouts against one process."""
+    recipe = build_recipe(TENSOR_LLAMA)
     shape = read_recipe_shape(recipe)
     case = VerificationCase(2, tied=shape.tied_embeddings, weights=True)
     return verify(
@@ -46,25 +45,25 @@ def run(
     )
 
 
-def test_weights_under_a_cut(ranks: RankPool) -> None:
-    assert_clean(run(ranks, [Layout(dp_shard=2, zero_stage=3)]))
+def test_weights_when_sharded(ranks: RankPool) -> None:
+    assert_clean(verify_layouts(ranks, [Layout(dp_shard=2, zero_stage=3)]))
 
 
 @pytest.mark.long
-def test_weights_under_every_cut(ranks: RankPool) -> None:
-    assert_clean(run(ranks, LAYOUTS, "float64"))
+def test_weights_under_every_layout(ranks: RankPool) -> None:
+    assert_clean(verify_layouts(ranks, LAYOUTS, "float64"))
 
 
 @contextmanager
-def tokens_are_counted() -> Iterator[None]:
-    """The weighted sum is divided by the number of tokens."""
+def divide_by_num_tokens() -> Iterator[None]:
+    """Divide the weighted sum by the number of tokens."""
     with patch.object(TokenObjective, "count", lambda _self, batch: batch.num_supervised):
         yield
 
 
 @contextmanager
-def labels_lose_their_weights() -> Iterator[None]:
-    """The loss is that of plain tokens, divided by the sum of weights."""
+def drop_weights_of_labels() -> Iterator[None]:
+    """Compute the loss of unweighted tokens, divided by the sum of weights."""
     original = MicroBatch.build_model_arguments
     with patch.object(
         MicroBatch,
@@ -74,6 +73,6 @@ def labels_lose_their_weights() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("mutation", [tokens_are_counted, labels_lose_their_weights])
-def test_wrong_weights_are_found_out(ranks: RankPool, mutation: MutationContext) -> None:
-    assert_caught(run(ranks, [Layout(dp_replicate=2)], mutation=mutation), "gradient")
+@pytest.mark.parametrize("mutation", [divide_by_num_tokens, drop_weights_of_labels])
+def test_the_verifier_detects_wrong_weights(ranks: RankPool, mutation: MutationContext) -> None:
+    assert_detected(verify_layouts(ranks, [Layout(dp_replicate=2)], mutation=mutation), "gradient")

@@ -1,110 +1,86 @@
-"""Known wrong gradients are put back one at a time; the verifier must fail on each, where
-docs/silent-bugs.md says it does.
+"""Known wrong gradients are added one at a time; the verifier must fail on each, where
+docs/silent-bugs.md says that it does.
 """
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+import torch
+from torch import Tensor
 
 from shardwright.architecture import read_recipe_shape
-from shardwright.layout import Layout
-from shardwright.verify.cases import VerificationCase
 from shardwright.verify.cell import MutationContext
 from shardwright.verify.verification import VerificationReport, verify
-from tests.multiprocess import mutations as m
-from tests.multiprocess import mutations_buffers as buffers
-from tests.multiprocess import mutations_clip as clip
-from tests.multiprocess import mutations_data as data
-from tests.multiprocess.bugs import Bug, assert_caught, assert_clean
-from tests.multiprocess.models import LLAMA, recipe_of
+from tests.multiprocess.assertions import assert_clean, assert_detected
+from tests.multiprocess.models import build_recipe
+from tests.multiprocess.mutations.reductions import apply_no_mutation
+from tests.multiprocess.mutations.table import BUGS, Bug
+from tests.multiprocess.mutations.tensor import smooth_over_own_vocabulary
 from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_tensor_loss import compute_on_one_process, compute_on_ranks
 
-DDP = Layout(dp_replicate=2, bucket_size_bytes=2048)
-ZERO_1 = Layout(dp_shard=2, zero_stage=1)
-ZERO_2 = Layout(dp_shard=2, zero_stage=2)
-ZERO_3 = Layout(dp_shard=2, zero_stage=3)
-HYBRID = Layout(dp_replicate=2, dp_shard=2, zero_stage=2)
-
-PLAIN = VerificationCase(accumulation=1, documents=False)
-ACCUMULATED = VerificationCase(accumulation=2)
-TIED = VerificationCase(accumulation=2, tied=True)
-DROPPING = VerificationCase(accumulation=2, recompute="full", dropout=True)
+PAGE = Path(__file__).parents[2] / "docs/silent-bugs.md"
+CELLS = {
+    f"{kind}-{bug.model.name}-{bug.layout}-{bug.case}": bug
+    for kind, bugs in BUGS.items()
+    for bug in bugs
+}
+"""One bug of each cell of the table."""
 
 
-BUGS = [
-    Bug(m.mean_of_means_over_accumulation, DDP, ACCUMULATED, "gradient"),
-    Bug(m.tokens_counted_per_rank, ZERO_3, PLAIN, "gradient"),
-    Bug(m.normaliser_forgets_an_axis, HYBRID, PLAIN, "gradient"),
-    Bug(m.loss_of_the_own_rank, HYBRID, PLAIN, "loss"),
-    Bug(m.a_batch_reports_no_tokens, ZERO_2, ACCUMULATED, "gradient"),
-    Bug(m.rescaled_by_accumulation, ZERO_1, ACCUMULATED, "gradient"),
-    Bug(m.final_scaling_skipped, DDP, PLAIN, "gradient"),
-    Bug(m.gradients_averaged_by_ddp, DDP, PLAIN, "gradient"),
-    Bug(m.gradients_averaged_by_fsdp, ZERO_3, PLAIN, "gradient"),
-    Bug(m.replicas_not_summed, HYBRID, ACCUMULATED, "gradient"),
-    Bug(m.a_bucket_of_one_is_not_reduced, DDP, PLAIN, "gradient"),
-    Bug(m.last_micro_batch_after_the_reduction, DDP, ACCUMULATED, "gradient"),
-    Bug(m.last_micro_batch_after_the_reduction, HYBRID, ACCUMULATED, "gradient"),
-    Bug(m.embedding_counted_once, ZERO_3, TIED, "gradient"),
-    Bug(clip.norm_of_the_own_shard, ZERO_3, PLAIN, "norm"),
-    Bug(clip.norm_counts_copies, HYBRID, PLAIN, "norm"),
-    Bug(clip.norm_of_some_layers, DDP, PLAIN, "norm"),
-    Bug(clip.clipped_per_group, ZERO_2, PLAIN, "weights after AdamW"),
-    Bug(clip.clip_also_enlarges, DDP, PLAIN, "weights after AdamW"),
-    Bug(clip.clip_by_the_square, ZERO_3, PLAIN, "weights after AdamW"),
-    Bug(clip.infinite_gradients_are_clipped, ZERO_1, PLAIN, "skips together"),
-    Bug(clip.each_rank_decides_to_skip, DDP, PLAIN, "skips together"),
-    Bug(clip.zero_norm_divides, DDP, PLAIN, "stands still"),
-    Bug(clip.no_tokens_divide, ZERO_3, PLAIN, "stands still"),
-    Bug(clip.clip_eats_an_iterator, DDP, PLAIN, "weights after AdamW"),
-    Bug(buffers.buckets_share_a_buffer, DDP, PLAIN, "gradient"),
-    Bug(buffers.gradients_alias_parameters, ZERO_3, PLAIN, "gradient"),
-    Bug(buffers.stale_parameters_are_kept, ZERO_2, PLAIN, "loss"),
-    Bug(buffers.padding_is_summed, Layout(dp_shard=3, zero_stage=3), PLAIN, "norm"),
-    Bug(buffers.some_gradients_keep_the_loss_scale, ZERO_1, PLAIN, "weights after AdamW"),
-    Bug(buffers.loss_scale_is_not_divided, ZERO_3, PLAIN, "norm under clipping"),
-    Bug(buffers.accumulated_gradients_are_wiped, DDP, ACCUMULATED, "gradient"),
-    Bug(buffers.accumulated_gradients_are_wiped, ZERO_2, ACCUMULATED, "gradient"),
-    Bug(buffers.gradients_are_not_dropped, DDP, PLAIN, "weights after SGD"),
-    Bug(buffers.gradients_are_not_dropped, ZERO_3, PLAIN, "weights after SGD"),
-    Bug(data.dropout_depends_on_the_place_in_the_batch, DDP, DROPPING, "gradient"),
-    Bug(data.dropout_depends_on_the_rank, ZERO_3, DROPPING, "gradient"),
-    Bug(data.dropout_differs_when_recomputed, ZERO_2, DROPPING, "gradient"),
-    Bug(data.layers_number_themselves_locally, ZERO_3, DROPPING, "gradient"),
-    Bug(data.documents_see_each_other, ZERO_3, ACCUMULATED, "gradient"),
-    Bug(data.one_group_keeps_its_learning_rate, ZERO_1, PLAIN, "learning rates"),
-    Bug(data.groups_collide, ZERO_3, PLAIN, "weights after AdamW"),
-    Bug(data.every_rank_reads_the_same, DDP, PLAIN, "gradient"),
-    Bug(data.the_cursor_stands_still, ZERO_3, PLAIN, "weights after SGD"),
-    Bug(data.schedule_steps_once_per_rank, DDP, PLAIN, "learning rates"),
-]
-
-
-def _verify(
-    ranks: RankPool, layout: Layout, case: VerificationCase, mutation: MutationContext
-) -> VerificationReport:
-    recipe = recipe_of(LLAMA)
+def verify_cell_of(ranks: RankPool, bug: Bug, patch: MutationContext) -> VerificationReport:
+    """Verify the cell of a bug while `patch` is applied on every rank."""
+    recipe = build_recipe(bug.model.config)
     return verify(
         recipe,
         read_recipe_shape(recipe),
-        [layout],
-        [case],
+        [bug.layout],
+        [bug.case],
         ["float64"],
-        sequence_length=12,
+        sequence_length=bug.model.sequence_length,
         pool=ranks,
-        mutation=mutation,
+        mutation=patch,
     )
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
-def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
-    assert_caught(_verify(ranks, bug.layout, bug.case, bug.mutation), bug.caught_by)
-
-
 @pytest.mark.parametrize(
-    ("layout", "case"), sorted({(bug.layout, bug.case) for bug in BUGS}, key=str), ids=str
+    "bug",
+    [
+        pytest.param(bug, id=f"{kind}-{bug.patch.__name__}-{bug.layout}")
+        for kind, bugs in BUGS.items()
+        for bug in bugs
+    ],
 )
-def test_without_a_bug_the_same_cells_pass(
-    ranks: RankPool, layout: Layout, case: VerificationCase
-) -> None:
-    assert_clean(_verify(ranks, layout, case, m.nothing))
+def test_the_verifier_detects(ranks: RankPool, bug: Bug) -> None:
+    assert_detected(verify_cell_of(ranks, bug, bug.patch), bug.detected_in)
+
+
+@pytest.mark.parametrize("bug", CELLS.values(), ids=CELLS)
+def test_the_same_cells_pass_without_a_bug(ranks: RankPool, bug: Bug) -> None:
+    assert_clean(verify_cell_of(ranks, bug, apply_no_mutation))
+
+
+def compute_wrongly_smoothed() -> list[Tensor]:
+    """Return the loss and its gradients with bug 8."""
+    with smooth_over_own_vocabulary():
+        return compute_on_ranks(255, torch.float64, False, {"label_smoothing": 0.2})
+
+
+def test_the_loss_test_detects_smoothing_over_the_own_vocabulary(ranks: RankPool) -> None:
+    expected = compute_on_one_process(255, torch.float64, False, {"label_smoothing": 0.2})
+    for _, gradient, weight_gradient in ranks.run(2, compute_wrongly_smoothed):
+        assert float((gradient - expected[1]).norm() / expected[1].norm()) > 1e-3
+        assert float((weight_gradient - expected[2]).norm() / expected[2].norm()) > 1e-3
+
+
+def test_the_page_lists_the_bugs_of_the_table() -> None:
+    documented = {
+        (int(row[1]) if row[1] != "-" else None, name)
+        for row in re.finditer(r"(?m)^\| (\d+|-) .*?\|.*?\|(.*?)\|", PAGE.read_text())
+        for name in re.findall(r"`(\w+)`", row[2])
+    }
+    in_table = {(bug.number, bug.patch.__name__) for bugs in BUGS.values() for bug in bugs}
+    assert documented == in_table | {(8, smooth_over_own_vocabulary.__name__)}

@@ -41,7 +41,7 @@ from shardwright.plan import BatchPlan, Plan
 from shardwright.verify.cases import VerificationCase
 from shardwright.verify.cell import MutationContext
 from shardwright.verify.verification import verify
-from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
+from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
 from tests.multiprocess.pool import RankPool
 
 MOE: dict[str, Any] = {
@@ -239,7 +239,7 @@ def blocks_of_own_shard() -> Iterator[None]:
 
 def failing(ranks: RankPool, rule: str, mutation: MutationContext | None) -> set[str]:
     """What `verify` finds wrong of a recipe with this rule."""
-    recipe = recipe_of(VERIFIED.get(rule, LLAMA), optimizer=RULES[rule])
+    recipe = build_recipe(VERIFIED.get(rule, LLAMA), optimizer=RULES[rule])
     layouts = [Layout(dp_shard=2, zero_stage=3)]
     options: dict[str, Any] = {"sequence_length": 12, "pool": ranks, "mutation": mutation}
     (cell,) = verify(

@@ -11,7 +11,7 @@ from shardwright.layout import Layout
 from shardwright.schedule import PIPELINE_SCHEDULES
 from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verify.verification import VerificationReport, verify
-from tests.multiprocess.models import GPT2, LLAMA, recipe_of
+from tests.multiprocess.models import GPT2, LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
 
 DEEP_LLAMA = LLAMA | {"num_hidden_layers": 5}
@@ -26,7 +26,7 @@ def _verify(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase, **options: Any
 ) -> None:
     dtypes = options.pop("dtypes", ["float64"])
-    recipe = recipe_of(config, **options)
+    recipe = build_recipe(config, **options)
     report = verify(
         recipe, read_recipe_shape(recipe), [layout], [case], dtypes, sequence_length=12, pool=ranks
     )

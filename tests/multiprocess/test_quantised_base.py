@@ -1,6 +1,4 @@
-"""Adapters beside a base in 4 bits: their gradients under cuts against one process, what ranks
-hold, and possible bugs.
-"""
+"""Adapters on a 4-bit base: gradients against one process, bytes per rank, and known bugs."""
 
 from __future__ import annotations
 
@@ -27,15 +25,15 @@ from shardwright.plan import BatchPlan, Plan
 from shardwright.verify import reference
 from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verify.cell import MutationContext
-from tests.multiprocess.adapter_cells import AdapterCell, hold
-from tests.multiprocess.bugs import assert_caught, assert_clean
+from tests.multiprocess.adapter_cells import AdapterCell, verify_adapter_cell
+from tests.multiprocess.assertions import assert_clean, assert_detected
 from tests.multiprocess.pool import RankPool
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 40, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
 }  # fmt: skip
-"""Rows of 40 end within a block; those that two ranks cut are of 128."""
+"""Rows of 40 elements end within a block; rows that two ranks share have 128."""
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 24, "moe_intermediate_size": 128, "intermediate_size": 40,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4,
@@ -53,7 +51,7 @@ CELLS = [
         MOE, NF4, Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), VerificationCase(1, documents=False)
     ),
 ]
-MORE = [
+LONG_CELLS = [
     AdapterCell(LLAMA, NF4, Layout(dp_replicate=2), VerificationCase(1, "selective")),
     AdapterCell(LLAMA, NF4 | {"dropout": 0.1}, Layout(cp=2, zero_stage=2), VerificationCase(2)),
     AdapterCell(
@@ -78,53 +76,55 @@ MORE = [
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_adapters_beside_a_quantised_base(ranks: RankPool, cell: AdapterCell) -> None:
-    assert_clean(hold(ranks, cell, ("float32",)))
+def test_adapters_on_a_quantised_base(ranks: RankPool, cell: AdapterCell) -> None:
+    assert_clean(verify_adapter_cell(ranks, cell, ("float32",)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cell", CELLS + MORE, ids=str)
-def test_adapters_beside_a_quantised_base_under_every_cut(
+@pytest.mark.parametrize("cell", CELLS + LONG_CELLS, ids=str)
+def test_adapters_on_a_quantised_base_under_every_layout(
     ranks: RankPool, cell: AdapterCell
 ) -> None:
-    assert_clean(hold(ranks, cell, VERIFICATION_DTYPES))
+    assert_clean(verify_adapter_cell(ranks, cell, VERIFICATION_DTYPES))
 
 
 @contextmanager
-def each_rank_quantises_its_own_part() -> Iterator[None]:
-    """The matrix is cut first and quantised then: blocks begin where ranks do."""
+def quantise_after_sharding() -> Iterator[None]:
+    """Quantise after sharding, so that blocks start at shard boundaries."""
     original = reference.read_packed_slice
 
-    def packed(matrix: ParameterSpec, narrow: Any, read: Any) -> Tensor:
+    def read_shifted(matrix: ParameterSpec, narrow: Any, read: Any) -> Tensor:
         whole = original(matrix, narrow, read)
         return whole.roll(1, -1) if narrow[-1][0] else whole
 
-    with mock.patch.object(reference, "read_packed_slice", packed):
+    with mock.patch.object(reference, "read_packed_slice", read_shifted):
         yield
 
 
 @contextmanager
-def scales_stay_whole() -> Iterator[None]:
-    """Bytes are cut in one run, so that a rank has codes of its columns and scales of others'."""
+def shard_bytes_without_sections() -> Iterator[None]:
+    """Shard all bytes as one run, so that a rank has codes of its columns and scales of
+    others'.
+    """
 
-    def shard(matrix: ParameterSpec, cut: Any, shape: Any, degree: int) -> Shard | None:
-        around = placement._build_tensor_shard(matrix, cut, shape, degree)
+    def build_shard(matrix: ParameterSpec, parallel: Any, shape: Any, degree: int) -> Shard | None:
+        shard = placement._build_tensor_shard(matrix, parallel, shape, degree)
         return (
             None
-            if around is None
+            if shard is None
             else replace(
-                around, sections=() if around.dim == len(matrix.shape) - 1 else around.sections
+                shard, sections=() if shard.dim == len(matrix.shape) - 1 else shard.sections
             )
         )
 
-    with mock.patch.object(placement, "_build_packed_shard", shard):
+    with mock.patch.object(placement, "_build_packed_shard", build_shard):
         yield
 
 
-@pytest.mark.parametrize("mutation", [each_rank_quantises_its_own_part, scales_stay_whole])
-def test_another_base_is_found_out(ranks: RankPool, mutation: MutationContext) -> None:
-    assert_caught(
-        hold(
+@pytest.mark.parametrize("mutation", [quantise_after_sharding, shard_bytes_without_sections])
+def test_the_verifier_detects_another_base(ranks: RankPool, mutation: MutationContext) -> None:
+    assert_detected(
+        verify_adapter_cell(
             ranks,
             AdapterCell(LLAMA, NF4, Layout(tp=2), VerificationCase(1, documents=False)),
             ("float32",),
@@ -134,9 +134,9 @@ def test_another_base_is_found_out(ranks: RankPool, mutation: MutationContext) -
     )
 
 
-def held_bytes(cell: AdapterCell) -> tuple[int, int, dict[str, Tensor]]:
-    """Bytes of frozen projections on this rank, their elements in the whole model, and what the
-    ranks' bytes together mean.
+def measure_packed_weights(cell: AdapterCell) -> tuple[int, int, dict[str, Tensor]]:
+    """Return this rank's bytes of frozen projections, their elements in the whole model, and
+    the gathered matrices.
     """
     shape = read_recipe_shape(cell.recipe)
     with torch.device("meta"):
@@ -189,7 +189,7 @@ def test_ranks_hold_their_share_of_four_bits_of_the_same_base(
     ranks: RankPool, layout: Layout
 ) -> None:
     cell = AdapterCell(LLAMA | {"hidden_size": 64}, NF4, layout, VerificationCase(1))
-    _, num_elements, expected = held_bytes(cell._replace(layout=Layout()))
-    for num_bytes, _, whole in ranks.run(2, held_bytes, cell):
+    _, num_elements, expected = measure_packed_weights(cell._replace(layout=Layout()))
+    for num_bytes, _, whole in ranks.run(2, measure_packed_weights, cell):
         assert num_bytes * 8 / num_elements == 4.5 / 2
         assert all(torch.equal(expected[name], whole[name]) for name in expected)

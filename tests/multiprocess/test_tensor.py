@@ -24,15 +24,11 @@ from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plan import BatchPlan, Plan
 from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verify.verification import verify
-from tests.multiprocess.models import GPT2, LLAMA, recipe_of
+from tests.multiprocess.models import GPT2, TENSOR_LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.reference.cases import CASES
 
 TOKENS = 12
-HEADS = LLAMA | {"intermediate_size": 28}
-"""Four heads over two key-value heads, so that four ranks share these; a vocabulary that no number
-of ranks divides.
-"""
 LONG = pytest.mark.long
 """Pairs of cuts, which meet in `test_grid` every day."""
 WHOLE_STREAM = Layout(tp=2, sequence_parallel=False)
@@ -60,7 +56,7 @@ transposed projections.
 """
 
 
-def hold(
+def assert_equals_one_process(
     ranks: RankPool,
     config: dict[str, Any],
     layout: Layout,
@@ -68,7 +64,7 @@ def hold(
     dtypes: tuple[str, ...] = ("float64",),
 ) -> None:
     """Fail unless every comparison passes."""
-    recipe = recipe_of(config)
+    recipe = build_recipe(config)
     report = verify(
         recipe,
         read_recipe_shape(recipe),
@@ -86,7 +82,7 @@ def hold(
 def test_every_family(ranks: RankPool, name: str) -> None:
     tied = read_config(CASES[name]).tied_embeddings
     layout = Layout(tp=2, sequence_parallel=len(name) % 2 == 0)
-    hold(
+    assert_equals_one_process(
         ranks,
         CASES[name],
         layout,
@@ -98,23 +94,23 @@ def test_every_family(ranks: RankPool, name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "layout", "case"),
     [
-        (HEADS, Layout(tp=2), VerificationCase(1, documents=False)),
-        (HEADS, WHOLE_STREAM, VerificationCase(2, "selective", tied=True)),
-        (HEADS, Layout(tp=4), VerificationCase(2, "full", dropout=True)),
+        (TENSOR_LLAMA, Layout(tp=2), VerificationCase(1, documents=False)),
+        (TENSOR_LLAMA, WHOLE_STREAM, VerificationCase(2, "selective", tied=True)),
+        (TENSOR_LLAMA, Layout(tp=4), VerificationCase(2, "full", dropout=True)),
         (
-            HEADS,
+            TENSOR_LLAMA,
             Layout(tp=4, sequence_parallel=False),
             VerificationCase(1, "selective", dropout=True, tied=True),
         ),
         (GPT2, Layout(tp=4), VerificationCase(2, dropout=True, tied=True)),
         pytest.param(
-            HEADS,
+            TENSOR_LLAMA,
             Layout(tp=2, dp_replicate=2),
             VerificationCase(3, "full", dropout=True),
             marks=LONG,
         ),
         pytest.param(
-            HEADS,
+            TENSOR_LLAMA,
             Layout(tp=2, dp_shard=2, zero_stage=1, sequence_parallel=False),
             VerificationCase(2, tied=True),
             marks=LONG,
@@ -126,13 +122,18 @@ def test_every_family(ranks: RankPool, name: str) -> None:
             marks=LONG,
         ),
         (
-            HEADS,
+            TENSOR_LLAMA,
             Layout(tp=2, dp_shard=2, zero_stage=3),
             VerificationCase(2, "selective", dropout=True),
         ),
-        pytest.param(HEADS, Layout(tp=2, cp=2), VerificationCase(2, dropout=True), marks=LONG),
         pytest.param(
-            HEADS, Layout(tp=2, pp=2), VerificationCase(2, dropout=True, tied=True), marks=LONG
+            TENSOR_LLAMA, Layout(tp=2, cp=2), VerificationCase(2, dropout=True), marks=LONG
+        ),
+        pytest.param(
+            TENSOR_LLAMA,
+            Layout(tp=2, pp=2),
+            VerificationCase(2, dropout=True, tied=True),
+            marks=LONG,
         ),
     ],
     ids=str,
@@ -140,7 +141,7 @@ def test_every_family(ranks: RankPool, name: str) -> None:
 def test_beside_other_cuts(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    hold(ranks, config, layout, case)
+    assert_equals_one_process(ranks, config, layout, case)
 
 
 @pytest.mark.parametrize("name", ["phi3", "olmo2", "qwen3"])
@@ -148,7 +149,7 @@ def test_ranks_that_share_a_key_value_head(ranks: RankPool, name: str) -> None:
     """Fused projections, a norm over all heads and norms on heads, each with half as many key-value
     heads as ranks.
     """
-    hold(ranks, CASES[name], Layout(tp=4), VerificationCase(1))
+    assert_equals_one_process(ranks, CASES[name], Layout(tp=4), VerificationCase(1))
 
 
 def build(
@@ -184,7 +185,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 def logits_and_loss(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """All logits, the loss that holds them all, and the gradient that it gives one weight."""
-    model = build(HEADS, layout, chunked=False)
+    model = build(TENSOR_LLAMA, layout, chunked=False)
     ids_BT, labels_BT = rows()
     loss = model.module(ids_BT, labels_BT=labels_BT)
     loss.backward()
@@ -208,8 +209,8 @@ def continue_text(layout: Layout) -> str:
     heads.
     """
     characters = [chr(code) for code in range(60, 120)]
-    with build(HEADS, layout).evaluate_mode():
-        decoder = build(HEADS, layout).decoder
+    with build(TENSOR_LLAMA, layout).evaluate_mode():
+        decoder = build(TENSOR_LLAMA, layout).decoder
         return complete_prompt(
             decoder,
             CharacterTokenizer(characters),
@@ -228,7 +229,7 @@ def test_generation_is_that_of_one_process(ranks: RankPool) -> None:
 
 def saved_elements(layout: Layout) -> int:
     """Elements that one block keeps for its backward pass, parameters left out."""
-    model = build(HEADS, layout)
+    model = build(TENSOR_LLAMA, layout)
     ids_BT, labels_BT = rows()
     parameters = {
         parameter.untyped_storage().data_ptr() for _, parameter in model.named_parameters()
@@ -257,7 +258,7 @@ def test_sequence_parallelism_keeps_fewer_activations(ranks: RankPool) -> None:
 
 def compiled_gradient(layout: Layout, compile_blocks: bool) -> tuple[Tensor, Tensor]:
     """Loss and one gradient, blocks compiled or not."""
-    model = build(HEADS, layout, compile_blocks=compile_blocks)
+    model = build(TENSOR_LLAMA, layout, compile_blocks=compile_blocks)
     ids_BT, labels_BT = rows()
     loss = model.module(ids_BT, labels_BT=labels_BT)
     loss.backward()

@@ -43,7 +43,7 @@ def inputs(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
     return draw(N, D), draw(vocab_size, D), draw(vocab_size), labels_N
 
 
-def on_one_process(
+def compute_on_one_process(
     vocab_size: int, dtype: torch.dtype, with_bias: bool, options: dict[str, Any]
 ) -> list[Tensor]:
     hidden_ND, weight_VD, bias_V, labels_N = inputs(vocab_size, dtype)
@@ -56,7 +56,7 @@ def on_one_process(
     return [loss.detach(), *torch.autograd.grad(loss / 17, leaves)]
 
 
-def on_ranks(
+def compute_on_ranks(
     vocab_size: int, dtype: torch.dtype, with_bias: bool, options: dict[str, Any]
 ) -> list[Tensor]:
     """The same, each rank holding the rows that `torch.chunk` would give it; gradients of rows are
@@ -94,8 +94,8 @@ def test_loss_and_every_gradient_equal_those_of_one_process(
     ranks: RankPool, num_ranks: int, vocab_size: int, options: dict[str, Any]
 ) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        wanted = on_one_process(vocab_size, dtype, True, options)
-        by_rank = ranks.run(num_ranks, on_ranks, vocab_size, dtype, True, options)
+        wanted = compute_on_one_process(vocab_size, dtype, True, options)
+        by_rank = ranks.run(num_ranks, compute_on_ranks, vocab_size, dtype, True, options)
         for got in by_rank:
             for ours, theirs in zip(got, wanted, strict=True):
                 assert ours.shape == theirs.shape
@@ -107,8 +107,8 @@ def test_loss_and_every_gradient_equal_those_of_one_process(
 
 def test_bf16_products_keep_the_loss_in_fp32(ranks: RankPool) -> None:
     options = {"label_smoothing": 0.1}
-    wanted = on_one_process(255, torch.bfloat16, False, options)
-    for got in ranks.run(2, on_ranks, 255, torch.bfloat16, False, options):
+    wanted = compute_on_one_process(255, torch.bfloat16, False, options)
+    for got in ranks.run(2, compute_on_ranks, 255, torch.bfloat16, False, options):
         assert got[0].dtype == torch.float32
         torch.testing.assert_close(got[0], wanted[0], rtol=2e-6, atol=0)
         assert [gradient.dtype for gradient in got[1:]] == [torch.bfloat16] * 2

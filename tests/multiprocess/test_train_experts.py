@@ -17,7 +17,7 @@ from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
 from shardwright.telemetry.event_log import StepEvent, read_events, select_surviving_steps
 from tests import forked
-from tests.multiprocess.test_experts import DEEPSEEK, MIXTRAL
+from tests.multiprocess.models import DEEPSEEK, MIXTRAL
 
 STEPS = 5
 

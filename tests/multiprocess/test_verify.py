@@ -22,7 +22,7 @@ from shardwright.verify.cases import (
     choose_layouts,
 )
 from shardwright.verify.verification import VerificationReport, verify
-from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
+from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
 from tests.multiprocess.pool import RankPool
 
 
@@ -46,7 +46,7 @@ def _verify(
     **options: Any,
 ) -> VerificationReport:
     dtypes = options.pop("dtypes", ["float64"])
-    recipe = recipe_of(config, **options)
+    recipe = build_recipe(config, **options)
     return verify(
         recipe, read_recipe_shape(recipe), layouts, cases, dtypes, sequence_length=12, pool=ranks
     )
@@ -129,7 +129,7 @@ def test_the_full_matrix(ranks: RankPool, layout: Layout) -> None:
 
 
 def _write_recipe(folder: Path) -> str:
-    document = recipe_of(LLAMA).model_dump(mode="json")
+    document = build_recipe(LLAMA).model_dump(mode="json")
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     return str(path)

@@ -23,7 +23,7 @@ from shardwright.parallel.comm_timing import PARALLELISMS, time_wait, use_timer
 from shardwright.plan import BatchPlan, Plan
 from shardwright.train.clock_sync import synchronise_clock
 from shardwright.train.step import accumulate_gradients
-from tests.multiprocess.models import LLAMA, recipe_of
+from tests.multiprocess.models import LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_pipeline_execution import micro_batch
 
@@ -35,7 +35,7 @@ slow.
 
 
 def build(layout: Layout) -> ParallelModel:
-    recipe = recipe_of(CONFIG, precision={"kind": "fp64"})
+    recipe = build_recipe(CONFIG, precision={"kind": "fp64"})
     shape = read_config(CONFIG)
     kinds = resolve_dtypes(recipe.precision)
     with torch.device("meta"):

@@ -1,6 +1,4 @@
-"""Known wrong random numbers, learning rates and data, put back into a worker process while its
-context is entered.
-"""
+"""Patches that add known wrong random numbers, learning rates and data; see `reductions`."""
 
 from __future__ import annotations
 
@@ -24,29 +22,29 @@ from shardwright.verify import cell
 def _patch_dropout_key(change: Callable[[Tensor, int], Tensor]) -> Any:
     original = DropoutKey
 
-    def key(seed: int, number: int, sample_indices_B: Tensor) -> DropoutKey:
+    def build_key(seed: int, number: int, sample_indices_B: Tensor) -> DropoutKey:
         return original(seed, number, change(sample_indices_B, number))
 
-    return patch.object(step, "DropoutKey", key)
+    return patch.object(step, "DropoutKey", build_key)
 
 
 @contextmanager
-def dropout_depends_on_the_place_in_the_batch() -> Iterator[None]:
-    """45: masks are keyed by the row of the micro-batch and not by the sample."""
+def key_dropout_by_row_of_batch() -> Iterator[None]:
+    """Key dropout masks by the row of the micro-batch instead of the sample."""
     with _patch_dropout_key(lambda indices, _step: torch.arange(len(indices))):
         yield
 
 
 @contextmanager
-def dropout_depends_on_the_rank() -> Iterator[None]:
-    """45: every rank has a random state of its own."""
+def key_dropout_by_rank() -> Iterator[None]:
+    """Give every rank a random state of its own."""
     with _patch_dropout_key(lambda indices, _step: indices + 1000 * dist.get_rank()):
         yield
 
 
 @contextmanager
-def dropout_differs_when_recomputed() -> Iterator[None]:
-    """45: recomputation, which runs within the backward pass, draws new masks."""
+def redraw_dropout_in_recompute() -> Iterator[None]:
+    """Draw new masks in recomputation, which runs within the backward pass."""
     original = Dropout.drop
 
     def drop(self: Dropout, x_BTD: Tensor, *arguments: Any) -> Tensor:
@@ -60,33 +58,33 @@ def dropout_differs_when_recomputed() -> Iterator[None]:
 
 
 @contextmanager
-def layers_number_themselves_locally() -> Iterator[None]:
-    """46: dropout is keyed by the layer's number within its group."""
+def key_dropout_by_local_layer() -> Iterator[None]:
+    """Key dropout by the layer's number within its group."""
     original = Block.__init__
 
-    def renumbered(self: Block, shape: Any, index: int) -> None:
+    def renumber(self: Block, shape: Any, index: int) -> None:
         original(self, shape, index)
         self.layer_index = 0
 
-    with patch.object(Block, "__init__", renumbered):
+    with patch.object(Block, "__init__", renumber):
         yield
 
 
 @contextmanager
-def documents_see_each_other() -> Iterator[None]:
-    """47: packed rows lose their document boundaries."""
+def ignore_document_boundaries() -> Iterator[None]:
+    """Drop the document boundaries of packed rows."""
     forward = Decoder.forward
 
-    def leaky(self: Decoder, *arguments: Any, **named: Any) -> Tensor:
+    def drop_documents(self: Decoder, *arguments: Any, **named: Any) -> Tensor:
         return forward(self, *arguments, **(named | {"document_ids_BT": None}))
 
-    with patch.object(Decoder, "forward", leaky):
+    with patch.object(Decoder, "forward", drop_documents):
         yield
 
 
 @contextmanager
-def one_group_keeps_its_learning_rate() -> Iterator[None]:
-    """49: the schedule reaches the first parameter group only."""
+def schedule_first_group_only() -> Iterator[None]:
+    """Set the scheduled learning rate in the first parameter group only."""
 
     def set_first(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         optimizer.param_groups[0]["lr"] = learning_rate
@@ -96,48 +94,48 @@ def one_group_keeps_its_learning_rate() -> Iterator[None]:
 
 
 @contextmanager
-def groups_collide() -> Iterator[None]:
-    """49: decayed and undecayed parameters share a group."""
+def merge_parameter_groups() -> Iterator[None]:
+    """Give decayed and undecayed parameters the same weight decay."""
     original = cell.build_optimizer
 
-    def merged(*arguments: Any, **named: Any) -> torch.optim.Optimizer:
+    def merge(*arguments: Any, **named: Any) -> torch.optim.Optimizer:
         optimizer = original(*arguments, **named)
         for group in optimizer.param_groups:
             group["weight_decay"] = optimizer.param_groups[0]["weight_decay"]
         return optimizer
 
-    with patch.object(cell, "build_optimizer", merged):
+    with patch.object(cell, "build_optimizer", merge):
         yield
 
 
 def _patch_cursor(change: Callable[[int, int], tuple[int, int]]) -> Any:
     original = cell.read_step_micro_batches
 
-    def moved(
+    def move_cursor(
         dataset: Any, order: Any, batch: Any, number: int, data_rank: int
     ) -> list[MicroBatch]:
         return original(dataset, order, batch, *change(number, data_rank))
 
-    return patch.object(cell, "read_step_micro_batches", moved)
+    return patch.object(cell, "read_step_micro_batches", move_cursor)
 
 
 @contextmanager
-def every_rank_reads_the_same() -> Iterator[None]:
-    """50: the cursor forgets the data rank."""
+def read_same_data_on_every_rank() -> Iterator[None]:
+    """Ignore the data rank in the cursor."""
     with _patch_cursor(lambda number, _data_rank: (number, 0)):
         yield
 
 
 @contextmanager
-def the_cursor_stands_still() -> Iterator[None]:
-    """50: the cursor is not moved on after a step."""
+def freeze_cursor() -> Iterator[None]:
+    """Leave the cursor unchanged after a step."""
     with _patch_cursor(lambda _number, data_rank: (0, data_rank)):
         yield
 
 
 @contextmanager
-def schedule_steps_once_per_rank() -> Iterator[None]:
-    """50: every process moves the schedule on."""
+def scale_learning_rate_by_ranks() -> Iterator[None]:
+    """Advance the learning rate schedule once per process."""
     original = step.set_learning_rate
     with patch.object(
         step,

@@ -1,6 +1,4 @@
-"""Known wrong gradients of context parallelism, put back into a worker process while its context is
-entered; see `mutations`.
-"""
+"""Patches that add known wrong gradients of context parallelism; see `reductions`."""
 
 from __future__ import annotations
 
@@ -24,46 +22,42 @@ from shardwright.train import step
 # One normaliser
 
 
-def _own_tokens(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
-    """Supervised tokens among the places that this context rank has."""
+def _count_local_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Count the supervised tokens at the positions of this context rank."""
     assert model.decoder.parallel_hooks.context is not None
-    places = model.decoder.parallel_hooks.context.local_token_indices(
+    positions = model.decoder.parallel_hooks.context.local_token_indices(
         micro_batches[0].labels_BT.shape[1]
     )
     return torch.stack(
-        [(batch.labels_BT[:, places] != -100).sum() for batch in micro_batches]
+        [(batch.labels_BT[:, positions] != -100).sum() for batch in micro_batches]
     ).sum()
 
 
 @contextmanager
-def context_ranks_average_their_means() -> Iterator[None]:
-    """3: every context rank divides by its own supervised tokens, and the ranks' gradients are
-    averaged.
-    """
+def average_means_of_context_ranks() -> Iterator[None]:
+    """Divide by the supervised tokens of each context rank and average the ranks' gradients."""
 
     def count(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        return model.sum_over_batch(_own_tokens(model, micro_batches)) * model.layout.cp
+        return model.sum_over_batch(_count_local_supervised(model, micro_batches)) * model.layout.cp
 
     with patch.object(step, "count_supervised", count):
         yield
 
 
 @contextmanager
-def normaliser_forgets_context() -> Iterator[None]:
-    """4: every context rank counts its own tokens, and they are summed over the ranks that read
-    other rows only.
-    """
+def omit_context_from_normaliser() -> Iterator[None]:
+    """Count a context rank's own tokens and sum them only over the ranks that read other rows."""
 
     def count(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        return model.sum_over_batch(_own_tokens(model, micro_batches))
+        return model.sum_over_batch(_count_local_supervised(model, micro_batches))
 
     with patch.object(step, "count_supervised", count):
         yield
 
 
 @contextmanager
-def normaliser_counts_context_twice() -> Iterator[None]:
-    """4, the other way: whole rows are counted by each of the ranks that share them."""
+def count_context_twice_in_normaliser() -> Iterator[None]:
+    """Count whole rows on each of the ranks that share them."""
     original = step.count_supervised
     with patch.object(
         step, "count_supervised", lambda model, batches: original(model, batches) * model.layout.cp
@@ -72,27 +66,27 @@ def normaliser_counts_context_twice() -> Iterator[None]:
 
 
 @contextmanager
-def the_reported_loss_counts_context_twice() -> Iterator[None]:
-    """5: the loss that is told is multiplied by the context ranks."""
+def count_context_twice_in_reported_loss() -> Iterator[None]:
+    """Multiply the reported loss by the number of context ranks."""
     original = ParallelModel.sum_over_data
 
-    def twice(self: ParallelModel, tensor: Tensor) -> Tensor:
+    def count_twice(self: ParallelModel, tensor: Tensor) -> Tensor:
         return original(self, tensor) * (self.layout.cp if tensor.is_floating_point() else 1)
 
-    with patch.object(ParallelModel, "sum_over_data", twice):
+    with patch.object(ParallelModel, "sum_over_data", count_twice):
         yield
 
 
 @contextmanager
-def the_loss_is_multiplied_by_context() -> Iterator[None]:
-    """7: a loss is multiplied by the context ranks, for a mean over them that is not taken."""
+def multiply_loss_by_context() -> Iterator[None]:
+    """Multiply the loss by the context ranks, for a mean over them that is never computed."""
     forward = Decoder.forward
 
-    def scaled(self: Decoder, *arguments: Any, **named: Any) -> Tensor:
+    def scale_loss(self: Decoder, *arguments: Any, **named: Any) -> Tensor:
         assert self.parallel_hooks.context is not None
         return forward(self, *arguments, **named) * dist.get_world_size()
 
-    with patch.object(Decoder, "forward", scaled):
+    with patch.object(Decoder, "forward", scale_loss):
         yield
 
 
@@ -100,60 +94,56 @@ def the_loss_is_multiplied_by_context() -> Iterator[None]:
 
 
 @contextmanager
-def keys_get_no_gradient_from_other_ranks() -> Iterator[None]:
-    """19: what other ranks' queries give to keys and values is lost."""
+def drop_key_gradients_of_other_ranks() -> Iterator[None]:
+    """Drop the gradients that other ranks' queries give to keys and values."""
     with patch.object(ring_attention, "_add_pairs", lambda first, *_others: first):
         yield
 
 
 @contextmanager
-def gradients_stop_one_rank_short_of_home() -> Iterator[None]:
-    """19: the ring passes gradients of keys and values on once too few, so each rank takes a
-    neighbour's.
-    """
+def stop_ring_one_rank_early() -> Iterator[None]:
+    """Pass the gradients of keys and values once too few, so that each rank gets a neighbour's."""
 
-    def stop(
+    def stop_early(
         back: ring_attention._RowBackward, k_BKLE: Tensor, v_BKLV: Tensor
     ) -> ring_attention.KeyValuePair:
         gradients = None
         passing = None
-        for arrived in ring_attention._iterate_key_values(k_BKLE, v_BKLV, back.settings):
+        for key_values in ring_attention._iterate_key_values(k_BKLE, v_BKLV, back.settings):
             if gradients is not None:
                 assert back.settings.group is not None
                 passing = ring_attention._RingPass(gradients, back.settings.group)
-            gradients = back.accumulate(arrived)
+            gradients = back.accumulate(key_values)
             if passing is not None:
                 gradients = ring_attention._add_pairs(gradients, passing.wait())
         assert gradients is not None
         return gradients
 
-    with patch.object(ring_attention, "_ring_backward", stop):
+    with patch.object(ring_attention, "_ring_backward", stop_early):
         yield
 
 
 @contextmanager
-def queries_get_their_gradient_from_some_keys() -> Iterator[None]:
-    """19: the queries' gradient is that of the last keys that came."""
+def overwrite_query_gradients() -> Iterator[None]:
+    """Keep only the query gradient of the keys received last."""
     original = ring_attention._RowBackward.accumulate
 
     def overwrite(
-        self: ring_attention._RowBackward, arrived: ring_attention.KeyValueShard
+        self: ring_attention._RowBackward, key_values: ring_attention.KeyValueShard
     ) -> ring_attention.KeyValuePair:
         self.d_q_BHLE.zero_()
-        return original(self, arrived)
+        return original(self, key_values)
 
     with patch.object(ring_attention._RowBackward, "accumulate", overwrite):
         yield
 
 
 @contextmanager
-def blocks_go_back_by_their_own_log_sum_exp() -> Iterator[None]:
-    """19: the backward of a block takes the output and log-sum-exp of that block in place of the
-    whole row's.
-    """
+def use_log_sum_exp_of_block() -> Iterator[None]:
+    """Use the output and log-sum-exp of a block in its backward pass instead of the row's."""
     backward = attention_kernels.CpuFlashKernel.backward
 
-    def own(
+    def use_own_block(
         self: attention_kernels.CpuFlashKernel,
         d_out: Tensor,
         q: Tensor,
@@ -164,13 +154,13 @@ def blocks_go_back_by_their_own_log_sum_exp() -> Iterator[None]:
     ) -> Any:
         return backward(self, d_out, q, k, v, self.forward(q, k, v, *rest), *rest)
 
-    with patch.object(attention_kernels.CpuFlashKernel, "backward", own):
+    with patch.object(attention_kernels.CpuFlashKernel, "backward", use_own_block):
         yield
 
 
 @contextmanager
-def ulysses_mixes_heads() -> Iterator[None]:
-    """20: back from the all-to-all, heads are put together as if the rank came last."""
+def mix_heads_in_ulysses() -> Iterator[None]:
+    """Join heads after the all-to-all as if the rank were the last dim."""
 
     def mix(x_BHTE: Tensor, group: dist.ProcessGroup) -> Tensor:
         whole = to_tokens(x_BHTE, group)
@@ -182,10 +172,8 @@ def ulysses_mixes_heads() -> Iterator[None]:
 
 
 @contextmanager
-def gradients_divided_by_context() -> Iterator[None]:
-    """21: gradients are divided by the ranks that share a sequence, though nothing is sharded over
-    them.
-    """
+def divide_gradients_by_context() -> Iterator[None]:
+    """Divide gradients by the ranks of a sequence, although nothing is sharded over them."""
     finish = ParallelModel.finish_gradients
 
     def divide(self: ParallelModel) -> None:
@@ -202,20 +190,20 @@ def gradients_divided_by_context() -> Iterator[None]:
 
 
 @contextmanager
-def dropout_by_the_place_in_the_share() -> Iterator[None]:
-    """45: a context rank's tokens are numbered from 0."""
+def key_dropout_by_local_position() -> Iterator[None]:
+    """Number the tokens of every context rank from 0."""
     original = Dropout.from_key
 
-    def local(key: DropoutKey, places_T: Tensor, device: torch.device) -> Dropout:
+    def number_locally(key: DropoutKey, places_T: Tensor, device: torch.device) -> Dropout:
         return original(key, torch.arange(len(places_T)), device)
 
-    with patch.object(Dropout, "from_key", local):
+    with patch.object(Dropout, "from_key", number_locally):
         yield
 
 
 @contextmanager
-def documents_see_each_other() -> Iterator[None]:
-    """47: the cut attention does not hear of documents."""
+def ignore_document_boundaries() -> Iterator[None]:
+    """Drop the document boundaries in attention over context ranks."""
     original = RowChunks.from_documents
     with patch.object(
         RowChunks,
@@ -226,8 +214,8 @@ def documents_see_each_other() -> Iterator[None]:
 
 
 @contextmanager
-def positions_of_the_own_share() -> Iterator[None]:
-    """47: a context rank's tokens turn as if they were the row's first."""
+def count_positions_locally() -> Iterator[None]:
+    """Rotate the tokens of a context rank as if they were the first of the row."""
     original = forward_context.build_forward_context
 
     def build(
@@ -242,9 +230,7 @@ def positions_of_the_own_share() -> Iterator[None]:
 
 
 @contextmanager
-def blind_queries_count() -> Iterator[None]:
-    """The fused kernel's silent answer to a query that sees nothing of a block, a log-sum-exp of 0,
-    is merged as if it saw.
-    """
+def merge_queries_without_keys() -> Iterator[None]:
+    """Merge the log-sum-exp of 0 that the fused kernel returns for a fully masked query."""
     with patch.object(attention_kernels, "_mask_queries_without_keys", lambda part, _visible: part):
         yield

@@ -1,6 +1,4 @@
-"""Known wrong buffers and accumulations, put back into a worker process while its context is
-entered; see `mutations`.
-"""
+"""Patches that add known wrong uses of buffers and accumulated gradients; see `reductions`."""
 
 from __future__ import annotations
 
@@ -21,29 +19,28 @@ from shardwright.verify import cell
 
 
 @contextmanager
-def buckets_share_a_buffer() -> Iterator[None]:
-    """37: a bucket's sum is overwritten by the next one's before it is read."""
+def share_buffer_between_buckets() -> Iterator[None]:
+    """Overwrite a bucket's sum with the next one's before it is read."""
     shared = torch.zeros(1 << 20, dtype=torch.float64)
 
     def sum_bucket(
         group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[Tensor]:
-        place = shared[: bucket.buffer().numel()].copy_(bucket.buffer())
-        dist.all_reduce(place, group=group)
+        slot = shared[: bucket.buffer().numel()].copy_(bucket.buffer())
+        dist.all_reduce(slot, group=group)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(place)
+        future.set_result(slot)
         return future
 
-    sum_bucket.__annotations__ = (
-        ddp._all_reduce_bucket.__annotations__
-    )  # DDP compares the types themselves
+    # DDP compares the types themselves
+    sum_bucket.__annotations__ = ddp._all_reduce_bucket.__annotations__
     with patch.object(ddp, "_all_reduce_bucket", sum_bucket):
         yield
 
 
 @contextmanager
-def gradients_alias_parameters() -> Iterator[None]:
-    """38: a gathered parameter lies in the memory of a gradient."""
+def alias_gradient_and_parameter() -> Iterator[None]:
+    """Return a gathered parameter's memory as a gradient."""
     original = ParallelModel.finish_gradients
 
     def alias(self: ParallelModel) -> None:
@@ -56,15 +53,15 @@ def gradients_alias_parameters() -> Iterator[None]:
 
 
 @contextmanager
-def padding_is_summed() -> Iterator[None]:
-    """39: the padding of uneven shards is not zero, and counts in the norm."""
+def sum_padding_into_norm() -> Iterator[None]:
+    """Pad uneven shards with ones, which the norm then includes."""
 
-    def padded(
+    def add_padding(
         gradients: Sequence[tuple[Tensor | None, ParameterLayout]],
         sum_over: gradient_clip.SumOver,
         **options: Any,
     ) -> Tensor:
-        grown = [
+        padded_gradients = [
             (
                 None
                 if g is None
@@ -73,22 +70,24 @@ def padding_is_summed() -> Iterator[None]:
             )
             for g, layout in gradients
         ]
-        return gradient_clip.compute_global_norm(grown, sum_over, **options)
+        return gradient_clip.compute_global_norm(padded_gradients, sum_over, **options)
 
-    with patch.object(step, "compute_global_norm", padded):
+    with patch.object(step, "compute_global_norm", add_padding):
         yield
 
 
 @contextmanager
-def stale_parameters_are_kept() -> Iterator[None]:
-    """38: gathered parameters outlive the optimizer step, and the next forward pass reads them."""
+def keep_stale_gathered_parameters() -> Iterator[None]:
+    """Keep gathered parameters after the optimizer step, so that the next forward pass reads
+    them.
+    """
     with patch.object(ParallelModel, "finish_gradients", lambda _self: None):
         yield
 
 
 @contextmanager
-def some_gradients_keep_the_loss_scale() -> Iterator[None]:
-    """41: only what lies in the big buffer is scaled; vectors are forgotten."""
+def scale_matrices_only() -> Iterator[None]:
+    """Scale only the gradients of the large buffer and omit vectors."""
     original = step.scale_
     with patch.object(
         step,
@@ -99,8 +98,8 @@ def some_gradients_keep_the_loss_scale() -> Iterator[None]:
 
 
 @contextmanager
-def loss_scale_is_not_divided() -> Iterator[None]:
-    """43: the update does not know of the loss scale."""
+def keep_loss_scale_in_update() -> Iterator[None]:
+    """Update without dividing the loss scale out."""
     original = cell.update_parameters
     with patch.object(
         cell,
@@ -111,21 +110,21 @@ def loss_scale_is_not_divided() -> Iterator[None]:
 
 
 @contextmanager
-def accumulated_gradients_are_wiped() -> Iterator[None]:
-    """42: a micro-batch starts by clearing what the ones before it left."""
+def clear_accumulated_gradients() -> Iterator[None]:
+    """Clear the gradients of earlier micro-batches at the start of each one."""
     original = ParallelModel.synchronise_gradients
 
-    def wipe(self: ParallelModel, last: bool) -> Any:
+    def clear(self: ParallelModel, last: bool) -> Any:
         for _, parameter in self.named_parameters():
             parameter.grad = None
         return original(self, last)
 
-    with patch.object(ParallelModel, "synchronise_gradients", wipe):
+    with patch.object(ParallelModel, "synchronise_gradients", clear):
         yield
 
 
 @contextmanager
-def gradients_are_not_dropped() -> Iterator[None]:
-    """43: zero_grad is skipped, and the next step adds to this one's gradients."""
+def skip_zero_grad() -> Iterator[None]:
+    """Skip zero_grad, so that the next step adds to the gradients of this one."""
     with patch.object(torch.optim.Optimizer, "zero_grad", lambda _self, **_named: None):
         yield

@@ -1,10 +1,8 @@
-"""Known wrong norms and clips, put back into a worker process while its context is entered; see
-`mutations`.
-"""
+"""Patches that add known wrong norms and clipping; see `reductions`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,25 +16,26 @@ from shardwright.numerics import gradient_clip
 from shardwright.parallel import ParallelModel
 from shardwright.train import step
 
+Gradients = Sequence[tuple[Tensor | None, ParameterLayout]]
+
 
 @contextmanager
-def norm_of_the_own_shard() -> Iterator[None]:
-    """29: shards are taken for copies, and not summed."""
-    own = lambda gradients, _sum_over, **_: gradient_clip.compute_global_norm(
-        gradients, lambda tensor, _axes: tensor
-    )
-    with patch.object(step, "compute_global_norm", own):
+def compute_norm_of_own_shard() -> Iterator[None]:
+    """Treat shards as replicas and omit their sum."""
+
+    def compute_local(gradients: Gradients, _sum_over: gradient_clip.SumOver, **_: Any) -> Tensor:
+        return gradient_clip.compute_global_norm(gradients, lambda tensor, _axes: tensor)
+
+    with patch.object(step, "compute_global_norm", compute_local):
         yield
 
 
 @contextmanager
-def norm_counts_copies() -> Iterator[None]:
-    """titan 2318: copies are taken for shards, and the norm grows by the square root of the
-    replicas.
-    """
+def count_replicas_in_norm() -> Iterator[None]:
+    """Treat replicas as shards, so that the norm grows by the square root of their number."""
 
-    def counted(
-        gradients: Iterable[tuple[Tensor | None, ParameterLayout]],
+    def count_replicas(
+        gradients: Gradients,
         sum_over: gradient_clip.SumOver,
         **options: Any,
     ) -> Tensor:
@@ -44,16 +43,16 @@ def norm_counts_copies() -> Iterator[None]:
             gradients, lambda tensor, axes: sum_over(tensor, (*axes, "dp_replicate")), **options
         )
 
-    with patch.object(step, "compute_global_norm", counted):
+    with patch.object(step, "compute_global_norm", count_replicas):
         yield
 
 
 @contextmanager
-def norm_of_some_layers() -> Iterator[None]:
-    """30: the norm covers this stage's parameters only."""
+def compute_norm_of_half_the_layers() -> Iterator[None]:
+    """Compute the norm of half of the parameters only."""
 
-    def partial_norm(
-        gradients: Sequence[tuple[Tensor | None, ParameterLayout]],
+    def compute_partial(
+        gradients: Gradients,
         sum_over: gradient_clip.SumOver,
         **options: Any,
     ) -> Tensor:
@@ -61,13 +60,13 @@ def norm_of_some_layers() -> Iterator[None]:
             gradients[: len(gradients) // 2], sum_over, **options
         )
 
-    with patch.object(step, "compute_global_norm", partial_norm):
+    with patch.object(step, "compute_global_norm", compute_partial):
         yield
 
 
 @contextmanager
-def clipped_per_group() -> Iterator[None]:
-    """31: decayed and undecayed parameters are clipped by norms of their own."""
+def clip_per_parameter_group() -> Iterator[None]:
+    """Clip decayed and undecayed parameters by separate norms."""
     original = ParallelModel.list_gradients
 
     def clip_vectors_first(self: ParallelModel) -> list[tuple[Tensor | None, ParameterLayout]]:
@@ -86,15 +85,15 @@ def clipped_per_group() -> Iterator[None]:
 
 
 @contextmanager
-def clip_also_enlarges() -> Iterator[None]:
-    """32: the coefficient is not held below 1."""
+def leave_clip_coefficient_unbounded() -> Iterator[None]:
+    """Let the coefficient exceed 1."""
     with patch.object(step, "compute_clip_coefficient", lambda norm, limit: limit / (norm + 1e-6)):
         yield
 
 
 @contextmanager
-def clip_by_the_square() -> Iterator[None]:
-    """32: the coefficient uses the squared norm."""
+def clip_by_squared_norm() -> Iterator[None]:
+    """Compute the coefficient from the squared norm."""
     with patch.object(
         step,
         "compute_clip_coefficient",
@@ -104,30 +103,30 @@ def clip_by_the_square() -> Iterator[None]:
 
 
 @contextmanager
-def infinite_gradients_are_clipped() -> Iterator[None]:
-    """32: inf times a coefficient of zero becomes nan, and is stepped with."""
+def clip_infinite_gradients() -> Iterator[None]:
+    """Multiply inf by a coefficient of zero and update with the resulting nan."""
     with patch.object(step, "isfinite", lambda _value: True):
         yield
 
 
 @contextmanager
-def each_rank_decides_to_skip() -> Iterator[None]:
-    """32: a rank looks at its own gradients only; the others step."""
+def decide_skips_per_rank() -> Iterator[None]:
+    """Let one rank skip by its own gradients while the others update."""
 
-    def own_norm(norm: Tensor, _sum_over_all: object) -> Tensor:
+    def hide_own_norm(norm: Tensor, _sum_over_all: object) -> Tensor:
         return (
             norm
             if dist.get_rank() == dist.get_world_size() - 1
             else torch.nan_to_num(norm, nan=1.0, posinf=1.0)
         )
 
-    with patch.object(step, "synchronise_norm", own_norm):
+    with patch.object(step, "synchronise_norm", hide_own_norm):
         yield
 
 
 @contextmanager
-def zero_norm_divides() -> Iterator[None]:
-    """33: a norm of zero makes the coefficient nan."""
+def divide_by_zero_norm() -> Iterator[None]:
+    """Compute a nan coefficient from a norm of zero."""
     with patch.object(
         step,
         "compute_clip_coefficient",
@@ -137,16 +136,19 @@ def zero_norm_divides() -> Iterator[None]:
 
 
 @contextmanager
-def no_tokens_divide() -> Iterator[None]:
-    """33: a step without a supervised token divides zero by zero."""
+def divide_by_zero_tokens() -> Iterator[None]:
+    """Divide zero by zero in a step without supervised tokens."""
     with patch.object(step, "_replace_zero_by_one", lambda count: count):
         yield
 
 
 @contextmanager
-def clip_eats_an_iterator() -> Iterator[None]:
-    """34: the norm walks an iterator to its end, and nothing is left to clip."""
+def exhaust_gradient_iterator() -> Iterator[None]:
+    """Exhaust the iterator of gradients in the norm, so that nothing is clipped."""
     original = ParallelModel.list_gradients
-    walked = lambda self: iter(original(self)[len(original(self)) :])
-    with patch.object(ParallelModel, "list_gradients", walked):
+
+    def exhaust(self: ParallelModel) -> Any:
+        return iter(original(self)[len(original(self)) :])
+
+    with patch.object(ParallelModel, "list_gradients", exhaust):
         yield

@@ -1,14 +1,14 @@
-"""Known wrong gradients, put back into a worker process while its context is entered. Numbers are
-docs/silent-bugs.md's.
+"""Patches that add known wrong normalisers and reductions.
 
-Each is a patch of the engine or of what feeds it; the reference never sees it. Functions stand at
-the top of the module because they travel to the workers by name.
+Each patch is a context that changes the engine, or the data that it reads, in one worker process;
+the reference never runs under it. The functions are at the top level because worker processes
+receive them by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -29,23 +29,26 @@ from shardwright.verify import cell
 
 
 @contextmanager
-def mean_of_means_over_accumulation() -> Iterator[None]:
-    """1: every micro-batch is divided by its own tokens, and the means are averaged."""
+def average_means_of_micro_batches() -> Iterator[None]:
+    """Divide every micro-batch by its own tokens and average the means."""
     forward = Decoder.forward
 
-    def mean_loss(self: Decoder, *arguments: Any, **named: Any) -> Tensor:
+    def divide_by_own_tokens(self: Decoder, *arguments: Any, **named: Any) -> Tensor:
         return forward(self, *arguments, **named) / (named["labels_BT"] != -100).sum().clamp(min=1)
 
     def count(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
         return torch.tensor(len(micro_batches) * model.layout.data_ranks)
 
-    with patch.object(Decoder, "forward", mean_loss), patch.object(step, "count_supervised", count):
+    with (
+        patch.object(Decoder, "forward", divide_by_own_tokens),
+        patch.object(step, "count_supervised", count),
+    ):
         yield
 
 
 @contextmanager
-def tokens_counted_per_rank() -> Iterator[None]:
-    """2: every rank divides by its own tokens, and gradients are averaged over ranks."""
+def divide_by_tokens_of_own_rank() -> Iterator[None]:
+    """Divide by the tokens of the own rank and average gradients over ranks."""
 
     def count(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
         return torch.tensor(
@@ -57,8 +60,8 @@ def tokens_counted_per_rank() -> Iterator[None]:
 
 
 @contextmanager
-def normaliser_forgets_an_axis() -> Iterator[None]:
-    """4: the divisor is summed over one of the two data axes."""
+def omit_axis_from_normaliser() -> Iterator[None]:
+    """Sum the divisor over one of the two data axes."""
 
     def count(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
         tokens = torch.tensor(sum(batch.num_supervised for batch in micro_batches))
@@ -69,35 +72,35 @@ def normaliser_forgets_an_axis() -> Iterator[None]:
 
 
 @contextmanager
-def loss_of_the_own_rank() -> Iterator[None]:
-    """5: the reported loss is summed over some ranks and divided by the tokens of all."""
+def report_loss_of_own_rank() -> Iterator[None]:
+    """Sum the reported loss over some ranks and divide it by the tokens of all."""
     original = ParallelModel.sum_over_data
 
-    def forget_losses(self: ParallelModel, tensor: Tensor) -> Tensor:
+    def skip_sum_of_losses(self: ParallelModel, tensor: Tensor) -> Tensor:
         return tensor if tensor.is_floating_point() else original(self, tensor)
 
-    with patch.object(ParallelModel, "sum_over_data", forget_losses):
+    with patch.object(ParallelModel, "sum_over_data", skip_sum_of_losses):
         yield
 
 
 @contextmanager
-def a_batch_reports_no_tokens() -> Iterator[None]:
-    """6: one path forgets to count its tokens."""
+def report_no_tokens_for_a_batch() -> Iterator[None]:
+    """Report 0 supervised tokens for the first micro-batch."""
     original = cell.read_step_micro_batches
 
-    def forgetful(*arguments: Any) -> list[MicroBatch]:
+    def report_none(*arguments: Any) -> list[MicroBatch]:
         return [
             replace(batch, num_supervised=0) if i == 0 else batch
             for i, batch in enumerate(original(*arguments))
         ]
 
-    with patch.object(cell, "read_step_micro_batches", forgetful):
+    with patch.object(cell, "read_step_micro_batches", report_none):
         yield
 
 
 @contextmanager
-def rescaled_by_accumulation() -> Iterator[None]:
-    """10: the sum is divided by the number of micro-batches once more."""
+def divide_by_accumulation_twice() -> Iterator[None]:
+    """Divide the sum by the number of micro-batches once more."""
     original = step.count_supervised
     with patch.object(
         step, "count_supervised", lambda model, batches: original(model, batches) * len(batches)
@@ -106,8 +109,8 @@ def rescaled_by_accumulation() -> Iterator[None]:
 
 
 @contextmanager
-def final_scaling_skipped() -> Iterator[None]:
-    """11: summed losses are never divided."""
+def skip_final_scaling() -> Iterator[None]:
+    """Never divide the summed losses."""
     with patch.object(step, "count_supervised", lambda _model, _batches: torch.tensor(1)):
         yield
 
@@ -116,15 +119,15 @@ def final_scaling_skipped() -> Iterator[None]:
 
 
 @contextmanager
-def gradients_averaged_by_ddp() -> Iterator[None]:
-    """2: DDP's own mean over ranks, on top of the global normaliser."""
+def average_gradients_in_ddp() -> Iterator[None]:
+    """Keep DDP's own mean over ranks on top of the global normaliser."""
     with patch.object(DistributedDataParallel, "register_comm_hook", lambda *_arguments: None):
         yield
 
 
 @contextmanager
-def gradients_averaged_by_fsdp() -> Iterator[None]:
-    """2: FSDP2's own mean over ranks, on top of the global normaliser."""
+def average_gradients_in_fsdp() -> Iterator[None]:
+    """Keep FSDP2's own mean over ranks on top of the global normaliser."""
     with (
         patch.object(FSDPModule, "set_gradient_divide_factor", lambda *_arguments: None),
         patch.object(FSDPModule, "set_force_sum_reduction_for_comms", lambda *_arguments: None),
@@ -133,8 +136,8 @@ def gradients_averaged_by_fsdp() -> Iterator[None]:
 
 
 @contextmanager
-def replicas_not_summed() -> Iterator[None]:
-    """17: the sum over replicas of a shard is lost."""
+def skip_sum_over_replicas() -> Iterator[None]:
+    """Skip the sum over the replicas of a shard."""
     original = FSDPModule.set_requires_all_reduce
     with patch.object(
         FSDPModule,
@@ -145,8 +148,8 @@ def replicas_not_summed() -> Iterator[None]:
 
 
 @contextmanager
-def a_bucket_of_one_is_not_reduced() -> Iterator[None]:
-    """22: a parameter that fills a bucket by itself is never reduced."""
+def skip_reduction_of_single_buckets() -> Iterator[None]:
+    """Never reduce a parameter that fills a bucket alone."""
     original = ddp._all_reduce_bucket
 
     def sum_bucket(
@@ -164,8 +167,8 @@ def a_bucket_of_one_is_not_reduced() -> Iterator[None]:
 
 
 @contextmanager
-def last_micro_batch_after_the_reduction() -> Iterator[None]:
-    """23: the sum over ranks is taken before the last micro-batch is added."""
+def reduce_before_last_micro_batch() -> Iterator[None]:
+    """Sum over ranks before the last micro-batch is added."""
     original = ParallelModel.synchronise_gradients
     with patch.object(
         ParallelModel, "synchronise_gradients", lambda self, last: original(self, not last)
@@ -174,16 +177,17 @@ def last_micro_batch_after_the_reduction() -> Iterator[None]:
 
 
 @contextmanager
-def embedding_counted_once() -> Iterator[None]:
-    """44: of a tied weight's two gradients one is lost."""
+def drop_gradient_of_tied_head() -> Iterator[None]:
+    """Drop one of the two gradients of a tied weight."""
     original = Decoder.head_weight
     assert isinstance(original, property)
-    with patch.object(Decoder, "head_weight", property(lambda self: original.fget(self).detach())):  # type: ignore[misc]
+    read_weight = original.fget
+    assert read_weight is not None
+    with patch.object(Decoder, "head_weight", property(lambda self: read_weight(self).detach())):
         yield
 
 
 @contextmanager
-def nothing() -> Iterator[None]:
-    """No bug: what must pass."""
-    with ExitStack():
-        yield
+def apply_no_mutation() -> Iterator[None]:
+    """Leave the process unchanged, for the cells that must pass."""
+    yield

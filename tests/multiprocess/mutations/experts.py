@@ -1,6 +1,4 @@
-"""Known wrong gradients of sparse models, put back into a worker process while its context is
-entered; see `mutations`.
-"""
+"""Patches that add known wrong gradients of sparse models; see `reductions`."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.train import step
 
 
-def _of_experts(model: ParallelModel) -> list[Tensor]:
-    """Gradients of the stacked experts that this rank holds."""
+def _list_expert_gradients(model: ParallelModel) -> list[Tensor]:
+    """Return the gradients of the stacked experts of this rank."""
     return [
         get_local_tensor(p.grad)
         for name, p in model.named_parameters()
@@ -32,13 +30,13 @@ def _of_experts(model: ParallelModel) -> list[Tensor]:
 
 
 @contextmanager
-def experts_averaged_over_ep() -> Iterator[None]:
-    """24: experts' gradients are divided by the ranks that send them tokens."""
+def average_experts_over_ep() -> Iterator[None]:
+    """Divide the experts' gradients by the ranks that send them tokens."""
     finish = ParallelModel.finish_gradients
 
     def divide(self: ParallelModel) -> None:
         finish(self)
-        for gradient in _of_experts(self):
+        for gradient in _list_expert_gradients(self):
             gradient.div_(self.layout.ep)
 
     with patch.object(ParallelModel, "finish_gradients", divide):
@@ -46,13 +44,13 @@ def experts_averaged_over_ep() -> Iterator[None]:
 
 
 @contextmanager
-def experts_not_divided_as_the_rest() -> Iterator[None]:
-    """24: the wrapper averages experts over their own, smaller group, and a sum was meant."""
+def average_experts_over_efsdp() -> Iterator[None]:
+    """Average experts over their own, smaller group where a sum is needed."""
     finish = ParallelModel.finish_gradients
 
     def divide(self: ParallelModel) -> None:
         finish(self)
-        for gradient in _of_experts(self):
+        for gradient in _list_expert_gradients(self):
             gradient.div_(self.layout.dp_replicate * self.layout.efsdp)
 
     with patch.object(ParallelModel, "finish_gradients", divide):
@@ -60,14 +58,14 @@ def experts_not_divided_as_the_rest() -> Iterator[None]:
 
 
 @contextmanager
-def experts_summed_over_ep() -> Iterator[None]:
-    """25: experts of different ranks are taken for copies of each other."""
+def sum_experts_over_ep() -> Iterator[None]:
+    """Treat the experts of different ranks as replicas of each other."""
     finish = ParallelModel.finish_gradients
 
     def add(self: ParallelModel) -> None:
         finish(self)
         assert self.mesh is not None
-        for gradient in _of_experts(self):
+        for gradient in _list_expert_gradients(self):
             dist.all_reduce(gradient, group=self.mesh.group("ep"))
 
     with patch.object(ParallelModel, "finish_gradients", add):
@@ -75,36 +73,36 @@ def experts_summed_over_ep() -> Iterator[None]:
 
 
 @contextmanager
-def experts_in_the_replicas_group() -> Iterator[None]:
-    """25: DDP sums experts with everything else, over ranks that hold other experts."""
+def reduce_experts_in_ddp() -> Iterator[None]:
+    """Sum experts in DDP with all other parameters, over ranks that have other experts."""
     replicate = apply.apply_ddp
     with patch.object(
         apply,
         "apply_ddp",
-        lambda *arguments, **named: replicate(*arguments, **(named | {"apart": ()})),
+        lambda *arguments, **named: replicate(*arguments, **(named | {"excluded_names": ()})),
     ):
         yield
 
 
 @contextmanager
-def router_losses_scaled_by_accumulation() -> Iterator[None]:
-    """26: each micro-batch's router losses count as if it were the whole step."""
-    with _row_weight_times(lambda model, batches: len(batches)):
+def scale_router_losses_by_accumulation() -> Iterator[None]:
+    """Weight each micro-batch's router losses as if it were the whole step."""
+    with _scale_row_weight(lambda model, batches: len(batches)):
         yield
 
 
 @contextmanager
-def router_losses_scaled_by_ranks() -> Iterator[None]:
-    """26: each rank averages over its own rows, and the averages are summed."""
-    with _row_weight_times(lambda model, batches: model.layout.data_ranks):
+def scale_router_losses_by_ranks() -> Iterator[None]:
+    """Average router losses over each rank's rows and sum the averages."""
+    with _scale_row_weight(lambda model, batches: model.layout.data_ranks):
         yield
 
 
 @contextmanager
-def _row_weight_times(factor: Any) -> Iterator[None]:
+def _scale_row_weight(factor: Any) -> Iterator[None]:
     accumulate = step.accumulate_gradients
 
-    def scaled(model: ParallelModel, micro_batches: Any, **named: Any) -> Any:
+    def accumulate_scaled(model: ParallelModel, micro_batches: Any, **named: Any) -> Any:
         forward = model.decoder.forward
 
         def weigh(*arguments: Any, row_weight: Tensor, **more: Any) -> Tensor:
@@ -116,33 +114,33 @@ def _row_weight_times(factor: Any) -> Iterator[None]:
         with patch.object(model.decoder, "forward", weigh):
             return accumulate(model, micro_batches, **named)
 
-    with patch("shardwright.verify.cell.accumulate_gradients", scaled):
+    with patch("shardwright.verify.cell.accumulate_gradients", accumulate_scaled):
         yield
 
 
 @contextmanager
-def balance_of_the_own_tokens() -> Iterator[None]:
-    """26: under context parallelism each rank balances its part of a row by itself."""
+def balance_own_tokens() -> Iterator[None]:
+    """Compute the balance loss of each context rank's part of a row separately."""
     with patch.object(TokenDispatcher, "sum_over_row", lambda self, x: x * self.num_row_ranks):
         yield
 
 
 @contextmanager
-def router_losses_counted_by_every_tensor_rank() -> Iterator[None]:
-    """26: ranks that all see the same tokens all add the loss, and their gradients are summed."""
+def add_router_losses_on_every_tensor_rank() -> Iterator[None]:
+    """Add the loss on every rank that sees the same tokens, although gradients are summed."""
     prepare = TokenDispatcher.__init__
 
-    def forget(self: TokenDispatcher, *arguments: Any) -> None:
+    def count_fully(self: TokenDispatcher, *arguments: Any) -> None:
         prepare(self, *arguments)
         self.loss_share = 1.0
 
-    with patch.object(TokenDispatcher, "__init__", forget):
+    with patch.object(TokenDispatcher, "__init__", count_fully):
         yield
 
 
 @contextmanager
-def recompute_counts_twice() -> Iterator[None]:
-    """27: what a block adds up in its forward pass it adds again when it is computed again."""
+def count_tokens_twice_in_recompute() -> Iterator[None]:
+    """Add the router statistics of a block again when the block is recomputed."""
     add = RouterTotals.add
     route = MixtureOfExperts.route
 
@@ -168,8 +166,8 @@ def recompute_counts_twice() -> Iterator[None]:
 
 
 @contextmanager
-def capacity_by_logits() -> Iterator[None]:
-    """28: who fits is decided by something else than the order of the row."""
+def fill_capacity_in_wrong_order() -> Iterator[None]:
+    """Decide which tokens fit an expert by another order than the row's."""
     fits = moe.mask_within_capacity
     with patch.object(
         moe, "mask_within_capacity", lambda chosen, *rest: fits(chosen.flip(1), *rest).flip(1)
@@ -178,55 +176,55 @@ def capacity_by_logits() -> Iterator[None]:
 
 
 @contextmanager
-def capacity_of_the_own_tokens() -> Iterator[None]:
-    """28: under context parallelism each rank fills an expert by itself."""
+def fill_capacity_per_rank() -> Iterator[None]:
+    """Let each context rank fill an expert by itself."""
     fits = MixtureOfExperts._mask_within_capacity
 
-    def alone(
+    def ignore_other_ranks(
         self: MixtureOfExperts, experts_BTK: Tensor, factor: float, _places: Tensor | None
     ) -> Tensor:
         return fits(self, experts_BTK, factor, None)
 
-    with patch.object(MixtureOfExperts, "_mask_within_capacity", alone):
+    with patch.object(MixtureOfExperts, "_mask_within_capacity", ignore_other_ranks):
         yield
 
 
 @contextmanager
-def the_router_is_detached() -> Iterator[None]:
-    """Automodel 2995: what experts give is weighed by numbers without a gradient."""
+def detach_router() -> Iterator[None]:
+    """Weight the experts' outputs by numbers without a gradient."""
     choose = moe.choose_experts
 
-    def detached(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def choose_detached(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         chosen, weights, probabilities = choose(*arguments)
         return chosen, weights.detach() + 0 * weights, probabilities
 
-    with patch.object(moe, "choose_experts", detached):
+    with patch.object(moe, "choose_experts", choose_detached):
         yield
 
 
 @contextmanager
-def gradients_do_not_travel_home() -> Iterator[None]:
-    """Rows come back from the experts; their gradients do not."""
+def drop_gradients_of_dispatched_tokens() -> Iterator[None]:
+    """Return the outputs of the experts but not their gradients."""
     wait = expert_parallel.wait_all_to_all
 
-    class Lost:
+    class DropGradients:
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
             wait(ctx.exchange.backward_work)
             return torch.zeros_like(ctx.exchange.gradient), None
 
-    with patch.object(expert_parallel._StartAllToAll, "backward", Lost.backward):
+    with patch.object(expert_parallel._StartAllToAll, "backward", DropGradients.backward):
         yield
 
 
 @contextmanager
-def balance_biases_move_by_the_own_tokens() -> Iterator[None]:
-    """Each rank moves its copy of a balance bias by the tokens that it saw itself."""
-    with patch.object(step, "_sum_router_tables", lambda model: _own_routers(model)):
+def update_balance_biases_per_rank() -> Iterator[None]:
+    """Update each rank's copy of a balance bias from its own tokens only."""
+    with patch.object(step, "_sum_router_tables", _pop_own_router_table):
         yield
 
 
-def _own_routers(model: ParallelModel) -> Tensor | None:
+def _pop_own_router_table(model: ParallelModel) -> Tensor | None:
     shape = model.decoder.shape
     assert shape.experts is not None
     return model.decoder.router_totals.pop_table(

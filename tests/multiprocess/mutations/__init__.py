@@ -1,0 +1,1 @@
+"""Known wrong gradients as patches, and the table of the cells that must detect them."""
