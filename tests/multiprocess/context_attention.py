@@ -1,4 +1,4 @@
-"""Attention over ranks and its compute_dense reference, which `test_context_attention` compares.
+"""Attention over ranks and its dense reference, which `test_context_attention` compares.
 
 Legend: B sequences, T tokens, H query heads, K key/value heads, E head_dim.
 """
@@ -123,9 +123,8 @@ def compute_on_ranks(sample: Sample, method: str) -> list[Tensor]:
     assert group is not None
     degree = group.size()
     chunks = assign_chunks(method, degree)  # type: ignore[arg-type]
-    row = RowChunks.from_documents(
-        sample.tokens, count_chunks(method, degree), sample.document_ids()
-    )  # type: ignore[arg-type]
+    num_chunks = count_chunks(method, degree)  # type: ignore[arg-type]
+    row = RowChunks.from_documents(sample.tokens, num_chunks, sample.document_ids())
     positions = row.token_indices(chunks[dist.get_rank()], torch.device("cpu"))
     q, k, v, sinks, d_out = sample.draw_inputs()
     leaves = [part[:, :, positions].requires_grad_() for part in (q, k, v)] + [
@@ -173,7 +172,7 @@ def _attend(
         settings,
         group=None,
         chunks=((0,),),
-        row=whole,
+        row_chunks=whole,
         scores=sample.scores(torch.arange(sample.tokens), first),
     )
     own_sinks = sinks[first : first + heads] if sample.sinks else None

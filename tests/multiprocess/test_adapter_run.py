@@ -113,7 +113,7 @@ def test_every_layout_continues_with_the_adapters_of_another(
 def test_checkpoints_contain_adapters_and_their_moments_only(run: Path) -> None:
     source = open_model_source(run)
     parts = {spec.name for spec in source.shape.list_parameters() if spec.adapter_part is not None}
-    stored = find_checkpoint(run / "checkpoints", LATEST_NAME).manifest.tensors  # type: ignore[arg-type]
+    stored = find_checkpoint(run / "checkpoints", LATEST_NAME).manifest.tensors
     assert {name.removeprefix("model.") for name in stored if name.startswith("model.")} == parts
     moments = {
         name.removeprefix("optimizer.").rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""A trained model (outside data) continues under each layout with the train of one process."""
+"""A trained model (outside data) continues under each layout with the losses of one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build_recipe(folder: Path, layout: str, cache: Path) -> dict[str, Any]:
 
 
 def train(document: dict[str, Any]) -> list[float]:
-    """Training train of the first steps, as the trainer computes them."""
+    """Return the training losses of the first steps, as the trainer computes them."""
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     run = validate_run(validate_recipe(document), world_size)
     device = torch.device("cpu")
@@ -101,6 +101,8 @@ def test_losses_are_those_of_one_process(
     ranks: RankPool, outside_data: Path, cache: Path, expected: list[float], layout: str
 ) -> None:
     num_ranks = 4 if layout in ("tp=4", "tp=2,pp=2") else 2
-    assert expected[-1] < expected[0] - 0.3  # the train fall, so they are not equal by not changing
+    assert (
+        expected[-1] < expected[0] - 0.3
+    )  # the losses fall, so they are not equal by not changing
     for step_losses in ranks.run(num_ranks, train, build_recipe(outside_data, layout, cache)):
         assert step_losses == pytest.approx(expected, rel=1e-4)

@@ -30,16 +30,17 @@ SEQUENCE_LENGTH = 24
 DENSE: dict[str, Any] = {
     # One projection for queries, keys and values, one for gate and up; tied, so that two stages
     # hold the embedding.
-    "model_type": "phi3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True,
-    "pad_token_id": 0,
+    "model_type": "phi3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 20,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 32, "tie_word_embeddings": True, "pad_token_id": 0,
 }  # fmt: skip
 SPARSE: dict[str, Any] = {
-    "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 12, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "kv_lora_rank": 6, "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 5, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+    "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 20, "intermediate_size": 28,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "moe_intermediate_size": 12, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "kv_lora_rank": 6, "q_lora_rank": 10, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 5, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
 }  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {

@@ -127,11 +127,12 @@ def test_steps_under_changing_layouts_equal_those_of_one_layout(
 FP16 = "precision={kind: fp16, initial_loss_scale: 1024, loss_scale_growth_steps: 3}"
 BALANCED = "model.config=" + json.dumps(
     {
-        "model_type": "deepseek_v3", "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
-        "max_position_embeddings": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8, "first_k_dense_replace": 0,
-        "q_lora_rank": None, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4,
-        "num_nextn_predict_layers": 0,
+        "model_type": "deepseek_v3", "hidden_size": 24, "intermediate_size": 20,
+        "num_hidden_layers": 2, "max_position_embeddings": 32, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 8, "first_k_dense_replace": 0,
+        "q_lora_rank": None, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2,
+        "v_head_dim": 4, "num_nextn_predict_layers": 0,
     }
 )  # fmt: skip
 

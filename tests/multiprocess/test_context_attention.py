@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks against compute_dense attention in one process: output and
+"""Attention over context-parallel ranks against dense attention in one process: output and
 gradients.
 """
 

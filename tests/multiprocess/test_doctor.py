@@ -1,6 +1,4 @@
-"""The examination on real ranks, with faults planted in one of them: each is found and named, by
-its rank.
-"""
+"""The examination on real ranks with injected faults: it names each fault and its rank."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ LATE = 2
 """Ranks with a fault: slow products, sums in a narrower dtype, late sends."""
 
 TIMES_SLOWER = (6, 36, 216)
-"""A machine that does much else slows down the others, too: what is planted grows until it stands
+"""Sizes of the injected delays; other load slows all ranks, so the delay grows until it stands
 out.
 """
 
@@ -48,79 +46,79 @@ _send = dist.send
 _broadcast = dist.broadcast
 
 
-def slow_products(times_slower: int, *tensors: Any, **options: Any) -> Any:
-    """A device at a seventh of its rate, or less."""
-    began = time.perf_counter()
+def multiply_slowly(times_slower: int, *tensors: Any, **options: Any) -> Any:
+    """Multiply at a seventh of the device's rate, or less."""
+    start = time.perf_counter()
     product = _mm(*tensors, **options)
-    time.sleep(times_slower * (time.perf_counter() - began))
+    time.sleep(times_slower * (time.perf_counter() - start))
     return product
 
 
-def narrow_sums(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
-    """The right sum, rounded as if it had been made in bf16."""
+def sum_in_bf16(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
+    """Sum and round the result to bf16."""
     done = _all_reduce(tensor, *words, **options)
     if tensor.dtype == torch.float32 and tensor.numel() > 1:
         tensor.copy_(tensor.bfloat16())
     return done
 
 
-def late_sends(times_slower: int, tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
-    """An adapter that takes its time."""
+def send_late(times_slower: int, tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
+    """Send after a delay, like a slow network adapter."""
     if tensor.numel() > 1:
         time.sleep(times_slower / 30)
     return _send(tensor, *words, **options)
 
 
-def slow_broadcast(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
-    """A network of 1 MB/s: 5 ms for the smallest message, a quarter of a second for the next."""
+def broadcast_slowly(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
+    """Broadcast at 1 MB/s: 5 ms for the smallest message, a quarter of a second for the next."""
     time.sleep(tensor.numel() * tensor.element_size() / 1e6)
     return _broadcast(tensor, *words, **options)
 
 
-def lost_device(*tensors: Any, **options: Any) -> Any:
-    """What a device that fell off the bus answers."""
+def fail_as_lost_device(*tensors: Any, **options: Any) -> Any:
+    """Raise the error of a device that fell off the bus."""
     raise RuntimeError("CUDA error: unspecified launch failure")
 
 
-def faults_of(kind: str, times_slower: int) -> dict[int, tuple[Any, str, Any]]:
-    """By rank: what is patched, and with what."""
+def choose_faults(kind: str, times_slower: int) -> dict[int, tuple[Any, str, Any]]:
+    """Return by rank the owner and name to patch, and the replacement."""
     if kind == "lost":
-        return {1: (torch, "mm", lost_device)}
+        return {1: (torch, "mm", fail_as_lost_device)}
     return {
-        SLOW: (torch, "mm", partial(slow_products, times_slower)),
-        NARROW: (dist, "all_reduce", narrow_sums),
-        LATE: (dist, "send", partial(late_sends, times_slower)),
+        SLOW: (torch, "mm", partial(multiply_slowly, times_slower)),
+        NARROW: (dist, "all_reduce", sum_in_bf16),
+        LATE: (dist, "send", partial(send_late, times_slower)),
     }
 
 
 def examine_with_faults(
     port: int, folder: str, kind: str, times_slower: int = 0
 ) -> Diagnosis | None:
-    """One rank of an examination that meets at the port of the test's own store."""
+    """Examine this rank with faults; ranks connect at the port of the test's own store."""
     rank = dist.get_rank()
-    meeting_place = {
+    rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    order = ExaminationRequest(
+    request = ExaminationRequest(
         Layout(dp_shard=dist.get_world_size(), zero_stage=3),
         (OutputFolder("runs", folder, True),),
         device="cpu",
     )
-    owner, name, fault = faults_of(kind, times_slower).get(rank, (torch, "mm", _mm))
+    owner, name, fault = choose_faults(kind, times_slower).get(rank, (torch, "mm", _mm))
     with (
-        patch.dict(os.environ, meeting_place),
+        patch.dict(os.environ, rendezvous),
         patch.object(owner, name, fault),
-        patch.object(dist, "broadcast", slow_broadcast),
+        patch.object(dist, "broadcast", broadcast_slowly),
     ):
         return examine_rank(
-            order, RankEnvironment(rank, dist.get_world_size(), rank), lambda diagnosis: None
+            request, RankEnvironment(rank, dist.get_world_size(), rank), lambda diagnosis: None
         )
 
 
-def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> None:
-    planted = {
+def test_injected_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> None:
+    injected = {
         f"rates: products, fp32: slow rank {SLOW}",
         f"rates: products, bf16: slow rank {SLOW}",
         "correctness: all_reduce over dp_shard = fsdp = all",
@@ -138,10 +136,10 @@ def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> 
             for finding in diagnosis.findings
             if finding.verdict == "fail"
         }
-        if planted <= failed:
+        if injected <= failed:
             break
-    assert planted <= failed
-    of_ranks = [
+    assert injected <= failed
+    products_by_rank = [
         [
             (rate["precision"], rate["m"])
             for rate in diagnosis.rates["products"]
@@ -149,8 +147,10 @@ def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> 
         ]
         for rank in range(3)
     ]
-    assert of_ranks[0] == of_ranks[1] == of_ranks[2]  # the slow one decides how large products grow
-    (slow,) = [one for one in diagnosis.findings if one.name == "messages"]
+    assert (
+        products_by_rank[0] == products_by_rank[1] == products_by_rank[2]
+    )  # the slow rank limits the size of products
+    (slow,) = [finding for finding in diagnosis.findings if finding.name == "messages"]
     assert (slow.section, slow.verdict) == ("collectives", "warn")
     assert "broadcast of 4.00 MiB" in slow.value
     (wrong,) = [finding for finding in diagnosis.findings if finding.section == "correctness"]
@@ -160,19 +160,20 @@ def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_breaks_off_is_named_and_nobody_waits_for_it(
+def test_a_failing_rank_is_named_and_does_not_block_the_others(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     diagnosis, _ = ranks.run(2, examine_with_faults, store.port, str(tmp_path), "lost")
     (finding,) = [
-        one for one in diagnosis.findings if one.section == "peers" and one.verdict == "fail"
+        finding
+        for finding in diagnosis.findings
+        if finding.section == "peers" and finding.verdict == "fail"
     ]
     assert finding.name == "products"
     assert finding.value == "rank 1: CUDA error: unspecified launch failure"
-    assert any(
-        one.name == "products, fp32" for one in diagnosis.findings
-    )  # what rank 0 measured meanwhile
+    # Rank 0 reports its own measurements.
+    assert any(finding.name == "products, fp32" for finding in diagnosis.findings)
 
 
 def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -186,11 +187,11 @@ def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[s
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="names x86-64 instruction sets"
 )
-def test_a_cpu_without_bf16_units_is_told_to_use_fp32() -> None:
-    only_avx2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    done = run_doctor("--nproc", "1", "--device", "cpu", "--json", **only_avx2)
-    told = json.loads(done.stdout)
-    (finding,) = [one for one in told["findings"] if one["name"] == "products, bf16"]
+def test_fp32_is_advised_on_a_cpu_without_bf16_units() -> None:
+    avx2_variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = run_doctor("--nproc", "1", "--device", "cpu", "--json", **avx2_variables)
+    report = json.loads(done.stdout)
+    (finding,) = [finding for finding in report["findings"] if finding["name"] == "products, bf16"]
     assert finding["verdict"] == "warn"
     times = finding["numbers"]["times_slower_than_fp32"]["0"]
     assert times > 1.5
@@ -201,15 +202,15 @@ def test_a_cpu_without_bf16_units_is_told_to_use_fp32() -> None:
     assert "bf16 is emulated here" in " ".join(done.stderr.split())  # the table, for people
 
 
-def take_links(seconds: float) -> list[tuple[int, int] | None]:
-    """Directions of links, as one rank of an examination measures them."""
+def measure_links(seconds: float) -> list[tuple[int, int] | None]:
+    """Return the directions of links that one rank of an examination measures."""
     links = time_links(torch.device("cpu"), 2**16, TimeBudget(seconds))
-    return [None if one is None else (one.sender, one.receiver) for one in links]
+    return [None if link is None else (link.sender, link.receiver) for link in links]
 
 
 def test_links_end_when_their_time_is_spent(ranks: RankPool) -> None:
-    assert ranks.run(2, take_links, 1e6) == [[(0, 1), None], [None, (1, 0)]]
-    assert ranks.run(2, take_links, 0.0) == [[], []]
+    assert ranks.run(2, measure_links, 1e6) == [[(0, 1), None], [None, (1, 0)]]
+    assert ranks.run(2, measure_links, 0.0) == [[], []]
 
 
 @pytest.mark.long
@@ -231,20 +232,29 @@ def test_two_ranks_are_examined_by_command_and_calibrated(tmp_path: Path) -> Non
     ]
     words += ["--budget", "60"]
     done = run_doctor(*words)
-    told = json.loads(done.stdout)
-    assert told["schema_version"] == 1
+    report = json.loads(done.stdout)
+    assert report["schema_version"] == 1
     assert done.returncode == (
-        ExitCode.CHECK_FAILED if told["verdict"] == "fail" else ExitCode.DONE
+        ExitCode.CHECK_FAILED if report["verdict"] == "fail" else ExitCode.DONE
     ), done.stderr
-    assert (told["world_size"], told["layout"]) == (2, "tp=2,zero_stage=0")
-    sections = {finding["section"] for finding in told["findings"]}
-    usual = {"software", "host", "rates", "storage", "peers", "correctness", "collectives", "links"}
-    assert sections - {"calibration"} == usual
-    bounded = {
-        finding["name"] for finding in told["findings"] if finding["section"] == "calibration"
+    assert (report["world_size"], report["layout"]) == (2, "tp=2,zero_stage=0")
+    sections = {finding["section"] for finding in report["findings"]}
+    expected = {
+        "software",
+        "host",
+        "rates",
+        "storage",
+        "peers",
+        "correctness",
+        "collectives",
+        "links",
+    }
+    assert sections - {"calibration"} == expected
+    limited = {
+        finding["name"] for finding in report["findings"] if finding["section"] == "calibration"
     }
     kinds = {
-        finding["numbers"]["kind"] for finding in told["findings"] if "kind" in finding["numbers"]
+        finding["numbers"]["kind"] for finding in report["findings"] if "kind" in finding["numbers"]
     }
     assert kinds == {
         "all_reduce",
@@ -258,21 +268,21 @@ def test_two_ranks_are_examined_by_command_and_calibrated(tmp_path: Path) -> Non
     assert {rate.num_ranks for rate in measured.collectives} == {2}
     assert {rate.precision for rate in measured.matmuls} == {"fp32", "bf16"}
     rows = {rate.row_tokens for rate in measured.attention}
-    assert rows == {128, 512, 2048} or (rows < {128, 512, 2048} and "attention" in bounded)
-    of_ranks = [
+    assert rows == {128, 512, 2048} or (rows < {128, 512, 2048} and "attention" in limited)
+    products_by_rank = [
         [
             (rate["precision"], rate["m"], rate["n"], rate["k"])
-            for rate in told["rates"]["products"]
+            for rate in report["rates"]["products"]
             if rate["rank"] == rank
         ]
         for rank in range(2)
     ]
-    assert of_ranks[0] == of_ranks[1]
+    assert products_by_rank[0] == products_by_rank[1]
     assert "Collectives over tp = all" in page.read_text()
 
 
 @pytest.mark.long
-def test_under_a_launcher_the_rank_that_is_missing_ends_the_examination() -> None:
+def test_a_missing_rank_of_a_launcher_ends_the_examination() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -308,9 +318,9 @@ def test_torchrun_examines_its_ranks_once() -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=variables, check=False
     )
-    told = json.loads(done.stdout)  # one object: rank 0 speaks alone
-    assert told["world_size"] == 2
+    report = json.loads(done.stdout)  # one object: only rank 0 prints
+    assert report["world_size"] == 2
     assert any(
         finding["name"] == "rendezvous" and finding["verdict"] == "pass"
-        for finding in told["findings"]
+        for finding in report["findings"]
     )

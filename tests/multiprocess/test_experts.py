@@ -1,6 +1,4 @@
-"""Sparse models: gradients of one process with experts on every rank, and with experts spread over
-ranks.
-"""
+"""Sparse models against one process: experts replicated, and sharded over ranks."""
 
 from __future__ import annotations
 
@@ -33,15 +31,16 @@ CAPACITY = VerificationCase(2, "selective", router_losses=True, capacity_factor=
 IDLE = VerificationCase(1, "full", router_losses=True, idle_experts=True)
 
 
-def run(
+def verify_layout(
     ranks: RankPool,
     config: dict[str, Any],
     layout: Layout,
     case: VerificationCase,
-    changed: MutationContext | None = None,
+    mutation: MutationContext | None = None,
 ) -> VerificationReport:
-    """float32 runs grouped products, float64 the loop over experts: both for mixtral, one of them
-    for the others.
+    """Verify a layout; float32 uses grouped products, float64 the loop over experts.
+
+    Mixtral runs in both dtypes, the other models in one.
     """
     recipe = build_recipe(config)
     dtypes = {
@@ -57,11 +56,11 @@ def run(
         dtypes,
         sequence_length=12,
         pool=ranks,
-        mutation=changed,
+        mutation=mutation,
     )
 
 
-def failures(report: VerificationReport) -> list[Any]:
+def list_failures(report: VerificationReport) -> list[Any]:
     return [
         (cell.failure, finding)
         for cell in report.cells
@@ -85,8 +84,8 @@ def failures(report: VerificationReport) -> list[Any]:
 def test_experts_on_every_rank(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +102,16 @@ def test_experts_on_every_rank(
     ],
     ids=str,
 )
-def test_experts_over_ranks(
+def test_sharded_experts(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
 
 
 @contextmanager
-def one_mesh_per_module() -> Iterator[None]:
-    """FSDP2 as it was before torch 2.13: experts are wrapped by themselves."""
+def wrap_experts_separately() -> Iterator[None]:
+    """Wrap experts separately, as FSDP2 requires before torch 2.13."""
     with patch.object(fsdp, "_build_expert_placement", lambda *_: None):
         yield
 
@@ -125,11 +124,11 @@ def one_mesh_per_module() -> Iterator[None]:
     ],
     ids=str,
 )
-def test_experts_wrapped_by_themselves(
+def test_experts_wrapped_separately(
     ranks: RankPool, layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, GPT_OSS, layout, case, one_mesh_per_module)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, GPT_OSS, layout, case, wrap_experts_separately)
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.parametrize(
@@ -142,18 +141,16 @@ def test_experts_wrapped_by_themselves(
     ],
     ids=str,
 )
-def test_experts_with_rows_over_ranks(
+def test_experts_under_context_parallelism(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
 
 
-def note_the_order(zero_stage: Any) -> list[str]:
-    """Exchanges issued and waited for, and shared experts, forward and backward, in one sparse
-    layer.
-    """
-    noted: list[str] = []
+def record_order(zero_stage: Any) -> list[str]:
+    """Record when exchanges start and end and shared experts run, in one sparse layer."""
+    log: list[str] = []
     shape = read_config(DEEPSEEK)
     layout = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
     with torch.device("meta"):
@@ -172,34 +169,34 @@ def note_the_order(zero_stage: Any) -> list[str]:
     issue = expert_parallel.start_all_to_all
     wait = expert_parallel.wait_all_to_all
 
-    def noted_issue(*arguments: Any) -> Any:
-        noted.append("issue")
+    def log_issue(*arguments: Any) -> Any:
+        log.append("issue")
         return issue(*arguments)
 
-    def noted_wait(work: Any) -> None:
-        noted.append("wait")
+    def log_wait(work: Any) -> None:
+        log.append("wait")
         wait(work)
 
     shared = decoder.get_submodule("model.layers.1.mlp.shared_experts.down_proj")
-    shared.register_forward_hook(lambda *_arguments: noted.append("shared"))
-    shared.register_full_backward_hook(lambda *_arguments: noted.append("shared"))
+    shared.register_forward_hook(lambda *_arguments: log.append("shared"))
+    shared.register_full_backward_hook(lambda *_arguments: log.append("shared"))
     ids_BT = torch.arange(24).view(2, 12)
     with (
-        patch.object(expert_parallel, "start_all_to_all", noted_issue),
-        patch.object(expert_parallel, "wait_all_to_all", noted_wait),
+        patch.object(expert_parallel, "start_all_to_all", log_issue),
+        patch.object(expert_parallel, "wait_all_to_all", log_wait),
     ):
         loss = model.module(ids_BT, labels_BT=ids_BT)
-        noted.append("backward")
+        log.append("backward")
         loss.backward()
-    return noted
+    return log
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_shared_experts_run_while_rows_travel(ranks: RankPool, zero_stage: int) -> None:
+def test_shared_experts_overlap_with_the_exchange(ranks: RankPool, zero_stage: int) -> None:
     forward = ["issue", "shared", "wait", "issue", "wait"]
     backward = ["issue", "wait", "issue", "shared", "wait"]
-    for noted in ranks.run(2, note_the_order, zero_stage):
-        assert noted == [*forward, "backward", *backward]
+    for log in ranks.run(2, record_order, zero_stage):
+        assert log == [*forward, "backward", *backward]
 
 
 @pytest.mark.parametrize(
@@ -217,8 +214,8 @@ def test_shared_experts_run_while_rows_travel(ranks: RankPool, zero_stage: int) 
 def test_experts_in_a_pipeline(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +228,8 @@ def test_experts_in_a_pipeline(
     ],
     ids=str,
 )
-def test_experts_with_features_over_ranks(
+def test_experts_under_tensor_parallelism(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
-    report = run(ranks, config, layout, case)
-    assert report.passed, failures(report)
+    report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)

@@ -1,5 +1,5 @@
-"""Models that our decoder does not know: the gradients of one process under every layout they can
-have; resumed, exported.
+"""transformers models: gradients of one process under every layout they support; resumed,
+exported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYOUTS = [
 ]
 
 
-def prove(
+def assert_equals_one_process(
     ranks: RankPool,
     family: str,
     layouts: list[Layout],
@@ -54,8 +54,8 @@ def prove(
     assert report.passed, failed
 
 
-# Learned positions, tied; rotary positions and a head with a bias; no attention at all; logits
-# scaled behind the head.
+# Learned positions, tied; rotary positions and a head with a bias; no attention; logits scaled
+# after the head.
 @pytest.mark.parametrize(
     ("family", "layout", "case"),
     [
@@ -76,7 +76,7 @@ def prove(
 def test_layouts_give_the_gradients_of_one_process(
     ranks: RankPool, family: str, layout: Layout, case: VerificationCase
 ) -> None:
-    prove(ranks, family, [layout], [case], ["float64"])
+    assert_equals_one_process(ranks, family, [layout], [case], ["float64"])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_layouts_give_the_gradients_of_one_process(
 def test_adapters_have_the_gradients_of_one_process(
     ranks: RankPool, family: str, layout: Layout
 ) -> None:
-    prove(
+    assert_equals_one_process(
         ranks,
         family,
         [layout],
@@ -104,7 +104,7 @@ def test_adapters_under_every_layout(ranks: RankPool, family: str) -> None:
     recipe = build_recipe(FOREIGN[family], model={"dropout": "off"})
     assert recipe.model.config is not None
     tied = read_model_shape(recipe.model.config, recipe.model).tied_embeddings
-    prove(
+    assert_equals_one_process(
         ranks,
         family,
         LAYOUTS,
@@ -114,24 +114,25 @@ def test_adapters_under_every_layout(ranks: RankPool, family: str) -> None:
     )
 
 
-def cases_of(family: str, layout: Layout, tied: bool) -> list[VerificationCase]:
-    """Three of the 18 cases, so that every family meets every layout and every case, and every case
-    every layout.
+def choose_cases(family: str, layout: Layout, tied: bool) -> list[VerificationCase]:
+    """Choose three of the 18 cases.
+
+    Every family then has every layout and every case, and every case every layout.
     """
-    turn = (sorted(FOREIGN).index(family) + LAYOUTS.index(layout)) % len(LAYOUTS)
-    return choose_hf_cases(tied, is_full=True)[turn :: len(LAYOUTS)]
+    offset = (sorted(FOREIGN).index(family) + LAYOUTS.index(layout)) % len(LAYOUTS)
+    return choose_hf_cases(tied, is_full=True)[offset :: len(LAYOUTS)]
 
 
-def test_the_cases_of_all_layouts_and_families_meet() -> None:
-    met = [
+def test_cases_cover_pairs_of_family_layout_and_case() -> None:
+    cells = [
         (family, layout, case)
         for family in FOREIGN
         for layout in LAYOUTS
-        for case in cases_of(family, layout, True)
+        for case in choose_cases(family, layout, True)
     ]
     assert len(FOREIGN) == len(LAYOUTS) == 6
     for one, other, number in ((0, 1, 6 * 6), (0, 2, 6 * 18), (1, 2, 6 * 18)):
-        assert len({(cell[one], cell[other]) for cell in met}) == number
+        assert len({(cell[one], cell[other]) for cell in cells}) == number
 
 
 @pytest.mark.long
@@ -142,7 +143,9 @@ def test_every_layout_of_every_family(ranks: RankPool, family: str, layout: Layo
     recipe = build_recipe(FOREIGN[family], model={"dropout": "off"})
     assert recipe.model.config is not None
     tied = read_model_shape(recipe.model.config, recipe.model).tied_embeddings
-    prove(ranks, family, [layout], cases_of(family, layout, tied), ["float64"])
+    assert_equals_one_process(
+        ranks, family, [layout], choose_cases(family, layout, tied), ["float64"]
+    )
 
 
 CHAIN = [(2, "dp_shard=2,zero_stage=3"), (1, "dp_replicate=1"), (2, "dp_replicate=2")]
@@ -152,7 +155,7 @@ def test_a_run_changes_its_layout_and_is_exported(ranks: RankPool, tmp_path: Pat
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(30) for b in range(10)))
     config = {key: value for key, value in FOREIGN["phi"].items() if key != "vocab_size"}
-    told = {
+    document = {
         "model": {"config": config},
         "tokenizer": {"kind": "bpe", "vocab_size": 270},
         "data": {
@@ -170,7 +173,7 @@ def test_a_run_changes_its_layout_and_is_exported(ranks: RankPool, tmp_path: Pat
         "run": {"device": "cpu"},
     }
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(told))
+    recipe.write_text(yaml.safe_dump(document))
     ranks.run(
         1,
         train_some,
@@ -189,7 +192,7 @@ def test_a_run_changes_its_layout_and_is_exported(ranks: RankPool, tmp_path: Pat
     for step, other in zip(ours, whole, strict=True):
         assert step.loss == pytest.approx(other.loss, rel=2e-5), step.step
     assert ours[-1].loss < ours[0].loss - 0.1
-    # transformers loads it with our logits, or the export fails.
+    # The export fails unless transformers computes our logits.
     assert (
         shardwright(
             ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "fp32"]

@@ -1,5 +1,5 @@
-"""`launch` on two nodes: network namespaces of this machine with an address each. One is lost,
-comes back, and the run goes on.
+"""`launch` on two nodes, which are network namespaces of this machine. One node fails, returns,
+and the run continues.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _ip(*words: str) -> None:
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
-    """Two namespaces joined by one cable."""
+    """Create two namespaces joined by a virtual cable."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     names = (f"shardwright-{os.getpid()}-a", f"shardwright-{os.getpid()}-b")
@@ -84,7 +84,7 @@ def recipe(tmp_path: Path) -> Path:
         "head_dim": 6,
         "max_position_embeddings": 32,
     }
-    told = {
+    document = {
         "name": "two-nodes",
         "model": {
             "config": {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -105,12 +105,12 @@ def recipe(tmp_path: Path) -> Path:
         "run": {"device": "cpu", "timeout_seconds": 60.0},
     }
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(told))
+    path.write_text(yaml.safe_dump(document))
     return path
 
 
 @pytest.mark.timeout(1800)
-def test_a_node_is_lost_and_the_run_goes_on(
+def test_a_run_continues_after_a_node_fails(
     nodes: tuple[str, str], recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -134,7 +134,7 @@ def test_a_node_is_lost_and_the_run_goes_on(
         with open(tmp_path / f"node-{number}.log", "ab") as log:
             return subprocess.Popen(words, stdout=log, stderr=log, env=environment)
 
-    def saved() -> int:
+    def read_saved_step() -> int:
         events = read_events(folder, is_lenient=True) if folder.exists() else None
         return (
             max((event.step for event in events.filter_by_type(CheckpointEvent)), default=0)
@@ -144,33 +144,33 @@ def test_a_node_is_lost_and_the_run_goes_on(
 
     running = [start(0), start(1)]
     try:
-        _wait_for(lambda: saved() >= 20, running)
-        _lose(nodes[1])
+        _wait_for(lambda: read_saved_step() >= 20, running)
+        _kill_node(nodes[1])
         running[1].wait()
-        before = saved()
+        before = read_saved_step()
         time.sleep(3)
-        assert running[0].poll() is None, "the node that is left waits"
+        assert running[0].poll() is None, "the other node waits"
         running[1] = start(1)
         for process in running:
             assert process.wait(900) == 0, (tmp_path / "node-0.log").read_text()[-3000:]
     finally:
         for name, process in zip(nodes, running, strict=True):
-            _lose(name)
+            _kill_node(name)
             process.wait()
     events = read_events(folder)
     assert [step.step for step in select_surviving_steps(events)] == list(range(1, STEPS + 1))
     (resumed,) = events.filter_by_type(ResumeEvent)
     assert resumed.step is not None
-    # The save that was being made when the node went may have come about after it was looked for.
-    assert resumed.step in (before, before + 10), "it went on where it was saved, once"
+    # A save in progress when the node failed may complete after `before` was read.
+    assert resumed.step in (before, before + 10), "it resumed once, from the last checkpoint"
 
 
-def _lose(node: str) -> None:
-    """The node, with all that runs on it: torchrun gives its ranks a session of their own."""
-    found = subprocess.run(
+def _kill_node(node: str) -> None:
+    """Kill all processes of a node; torchrun starts its ranks in sessions of their own."""
+    listing = subprocess.run(
         ["ip", "netns", "pids", node], check=True, capture_output=True, text=True
     )
-    for word in found.stdout.split():
+    for word in listing.stdout.split():
         with suppress(ProcessLookupError):
             os.kill(int(word), signal.SIGKILL)
 

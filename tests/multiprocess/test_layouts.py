@@ -1,5 +1,5 @@
-"""What a ParallelModel promises beyond gradients in float64: low precisions, evaluation, agreement,
-time marks, initial weights.
+"""Properties of ParallelModel other than float64 gradients: low precisions, evaluation,
+agreement of ranks, times, initial weights.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ def micro_batches(rank: int) -> list[MicroBatch]:
     return batches
 
 
-def gradients(layout: Layout, precision: PrecisionSection) -> dict[str, Tensor]:
+def compute_gradients(layout: Layout, precision: PrecisionSection) -> dict[str, Tensor]:
     model = build(layout, precision)
     scale = 1024.0 if precision.kind == "fp16" else 1.0
     accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0, loss_scale=scale)
-    found = {name: model.gather_gradient(name) for name, _ in model.named_parameters()}
-    assert all(gradient is not None for gradient in found.values())
-    return {name: gradient / scale for name, gradient in found.items() if gradient is not None}
+    whole = {name: model.gather_gradient(name) for name, _ in model.named_parameters()}
+    assert all(gradient is not None for gradient in whole.values())
+    return {name: gradient / scale for name, gradient in whole.items() if gradient is not None}
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Of all gradients as one vector, relative."""
+    """Return the relative distance of all gradients as one vector."""
     difference = torch.stack([(a[name].double() - b[name].double()).norm() for name in b]).norm()
     return float(
         difference / torch.stack([gradient.double().norm() for gradient in b.values()]).norm()
@@ -90,11 +90,13 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_reductions_are_fp32_unless_bf16_is_asked_for(ranks: RankPool, layout: Layout) -> None:
-    exact, _ = ranks.run(2, gradients, layout, PrecisionSection(kind="fp32"))
-    rounded, _ = ranks.run(2, gradients, layout, PrecisionSection(kind="fp32", reduce_dtype="bf16"))
+def test_reductions_are_fp32_unless_bf16_is_configured(ranks: RankPool, layout: Layout) -> None:
+    exact, _ = ranks.run(2, compute_gradients, layout, PrecisionSection(kind="fp32"))
+    rounded, _ = ranks.run(
+        2, compute_gradients, layout, PrecisionSection(kind="fp32", reduce_dtype="bf16")
+    )
     assert all(gradient.dtype == torch.float32 for gradient in (exact | rounded).values())
-    # One rounding to 8 bits of mantissa: no more, and surely not less.
+    # The error of one rounding to 8 bits of mantissa.
     assert 1e-4 < distance(rounded, exact) < 1e-2
 
 
@@ -105,30 +107,32 @@ def test_reductions_are_fp32_unless_bf16_is_asked_for(ranks: RankPool, layout: L
 def test_half_precisions_keep_fp32_masters_gradients_and_moments(
     ranks: RankPool, layout: Layout, kind: Literal["bf16", "fp16"], nearest: float, furthest: float
 ) -> None:
-    exact, _ = ranks.run(2, gradients, LAYOUTS[0], PrecisionSection(kind="fp32"))
-    mixed, _ = ranks.run(2, gradients, layout, PrecisionSection(kind=kind))
+    exact, _ = ranks.run(2, compute_gradients, LAYOUTS[0], PrecisionSection(kind="fp32"))
+    mixed, _ = ranks.run(2, compute_gradients, layout, PrecisionSection(kind=kind))
     assert nearest < distance(mixed, exact) < furthest
-    assert ranks.run(2, held_dtypes, layout, PrecisionSection(kind=kind)) == [{torch.float32}] * 2
+    assert (
+        ranks.run(2, collect_dtypes, layout, PrecisionSection(kind=kind)) == [{torch.float32}] * 2
+    )
 
 
-def held_dtypes(layout: Layout, precision: PrecisionSection) -> set[torch.dtype]:
+def collect_dtypes(layout: Layout, precision: PrecisionSection) -> set[torch.dtype]:
     model = build(layout, precision)
     optimizer = build_optimizer(
         model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0
     )
     accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0)
-    held = {gradient.dtype for gradient, _ in model.list_gradients() if gradient is not None}
+    dtypes = {gradient.dtype for gradient, _ in model.list_gradients() if gradient is not None}
     update_parameters(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
     for _, parameter in model.named_parameters():
-        held |= {parameter.dtype} | {
+        dtypes |= {parameter.dtype} | {
             optimizer.state[parameter][moment].dtype for moment in ("exp_avg", "exp_avg_sq")
         }
-    return held
+    return dtypes
 
 
-def update_after_a_copy_went_bad(layout: Layout) -> tuple[bool, float, bool]:
-    """Skipped, norm, moved: of a step in which the last rank's own copy of a summed gradient loses
-    a number.
+def update_with_a_bad_replica(layout: Layout) -> tuple[bool, float, bool]:
+    """Return (skipped, norm, has changed weights) of a step with a nan in the last rank's copy
+    of a summed gradient.
     """
     model = build(layout, PrecisionSection(kind="fp32"), GRID_MODELS["dense"])
     optimizer = build_optimizer(
@@ -153,16 +157,14 @@ def update_after_a_copy_went_bad(layout: Layout) -> tuple[bool, float, bool]:
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], Layout(tp=2)], ids=str)
-def test_a_copy_that_goes_bad_after_the_sums_makes_every_rank_skip(
-    ranks: RankPool, layout: Layout
-) -> None:
-    for skipped, norm, moved in ranks.run(2, update_after_a_copy_went_bad, layout):
+def test_every_rank_skips_if_one_replica_has_a_nan(ranks: RankPool, layout: Layout) -> None:
+    for skipped, norm, moved in ranks.run(2, update_with_a_bad_replica, layout):
         assert skipped
         assert math.isnan(norm)
         assert not moved
 
 
-def initial_weights(layout: Layout) -> dict[str, Tensor]:
+def gather_initial_weights(layout: Layout) -> dict[str, Tensor]:
     model = build(layout, PrecisionSection(kind="fp32"))
     return {name: model.gather_parameter(name).clone() for name, _ in model.named_parameters()}
 
@@ -175,7 +177,7 @@ def test_every_layout_starts_bit_equal(ranks: RankPool) -> None:
         Layout(dp_shard=3, zero_stage=2),
         Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
     ):
-        for weights in ranks.run(layout.world_size, initial_weights, layout):
+        for weights in ranks.run(layout.world_size, gather_initial_weights, layout):
             for spec in specs:
                 assert torch.equal(
                     weights[spec.name], initialise_parameter(spec, SEED, dtype=torch.float32)
@@ -183,8 +185,8 @@ def test_every_layout_starts_bit_equal(ranks: RankPool) -> None:
 
 
 def evaluate_between_steps(layout: Layout) -> tuple[list[float], bool]:
-    """Losses of two steps with an evaluation before each, and whether every parameter is a shard
-    after each evaluation.
+    """Return losses of two steps with an evaluation before each, and whether all parameters are
+    shards after each evaluation.
     """
     model = build(layout, PrecisionSection(kind="fp32"))
     optimizer = build_optimizer(
@@ -197,8 +199,8 @@ def evaluate_between_steps(layout: Layout) -> tuple[list[float], bool]:
             losses.append(
                 float(module(torch.arange(TOKENS)[None], labels_BT=torch.arange(TOKENS)[None]))
             )
-        held = dict(model.decoder.named_parameters())
-        sharded &= all(held[name] is parameter for name, parameter in model.named_parameters())
+        current = dict(model.decoder.named_parameters())
+        sharded &= all(current[name] is parameter for name, parameter in model.named_parameters())
         accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=number)
         update_parameters(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
     return losses, sharded
@@ -215,17 +217,19 @@ def test_evaluation_sees_the_updated_weights_and_leaves_shards(
         assert sharded
 
 
-def answers(layout: Layout) -> list[bool]:
+def query_any_rank(layout: Layout) -> list[bool]:
     model = build(layout, PrecisionSection(kind="fp32"))
     last = dist.get_rank() == dist.get_world_size() - 1
     return [model.any_rank(False), model.any_rank(last), model.any_rank(True)]
 
 
-def test_any_rank_asks_all(ranks: RankPool) -> None:
-    assert ranks.run(3, answers, Layout(dp_shard=3, zero_stage=3)) == [[False, True, True]] * 3
+def test_any_rank_considers_all_ranks(ranks: RankPool) -> None:
+    assert (
+        ranks.run(3, query_any_rank, Layout(dp_shard=3, zero_stage=3)) == [[False, True, True]] * 3
+    )
 
 
-def time_a_step(layout: Layout) -> dict[str, float]:
+def time_step(layout: Layout) -> dict[str, float]:
     model = build(layout, PrecisionSection(kind="fp32"))
     optimizer = build_optimizer(
         model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0
@@ -238,34 +242,34 @@ def time_a_step(layout: Layout) -> dict[str, float]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_part_of_a_step_takes_time(ranks: RankPool, layout: Layout) -> None:
-    for seconds in ranks.run(2, time_a_step, layout):
+    for seconds in ranks.run(2, time_step, layout):
         assert set(seconds) == {"forward", "backward", "reduction", "optimizer"}
         assert all(value > 0 for value in seconds.values()), seconds
 
 
-def train_by_logits(layout: Layout) -> None:
+def compute_logits(layout: Layout) -> None:
     model = build(layout, PrecisionSection(kind="fp32"))
     model.module(torch.arange(TOKENS)[None])
 
 
 def test_logits_under_stage_3_are_not_trained_silently() -> None:
     with RankPool() as pool, pytest.raises(RankFailed, match="gradients of logits are unsupported"):
-        pool.run(2, train_by_logits, LAYOUTS[3])
+        pool.run(2, compute_logits, LAYOUTS[3])
 
 
 def test_a_layout_for_other_ranks_is_refused() -> None:
     with RankPool() as pool, pytest.raises(RankFailed, match="takes 3 ranks, but 2 run") as caught:
-        pool.run(2, initial_weights, Layout(dp_shard=3, zero_stage=3))
+        pool.run(2, gather_initial_weights, Layout(dp_shard=3, zero_stage=3))
     assert isinstance(caught.value.__cause__, LayoutError)
 
 
-def shards_are_dtensors(layout: Layout) -> bool:
+def are_parameters_dtensors(layout: Layout) -> bool:
     return all(
         isinstance(parameter, DTensor)
         for _, parameter in build(layout, PrecisionSection(kind="fp32")).named_parameters()
     )
 
 
-def test_what_is_cut_is_a_dtensor(ranks: RankPool) -> None:
-    assert ranks.run(2, shards_are_dtensors, LAYOUTS[3]) == [True, True]
-    assert ranks.run(2, shards_are_dtensors, LAYOUTS[0]) == [False, False]
+def test_sharded_parameters_are_dtensors(ranks: RankPool) -> None:
+    assert ranks.run(2, are_parameters_dtensors, LAYOUTS[3]) == [True, True]
+    assert ranks.run(2, are_parameters_dtensors, LAYOUTS[0]) == [False, False]

@@ -1,5 +1,5 @@
-"""Each ZeRO stage holds what parallel/shard.py says, read off the storages of live tensors;
-prefetching stops where it must.
+"""Each ZeRO stage has the memory that parallel/fsdp.py states, read from the storages of live
+tensors; prefetching respects its limits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.multiprocess.pool import RankPool
 RANKS = 4
 CONFIG = {
     # Every first dimension is a multiple of four, so shares are exact; blocks, embedding and head
-    # are of a size.
+    # have the same size.
     "model_type": "llama",
     "vocab_size": 128,
     "hidden_size": 64,
@@ -59,49 +59,46 @@ def build(layout: Layout) -> ParallelModel:
     )
 
 
-def loss_of(model: ParallelModel) -> Tensor:
+def compute_loss(model: ParallelModel) -> Tensor:
     ids_BT = torch.arange(8).view(1, 8)
     loss: Tensor = model.module(ids_BT, labels_BT=ids_BT)
     return loss
 
 
-LETTING_GO_SECONDS = 30.0
+RELEASE_SECONDS = 30.0
 
 
-def live_bytes(model: ParallelModel, at_most: float = float("inf")) -> int:
-    """Bytes of all storages that any tensor of this process holds, gradients included.
+def wait_for_live_bytes(model: ParallelModel, at_most: float = float("inf")) -> int:
+    """Return bytes of all storages of this process's tensors, gradients included.
 
-    Gloo's threads let go of a collective's operands a moment after they have called it done. How
-    long that is depends on what else the machine does, so what is `at_most` to be held is waited
-    for.
+    Gloo's threads release a collective's operands some time after it has completed, later on a
+    busy machine. So wait deadline the bytes are `at_most`, with a time limit.
     """
-    least = bytes_in_sight(model)
-    until = time.monotonic() + LETTING_GO_SECONDS
-    while least > at_most and time.monotonic() < until:
+    lowest = count_live_bytes(model)
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while lowest > at_most and time.monotonic() < deadline:
         time.sleep(0.05)
-        least = min(least, bytes_in_sight(model))
-    return least
+        lowest = min(lowest, count_live_bytes(model))
+    return lowest
 
 
-def settled_bytes(model: ParallelModel) -> int:
-    """The same of a moment at which nothing certain is known to be held: three looks in a row
-    agree.
-    """
-    looks = [bytes_in_sight(model)]
-    while len(looks) < 3 or len(set(looks[-3:])) > 1:
+def read_settled_bytes(model: ParallelModel) -> int:
+    """Return the bytes once three readings in a row agree, where no expected value is known."""
+    readings = [count_live_bytes(model)]
+    while len(readings) < 3 or len(set(readings[-3:])) > 1:
         time.sleep(0.05)
-        looks.append(bytes_in_sight(model))
-    return looks[-1]
+        readings.append(count_live_bytes(model))
+    return readings[-1]
 
 
-def bytes_in_sight(model: ParallelModel) -> int:
+def count_live_bytes(model: ParallelModel) -> int:
     gc.collect()
-    found: list[Tensor] = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    found += [
+    tensors: list[Tensor] = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    tensors += [
         parameter.grad for _, parameter in model.named_parameters() if parameter.grad is not None
     ]
     storages: dict[int, int] = {}
-    for tensor in found:
+    for tensor in tensors:
         if tensor.device.type == "cpu":
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
@@ -110,37 +107,39 @@ def bytes_in_sight(model: ParallelModel) -> int:
 
 
 def measure(layout: Layout, expected: dict[str, float]) -> dict[str, float]:
-    """Live bytes as shares of the model's parameters at the moments of a step of which something is
-    expected.
-    """
+    """Return live bytes at moments of a step, as shares of the model's parameters."""
     gc.collect()
-    gc.freeze()  # what was there before is not of this model, and takes long to look through
+    gc.freeze()  # objects of earlier tests are not counted, and traversing them takes long
     try:
-        return shares_of_a_step(layout, expected)
+        return measure_step(layout, expected)
     finally:
         gc.unfreeze()
 
 
-def shares_of_a_step(layout: Layout, expected: dict[str, float]) -> dict[str, float]:
+def measure_step(layout: Layout, expected: dict[str, float]) -> dict[str, float]:
     whole = 4 * read_config(CONFIG).num_parameters
     model = build(layout)
-    before = settled_bytes(model)
-    base = before - sum(p._local_tensor.untyped_storage().nbytes() if isinstance(p, DTensor) else 4 * p.numel()
-                        for _, p in model.named_parameters())  # fmt: skip
+    before = read_settled_bytes(model)
+    base = before - sum(
+        p._local_tensor.untyped_storage().nbytes() if isinstance(p, DTensor) else 4 * p.numel()
+        for _, p in model.named_parameters()
+    )
 
     def share(moment: str) -> float:
-        return (live_bytes(model, base + (expected[moment] + TOLERANCE) * whole) - base) / whole
+        return (
+            wait_for_live_bytes(model, base + (expected[moment] + TOLERANCE) * whole) - base
+        ) / whole
 
     optimizer = build_optimizer(
         model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.0
     )
     shares = {"built": (before - base) / whole}
     with torch.no_grad():
-        loss_of(model)
+        compute_loss(model)
     shares["after forward"] = share("after forward")
     for last in (False, True):
         with model.synchronise_gradients(is_last=last):
-            loss_of(model).backward()
+            compute_loss(model).backward()
         if not last:
             shares["between micro-batches"] = share("between micro-batches")
     model.finish_gradients()
@@ -151,10 +150,10 @@ def shares_of_a_step(layout: Layout, expected: dict[str, float]) -> dict[str, fl
 
 
 TOLERANCE = 0.02
-"""Of the whole model."""
+"""Share of the whole model."""
 
 # Parameters (gathered + own shard) + gradients, + two moments after the step, in units of the whole
-# model. DDP's buckets, in which the gradients lie, are never given back.
+# model. DDP never frees its buckets, which contain the gradients.
 EXPECTED = {
     0: {
         "built": 1,
@@ -188,44 +187,47 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_stage_holds_what_it_says(ranks: RankPool, stage: int) -> None:
-    layout = Layout(dp_replicate=RANKS) if stage == 0 else Layout(dp_shard=RANKS, zero_stage=stage)  # type: ignore[arg-type]
+def test_each_stage_has_its_documented_memory(ranks: RankPool, stage: int) -> None:
+    layout = Layout(dp_replicate=RANKS)
+    if stage > 0:
+        layout = Layout(dp_shard=RANKS, zero_stage=stage)  # type: ignore[arg-type]
     for shares in ranks.run(RANKS, measure, layout, EXPECTED[stage]):
         for moment, expected in EXPECTED[stage].items():
             assert shares[moment] == pytest.approx(expected, abs=TOLERANCE), (moment, shares)
 
 
 def count_gathered(layout: Layout) -> tuple[int, int]:
-    """The most block groups whose full parameters exist at once, forward and backward, looked at
+    """Return the most block groups with full parameters at once, forward and backward, read
     inside every block.
     """
     model = build(layout)
-    states = [group._get_fsdp_state()._fsdp_param_group for group in model.fsdp_modules[:-1]]  # type: ignore[attr-defined]
-    seen: dict[bool, list[int]] = {False: [], True: []}
+    groups = model.fsdp_modules[:-1]
+    states: list[Any] = [group._get_fsdp_state()._fsdp_param_group for group in groups]
+    counts_by_pass: dict[bool, list[int]] = {False: [], True: []}
 
-    def look(backward: bool) -> None:
-        seen[backward].append(
+    def count(backward: bool) -> None:
+        counts_by_pass[backward].append(
             sum(state.is_unsharded or state._all_gather_result is not None for state in states)
         )
 
     def hook(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        look(False)
-        arguments[0].register_hook(lambda _gradient: look(True))
+        count(False)
+        arguments[0].register_hook(lambda _gradient: count(True))
 
     for block in model.decoder.blocks:
         block.mlp.register_forward_pre_hook(hook)
     for _ in range(2):
         with model.synchronise_gradients(is_last=True):
-            loss_of(model).backward()
+            compute_loss(model).backward()
         model.finish_gradients()
-    return max(seen[False]), max(seen[True])
+    return max(counts_by_pass[False]), max(counts_by_pass[True])
 
 
 @pytest.mark.parametrize(
     ("prefetch_depth", "max_gathers_in_flight", "gathered"),
     [(0, 2, 1), (1, 2, 2), (1, 1, 1), (2, 2, 2), (2, 3, 3), (3, 8, 4)],
 )
-def test_prefetching_goes_as_deep_as_it_is_told(
+def test_prefetching_gathers_as_many_groups_as_configured(
     ranks: RankPool, prefetch_depth: int, max_gathers_in_flight: int, gathered: int
 ) -> None:
     layout = Layout(
@@ -248,12 +250,14 @@ def count_groups(layout: Layout) -> int:
 
 
 def count_reductions(layout: Layout) -> list[int]:
-    """Reduce-scatters and all-reduces of gradients, per micro-batch of a step of three."""
+    """Count reduce-scatters and all-reduces of gradients in each micro-batch of a step of
+    three.
+    """
     model = build(layout)
     counts = []
     calls = 0
 
-    def counting(original: Any) -> Any:
+    def count_calls(original: Any) -> Any:
         def call(*arguments: Any, **named: Any) -> Any:
             nonlocal calls
             calls += 1
@@ -262,14 +266,14 @@ def count_reductions(layout: Layout) -> list[int]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", counting(dist.all_reduce))
+        patch.setattr(dist, "all_reduce", count_calls(dist.all_reduce))
         patch.setattr(
-            comm_timing, "reduce_scatter_single", counting(comm_timing.reduce_scatter_single)
+            comm_timing, "reduce_scatter_single", count_calls(comm_timing.reduce_scatter_single)
         )
         for number in range(3):
             calls = 0
             with model.synchronise_gradients(is_last=number == 2):
-                loss_of(model).backward()
+                compute_loss(model).backward()
             counts.append(calls)
     return counts
 

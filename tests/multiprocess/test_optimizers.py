@@ -1,8 +1,8 @@
-"""Optimizers that need whole matrices, rows or blocks: a step under any layout is the step of one
-process.
+"""Optimizers that use whole matrices, rows or blocks: a step under any layout equals the step
+of one process.
 
-Every rank is given its part of the same gradients, so what differs is the optimizer alone, and may
-be held to the bit.
+Every rank gets its part of the same gradients, so only the optimizer can differ, and some
+results are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
 from tests.multiprocess.pool import RankPool
 
 MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe", "vocab_size": 60, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4,
-    "num_experts_per_tok": 2, "max_position_embeddings": 64, "norm_topk_prob": True,
+    "model_type": "qwen3_moe", "vocab_size": 60, "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "norm_topk_prob": True,
 }  # fmt: skip
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 70}
 EVEN = LLAMA | {"intermediate_size": 28, "num_key_value_heads": 1}
@@ -63,20 +64,24 @@ RULES: dict[str, dict[str, Any]] = {
     "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
 }
 ROUNDING = {"muon": 2e-7, "adafactor": 3e-7, "adamw_8bit": 0.0}
-"""Muon's matrices are equal to the bit; torch's fused AdamW, which moves the rest, rounds the last
-elements of a tensor otherwise. Adafactor adds its sums up in another order; they are rounded from
-fp64, and the update from fp32."""
+"""Muon's matrices are bit-equal; torch's fused AdamW updates the other parameters and rounds
+the last elements of a tensor differently. Adafactor sums in another order; sums are rounded
+from fp64, the update from fp32.
+"""
 
+TIED = QWEN3 | {"tie_word_embeddings": True}
+ALL_RULES = tuple(RULES)
+MATRIX_RULES = ("muon", "adafactor")
 LAYOUTS: list[tuple[str, dict[str, Any], Layout, tuple[str, ...]]] = [
-    ("zero3", LLAMA, Layout(dp_shard=2, zero_stage=3), ("muon", "adafactor")),
-    ("tp2, key-value heads shared", EVEN, Layout(tp=2, sequence_parallel=False), ("muon", "adafactor")),
-    ("tp2 of [in, out] matrices", GPT2, Layout(tp=2), ("muon", "adafactor")),
-    ("pp2, tied embeddings", QWEN3 | {"tie_word_embeddings": True}, Layout(pp=2), ("muon", "adafactor")),
+    ("zero3", LLAMA, Layout(dp_shard=2, zero_stage=3), MATRIX_RULES),
+    ("tp2, key-value heads shared", EVEN, Layout(tp=2, sequence_parallel=False), MATRIX_RULES),
+    ("tp2 of [in, out] matrices", GPT2, Layout(tp=2), MATRIX_RULES),
+    ("pp2, tied embeddings", TIED, Layout(pp=2), MATRIX_RULES),
     ("zero3", WIDE, Layout(dp_shard=2, zero_stage=3), ("adamw_8bit",)),
     ("tp2", WIDE, Layout(tp=2), ("adamw_8bit",)),
-    ("ep2", MOE, Layout(dp_shard=2, ep=2, zero_stage=1), ("muon", "adafactor", "adamw_8bit")),
-    ("tp2 x zero3, experts", MOE, Layout(dp_shard=2, tp=2, zero_stage=3), ("muon", "adafactor", "adamw_8bit")),
-]  # fmt: skip
+    ("ep2", MOE, Layout(dp_shard=2, ep=2, zero_stage=1), ALL_RULES),
+    ("tp2 x zero3, experts", MOE, Layout(dp_shard=2, tp=2, zero_stage=3), ALL_RULES),
+]
 CASES = [
     pytest.param(config, layout, rule, id=f"{rule}, {label}")
     for label, config, layout, rules in LAYOUTS
@@ -105,15 +110,15 @@ def build(
     )
 
 
-def move(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Steps with gradients that are a function of name and step, of sizes that differ by row and
+def run_steps(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Run steps with gradients that depend on name and step, of sizes that differ by row and
     column.
     """
     for step in steps:
-        for number, (name, described) in enumerate(model.layouts.items()):
+        for number, (name, layout_of_parameter) in enumerate(model.layouts.items()):
             generator = torch.Generator().manual_seed(1000 * step + number)
-            whole = torch.randn(described.shape, generator=generator) * torch.rand(
-                described.shape[-1:], generator=generator
+            whole = torch.randn(layout_of_parameter.shape, generator=generator) * torch.rand(
+                layout_of_parameter.shape[-1:], generator=generator
             )
             parameter = dict(model.named_parameters()).get(name)
             if parameter is not None and parameter.requires_grad:
@@ -126,11 +131,11 @@ def move(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range) -
         optimizer.step()
 
 
-def state_of(
+def collect_state(
     model: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor | ParameterShard]:
-    """What a checkpoint holds, as the trainer has it."""
-    told: dict[str, Tensor | ParameterShard] = {
+    """Return the tensors of a checkpoint, as the trainer does."""
+    state: dict[str, Tensor | ParameterShard] = {
         f"model.{name}": ParameterShard(
             parameter.detach(), model.layouts[name].shape, model.local_boxes(name)
         )
@@ -138,77 +143,79 @@ def state_of(
     }
     for key, moment in collect_optimizer_moments(optimizer, model.named_parameters()).items():
         shape = model.layouts[moment.parameter].shape if moment.shape is None else moment.shape
-        told[key] = ParameterShard(
+        state[key] = ParameterShard(
             moment.tensor,
             shape,
             model.local_boxes(moment.parameter) if moment.boxes is None else moment.boxes,
         )
-    return told
+    return state
 
 
-def weights_after(
+def train_weights(
     config: dict[str, Any], layout: Layout, rule: str, bug: Callable[[], Any] = nullcontext
 ) -> dict[str, Tensor]:
-    """Whole weights after three steps; runs on every rank of the layout."""
+    """Return whole weights after three steps; runs on every rank of the layout."""
     shape = read_config(config)
     with bug():
         model, optimizer = build(shape, layout, rule)
-        move(model, optimizer, range(3))
+        run_steps(model, optimizer, range(3))
     return {name: model.gather_parameter(name).detach().clone() for name in model.layouts}
 
 
-def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def compute_worst_error(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max() / one[name].abs().max()) for name in one)
 
 
 @pytest.mark.parametrize(("config", "layout", "rule"), CASES)
-def test_a_step_is_that_of_one_process(
+def test_a_step_equals_that_of_one_process(
     ranks: RankPool, config: dict[str, Any], layout: Layout, rule: str
 ) -> None:
-    expected = weights_after(config, Layout(), rule)
-    for got in ranks.run(layout.world_size, weights_after, config, layout, rule):
-        assert worst(expected, got) <= ROUNDING[rule]
+    expected = train_weights(config, Layout(), rule)
+    for got in ranks.run(layout.world_size, train_weights, config, layout, rule):
+        assert compute_worst_error(expected, got) <= ROUNDING[rule]
 
 
 @contextmanager
-def own_pieces_only() -> Iterator[None]:
-    """Each rank makes its own piece orthogonal, as an update element by element would."""
+def orthogonalise_own_shard() -> Iterator[None]:
+    """Orthogonalise each rank's shard alone, as an elementwise update would."""
 
     def apply(
         _self: Any, function: Callable[[Tensor], Tensor], tensors: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        made = {}
+        results = {}
         for name, tensor in tensors.items():
-            flat = tensor if tensor.ndim == 2 else tensor.flatten(0, 1)
-            made[name] = function(flat).view_as(tensor) if tensor.numel() else tensor
-        return made
+            matrix = tensor if tensor.ndim == 2 else tensor.flatten(0, 1)
+            results[name] = function(matrix).view_as(tensor) if tensor.numel() else tensor
+        return results
 
     with mock.patch.object(matrix_exchange.DistributedMatrixExchange, "apply", apply):
         yield
 
 
-def own_sums_only() -> AbstractContextManager[Any]:
+def skip_sum_over_ranks() -> AbstractContextManager[Any]:
     return mock.patch.object(Adafactor, "_sum_over_ranks", return_value=None)
 
 
-@pytest.mark.parametrize(("rule", "bug"), [("muon", own_pieces_only), ("adafactor", own_sums_only)])
-def test_a_rank_that_looks_at_its_own_part_only_is_found_out(
+@pytest.mark.parametrize(
+    ("rule", "bug"), [("muon", orthogonalise_own_shard), ("adafactor", skip_sum_over_ranks)]
+)
+def test_updates_from_own_shards_only_are_detected(
     ranks: RankPool, rule: str, bug: Callable[[], Any]
 ) -> None:
     layout = Layout(dp_shard=2, zero_stage=3)
-    got = ranks.run(2, weights_after, LLAMA, layout, rule, bug)[0]
-    assert worst(weights_after(LLAMA, Layout(), rule), got) > 1e-3
+    got = ranks.run(2, train_weights, LLAMA, layout, rule, bug)[0]
+    assert compute_worst_error(train_weights(LLAMA, Layout(), rule), got) > 1e-3
 
 
 @contextmanager
-def blocks_of_own_shard() -> Iterator[None]:
-    """Blocks run on from row to row of what a rank holds, as torchao's do."""
+def form_blocks_in_own_shard() -> Iterator[None]:
+    """Form blocks over the rows of a rank's shard, as torchao does."""
     encode = adamw_8bit._Codec.encode
     decode = adamw_8bit._Codec.decode
 
-    def flat(self: Any, *tensors: Tensor) -> tuple[int, list[Tensor]]:
-        """Whole rows of one long one, as many as there are blocks; what is left over rests under
-        the scales that it had.
+    def flatten(self: Any, *tensors: Tensor) -> tuple[int, list[Tensor]]:
+        """Return the whole blocks' end and the tensors as one long row each; a remainder keeps
+        its old scales.
         """
         return tensors[0].numel() // self.block_size * self.block_size, [
             tensor.view(1, -1) for tensor in tensors
@@ -217,7 +224,7 @@ def blocks_of_own_shard() -> Iterator[None]:
     def encode_flat(
         self: Any, values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool
     ) -> None:
-        end, (values_1N, codes_1N, scales_1K) = flat(self, values, codes, scales)
+        end, (values_1N, codes_1N, scales_1K) = flatten(self, values, codes, scales)
         encode(
             self,
             values_1N[:, :end],
@@ -227,18 +234,22 @@ def blocks_of_own_shard() -> Iterator[None]:
         )
 
     def decode_flat(self: Any, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        end, (codes_1N, scales_1K) = flat(self, codes, scales)
-        known = decode(
+        end, (codes_1N, scales_1K) = flatten(self, codes, scales)
+        decoded = decode(
             self, codes_1N[:, :end], scales_1K[:, : end // self.block_size], signed=signed
         )
-        return torch.cat([known, known.new_zeros(1, codes.numel() - end)], dim=1).view(codes.shape)
+        return torch.cat([decoded, decoded.new_zeros(1, codes.numel() - end)], dim=1).view(
+            codes.shape
+        )
 
     with mock.patch.multiple(adamw_8bit._Codec, encode=encode_flat, decode=decode_flat):
         yield
 
 
-def failing(ranks: RankPool, rule: str, mutation: MutationContext | None) -> set[str]:
-    """What `verify` finds wrong of a recipe with this rule."""
+def list_failed_comparisons(
+    ranks: RankPool, rule: str, mutation: MutationContext | None
+) -> set[str]:
+    """Return the comparisons that `verify` fails for a recipe with this rule."""
     recipe = build_recipe(VERIFIED.get(rule, LLAMA), optimizer=RULES[rule])
     layouts = [Layout(dp_shard=2, zero_stage=3)]
     options: dict[str, Any] = {"sequence_length": 12, "pool": ranks, "mutation": mutation}
@@ -251,56 +262,63 @@ def failing(ranks: RankPool, rule: str, mutation: MutationContext | None) -> set
 
 
 @pytest.mark.parametrize(
-    ("rule", "bug"), [("muon", own_pieces_only), ("adamw_8bit", blocks_of_own_shard)]
+    ("rule", "bug"), [("muon", orthogonalise_own_shard), ("adamw_8bit", form_blocks_in_own_shard)]
 )
-def test_verify_sees_a_wrong_update_of_the_recipes_rule(
+def test_verify_detects_a_wrong_update_of_the_recipes_rule(
     ranks: RankPool, rule: str, bug: MutationContext
 ) -> None:
-    assert failing(ranks, rule, bug) == {f"weights after {rule}"}
+    assert list_failed_comparisons(ranks, rule, bug) == {f"weights after {rule}"}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("rule", "bug"),
-    [("muon", own_pieces_only), ("adafactor", own_sums_only), ("adamw_8bit", blocks_of_own_shard)],
+    [
+        ("muon", orthogonalise_own_shard),
+        ("adafactor", skip_sum_over_ranks),
+        ("adamw_8bit", form_blocks_in_own_shard),
+    ],
 )
-def test_verify_holds_the_recipes_rule_to_one_process(
+def test_verify_compares_the_recipes_rule_with_one_process(
     ranks: RankPool, rule: str, bug: MutationContext
 ) -> None:
-    assert not failing(ranks, rule, None)
-    assert failing(ranks, rule, bug) == {f"weights after {rule}"}
+    assert not list_failed_comparisons(ranks, rule, None)
+    assert list_failed_comparisons(ranks, rule, bug) == {f"weights after {rule}"}
 
 
-def save_after_two(config: dict[str, Any], layout: Layout, rule: str, root: str) -> str:
+def save_after_two_steps(config: dict[str, Any], layout: Layout, rule: str, root: str) -> str:
     model, optimizer = build(read_config(config), layout, rule)
-    move(model, optimizer, range(2))
+    run_steps(model, optimizer, range(2))
     saved = save_checkpoint(
         root,
         2,
-        state_of(model, optimizer),
+        collect_state(model, optimizer),
         {},
         merged_values={"optimizer": collect_optimizer_values(optimizer)},
     )
     return str(saved.path)
 
 
-def resume_for_one(
+def resume_for_one_step(
     config: dict[str, Any], layout: Layout, rule: str, path: str
 ) -> dict[str, Tensor]:
     model, optimizer = build(read_config(config), layout, rule)
-    values = load_checkpoint(path, state_of(model, optimizer))
+    values = load_checkpoint(path, collect_state(model, optimizer))
     load_optimizer_values(optimizer, values["optimizer"], trainable=model.trainable)
-    move(model, optimizer, range(2, 3))
+    run_steps(model, optimizer, range(2, 3))
     return {name: model.gather_parameter(name).detach().clone() for name in model.layouts}
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_state_opens_under_another_layout(ranks: RankPool, tmp_path: Path, rule: str) -> None:
-    # Experts over ranks on one side, features over ranks on the other, and one process after both.
+def test_state_loads_under_another_layout(ranks: RankPool, tmp_path: Path, rule: str) -> None:
+    # Saved under expert parallelism; loaded under tensor parallelism and by one process.
     path = ranks.run(
-        2, save_after_two, MOE, Layout(dp_shard=2, ep=2, zero_stage=1), rule, str(tmp_path)
+        2, save_after_two_steps, MOE, Layout(dp_shard=2, ep=2, zero_stage=1), rule, str(tmp_path)
     )[0]
-    expected = weights_after(MOE, Layout(), rule)
-    assert worst(expected, resume_for_one(MOE, Layout(), rule, path)) <= ROUNDING[rule]
-    for got in ranks.run(2, resume_for_one, MOE, Layout(tp=2), rule, path):
-        assert worst(expected, got) <= ROUNDING[rule]
+    expected = train_weights(MOE, Layout(), rule)
+    assert (
+        compute_worst_error(expected, resume_for_one_step(MOE, Layout(), rule, path))
+        <= ROUNDING[rule]
+    )
+    for got in ranks.run(2, resume_for_one_step, MOE, Layout(tp=2), rule, path):
+        assert compute_worst_error(expected, got) <= ROUNDING[rule]

@@ -1,4 +1,4 @@
-"""Pipelines: every schedule, with every other cut of the data, has the gradients of one process."""
+"""Pipelines: every schedule, with every data layout, has the gradients of one process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from tests.multiprocess.pool import RankPool
 
 DEEP_LLAMA = LLAMA | {"num_hidden_layers": 5}
 LONG = pytest.mark.long
-"""Kin of those that always run; each schedule meets each stage of ZeRO in `test_grid`, every
-day.
-"""
+"""Variants of cells that always run; `test_grid` runs each schedule with each ZeRO stage."""
 DEEP_GPT2 = GPT2 | {"n_layer": 4}
 
 
-def _verify(
+def verify_layout(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase, **options: Any
 ) -> None:
     dtypes = options.pop("dtypes", ["float64"])
@@ -30,10 +28,10 @@ def _verify(
     report = verify(
         recipe, read_recipe_shape(recipe), [layout], [case], dtypes, sequence_length=12, pool=ranks
     )
-    assert report.passed, _failures(report)
+    assert report.passed, list_failures(report)
 
 
-def _failures(report: VerificationReport) -> list[Any]:
+def list_failures(report: VerificationReport) -> list[Any]:
     return [
         cell.failure or [finding for finding in cell.findings if not finding.passed]
         for cell in report.cells
@@ -42,7 +40,7 @@ def _failures(report: VerificationReport) -> list[Any]:
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_every_schedule(ranks: RankPool, schedule: str) -> None:
-    _verify(
+    verify_layout(
         ranks,
         DEEP_LLAMA,
         Layout(pp=2, schedule=schedule),
@@ -54,7 +52,7 @@ def test_every_schedule(ranks: RankPool, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_every_schedule_tied_with_dropout_and_recompute(ranks: RankPool, schedule: str) -> None:
     recompute = "full" if PIPELINE_SCHEDULES[schedule].has_split_backward else "selective"
-    _verify(
+    verify_layout(
         ranks,
         DEEP_GPT2,
         Layout(pp=2, schedule=schedule),
@@ -94,7 +92,7 @@ def test_every_schedule_tied_with_dropout_and_recompute(ranks: RankPool, schedul
     ids=str,
 )
 def test_over_data_ranks(ranks: RankPool, layout: Layout) -> None:
-    _verify(
+    verify_layout(
         ranks,
         DEEP_LLAMA,
         layout,
@@ -104,7 +102,7 @@ def test_over_data_ranks(ranks: RankPool, layout: Layout) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gpipe"])
 def test_four_ranks(ranks: RankPool, schedule: str) -> None:
-    _verify(
+    verify_layout(
         ranks,
         DEEP_LLAMA,
         Layout(pp=4, schedule=schedule),
@@ -114,4 +112,6 @@ def test_four_ranks(ranks: RankPool, schedule: str) -> None:
 
 
 def test_fewer_micro_batches_than_ranks(ranks: RankPool) -> None:
-    _verify(ranks, DEEP_LLAMA, Layout(pp=4, schedule="zb_h1"), VerificationCase(1, tied=False))
+    verify_layout(
+        ranks, DEEP_LLAMA, Layout(pp=4, schedule="zb_h1"), VerificationCase(1, tied=False)
+    )

@@ -1,4 +1,4 @@
-"""What a pipeline's executor promises beyond gradients in float64: shapes that change, memory,
+"""Properties of the pipeline executor other than float64 gradients: changing shapes, memory,
 order, low precision, evaluation.
 """
 
@@ -26,7 +26,6 @@ from shardwright.parallel.p2p_channels import P2PChannels
 from shardwright.plan import BatchPlan, Plan
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
-    Action,
     build_schedule,
     check_schedule,
     write_schedule,
@@ -35,7 +34,7 @@ from shardwright.train.step import StepTimes, accumulate_gradients
 from shardwright.verify.cases import VerificationCase
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.test_pipeline import _verify
+from tests.multiprocess.test_pipeline import verify_layout
 
 CONFIG = LLAMA | {"num_hidden_layers": 4}
 FP64 = PrecisionSection(kind="fp64")
@@ -75,8 +74,8 @@ def micro_batch(num_rows: int, num_tokens: int, seed: int) -> MicroBatch:
     )
 
 
-def gradients_of(model: ParallelModel, steps: list[list[MicroBatch]]) -> dict[str, Tensor]:
-    """Gradients of steps one after another, added up."""
+def compute_gradients(model: ParallelModel, steps: list[list[MicroBatch]]) -> dict[str, Tensor]:
+    """Return the gradients of several steps, added up."""
     for number, batches in enumerate(steps):
         accumulate_gradients(model, batches, seed=0, step=number)
     return {name: model.gather_gradient(name) for name in model.layouts}
@@ -85,15 +84,19 @@ def gradients_of(model: ParallelModel, steps: list[list[MicroBatch]]) -> dict[st
 def compare_with_one_process(
     layout: Layout, shapes: list[list[tuple[int, int]]], precision: PrecisionSection
 ) -> float:
-    """The worst relative error of any gradient, after steps of micro-batches of these shapes."""
+    """Return the worst relative error of any gradient, after steps of micro-batches of these
+    shapes.
+    """
     steps = [
         [micro_batch(*size, 10 * i + j) for j, size in enumerate(sizes)]
         for i, sizes in enumerate(shapes)
     ]
-    got = gradients_of(build(layout, precision, len(steps[0])), steps)
-    with patch("torch.distributed.all_reduce"):  # alone, beside the others
-        want = gradients_of(build(Layout(), precision, len(steps[0])), steps)
-    return max(float((got[name] - want[name]).norm() / want[name].norm()) for name in want)
+    got = compute_gradients(build(layout, precision, len(steps[0])), steps)
+    with patch("torch.distributed.all_reduce"):  # each rank computes this alone
+        expected = compute_gradients(build(Layout(), precision, len(steps[0])), steps)
+    return max(
+        float((got[name] - expected[name]).norm() / expected[name].norm()) for name in expected
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -110,14 +113,14 @@ BF16 = PrecisionSection(kind="bf16")
 
 def compare_schedules(one: Layout, other: Layout) -> float:
     steps = [[micro_batch(2, 12, number) for number in range(16)]]
-    first, second = (gradients_of(build(layout, BF16, 16), steps) for layout in (one, other))
+    first, second = (compute_gradients(build(layout, BF16, 16), steps) for layout in (one, other))
     return max(float((first[name] - second[name]).norm() / first[name].norm()) for name in first)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_what_waits_is_added_up_in_the_precision_of_sums(ranks: RankPool, zero_stage: int) -> None:
-    """Under bf16 every product is rounded, but their sum over 16 micro-batches is not: 2e-3 if it
-    were.
+def test_deferred_products_are_summed_in_fp32(ranks: RankPool, zero_stage: int) -> None:
+    """Products are rounded to bf16 but their sum over 16 micro-batches is not; that would be
+    2e-3 off.
     """
     plain = Layout(pp=2, dp_shard=2, zero_stage=zero_stage)
     for schedule in ("zb_h1", "dualpipev"):
@@ -125,84 +128,84 @@ def test_what_waits_is_added_up_in_the_precision_of_sums(ranks: RankPool, zero_s
             assert error < 1e-5
 
 
-def most_kept(layout: Layout) -> tuple[int, int]:
-    """This rank's place in the pipeline, and the most activations that lie between actions."""
-    most = 0
+def count_saved_activations(layout: Layout) -> tuple[int, int]:
+    """Return this rank's index in the pipeline and the most activations saved between actions."""
+    largest = 0
     model = build(layout, num_micro_batches=8)
     compute = pipeline_parallel._StepExecution._compute
 
-    def count(self: Any, action: Action, received: Tensor | None, *, ends: bool) -> Tensor | None:
-        nonlocal most
-        made = compute(self, action, received, ends=ends)
-        most = max(most, len(self.kept) + len(self.products))
-        return made
+    def count(self: Any, *arguments: Any, **options: Any) -> Tensor | None:
+        nonlocal largest
+        output: Tensor | None = compute(self, *arguments, **options)
+        largest = max(largest, len(self.saved_forwards) + len(self.deferred_products))
+        return output
 
     with patch.object(pipeline_parallel._StepExecution, "_compute", count):
         accumulate_gradients(
             model, [micro_batch(1, 6, number) for number in range(8)], seed=0, step=0
         )
     assert model.pipeline is not None
-    return model.pipeline.rank, most
+    return model.pipeline.rank, largest
 
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
-def test_as_many_activations_are_kept_as_the_checker_says(ranks: RankPool, schedule: str) -> None:
+def test_saved_activations_equal_those_of_the_checker(ranks: RankPool, schedule: str) -> None:
     peaks = check_schedule(build_schedule(schedule, 2, 8)).peak_activations
-    assert dict(ranks.run(2, most_kept, Layout(pp=2, schedule=schedule))) == dict(enumerate(peaks))
+    assert dict(ranks.run(2, count_saved_activations, Layout(pp=2, schedule=schedule))) == dict(
+        enumerate(peaks)
+    )
 
 
-def note_order(layout: Layout) -> tuple[int, list[str]]:
-    """What rank r posts, takes, computes and sends, in order."""
-    noted: list[str] = []
+def record_order(layout: Layout) -> tuple[int, list[str]]:
+    """Return this rank's index and the receives, computations and sends in order."""
+    log: list[str] = []
     post = P2PChannels.post_receive
-    take = P2PChannels.wait_receive
+    receive = P2PChannels.wait_receive
     send = P2PChannels.send
     compute = pipeline_parallel._StepExecution._compute
 
-    def noting(what: str, call: Any) -> Any:
-        def noted_call(self: Any, transfer: Any, *rest: Any, **named: Any) -> Any:
-            noted.append(f"{what} {getattr(transfer, 'action', transfer)}")
+    def wrap(operation: str, call: Any) -> Any:
+        def log_call(self: Any, transfer: Any, *rest: Any, **named: Any) -> Any:
+            log.append(f"{operation} {getattr(transfer, 'action', transfer)}")
             return call(self, transfer, *rest, **named)
 
-        return noted_call
+        return log_call
 
     model = build(layout, num_micro_batches=3)
     with (
-        patch.object(P2PChannels, "post_receive", noting("post", post)),
-        patch.object(P2PChannels, "wait_receive", noting("take", take)),
-        patch.object(P2PChannels, "send", noting("send", send)),
-        patch.object(pipeline_parallel._StepExecution, "_compute", noting("do", compute)),
+        patch.object(P2PChannels, "post_receive", wrap("post", post)),
+        patch.object(P2PChannels, "wait_receive", wrap("take", receive)),
+        patch.object(P2PChannels, "send", wrap("send", send)),
+        patch.object(pipeline_parallel._StepExecution, "_compute", wrap("do", compute)),
     ):
         accumulate_gradients(
             model, [micro_batch(1, 6, number) for number in range(3)], seed=0, step=0
         )
     assert model.pipeline is not None
-    return model.pipeline.rank, noted
+    return model.pipeline.rank, log
 
 
-def test_receives_are_posted_ahead_of_the_computing_that_hides_them(ranks: RankPool) -> None:
-    noted = dict(ranks.run(2, note_order, Layout(pp=2)))
-    assert noted[1][:6] == ["post 0F0", "post 0F1", "take 0F0", "do 1F0", "do 1B0", "send 1B0"]
-    assert noted[0][:4] == ["post 1B0", "do 0F0", "send 0F0", "do 0F1"]
+def test_receives_are_posted_before_the_computation_that_overlaps(ranks: RankPool) -> None:
+    logs = dict(ranks.run(2, record_order, Layout(pp=2)))
+    assert logs[1][:6] == ["post 0F0", "post 0F1", "take 0F0", "do 1F0", "do 1B0", "send 1B0"]
+    assert logs[0][:4] == ["post 1B0", "do 0F0", "send 0F0", "do 0F1"]
     for rank, row in enumerate(build_schedule("1f1b", 2, 3).rows):
-        assert [told[3:] for told in noted[rank] if told.startswith("do")] == [
+        assert [entry[3:] for entry in logs[rank] if entry.startswith("do")] == [
             str(action) for action in row
         ]
-    late = noted[1].index("post 0F2")
-    assert late < noted[1].index("do 1F1") < noted[1].index("take 0F2")
+    late = logs[1].index("post 0F2")
+    assert late < logs[1].index("do 1F1") < logs[1].index("take 0F2")
 
 
-def most_sent(layout: Layout) -> tuple[int, int]:
-    """This rank's place, and the most messages that it keeps at a time because they may not have
-    gone.
-    """
-    most = 0
+def count_pending_sends(layout: Layout) -> tuple[int, int]:
+    """Return this rank's index and the most sent messages that may not be received."""
+    largest = 0
     send = P2PChannels.send
 
     def count(self: P2PChannels, *arguments: Any) -> None:
-        nonlocal most
+        nonlocal largest
         send(self, *arguments)
-        most = max(most, len(self._pending_sends))
+        largest = max(largest, len(self._pending_sends))
 
     model = build(layout, num_micro_batches=12)
     with patch.object(P2PChannels, "send", count):
@@ -210,29 +213,32 @@ def most_sent(layout: Layout) -> tuple[int, int]:
             model, [micro_batch(1, 6, number) for number in range(12)], seed=0, step=0
         )
     assert model.pipeline is not None
-    return model.pipeline.rank, most
+    return model.pipeline.rank, largest
 
 
-def test_hidden_states_that_were_answered_are_let_go(ranks: RankPool) -> None:
-    assert (
-        dict(ranks.run(2, most_sent, Layout(pp=2)))[0] == 2
-    )  # as many as rank 0 has activations in flight
+def test_received_hidden_states_are_released(ranks: RankPool) -> None:
+    # As many as rank 0 has activations in flight.
+    assert dict(ranks.run(2, count_pending_sends, Layout(pp=2)))[0] == 2
 
 
-def losses_and_marks(layout: Layout) -> tuple[float, float, dict[str, float]]:
-    """The loss by evaluation and by training, and the step's parts in seconds."""
+def compute_losses_and_times(layout: Layout) -> tuple[float, float, dict[str, float]]:
+    """Return the loss of evaluation, the loss of training and the step's parts in seconds."""
     model = build(layout)
     times = StepTimes(torch.device("cpu"))
     batches = [micro_batch(2, 8, number) for number in range(4)]
     model.decoder.eval()
     with model.evaluate_mode():
-        evaluated = model.compute_losses(
+        evaluation_loss = model.compute_losses(
             batches, MicroBatch.build_model_arguments
         ) + model.compute_losses(batches[:1], MicroBatch.build_model_arguments)
     model.decoder.train()
-    trained = accumulate_gradients(model, batches, seed=0, step=0, times=times).loss_sum
+    training_loss = accumulate_gradients(model, batches, seed=0, step=0, times=times).loss_sum
     first = accumulate_gradients(model, batches[:1] * 4, seed=0, step=1).loss_sum / 4
-    return float(model.sum_over_data(evaluated)), float(trained + first), times.seconds()
+    return (
+        float(model.sum_over_data(evaluation_loss)),
+        float(training_loss + first),
+        times.seconds(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,11 +246,13 @@ def losses_and_marks(layout: Layout) -> tuple[float, float, dict[str, float]]:
     [Layout(pp=2, schedule="zbv"), Layout(pp=2, dp_shard=2, zero_stage=3, schedule="zb_h1")],
     ids=str,
 )
-def test_evaluation_runs_forwards_alone_and_time_is_told_by_part(
+def test_evaluation_runs_forward_only_and_times_are_reported_by_part(
     ranks: RankPool, layout: Layout
 ) -> None:
-    for evaluated, trained, parts in ranks.run(layout.world_size, losses_and_marks, layout):
-        assert evaluated == pytest.approx(trained, rel=1e-12)
+    for evaluation_loss, training_loss, parts in ranks.run(
+        layout.world_size, compute_losses_and_times, layout
+    ):
+        assert evaluation_loss == pytest.approx(training_loss, rel=1e-12)
         assert {"forward", "backward", "waiting", "reduction"} <= set(parts)
         assert parts["forward"] > 0 < parts["waiting"]
 
@@ -254,13 +262,13 @@ def test_a_schedule_from_a_file(ranks: RankPool, tmp_path: Path) -> None:
     path.write_text(
         write_schedule(build_schedule("zb_h1", 2, 4)).replace("0W0,", "").replace("0W1", "0W1,0W0")
     )
-    _verify(ranks, CONFIG, Layout(pp=2, schedule=str(path)), VerificationCase(4, tied=True))
+    verify_layout(ranks, CONFIG, Layout(pp=2, schedule=str(path)), VerificationCase(4, tied=True))
 
 
-def test_a_stage_that_is_frozen_altogether(ranks: RankPool) -> None:
+def test_a_stage_that_is_frozen_completely(ranks: RankPool) -> None:
     for schedule in ("interleaved_1f1b", "zbv"):
         layout = Layout(pp=2, dp_shard=2, zero_stage=2, schedule=schedule)
-        _verify(
+        verify_layout(
             ranks,
             CONFIG,
             layout,

@@ -1,5 +1,5 @@
-"""The pool itself: results by rank, errors with rank and traceback, a dead or silent rank, life
-afterwards.
+"""The rank pool: results by rank, errors with rank and traceback, failed or blocked ranks, and
+use after a failure.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def sum_of_ranks(offset: int) -> tuple[int, int, int]:
 
 def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
-        raise LayoutError("too many cuts", field="layout.tp", got=3)
+        raise LayoutError("too many shards", field="layout.tp", got=3)
     dist.barrier()
 
 
-def die_on(rank: int) -> None:
+def kill_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
@@ -40,12 +40,12 @@ def stall_on(rank: int) -> None:
         time.sleep(600)
 
 
-def threads_and_group() -> tuple[int, bool]:
+def read_threads_and_group() -> tuple[int, bool]:
     return torch.get_num_threads(), dist.is_initialized()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_results_come_by_rank_and_workers_stay(ranks: RankPool, num_ranks: int) -> None:
+def test_results_are_by_rank_and_workers_persist(ranks: RankPool, num_ranks: int) -> None:
     first = ranks.run(num_ranks, sum_of_ranks, 10)
     second = ranks.run(num_ranks, sum_of_ranks, 10)
     assert first == second
@@ -54,12 +54,12 @@ def test_results_come_by_rank_and_workers_stay(ranks: RankPool, num_ranks: int) 
 
 
 def test_one_rank_has_no_group_and_one_thread(ranks: RankPool) -> None:
-    assert ranks.run(1, threads_and_group) == [(1, False)]
+    assert ranks.run(1, read_threads_and_group) == [(1, False)]
 
 
 def test_an_error_names_its_rank_and_is_the_cause() -> None:
     with RankPool() as pool:
-        with pytest.raises(RankFailed, match=r"rank 1 of 2: layout\.tp: too many cuts") as caught:
+        with pytest.raises(RankFailed, match=r"rank 1 of 2: layout\.tp: too many shards") as caught:
             pool.run(2, fail_on, 1)
         assert isinstance(caught.value.__cause__, LayoutError)
         assert "in fail_on" in str(caught.value)
@@ -67,14 +67,14 @@ def test_an_error_names_its_rank_and_is_the_cause() -> None:
 
 
 def fail_late_on(rank: int, after_seconds: float) -> None:
-    """The cause is slower than what came of it on the other ranks."""
+    """Fail with the cause later than the other ranks fail with its consequences."""
     if dist.get_rank() == rank:
         time.sleep(after_seconds)
-        raise LayoutError("too many cuts", field="layout.tp", got=3)
+        raise LayoutError("too many shards", field="layout.tp", got=3)
     raise RuntimeError("Connection closed by peer")
 
 
-def test_a_cause_that_is_slower_than_what_came_of_it_is_waited_for(
+def test_a_cause_later_than_its_consequences_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_pool, "_GRACE_SECONDS", 0.05)
@@ -84,11 +84,11 @@ def test_a_cause_that_is_slower_than_what_came_of_it_is_waited_for(
 
 def test_a_killed_rank_is_named() -> None:
     with RankPool() as pool, pytest.raises(RankFailed, match="rank 0 of 2 was killed by SIGKILL"):
-        pool.run(2, die_on, 0)
+        pool.run(2, kill_on, 0)
 
 
-def test_a_silent_rank_is_named() -> None:
+def test_a_blocked_rank_is_named() -> None:
     with RankPool() as pool:
-        pool.run(2, sum_of_ranks, 0)  # to start a group takes seconds; to answer does not
+        pool.run(2, sum_of_ranks, 0)  # starting a group takes seconds; an answer does not
         with pytest.raises(RankFailed, match=r"no answer from rank 1 of 2 within 4 s"):
             pool.run(2, stall_on, 1, timeout_seconds=4.0)

@@ -1,5 +1,5 @@
-"""Preferences under layouts: losses, norms, rewards and weights of one process, the reference
-beside or within the model.
+"""Preference training under layouts: losses, norms, rewards and weights of one process, with a
+reference model or with adapters off.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from tests.unit.train.preference_data import preference_recipe
 STEPS = 3
 
 
-def learn(document: dict[str, Any]) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Of every step loss, norm and rewards, then the validation loss; and the weights at the
-    end.
+def train_preferences(document: dict[str, Any]) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Return loss, norm and rewards of every step, then the validation loss; and the weights at
+    the end.
     """
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    checked = validate_run(validate_recipe(document), world_size)
-    state = build_state(checked, torch.device("cpu"))
+    run = validate_run(validate_recipe(document), world_size)
+    state = build_state(run, torch.device("cpu"))
     objective = state.objective
     model = state.model
     assert isinstance(objective, PreferenceObjective)
-    order = SampleOrder(checked.recipe.seed, len(checked.data.train))
-    data_rank = RankGrid(checked.plan.layout).data_rank(rank)
-    told = []
+    order = SampleOrder(run.recipe.seed, len(run.data.train))
+    data_rank = RankGrid(run.plan.layout).data_rank(rank)
+    rows = []
     for step in range(STEPS):
-        batches = read_step_micro_batches(
-            checked.data.train, order, checked.plan.batch, step, data_rank
-        )
+        batches = read_step_micro_batches(run.data.train, order, run.plan.batch, step, data_rank)
         loss = accumulate_gradients(model, batches, seed=0, step=step, objective=objective)
         done = update_parameters(model, state.optimizer, learning_rate=1e-2, max_grad_norm=1.0)
-        told.append([loss.mean(), done.gradient_norm, *asdict(objective.pop_metrics()).values()])
-    found = evaluate_loss(checked, model, data_rank, lambda: False, objective)
-    assert found is not None
-    told.append([found.loss, float(found.tokens), *asdict(objective.pop_metrics()).values()])
+        rows.append([loss.mean(), done.gradient_norm, *asdict(objective.pop_metrics()).values()])
+    evaluation = evaluate_loss(run, model, data_rank, lambda: False, objective)
+    assert evaluation is not None
+    rows.append(
+        [evaluation.loss, float(evaluation.tokens), *asdict(objective.pop_metrics()).values()]
+    )
     names = [name for name in model.layouts if name in model.trainable]
-    return told, {name: model.gather_parameter(name).clone() for name in names}
+    return rows, {name: model.gather_parameter(name).clone() for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ PRECISE = {"precision": {"kind": "fp64"}, "data": {"validation_fraction": 0.2}}
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: RankPool, folder: Path) -> dict[str, Any]:
+def one_process(ranks: RankPool, folder: Path) -> dict[str, Any]:
     return {
-        name: ranks.run(1, learn, preference_recipe(folder, **change, **PRECISE))[0]
+        name: ranks.run(1, train_preferences, preference_recipe(folder, **change, **PRECISE))[0]
         for name, change in CHANGES.items()
     }
 
@@ -94,45 +94,51 @@ def alone(ranks: RankPool, folder: Path) -> dict[str, Any]:
         pytest.param("cp=2,cp_method=ulysses", "adapter_off", marks=pytest.mark.long),
     ],
 )
-def test_layouts_learn_what_one_process_learns(
-    ranks: RankPool, folder: Path, alone: dict[str, Any], layout: str, reference: str
+def test_layouts_train_as_one_process(
+    ranks: RankPool, folder: Path, one_process: dict[str, Any], layout: str, reference: str
 ) -> None:
     num_ranks = (
         4 if layout in ("dp_shard=2,tp=2,zero_stage=3", "pp=2,dp_shard=2,zero_stage=2") else 2
     )
-    expected, weights = alone[reference]
-    assert abs(expected[STEPS - 1][4]) > 1e-3  # a margin: model and reference have parted
-    for told, held in ranks.run(
-        num_ranks, learn, preference_recipe(folder, layout, **CHANGES[reference], **PRECISE)
+    expected, weights = one_process[reference]
+    assert abs(expected[STEPS - 1][4]) > 1e-3  # a margin: model and reference differ
+    for rows, got_weights in ranks.run(
+        num_ranks,
+        train_preferences,
+        preference_recipe(folder, layout, **CHANGES[reference], **PRECISE),
     ):
-        assert_same(told, expected, held, weights)
+        assert_same(rows, expected, got_weights, weights)
 
 
 def assert_same(
-    told: list[list[float]],
+    rows: list[list[float]],
     expected: list[list[float]],
-    held: dict[str, Tensor],
+    got_weights: dict[str, Tensor],
     weights: dict[str, Tensor],
 ) -> None:
-    for got, want in zip(told, expected, strict=True):
+    for got, want in zip(rows, expected, strict=True):
         assert got == pytest.approx(want, rel=1e-9, abs=1e-12)
-    for name, want_weights in weights.items():
-        torch.testing.assert_close(held[name], want_weights, rtol=1e-8, atol=1e-11, msg=name)
+    for name, expected_weights in weights.items():
+        torch.testing.assert_close(
+            got_weights[name], expected_weights, rtol=1e-8, atol=1e-11, msg=name
+        )
 
 
 @pytest.mark.long
-def test_a_folded_schedule_learns_what_one_process_learns(ranks: RankPool, folder: Path) -> None:
+def test_a_folded_schedule_trains_as_one_process(ranks: RankPool, folder: Path) -> None:
     """The first rank has the head as well as the embeddings, and backward passes are split."""
     config = preference_recipe(folder)["model"]["config"] | {"num_hidden_layers": 4}
     deep = {"model": {"config": config}, "training": {"gradient_accumulation_steps": 4}} | PRECISE
-    expected, weights = ranks.run(1, learn, preference_recipe(folder, **deep))[0]
-    for told, held in ranks.run(
-        2, learn, preference_recipe(folder, "pp=2,schedule=zbv,virtual_stages=2", **deep)
+    expected, weights = ranks.run(1, train_preferences, preference_recipe(folder, **deep))[0]
+    for rows, got_weights in ranks.run(
+        2,
+        train_preferences,
+        preference_recipe(folder, "pp=2,schedule=zbv,virtual_stages=2", **deep),
     ):
-        assert_same(told, expected, held, weights)
+        assert_same(rows, expected, got_weights, weights)
 
 
-def test_a_run_tells_of_rewards_and_goes_on_from_its_checkpoint(folder: Path) -> None:
+def test_a_run_logs_rewards_and_resumes_from_its_checkpoint(folder: Path) -> None:
     document = preference_recipe(
         folder, data={"validation_fraction": 0.2}, checkpoint={"every_steps": 2}
     )
@@ -146,7 +152,6 @@ def test_a_run_tells_of_rewards_and_goes_on_from_its_checkpoint(folder: Path) ->
     assert steps[0].loss == pytest.approx(0.693147, abs=1e-5)
     assert steps[0].reward_margin == pytest.approx(0.0, abs=1e-6)
     assert steps[2].reward_margin is not None
-    assert (
-        steps[2].reward_margin > 0.0
-    )  # the reference of the resumed run is the model that the first one began with
+    # The reference of the resumed run is the initial model of the first run.
+    assert steps[2].reward_margin > 0.0
     assert log.filter_by_type(EvaluationEvent)[-1].reward_accuracy is not None

@@ -30,14 +30,16 @@ from tests.multiprocess.assertions import assert_clean, assert_detected
 from tests.multiprocess.pool import RankPool
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 61, "hidden_size": 40, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 40, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 64,
 }  # fmt: skip
 """Rows of 40 elements end within a block; rows that two ranks share have 128."""
 MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 24, "moe_intermediate_size": 128, "intermediate_size": 40,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4,
-    "num_experts_per_tok": 2, "max_position_embeddings": 64, "norm_topk_prob": True,
+    "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 24, "moe_intermediate_size": 128,
+    "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "norm_topk_prob": True,
 }  # fmt: skip
 ZBV = Layout(pp=2, schedule="zbv", virtual_stages=2)
 

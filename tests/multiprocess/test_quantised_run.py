@@ -1,4 +1,4 @@
-"""A run with a base in 4 bits, Muon, smoothed targets and noisy embeddings: resumed under other
+"""A run with a 4-bit base, Muon, label smoothing and noisy embeddings: resumed under other
 layouts, and merged.
 """
 
@@ -23,8 +23,9 @@ from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 14, "hidden_size": 24, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "initializer_range": 0.2,
+    "model_type": "llama", "vocab_size": 14, "hidden_size": 24, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 64, "initializer_range": 0.2,
 }  # fmt: skip
 CHAIN = [(2, "dp_shard=2,zero_stage=3"), (2, "tp=2"), (1, "dp_replicate=1")]
 
@@ -51,7 +52,7 @@ def test_a_quantised_base_is_the_same_for_every_layout_and_for_the_merge(
         "gradient_accumulation_steps": 2,
         "max_steps": 6,
     }
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "model": {"path": str(tmp_path / "base")},
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(tmp_path / "corpus.txt"), "cache_dir": str(tmp_path / "cache")},
@@ -62,7 +63,7 @@ def test_a_quantised_base_is_the_same_for_every_layout_and_for_the_merge(
         | {"learning_rate": 1e-2, "label_smoothing": 0.1, "neftune_noise_alpha": 5},
         "run": {"device": "cpu"},
     }
-    recipe.write_text(yaml.safe_dump(told))
+    recipe.write_text(yaml.safe_dump(document))
     for number, (num_ranks, layout) in enumerate(CHAIN):
         ranks.run(num_ranks, train_some, str(recipe), str(tmp_path / "run"), layout, 2, number > 0)
     train_some(str(recipe), str(tmp_path / "whole"), "dp_replicate=1", 7, False)

@@ -1,5 +1,5 @@
-"""A rehearsal says what a real run of the same layout does: its collectives one by one, its peak
-within 0.2 percent (bf16: 2).
+"""A rehearsal predicts a real run of the same layout: each collective, and the peak within 0.2
+percent (bf16: 2).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from shardwright.train.step import accumulate_gradients, update_parameters
 from tests.multiprocess.pool import RankPool
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 512,
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SIZES},
@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MODEL = MODELS["llama"]
 
 
-def recipe(model: str = "llama") -> Recipe:
+def build_recipe(model: str = "llama") -> Recipe:
     return validate_recipe(
         {
             "model": {"config": MODELS[model], "loss_chunk_tokens": 128},
@@ -69,42 +69,43 @@ def recipe(model: str = "llama") -> Recipe:
     )
 
 
-def plan_of(layout: Layout, recompute: str = "none", kind: PrecisionKind = "fp32") -> Plan:
+def build_plan(layout: Layout, recompute: str = "none", kind: PrecisionKind = "fp32") -> Plan:
     batch = BatchPlan(256, 2, 2 * layout.pp, layout.data_ranks)
-    precision = recipe().precision.model_copy(update={"kind": kind})
+    precision = build_recipe().precision.model_copy(update={"kind": kind})
     return Plan(layout, batch, precision, recompute)  # type: ignore[arg-type]
 
 
-NEAR: dict[PrecisionKind, float] = {"fp32": 0.002, "bf16": 0.02}
-"""What a rehearsal's peak may be off by, as a share. In bf16 a CPU's products and sums take room of
-their own, which tensors without memory do not know of."""
+TOLERANCES: dict[PrecisionKind, float] = {"fp32": 0.002, "bf16": 0.02}
+"""Allowed relative error of a rehearsal's peak. In bf16, products and sums on a CPU allocate
+memory that tensors on the meta device do not show.
+"""
 ATTEMPTS = 12
 
 
-def a_real_step(
+def run_real_step(
     plan: Plan, rehearsed_bytes: int, model_name: str = "llama"
 ) -> tuple[int, list[Collective]]:
-    """Peak bytes of this rank by the profiler's allocator events, and its collectives.
+    """Return this rank's peak bytes by allocator events, and its collectives.
 
-    The least of some steps, until rank 0 comes down to what was rehearsed: see
+    The peak is the lowest of several steps, until rank 0 reaches the rehearsed bytes: see
     `benchmarks.allocated`.
     """
-    with _evenly_routed():
+    with _route_evenly():
         return _measure(plan, rehearsed_bytes, model_name)
 
 
 @contextmanager
-def _evenly_routed() -> Iterator[None]:
-    """Token after token the next experts, as a rehearsal has it, whatever the router says."""
+def _route_evenly() -> Iterator[None]:
+    """Assign experts to tokens in turn, as a rehearsal does, whatever the router computes."""
     choose = moe.choose_experts
 
     def choose_in_turn(
         experts: ExpertShape, logits_NE: torch.Tensor, bias_E: torch.Tensor | None
     ) -> Any:
-        taken = torch.arange(logits_NE.shape[0] * experts.experts_per_token).view(
+        experts_in_turn = torch.arange(logits_NE.shape[0] * experts.experts_per_token).view(
             -1, experts.experts_per_token
         )
-        logits_NE.data.zero_().scatter_(1, taken % experts.num_experts, 1.0)
+        logits_NE.data.zero_().scatter_(1, experts_in_turn % experts.num_experts, 1.0)
         return choose(experts, logits_NE, bias_E)
 
     with patch.object(moe, "choose_experts", choose_in_turn):
@@ -112,14 +113,14 @@ def _evenly_routed() -> Iterator[None]:
 
 
 def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, list[Collective]]:
-    checked = recipe(model_name)
+    recipe = build_recipe(model_name)
     shape = read_config(MODELS[model_name])
     specs = {spec.name: spec for spec in shape.list_parameters()}
     param = resolve_dtypes(plan.precision).param
-    with _real_fill(specs, param):
-        model = rank_rehearsal._build_model(checked, shape, plan, None)
+    with _allocate_real_memory(specs, param):
+        model = rank_rehearsal._build_model(recipe, shape, plan, None)
     optimizer = build_optimizer(
-        model.named_parameters(), checked.optimizer, learning_rate=1e-4, weight_decay=0.1
+        model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1
     )
     create_state(optimizer)
     before = held_bytes(model, optimizer)
@@ -129,34 +130,36 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
         accumulate_gradients(model, batches, seed=0, step=0)
         update_parameters(model, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
 
-    step()  # libraries take their workspaces, DDP arranges its buckets
+    step()  # libraries allocate workspaces, DDP rearranges its buckets
     with CollectiveRecorder() as recorder:
         step()
-    gc.collect()  # what earlier tests of this process left would count as freed by the step
-    least = before + allocated_by(step, 0.002)
+    gc.collect()  # else the step frees garbage of earlier tests
+    lowest = before + allocated_by(step, 0.002)
     moment_seconds = 0.002
     for _ in range(ATTEMPTS - 1):
-        enough = torch.tensor(least <= rehearsed_bytes * (1 + NEAR[plan.precision.kind]))
+        is_low_enough = torch.tensor(
+            lowest <= rehearsed_bytes * (1 + TOLERANCES[plan.precision.kind])
+        )
         if dist.is_initialized():
-            dist.broadcast(enough, 0)
-        if enough:
+            dist.broadcast(is_low_enough, 0)
+        if is_low_enough:
             break
         moment_seconds = min(0.1, 1.5 * moment_seconds)
-        least = min(least, before + allocated_by(step, moment_seconds))
-    return least, recorder.collectives
+        lowest = min(lowest, before + allocated_by(step, moment_seconds))
+    return lowest, recorder.collectives
 
 
-def _real_fill(specs: Any, param: torch.dtype) -> Any:
+def _allocate_real_memory(specs: Any, param: torch.dtype) -> Any:
     original = rank_rehearsal.apply_layout
 
-    def filled(*args: Any, **options: Any) -> Any:
-        options["fill"] = lambda name, bounds: initialise_parameter(
+    def apply_with_memory(*args: Any, **options: Any) -> Any:
+        options["read_slice"] = lambda name, bounds: initialise_parameter(
             specs[name], 0, dtype=param, narrow=bounds
         )
         options["storage"] = None
         return original(*args, **options)
 
-    return patch.object(rank_rehearsal, "apply_layout", filled)
+    return patch.object(rank_rehearsal, "apply_layout", apply_with_memory)
 
 
 LAYOUTS = [
@@ -171,7 +174,7 @@ LAYOUTS = [
     (Layout(cp=2, cp_method="ring", zero_stage=1), "none"),
     (Layout(tp=2, dp_shard=2, zero_stage=3), "full"),
 ]
-MORE = [
+LONG_CASES = [
     ("llama", Layout(cp=2, cp_method="all_gather", zero_stage=3), "none", "fp32"),
     ("llama", Layout(cp=2, cp_method="ulysses", zero_stage=3), "none", "fp32"),
     ("moe", Layout(), "none", "fp32"),
@@ -184,30 +187,30 @@ MORE = [
 CASES = [
     *(("llama", layout, recompute, "fp32") for layout, recompute in LAYOUTS),
     ("moe", Layout(dp_shard=2, ep=2, zero_stage=3), "none", "fp32"),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in MORE),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES),
 ]
 
 
-def rehearse_in_its_own_process(plan: Plan, rank: int, model: str = "llama") -> RankRehearsal:
+def rehearse_in_new_process(plan: Plan, rank: int, model: str = "llama") -> RankRehearsal:
     with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
         return pool.submit(
-            rehearse_rank, recipe(model), read_config(MODELS[model]), plan, rank
+            rehearse_rank, build_recipe(model), read_config(MODELS[model]), plan, rank
         ).result()
 
 
 @pytest.mark.parametrize(("model", "layout", "recompute", "kind"), CASES, ids=str)
-def test_a_rehearsal_is_a_real_run_without_its_memory(
+def test_a_rehearsal_equals_a_real_run(
     ranks: RankPool, model: str, layout: Layout, recompute: str, kind: PrecisionKind
 ) -> None:
-    plan = plan_of(layout, recompute, kind)
-    report = rehearse_in_its_own_process(plan, 0, model)
-    peak, calls = ranks.run(layout.world_size, a_real_step, plan, report.peak_bytes, model)[0]
-    # DDP arranges its buckets anew in its second step, with a broadcast; the first step has one
+    plan = build_plan(layout, recompute, kind)
+    report = rehearse_in_new_process(plan, 0, model)
+    peak, calls = ranks.run(layout.world_size, run_real_step, plan, report.peak_bytes, model)[0]
+    # DDP rearranges its buckets in the second step, with a broadcast; the first step has one
     # bucket.
     if layout.zero_stage:
         assert [
             (call.kind, call.ranks, call.num_bytes, call.dtype) for call in report.collectives
         ] == [(call.kind, call.ranks, call.num_bytes, call.dtype) for call in calls]
-    assert report.peak_bytes == pytest.approx(peak, rel=NEAR[kind])
+    assert report.peak_bytes == pytest.approx(peak, rel=TOLERANCES[kind])
     assert RankGrid(layout).coordinates(0) == dict(report.coordinates)
     assert not dist.is_initialized()

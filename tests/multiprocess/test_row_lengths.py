@@ -1,5 +1,5 @@
-"""Rows that end with the longest of their micro-batch, under every cut: gradients of one process
-with full, masked rows.
+"""Rows padded to the longest of their micro-batch: under every layout the gradients of one
+process with full, masked rows.
 """
 
 from __future__ import annotations
@@ -36,8 +36,13 @@ CONFIG = LLAMA | {
     "hidden_size": 24,
     "max_position_embeddings": LENGTH,
 }
-EXPERTS = CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
-                    "norm_topk_prob": True}  # fmt: skip
+EXPERTS = CONFIG | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
 LAYOUTS = [
     Layout(dp_shard=2, zero_stage=3),
     Layout(tp=2),
@@ -48,13 +53,11 @@ LAYOUTS = [
 
 
 Step = tuple[float, dict[str, Any], tuple[int, float]]
-"""Loss, gradients, and the tokens computed with the length of the row in which one stands on
-average.
-"""
+"""Loss, gradients, and (computed tokens, mean row length)."""
 
 
-def step_of(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> Step:
-    """One step of two or more micro-batches."""
+def run_step(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> Step:
+    """Run one step of two or more micro-batches."""
     micro = 2
     shape = read_config(config)
     multiple = None if full else compute_row_multiple(layout)
@@ -87,37 +90,37 @@ def step_of(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> S
 
 @pytest.fixture(scope="module")
 def reference() -> Step:
-    return step_of(Layout(), full=True)
+    return run_step(Layout(), full=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_step_is_that_of_full_rows(ranks: RankPool, layout: Layout, reference: Step) -> None:
-    hold(ranks.run(2, _short_rows, layout), reference)
+def test_a_step_equals_that_of_full_rows(ranks: RankPool, layout: Layout, reference: Step) -> None:
+    assert_equals_full_rows(ranks.run(2, _run_short_rows, layout), reference)
 
 
-def test_ranks_whose_rows_differ_in_length_exchange_experts_tokens(ranks: RankPool) -> None:
-    hold(
-        ranks.run(2, _short_rows, Layout(dp_shard=2, ep=2, zero_stage=2), EXPERTS),
-        step_of(Layout(), EXPERTS, full=True),
+def test_ranks_with_rows_of_different_length_exchange_tokens_of_experts(ranks: RankPool) -> None:
+    assert_equals_full_rows(
+        ranks.run(2, _run_short_rows, Layout(dp_shard=2, ep=2, zero_stage=2), EXPERTS),
+        run_step(Layout(), EXPERTS, full=True),
     )
 
 
-def hold(found: list[Step], reference: Step) -> None:
-    """Every rank's loss and gradients to those of full rows, and fewer tokens computed, in shorter
-    rows.
+def assert_equals_full_rows(steps: list[Step], reference: Step) -> None:
+    """Compare every rank's loss and gradients with those of full rows; fewer tokens are
+    computed, in shorter rows.
     """
     loss, gradients, (tokens, longest) = reference
     assert (tokens, longest) == (GLOBAL * LENGTH, LENGTH)
-    assert len({work for *_, work in found}) == 1, "all ranks count the work of all"
-    for own, got, (computed, row_length) in found:
+    assert len({work for *_, work in steps}) == 1, "all ranks count the work of all"
+    for own_loss, got, (computed, row_length) in steps:
         assert computed < 0.85 * tokens
         assert computed / GLOBAL < row_length < longest
-        assert own == pytest.approx(loss, rel=1e-12)
+        assert own_loss == pytest.approx(loss, rel=1e-12)
         assert got.keys() == gradients.keys()
         for name, gradient in got.items():
             error = float((gradient - gradients[name]).norm() / gradients[name].norm())
             assert error < 1e-11, name
 
 
-def _short_rows(layout: Layout, config: dict[str, Any] = CONFIG) -> Step:
-    return step_of(layout, config, full=False)
+def _run_short_rows(layout: Layout, config: dict[str, Any] = CONFIG) -> Step:
+    return run_step(layout, config, full=False)

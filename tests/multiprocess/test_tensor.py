@@ -1,5 +1,5 @@
-"""Tensor and sequence parallelism against one process: every family, every data layout beside it,
-few key-value heads, text.
+"""Tensor and sequence parallelism against one process: every family, every data layout, few
+key-value heads, generation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.reference.cases import CASES
 
 TOKENS = 12
 LONG = pytest.mark.long
-"""Pairs of cuts, which meet in `test_grid` every day."""
+"""Combinations that `test_grid` also covers."""
 WHOLE_STREAM = Layout(tp=2, sequence_parallel=False)
 
 FAMILIES = (
@@ -51,8 +51,8 @@ FAMILIES = (
     "gpt_oss",
     "deepseek_v3",
 )
-"""One tiny model each, with what is odd about it: biases, padding rows, soft caps, fused and
-transposed projections.
+"""One tiny model per family, with its special features: biases, padding rows, soft caps, fused
+or transposed projections.
 """
 
 
@@ -138,7 +138,7 @@ def test_every_family(ranks: RankPool, name: str) -> None:
     ],
     ids=str,
 )
-def test_beside_other_cuts(
+def test_with_other_parallelisms(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
     assert_equals_one_process(ranks, config, layout, case)
@@ -146,8 +146,8 @@ def test_beside_other_cuts(
 
 @pytest.mark.parametrize("name", ["phi3", "olmo2", "qwen3"])
 def test_ranks_that_share_a_key_value_head(ranks: RankPool, name: str) -> None:
-    """Fused projections, a norm over all heads and norms on heads, each with half as many key-value
-    heads as ranks.
+    """Models with fused projections, a norm over all heads and norms on heads, with half as
+    many key-value heads as ranks.
     """
     assert_equals_one_process(ranks, CASES[name], Layout(tp=4), VerificationCase(1))
 
@@ -159,7 +159,7 @@ def build(
     chunked: bool = True,
     compile_blocks: bool = False,
 ) -> ParallelModel:
-    """A model of a layout in float64, weights by name and seed."""
+    """Build a float64 model with weights by name and seed."""
     shape = replace(read_config(shape_config), initializer_range=0.5)
     loss = partial(chunked_cross_entropy, chunk_tokens=8) if chunked else None
     with torch.device("meta"):
@@ -177,16 +177,16 @@ def build(
     )
 
 
-def rows() -> tuple[Tensor, Tensor]:
-    """Ids and labels."""
+def build_rows() -> tuple[Tensor, Tensor]:
+    """Return token ids and labels."""
     ids_BT = torch.randint(0, 61, (2, TOKENS), generator=torch.Generator().manual_seed(5))
     return ids_BT, ids_BT.roll(-1, 1)
 
 
-def logits_and_loss(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """All logits, the loss that holds them all, and the gradient that it gives one weight."""
+def compute_logits_and_loss(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all logits, the loss over whole logits, and its gradient for one weight."""
     model = build(TENSOR_LLAMA, layout, chunked=False)
-    ids_BT, labels_BT = rows()
+    ids_BT, labels_BT = build_rows()
     loss = model.module(ids_BT, labels_BT=labels_BT)
     loss.backward()
     model.finish_gradients()
@@ -197,17 +197,15 @@ def logits_and_loss(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), WHOLE_STREAM], ids=str)
-def test_logits_come_whole_to_every_rank(ranks: RankPool, layout: Layout) -> None:
-    wanted = ranks.run(1, logits_and_loss, Layout())[0]
-    for got in ranks.run(2, logits_and_loss, layout):
-        for ours, theirs in zip(got, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+def test_every_rank_returns_whole_logits(ranks: RankPool, layout: Layout) -> None:
+    expected = ranks.run(1, compute_logits_and_loss, Layout())[0]
+    for got in ranks.run(2, compute_logits_and_loss, layout):
+        for ours, want in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, want, rtol=1e-11, atol=1e-12)
 
 
-def continue_text(layout: Layout) -> str:
-    """What the model writes after a prompt, drawn token by token from a cache of this rank's
-    heads.
-    """
+def complete_text(layout: Layout) -> str:
+    """Return a sampled completion, generated with a cache of this rank's heads."""
     characters = [chr(code) for code in range(60, 120)]
     with build(TENSOR_LLAMA, layout).evaluate_mode():
         decoder = build(TENSOR_LLAMA, layout).decoder
@@ -220,46 +218,46 @@ def continue_text(layout: Layout) -> str:
         ).text
 
 
-def test_generation_is_that_of_one_process(ranks: RankPool) -> None:
-    wanted = ranks.run(1, continue_text, Layout())[0]
-    assert len(wanted) > 5
-    assert ranks.run(2, continue_text, Layout(tp=2)) == [wanted] * 2
-    assert ranks.run(4, continue_text, Layout(tp=4)) == [wanted] * 4
+def test_generation_equals_that_of_one_process(ranks: RankPool) -> None:
+    expected = ranks.run(1, complete_text, Layout())[0]
+    assert len(expected) > 5
+    assert ranks.run(2, complete_text, Layout(tp=2)) == [expected] * 2
+    assert ranks.run(4, complete_text, Layout(tp=4)) == [expected] * 4
 
 
-def saved_elements(layout: Layout) -> int:
-    """Elements that one block keeps for its backward pass, parameters left out."""
+def count_saved_elements(layout: Layout) -> int:
+    """Count the elements that are saved for the backward pass, parameters excluded."""
     model = build(TENSOR_LLAMA, layout)
-    ids_BT, labels_BT = rows()
+    ids_BT, labels_BT = build_rows()
     parameters = {
         parameter.untyped_storage().data_ptr() for _, parameter in model.named_parameters()
     }
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+            saved[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model.module(ids_BT, labels_BT=labels_BT)
-    total = sum(kept.values())
+    total = sum(saved.values())
     loss.backward()
     return total
 
 
-def test_sequence_parallelism_keeps_fewer_activations(ranks: RankPool) -> None:
-    whole, cut = (
-        ranks.run(2, saved_elements, layout)[0] for layout in (WHOLE_STREAM, Layout(tp=2))
+def test_sequence_parallelism_saves_fewer_activations(ranks: RankPool) -> None:
+    whole, sharded = (
+        ranks.run(2, count_saved_elements, layout)[0] for layout in (WHOLE_STREAM, Layout(tp=2))
     )
-    assert cut < whole
+    assert sharded < whole
 
 
-def compiled_gradient(layout: Layout, compile_blocks: bool) -> tuple[Tensor, Tensor]:
-    """Loss and one gradient, blocks compiled or not."""
+def compute_compiled_gradient(layout: Layout, compile_blocks: bool) -> tuple[Tensor, Tensor]:
+    """Return the loss and one gradient, with blocks compiled or not."""
     model = build(TENSOR_LLAMA, layout, compile_blocks=compile_blocks)
-    ids_BT, labels_BT = rows()
+    ids_BT, labels_BT = build_rows()
     loss = model.module(ids_BT, labels_BT=labels_BT)
     loss.backward()
     model.finish_gradients()
@@ -270,8 +268,8 @@ def compiled_gradient(layout: Layout, compile_blocks: bool) -> tuple[Tensor, Ten
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(tp=2), WHOLE_STREAM], ids=str)
-def test_compiled_blocks_give_the_same(ranks: RankPool, layout: Layout) -> None:
-    wanted = ranks.run(2, compiled_gradient, layout, False)[0]
-    got = ranks.run(2, compiled_gradient, layout, True, timeout_seconds=280.0)[0]
-    for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+def test_compiled_blocks_give_the_same_gradients(ranks: RankPool, layout: Layout) -> None:
+    expected = ranks.run(2, compute_compiled_gradient, layout, False)[0]
+    got = ranks.run(2, compute_compiled_gradient, layout, True, timeout_seconds=280.0)[0]
+    for ours, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-12)

@@ -1,6 +1,4 @@
-"""Every collective that gradients go through, against the sum that its ranks' parts make on one
-process.
-"""
+"""Every collective with a gradient, against the same sum on one process."""
 
 from __future__ import annotations
 
@@ -14,31 +12,33 @@ from torch import Tensor
 from shardwright.parallel import collectives
 from tests.multiprocess.pool import RankPool
 
-SHARES = ("copy_to_all", "sum_shared", "gather", "scatter_sum")
-"""After these every rank goes on differently: the whole loss is the sum of the ranks' losses."""
-COPIES = ("sum_over", "gather_copies")
-"""After these every rank goes on alike: the loss of one rank is the whole loss."""
+SHARES = ("copy_to_all", "all_reduce_shared", "all_gather", "reduce_scatter")
+"""Ranks compute differently after these collectives: the whole loss is the sum of the ranks'
+losses.
+"""
+COPIES = ("all_reduce", "all_gather_copies")
+"""Ranks compute the same after these collectives: the loss of one rank is the whole loss."""
 
 
-def weights(rank: int, shape: torch.Size) -> Tensor:
-    """What a rank multiplies its result by."""
+def draw_weights(rank: int, shape: torch.Size) -> Tensor:
+    """Return the factors of a rank's result in its loss."""
     return torch.randn(
         shape, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64
     )
 
 
-def operand(rank: int) -> Tensor:
+def draw_operand(rank: int) -> Tensor:
     return torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def run(name: str, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Result on this rank, and the gradient of its operand under the losses that `SHARES` and
-    `COPIES` tell of.
+def run_collective(name: str, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return this rank's result and the gradient of its operand under the losses of `SHARES`
+    and `COPIES`.
     """
     group = dist.group.WORLD
     rank = dist.get_rank()
     x = (
-        operand(0 if name in ("copy_to_all", "take_slice") else rank)
+        draw_operand(0 if name in ("copy_to_all", "slice_copies") else rank)
         .to(dtype)
         .transpose(0, 1)
         .contiguous()
@@ -48,36 +48,42 @@ def run(name: str, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     function: Callable[..., Tensor] = getattr(collectives, name)
     y = (
         function(x, group)
-        if name in ("copy_to_all", "sum_over", "sum_shared")
+        if name in ("copy_to_all", "all_reduce", "all_reduce_shared")
         else function(x, dim, group)
     )
-    alike = name in COPIES
-    (y * weights(0 if alike else rank, y.shape).to(dtype)).sum().backward()
+    is_copy = name in COPIES
+    (y * draw_weights(0 if is_copy else rank, y.shape).to(dtype)).sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad
 
 
-def expected(name: str, dim: int, num_ranks: int) -> list[tuple[Tensor, Tensor]]:
-    """The same on one process, which holds every rank's operand and differentiates the one loss."""
-    alike_in = name in ("copy_to_all", "take_slice")
-    leaves = [operand(0 if alike_in else rank).requires_grad_() for rank in range(num_ranks)]
-    xs = [leaves[0]] * num_ranks if alike_in else leaves
+def compute_on_one_process(name: str, dim: int, num_ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the same on one process, which has every rank's operand and differentiates the one
+    loss.
+    """
+    is_copied_operand = name in ("copy_to_all", "slice_copies")
+    leaves = [
+        draw_operand(0 if is_copied_operand else rank).requires_grad_() for rank in range(num_ranks)
+    ]
+    xs = [leaves[0]] * num_ranks if is_copied_operand else leaves
     total = torch.stack(xs).sum(0)
     ys = {
         "copy_to_all": lambda: xs,
-        "sum_over": lambda: [total] * num_ranks,
-        "sum_shared": lambda: [total] * num_ranks,
-        "gather": lambda: [torch.cat(xs, dim)] * num_ranks,
-        "gather_copies": lambda: [torch.cat(xs, dim)] * num_ranks,
-        "scatter_sum": lambda: list(total.chunk(num_ranks, dim)),
-        "take_slice": lambda: list(xs[0].chunk(num_ranks, dim)),
+        "all_reduce": lambda: [total] * num_ranks,
+        "all_reduce_shared": lambda: [total] * num_ranks,
+        "all_gather": lambda: [torch.cat(xs, dim)] * num_ranks,
+        "all_gather_copies": lambda: [torch.cat(xs, dim)] * num_ranks,
+        "reduce_scatter": lambda: list(total.chunk(num_ranks, dim)),
+        "slice_copies": lambda: list(xs[0].chunk(num_ranks, dim)),
     }[name]()
     if name in COPIES:
-        loss = (ys[0] * weights(0, ys[0].shape)).sum()
+        loss = (ys[0] * draw_weights(0, ys[0].shape)).sum()
     else:
-        loss = torch.stack([(y * weights(rank, y.shape)).sum() for rank, y in enumerate(ys)]).sum()
+        loss = torch.stack(
+            [(y * draw_weights(rank, y.shape)).sum() for rank, y in enumerate(ys)]
+        ).sum()
     loss.backward()
-    gradients = [leaves[0].grad if alike_in else leaf.grad for leaf in leaves]
+    gradients = [leaves[0].grad if is_copied_operand else leaf.grad for leaf in leaves]
     return [
         (y.detach(), gradient)
         for y, gradient in zip(ys, gradients, strict=True)
@@ -86,25 +92,27 @@ def expected(name: str, dim: int, num_ranks: int) -> list[tuple[Tensor, Tensor]]
 
 
 @pytest.mark.parametrize("dim", [1, -2])
-@pytest.mark.parametrize("name", [*SHARES, *COPIES, "take_slice"])
-def test_forward_and_backward_are_each_others_transpose(
+@pytest.mark.parametrize("name", [*SHARES, *COPIES, "slice_copies"])
+def test_forward_and_backward_equal_those_of_one_process(
     ranks: RankPool, name: str, dim: int
 ) -> None:
     for num_ranks in (2, 4):
-        wanted = expected(name, dim, num_ranks)
+        expected = compute_on_one_process(name, dim, num_ranks)
         for dtype, tolerance in (
             (torch.float64, 1e-14),
             (torch.float32, 1e-6),
             (torch.bfloat16, 2e-2),
         ):
-            for got, want in zip(ranks.run(num_ranks, run, name, dim, dtype), wanted, strict=True):
-                for ours, theirs in zip(got, want, strict=True):
-                    assert ours.dtype == dtype
-                    assert ours.shape == theirs.shape
-                    assert float((ours.double() - theirs).norm() / theirs.norm()) < tolerance
+            for got, want in zip(
+                ranks.run(num_ranks, run_collective, name, dim, dtype), expected, strict=True
+            ):
+                for value, reference in zip(got, want, strict=True):
+                    assert value.dtype == dtype
+                    assert value.shape == reference.shape
+                    assert float((value.double() - reference).norm() / reference.norm()) < tolerance
 
 
-def test_one_rank_is_left_alone() -> None:
+def test_collectives_of_one_rank_return_their_operand() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     for function in (
         collectives.copy_to_all,
@@ -112,10 +120,10 @@ def test_one_rank_is_left_alone() -> None:
         collectives.all_reduce_shared,
     ):
         assert function(x, None) is x
-    for moving in (
+    for function in (
         collectives.all_gather,
         collectives.reduce_scatter,
         collectives.all_gather_copies,
         collectives.slice_copies,
     ):
-        assert moving(x, 1, None) is x
+        assert function(x, 1, None) is x

@@ -1,11 +1,11 @@
 """A llama block on our tensor-parallel ranks against the same block under torch's own
 `parallelize_module`.
 
-An independent reference: it shares no module, no collective and no placement with ours.
-`step_seconds` is what the decision record docs/decisions/0035-tensor-parallel-without-dtensor.md
-measured.
+The reference is independent: it shares no module, collective or placement with our code.
+docs/decisions/0035-tensor-parallel-without-dtensor.md reports the times of `step_seconds`.
 
-Legend: B sequences, T tokens, S tokens of a rank's residual stream, D hidden, H heads, E head_dim.
+Legend: B sequences, T tokens, S tokens of a rank's residual stream, D hidden, H heads, E
+head_dim.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shardwright.config.training import PrecisionSection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,7 +29,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardwright.architecture import read_config
-from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.forward_context import build_forward_context
@@ -44,7 +44,7 @@ BATCH = 2
 PREFIX = "model.layers.0."
 
 
-def config(width: int) -> dict[str, Any]:
+def build_config(width: int) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "vocab_size": 64,
@@ -72,14 +72,14 @@ class PlainAttention(nn.Module):
             for part in (self.q_proj, self.k_proj, self.v_proj)
         )
         half = self.head_dim // 2
-        speeds = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.outer(torch.arange(q.shape[2], dtype=torch.float64), speeds).to(q.dtype)
-        q, k = (turned(part, angles) for part in (q, k))
+        frequencies = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.outer(torch.arange(q.shape[2], dtype=torch.float64), frequencies).to(q.dtype)
+        q, k = (rotate(part, angles) for part in (q, k))
         out_BHTE = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
 
 
-def turned(x: Tensor, angles: Tensor) -> Tensor:
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     return torch.cat(
         [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1
@@ -97,7 +97,7 @@ class PlainMLP(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """The block as a textbook writes it, with the names of the files."""
+    """Decoder block in plain PyTorch, with the parameter names of the files."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -112,10 +112,10 @@ class PlainBlock(nn.Module):
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
-def build_theirs(width: int, dtype: torch.dtype) -> PlainBlock:
-    """Weights by name and seed, then cut by torch, with sequence parallelism."""
+def build_reference(width: int, dtype: torch.dtype) -> PlainBlock:
+    """Initialise weights by name and seed, then shard them by torch, with sequence parallelism."""
     block = PlainBlock(width).to(dtype)
-    specs = {spec.name: spec for spec in read_config(config(width)).list_parameters()}
+    specs = {spec.name: spec for spec in read_config(build_config(width)).list_parameters()}
     with torch.no_grad():
         for name, parameter in block.named_parameters():
             parameter.copy_(initialise_parameter(specs[PREFIX + name], 3, dtype=dtype))
@@ -137,7 +137,7 @@ def build_theirs(width: int, dtype: torch.dtype) -> PlainBlock:
 
 
 def build_ours(width: int, dtype: torch.dtype) -> ParallelModel:
-    shape = read_config(config(width))
+    shape = read_config(build_config(width))
     layout = Layout(tp=dist.get_world_size())
     with torch.device("meta"):
         decoder = Decoder(shape, compute_dtype=dtype)
@@ -160,15 +160,23 @@ def build_ours(width: int, dtype: torch.dtype) -> ParallelModel:
 def run_ours(model: ParallelModel, x_BSD: Tensor, num_tokens: int) -> Tensor:
     positions_BT = torch.arange(num_tokens)[None]
     context = build_forward_context(
-        model.decoder.shape, x_BSD, positions_BT, None, None, num_tokens=num_tokens, dropout=None, has_explicit_attention=False, cache=None,
+        model.decoder.shape,
+        x_BSD,
+        positions_BT,
+        None,
+        None,
+        num_tokens=num_tokens,
+        dropout=None,
+        has_explicit_attention=False,
+        cache=None,
         tensor_parallel=model.decoder.parallel_hooks.tensor,
-    )  # fmt: skip
+    )
     out_BSD: Tensor = model.decoder.blocks[0](x_BSD, context)
     return out_BSD
 
 
-def inputs(width: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """This rank's tokens of the residual stream and of the gradient of what becomes of it."""
+def draw_inputs(width: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return this rank's tokens of the residual stream and of the gradient of the output."""
     random = torch.Generator().manual_seed(1)
     both = (torch.randn(BATCH, num_tokens, width, generator=random, dtype=dtype) for _ in range(2))
     x_BSD, gradient_BSD = (
@@ -178,22 +186,22 @@ def inputs(width: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def compare() -> dict[str, float]:
-    """Distances between ours and theirs: output, gradient of the input, gradient of every
+    """Return distances between torch and us: output, gradient of the input, gradient of every
     parameter.
     """
     width = 32
     dtype = torch.float64
-    theirs = build_theirs(width, dtype)
+    reference = build_reference(width, dtype)
     ours = build_ours(width, dtype)
     results = []
-    for run in (theirs, lambda x_BSD: run_ours(ours, x_BSD, TOKENS)):
-        x_BSD, gradient_BSD = inputs(width, TOKENS, dtype)
+    for run in (reference, lambda x_BSD: run_ours(ours, x_BSD, TOKENS)):
+        x_BSD, gradient_BSD = draw_inputs(width, TOKENS, dtype)
         out_BSD = run(x_BSD)
         out_BSD.backward(gradient_BSD)
         results.append((out_BSD.detach(), x_BSD.grad))
     ours.finish_gradients()
     pairs = {"output": (results[0][0], results[1][0]), "input": (results[0][1], results[1][1])}
-    for name, parameter in theirs.named_parameters():
+    for name, parameter in reference.named_parameters():
         gradient = parameter.grad
         assert isinstance(gradient, DTensor)
         pairs[name] = (gradient.full_tensor(), ours.gather_gradient(PREFIX + name))
@@ -205,27 +213,27 @@ def compare() -> dict[str, float]:
 
 
 def step_seconds(width: int, num_tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of forward and backward of one block in float32, theirs and ours in turn, after one
-    step each for warmth.
+    """Return seconds of forward and backward of one block in float32, torch and ours in turn,
+    after one warm-up step each.
     """
-    theirs = build_theirs(width, torch.float32)
+    reference = build_reference(width, torch.float32)
     ours = build_ours(width, torch.float32)
-    seconds: dict[str, list[float]] = {"theirs": [], "ours": []}
+    seconds: dict[str, list[float]] = {"torch": [], "ours": []}
     for _ in range(repeats + 1):
         for name, run in (
-            ("theirs", theirs),
+            ("torch", reference),
             ("ours", lambda x_BSD: run_ours(ours, x_BSD, num_tokens)),
         ):
-            x_BSD, gradient_BSD = inputs(width, num_tokens, torch.float32)
+            x_BSD, gradient_BSD = draw_inputs(width, num_tokens, torch.float32)
             dist.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
             run(x_BSD).backward(gradient_BSD)
             dist.barrier()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(time.perf_counter() - start)
     return {name: sorted(values[1:]) for name, values in seconds.items()}
 
 
-def test_a_block_equals_torchs_own(ranks: RankPool) -> None:
+def test_a_block_equals_that_of_torch(ranks: RankPool) -> None:
     for distances in ranks.run(2, compare):
         assert len(distances) == 2 + 9
         assert max(distances.values()) < 1e-12, distances

@@ -1,4 +1,4 @@
-"""The loss over a vocabulary whose rows lie on several ranks, against one process that holds all of
+"""The loss over a vocabulary that is sharded over ranks, against one process with the whole of
 it.
 """
 
@@ -29,9 +29,9 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def inputs(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight, bias, labels; logits are spread widely, so that each rank's largest
-    differs.
+def draw_inputs(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden states, weight, bias and labels; logits vary widely, so that the ranks'
+    maxima differ.
     """
     random = torch.Generator().manual_seed(7)
 
@@ -46,7 +46,7 @@ def inputs(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
 def compute_on_one_process(
     vocab_size: int, dtype: torch.dtype, with_bias: bool, options: dict[str, Any]
 ) -> list[Tensor]:
-    hidden_ND, weight_VD, bias_V, labels_N = inputs(vocab_size, dtype)
+    hidden_ND, weight_VD, bias_V, labels_N = draw_inputs(vocab_size, dtype)
     leaves = [hidden_ND, weight_VD, bias_V][: 2 + with_bias]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -59,12 +59,12 @@ def compute_on_one_process(
 def compute_on_ranks(
     vocab_size: int, dtype: torch.dtype, with_bias: bool, options: dict[str, Any]
 ) -> list[Tensor]:
-    """The same, each rank holding the rows that `torch.chunk` would give it; gradients of rows are
-    put together.
+    """Return the same with the rows of `torch.chunk` on each rank; gradients of rows are
+    gathered.
     """
     group = dist.group.WORLD
     assert group is not None
-    hidden_ND, weight_VD, bias_V, labels_N = inputs(vocab_size, dtype)
+    hidden_ND, weight_VD, bias_V, labels_N = draw_inputs(vocab_size, dtype)
     shard = build_vocabulary_shard(vocab_size, group)
     rows = slice(
         shard.first_row, shard.first_row + len(weight_VD.chunk(group.size())[dist.get_rank()])
@@ -83,9 +83,9 @@ def compute_on_ranks(
     )
     gradients = torch.autograd.grad(loss / 17, leaves)
     pieces = [[torch.empty(0)] * group.size() for _ in gradients[1:]]
-    for held, gradient in zip(pieces, gradients[1:], strict=True):
-        dist.all_gather_object(held, gradient)
-    return [loss.detach(), gradients[0], *(torch.cat(held) for held in pieces)]
+    for shards, gradient in zip(pieces, gradients[1:], strict=True):
+        dist.all_gather_object(shards, gradient)
+    return [loss.detach(), gradients[0], *(torch.cat(shards) for shards in pieces)]
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
@@ -94,41 +94,43 @@ def test_loss_and_every_gradient_equal_those_of_one_process(
     ranks: RankPool, num_ranks: int, vocab_size: int, options: dict[str, Any]
 ) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        wanted = compute_on_one_process(vocab_size, dtype, True, options)
+        expected = compute_on_one_process(vocab_size, dtype, True, options)
         by_rank = ranks.run(num_ranks, compute_on_ranks, vocab_size, dtype, True, options)
         for got in by_rank:
-            for ours, theirs in zip(got, wanted, strict=True):
-                assert ours.shape == theirs.shape
-                assert float((ours - theirs).norm() / theirs.norm()) < tolerance
+            for ours, want in zip(got, expected, strict=True):
+                assert ours.shape == want.shape
+                assert float((ours - want).norm() / want.norm()) < tolerance
         assert all(torch.equal(got[0], by_rank[0][0]) for got in by_rank), (
-            "the loss decides what every rank does next"
+            "ranks decide by the loss, so it must be equal on all"
         )
 
 
 def test_bf16_products_keep_the_loss_in_fp32(ranks: RankPool) -> None:
     options = {"label_smoothing": 0.1}
-    wanted = compute_on_one_process(255, torch.bfloat16, False, options)
+    expected = compute_on_one_process(255, torch.bfloat16, False, options)
     for got in ranks.run(2, compute_on_ranks, 255, torch.bfloat16, False, options):
         assert got[0].dtype == torch.float32
-        torch.testing.assert_close(got[0], wanted[0], rtol=2e-6, atol=0)
+        torch.testing.assert_close(got[0], expected[0], rtol=2e-6, atol=0)
         assert [gradient.dtype for gradient in got[1:]] == [torch.bfloat16] * 2
-        for ours, theirs in zip(got[1:], wanted[1:], strict=True):
-            assert float((ours - theirs).norm() / theirs.norm()) < 1e-2
+        for ours, want in zip(got[1:], expected[1:], strict=True):
+            assert float((ours - want).norm() / want.norm()) < 1e-2
 
 
 def count_collectives(num_chunks: int) -> int:
-    """Collectives of one loss over `num_chunks` chunks."""
+    """Count the collectives of one loss over `num_chunks` chunks."""
     group = dist.group.WORLD
     assert group is not None
     shard = build_vocabulary_shard(8, group)
     calls = 0
 
-    def gather_over(tensor: Tensor) -> Tensor:
+    def count_and_gather(tensor: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return shard.gather_ranks(tensor)
 
-    counted = VocabularyShard(shard.first_row, shard.vocab_size, gather_over, shard.gather_logits)
+    counting_shard = VocabularyShard(
+        shard.first_row, shard.vocab_size, count_and_gather, shard.gather_logits
+    )
     weight_VD = torch.randn(4, 3, requires_grad=True)
     labels_N = torch.arange(num_chunks * 2) % 8
     chunked_cross_entropy(
@@ -137,22 +139,22 @@ def count_collectives(num_chunks: int) -> int:
         None,
         labels_N,
         chunk_tokens=2,
-        vocabulary=counted,
+        vocabulary=counting_shard,
     ).backward()
     return calls
 
 
-def test_a_chunk_takes_one_collective(ranks: RankPool) -> None:
+def test_a_chunk_needs_one_collective(ranks: RankPool) -> None:
     assert ranks.run(2, count_collectives, 5) == [5, 5]
 
 
-def gathered_logits(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """All logits from a rank's own, and the gradient that its own get from a loss that every rank
-    computes alike.
+def gather_logits(vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return all logits, gathered from the ranks' own, and the gradient of the own ones in a
+    loss that every rank computes.
     """
     group = dist.group.WORLD
     assert group is not None
-    _, _, bias_V, _ = inputs(vocab_size, torch.float64)
+    _, _, bias_V, _ = draw_inputs(vocab_size, torch.float64)
     own_V = bias_V.chunk(group.size())[dist.get_rank()].clone().requires_grad_()
     whole_V = build_vocabulary_shard(vocab_size, group).gather_logits(own_V)
     F.cross_entropy(whole_V[None], torch.tensor([2])).backward()
@@ -162,19 +164,21 @@ def gathered_logits(vocab_size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("num_ranks", "vocab_size"), [(2, 7), (4, 13)])
 def test_whole_logits_and_their_gradient(ranks: RankPool, num_ranks: int, vocab_size: int) -> None:
-    whole_V = inputs(vocab_size, torch.float64)[2].requires_grad_()
+    whole_V = draw_inputs(vocab_size, torch.float64)[2].requires_grad_()
     F.cross_entropy(whole_V[None], torch.tensor([2])).backward()
     assert whole_V.grad is not None
-    got = ranks.run(num_ranks, gathered_logits, vocab_size)
+    got = ranks.run(num_ranks, gather_logits, vocab_size)
     assert all(torch.equal(logits_V, whole_V) for logits_V, _ in got)
     torch.testing.assert_close(
         torch.cat([gradient for _, gradient in got]), whole_V.grad, rtol=1e-14, atol=0
     )
 
 
-def label_outside() -> None:
-    """A label that no rank holds."""
-    shard = build_vocabulary_shard(8, dist.group.WORLD)
+def compute_loss_of_outside_label() -> None:
+    """Compute a loss with a label that is outside every rank's shard."""
+    group = dist.group.WORLD
+    assert group is not None
+    shard = build_vocabulary_shard(8, group)
     hidden_ND = torch.ones(1, 3)
     weight_VD = torch.ones(4, 3)
     chunked_cross_entropy(
@@ -184,4 +188,4 @@ def label_outside() -> None:
 
 def test_a_label_outside_the_vocabulary_is_an_error(ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match="out of bounds"):
-        ranks.run(2, label_outside)
+        ranks.run(2, compute_loss_of_outside_label)

@@ -1,5 +1,5 @@
-"""The `train` verb end to end, with real processes: runs, stops, resumes, and a folder that holds
-what it should.
+"""The `train` verb end to end, with real processes: runs, stops, resumes, and the files of a
+run folder.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.faults.worker import MARKS, PLAN
 
 SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
 STEPS = 20
-PATIENCE_SECONDS = 550
-"""For what ends within seconds on a quiet machine."""
+TIMEOUT_SECONDS = 550
+"""Time limit of commands that end within seconds on an idle machine."""
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe and a corpus: sums, which a small model begins to learn at once."""
+def recipe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a recipe and a corpus of sums, which a small model learns quickly."""
     folder = tmp_path_factory.mktemp("train")
     (folder / "corpus.txt").write_text(
         "".join(f"{a} + {b} = {a + b}\n" for a in range(60) for b in range(40))
@@ -85,20 +85,27 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def train(
-    workplace: Path, run: Path, *words: str, by: Any = forked
+    recipe_folder: Path, run: Path, *words: str, by: Any = forked
 ) -> subprocess.CompletedProcess[str]:
-    command = [*SHARDWRIGHT, "train", str(workplace / "recipe.yaml"), "--run-dir", str(run), *words]
+    command = [
+        *SHARDWRIGHT,
+        "train",
+        str(recipe_folder / "recipe.yaml"),
+        "--run-dir",
+        str(run),
+        *words,
+    ]
     done = by.run(
         command,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
-        env=environment(),
+        timeout=TIMEOUT_SECONDS,
+        env=build_environment(),
         check=False,
     )
     assert isinstance(done, subprocess.CompletedProcess)
@@ -106,11 +113,11 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(recipe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("whole") / "run"
     words = ["--layout", "zero_stage=3", "--set", "run.profile_steps=[3]", "--json"]
-    # As users start it: the forked runs of this file end with its bits.
-    done = train(workplace, run, "--nproc", "2", *words, by=subprocess)
+    # A new process, as users start it; the forked runs of this file end with the same bits.
+    done = train(recipe_folder, run, "--nproc", "2", *words, by=subprocess)
     assert done.returncode == ExitCode.DONE, done.stderr
     summary = json.loads(done.stdout)
     assert summary["schema_version"] == 1
@@ -119,18 +126,18 @@ def uninterrupted(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return run
 
 
-def final_weights(run: Path) -> dict[str, bytes]:
+def read_final_weights(run: Path) -> dict[str, bytes]:
     folder = run / "checkpoints" / f"step-{STEPS:08d}"
     files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     assert len(files) == 2
     return files
 
 
-def test_every_rank_tells_how_its_steps_went(uninterrupted: Path) -> None:
+def test_every_rank_logs_its_times(uninterrupted: Path) -> None:
     log = read_events(uninterrupted)
-    told = log.filter_by_type(RanksEvent)
-    assert [event.step for event in told] == list(range(1, STEPS + 1))
-    for event in told:
+    rank_events = log.filter_by_type(RanksEvent)
+    assert [event.step for event in rank_events] == list(range(1, STEPS + 1))
+    for event in rank_events:
         assert len(event.own_seconds) == len(event.checkpoint_seconds) == 2
         waits = [sum(row[rank] for row in event.wait_seconds.values()) for rank in range(2)]
         for rank in range(2):
@@ -140,7 +147,7 @@ def test_every_rank_tells_how_its_steps_went(uninterrupted: Path) -> None:
             )
         assert min(event.wait_seconds["data"]) > 0
     (memory,) = log.filter_by_type(MemoryEvent)
-    # ZeRO 3 cuts all three; 30 features do not divide evenly over every dimension.
+    # ZeRO 3 shards all three; 30 features do not divide evenly over every dimension.
     assert sum(memory.weights_bytes) == 4 * log.filter_by_type(RunStartedEvent)[0].num_parameters
     assert memory.gradients_bytes == memory.weights_bytes
     assert sum(memory.optimizer_bytes) >= 2 * sum(memory.weights_bytes)
@@ -152,15 +159,15 @@ def test_every_rank_tells_how_its_steps_went(uninterrupted: Path) -> None:
         [event for event in events if event.get("ph") == "X" and event["pid"] // 1000 == rank]
         for rank in range(2)
     ]
-    # On one clock, as far as it goes, the ranks' work of one step lies side by side: they wait for
-    # each other at its end.
+    # On a common clock, within its error, the ranks' work of one step overlaps, because they
+    # synchronise at its end.
     begins = [min(e["ts"] for e in row) for row in work]
     ends = [max(e["ts"] + e.get("dur", 0) for e in row) for row in work]
     assert max(begins) < min(ends) + 1e6 * profile.clock_error_seconds
     assert profile.clock_error_seconds < 5
 
 
-def test_a_run_folder_holds_what_it_should(uninterrupted: Path) -> None:
+def test_a_run_folder_has_its_files(uninterrupted: Path) -> None:
     present = {path.name for path in uninterrupted.iterdir()}
     assert {
         "recipe.yaml",
@@ -188,10 +195,10 @@ def test_a_run_folder_holds_what_it_should(uninterrupted: Path) -> None:
     assert f"evaluation at step {STEPS}" in (uninterrupted / "log.txt").read_text()
 
 
-def test_one_process_sees_the_same_losses(
-    workplace: Path, uninterrupted: Path, tmp_path: Path
+def test_one_process_has_the_same_losses(
+    recipe_folder: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    done = train(workplace, tmp_path)
+    done = train(recipe_folder, tmp_path)
     assert done.returncode == ExitCode.DONE, done.stderr
     alone, sharded = (select_surviving_steps(read_events(run)) for run in (tmp_path, uninterrupted))
     for one, other in zip(alone, sharded, strict=True):
@@ -205,7 +212,7 @@ def test_one_process_sees_the_same_losses(
 
 
 def test_a_stopped_and_resumed_run_ends_with_the_same_bits(
-    workplace: Path, uninterrupted: Path, tmp_path: Path
+    recipe_folder: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     stopped_at = 7
@@ -214,44 +221,46 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bits(
         sys.executable,
         "-m",
         "tests.faults.run",
-        str(workplace / "recipe.yaml"),
+        str(recipe_folder / "recipe.yaml"),
         "--run-dir",
         str(run),
         *words,
     ]
     interrupt = {"rank": 0, "step": stopped_at - 1, "place": "interrupt", "signals": []}
-    told = environment() | {PLAN: json.dumps([interrupt]), MARKS: str(tmp_path)}
+    variables = build_environment() | {PLAN: json.dumps([interrupt]), MARKS: str(tmp_path)}
     done = forked.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=told, cwd=ROOT
+        command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=variables, cwd=ROOT
     )
     assert done.returncode == ExitCode.PREEMPTED, done.stderr
     assert f"SIGINT: saved at step {stopped_at}" in done.stderr
     assert select_surviving_steps(read_events(run))[-1].step == stopped_at
 
-    done = train(workplace, run, *words, "--resume")
+    done = train(recipe_folder, run, *words, "--resume")
     assert done.returncode == ExitCode.DONE, done.stderr
-    assert final_weights(run) == final_weights(uninterrupted)
+    assert read_final_weights(run) == read_final_weights(uninterrupted)
     events = read_events(run)
     assert [event.step for event in events.filter_by_type(ResumeEvent)] == [stopped_at]
-    ledger = [step.samples_seen for step in select_surviving_steps(events)]
-    assert ledger == [8 * step for step in range(1, STEPS + 1)]
-    straight = [step.loss for step in select_surviving_steps(read_events(uninterrupted))]
-    assert [step.loss for step in select_surviving_steps(events)] == straight
+    samples_seen = [step.samples_seen for step in select_surviving_steps(events)]
+    assert samples_seen == [8 * step for step in range(1, STEPS + 1)]
+    uninterrupted_losses = [
+        step.loss for step in select_surviving_steps(read_events(uninterrupted))
+    ]
+    assert [step.loss for step in select_surviving_steps(events)] == uninterrupted_losses
 
 
 @pytest.mark.long
-def test_a_checkpoint_opens_under_another_layout(workplace: Path, tmp_path: Path) -> None:
-    """What zero_stage 3 on two ranks has saved goes on in one process, with the losses of the run
-    that was not stopped.
+def test_a_checkpoint_loads_under_another_layout(recipe_folder: Path, tmp_path: Path) -> None:
+    """A checkpoint of zero_stage 3 on two ranks continues in one process, with the losses of an
+    uninterrupted run.
 
-    Long, since `test_checkpoint_resume` takes one run through nine layouts in far less time; here
-    the verb does it.
+    It is in the long suite because `test_checkpoint_resume` covers nine layouts in less time;
+    this test runs the verb itself.
     """
-    elsewhere = tmp_path / "elsewhere"
+    moved_run = tmp_path / "elsewhere"
     constant = ["--set", "training.schedule=constant", "--set"]
     done = train(
-        workplace,
-        elsewhere,
+        recipe_folder,
+        moved_run,
         "--nproc",
         "2",
         "--layout",
@@ -260,22 +269,24 @@ def test_a_checkpoint_opens_under_another_layout(workplace: Path, tmp_path: Path
         "training.max_steps=4",
     )
     assert done.returncode == ExitCode.DONE, done.stderr
-    done = train(workplace, elsewhere, "--resume", *constant, "training.max_steps=6")
+    done = train(recipe_folder, moved_run, "--resume", *constant, "training.max_steps=6")
     assert done.returncode == ExitCode.DONE, done.stderr
-    done = train(workplace, tmp_path / "straight", *constant, "training.max_steps=6")
+    done = train(recipe_folder, tmp_path / "straight", *constant, "training.max_steps=6")
     assert done.returncode == ExitCode.DONE, done.stderr
-    moved, straight = (
+    moved, uninterrupted_losses = (
         select_surviving_steps(read_events(tmp_path / run)) for run in ("elsewhere", "straight")
     )
-    assert [step.samples_seen for step in moved] == [step.samples_seen for step in straight]
-    for one, other in zip(moved, straight, strict=True):
+    assert [step.samples_seen for step in moved] == [
+        step.samples_seen for step in uninterrupted_losses
+    ]
+    for one, other in zip(moved, uninterrupted_losses, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=2e-5)
 
 
-def test_a_changed_recipe_is_not_resumed(workplace: Path, uninterrupted: Path) -> None:
+def test_a_changed_recipe_is_not_resumed(recipe_folder: Path, uninterrupted: Path) -> None:
     before = {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()}
     done = train(
-        workplace,
+        recipe_folder,
         uninterrupted,
         "--resume",
         "--set",
@@ -293,33 +304,33 @@ def test_a_changed_recipe_is_not_resumed(workplace: Path, uninterrupted: Path) -
     } == before
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
-    workplace: Path, uninterrupted: Path, tmp_path: Path
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
+    recipe_folder: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "early"
     shutil.copytree(uninterrupted, run, ignore=shutil.ignore_patterns("checkpoints"))
     again = [run, "--resume", "--set", "training.max_steps=1", "--json"]
-    done = train(workplace, *again)
+    done = train(recipe_folder, *again)
     assert done.returncode == ExitCode.DONE, done.stderr
     assert "starts again at step 0" in done.stderr
     assert json.loads(done.stdout)["steps"] == 1
     assert (run / "checkpoints" / "step-00000001").is_dir()
     with EventWriter(run):  # another process at work there
-        done = train(workplace, *again)
+        done = train(recipe_folder, *again)
     assert done.returncode == ExitCode.WRONG_INPUT
     assert "another process is writing this run" in done.stderr
 
 
-def test_a_folder_in_use_is_not_overwritten(workplace: Path, uninterrupted: Path) -> None:
-    done = train(workplace, uninterrupted, "--json")
+def test_a_folder_in_use_is_not_overwritten(recipe_folder: Path, uninterrupted: Path) -> None:
+    done = train(recipe_folder, uninterrupted, "--json")
     assert done.returncode == ExitCode.WRONG_INPUT
-    told = json.loads(done.stdout)["error"]
-    assert told["field"] == "run.dir"
-    assert "--resume" in told["remedy"]
+    error = json.loads(done.stdout)["error"]
+    assert error["field"] == "run.dir"
+    assert "--resume" in error["remedy"]
 
 
-def test_torchrun_starts_the_ranks_as_well(
-    workplace: Path, uninterrupted: Path, tmp_path: Path
+def test_torchrun_starts_the_ranks(
+    recipe_folder: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     command = [
         sys.executable,
@@ -333,23 +344,23 @@ def test_torchrun_starts_the_ranks_as_well(
     ]
     words = [
         "train",
-        str(workplace / "recipe.yaml"),
+        str(recipe_folder / "recipe.yaml"),
         "--run-dir",
         str(tmp_path),
         "--layout",
         "zero_stage=3",
     ]
-    told = environment()
+    variables = build_environment()
     done = subprocess.run(
         [*command, *words],
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
-        env=told,
+        timeout=TIMEOUT_SECONDS,
+        env=variables,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert final_weights(tmp_path) == final_weights(uninterrupted)
+    assert read_final_weights(tmp_path) == read_final_weights(uninterrupted)
     events = read_events(tmp_path)
     assert [event.step for event in events if isinstance(event, StepEvent)] == list(
         range(1, STEPS + 1)

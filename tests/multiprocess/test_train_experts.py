@@ -1,5 +1,5 @@
-"""The `train` verb on a sparse model: experts over ranks give the curve of one process, loads are
-told, wrong recipes refused.
+"""The `train` verb on sparse models: sharded experts give the losses of one process, loads are
+logged, wrong recipes refused.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def train(folder: Path, run: str, *words: str) -> subprocess.CompletedProcess[st
     return forked.run(command, capture_output=True, text=True, timeout=550, env=environment)
 
 
-def steps_of(folder: Path, run: str) -> list[StepEvent]:
+def read_steps(folder: Path, run: str) -> list[StepEvent]:
     return list(select_surviving_steps(read_events(folder / run)))
 
 
-def test_experts_over_ranks_give_the_curve_of_one_process(tmp_path: Path) -> None:
+def test_sharded_experts_have_the_losses_of_one_process(tmp_path: Path) -> None:
     write_recipe(
         tmp_path,
         DEEPSEEK,
@@ -78,28 +78,27 @@ def test_experts_over_ranks_give_the_curve_of_one_process(tmp_path: Path) -> Non
         ("one", ["--nproc", "1"]),
         ("two", ["--nproc", "2", "--layout", "ep=2,zero_stage=2"]),
     ):
-        done = train(tmp_path, run, *words)
-        assert done.returncode == 0, done.stderr
-    one = steps_of(tmp_path, "one")
-    two = steps_of(tmp_path, "two")
+        process = train(tmp_path, run, *words)
+        assert process.returncode == 0, process.stderr
+    one = read_steps(tmp_path, "one")
+    two = read_steps(tmp_path, "two")
     assert len(one) == len(two) == STEPS
-    for alone, together in zip(one, two, strict=True):
-        assert together.loss == pytest.approx(alone.loss, rel=1e-5)
-        assert together.balance_loss == pytest.approx(alone.balance_loss, rel=1e-4)
-        assert together.expert_tokens == alone.expert_tokens
-        assert together.dropped_choices == alone.dropped_choices
-    told = [step.expert_tokens for step in two]
-    assert [tokens is not None for tokens in told] == [False, True, False, True, False]
-    tokens = told[1]
+    for one_step, other_step in zip(one, two, strict=True):
+        assert other_step.loss == pytest.approx(one_step.loss, rel=1e-5)
+        assert other_step.balance_loss == pytest.approx(one_step.balance_loss, rel=1e-4)
+        assert other_step.expert_tokens == one_step.expert_tokens
+        assert other_step.dropped_choices == one_step.dropped_choices
+    counts = [step.expert_tokens for step in two]
+    assert [tokens is not None for tokens in counts] == [False, True, False, True, False]
+    tokens = counts[1]
     assert tokens is not None
-    assert [sum(layer) for layer in tokens] == [
-        8 * 24 * 3
-    ]  # one sparse layer, three experts a token
+    # One sparse layer, three experts per token.
+    assert [sum(layer) for layer in tokens] == [8 * 24 * 3]
     assert two[1].expert_load == pytest.approx(max(tokens[0]) * 8 / (8 * 24 * 3))
 
 
 @pytest.mark.parametrize(
-    ("moe", "words", "told"),
+    ("moe", "words", "message"),
     [
         (
             {"bias_update_rate": 0.1},
@@ -113,15 +112,15 @@ def test_experts_over_ranks_give_the_curve_of_one_process(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_wrong_input(
+def test_wrong_input_is_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     moe: dict[str, Any],
     words: list[str],
-    told: str,
+    message: str,
 ) -> None:
     write_recipe(tmp_path, MIXTRAL, moe)
     command = ["train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"), *words]
     assert shardwright(command) == ExitCode.WRONG_INPUT
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

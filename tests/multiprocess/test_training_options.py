@@ -1,5 +1,5 @@
-"""Label smoothing, noise on embeddings and kept zeros: gradients and weights under cuts against one
-process.
+"""Label smoothing, noise on embeddings and preserved zeros: gradients and weights under layouts
+against one process.
 """
 
 from __future__ import annotations
@@ -43,15 +43,13 @@ LAYOUTS = [
 ]
 
 
-def batch_of(layout: Layout) -> BatchPlan:
-    """The same global batch for every number of data ranks."""
+def build_batch(layout: Layout) -> BatchPlan:
+    """Return a plan with the same global batch for every number of data ranks."""
     return BatchPlan(12, 2 // layout.data_ranks, 2, layout.data_ranks)
 
 
 def build(layout: Layout, *, pruned: bool = False) -> ParallelModel:
-    """A model in float64; `pruned` zeroes every third element of the matrices, by their place in
-    the whole.
-    """
+    """Build a float64 model; `pruned` zeroes every third element of the whole matrices."""
     shape = read_config(CONFIG)
     with torch.device("meta"):
         decoder = Decoder(
@@ -68,76 +66,85 @@ def build(layout: Layout, *, pruned: bool = False) -> ParallelModel:
             value[(rows[:, None] + columns) % 3 == 0] = 0.0
         return value
 
-    plan = Plan(layout, batch_of(layout), PrecisionSection(kind="fp64"))
+    plan = Plan(layout, build_batch(layout), PrecisionSection(kind="fp64"))
     return apply_layout(
         decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), read_slice=fill
     )
 
 
 def differentiate(model: ParallelModel) -> float:
-    """Gradients of one step; its loss."""
+    """Compute the gradients of one step and return its loss."""
     dataset = UnevenDataset(61, BATCH, 3, 5, True)
     rank = 0 if model.mesh is None else model.mesh.rank
     batches = read_step_micro_batches(
-        dataset, dataset.order, batch_of(model.layout), 1, RankGrid(model.layout).data_rank(rank)
+        dataset, dataset.order, build_batch(model.layout), 1, RankGrid(model.layout).data_rank(rank)
     )
     return accumulate_gradients(model, batches, seed=11, step=4).mean()
 
 
-def noise_size(alpha: float) -> float:
-    """NEFTune's, of full rows."""
+def compute_noise_size(alpha: float) -> float:
+    """Return NEFTune's noise size for full rows."""
     return alpha / math.sqrt(BATCH.sequence_length * CONFIG["hidden_size"])
 
 
-def gradients(
+def compute_gradients(
     layout: Layout, smoothing: float, alpha: float
 ) -> tuple[float, dict[str, Tensor | None]]:
     model = build(layout)
-    model.decoder.label_smoothing, model.decoder.noise_size = smoothing, noise_size(alpha)
+    model.decoder.label_smoothing = smoothing
+    model.decoder.noise_size = compute_noise_size(alpha)
     loss = differentiate(model)
     return loss, {name: model.gather_gradient(name) for name in model.layouts}
 
 
-def worst(one: dict[str, Any], other: dict[str, Any]) -> float:
+def compute_worst_error(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
 
 
 @pytest.fixture(scope="module")
 def reference() -> tuple[float, dict[str, Any]]:
-    """One process and torch's own smoothed cross-entropy over all logits, noise included."""
-    with mock.patch("tests.multiprocess.test_training_options.chunked_cross_entropy", _plain_loss):
-        return gradients(Layout(), 0.2, 5.0)
+    """Compute with torch's smoothed cross-entropy over all logits on one process, noise
+    included.
+    """
+    with mock.patch(
+        "tests.multiprocess.test_training_options.chunked_cross_entropy", _compute_plain_loss
+    ):
+        return compute_gradients(Layout(), 0.2, 5.0)
 
 
-def _plain_loss(*arguments: Any, chunk_tokens: int, **options: Any) -> Tensor:
+def _compute_plain_loss(*arguments: Any, chunk_tokens: int, **options: Any) -> Tensor:
     return compute_full_logits_loss(*arguments, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_smoothed_targets_and_noise_under_a_cut(
+def test_smoothed_targets_and_noise_when_sharded(
     ranks: RankPool, layout: Layout, reference: tuple[float, dict[str, Any]]
 ) -> None:
-    for loss, got in ranks.run(2, gradients, layout, 0.2, 5.0):
+    for loss, got in ranks.run(2, compute_gradients, layout, 0.2, 5.0):
         assert abs(loss - reference[0]) < 1e-12
-        assert worst(reference[1], got) < 1e-11
+        assert compute_worst_error(reference[1], got) < 1e-11
 
 
-def test_each_of_them_changes_what_is_learned(reference: tuple[float, dict[str, Any]]) -> None:
+def test_each_option_changes_the_gradients(reference: tuple[float, dict[str, Any]]) -> None:
     for smoothing, alpha in ((0.0, 5.0), (0.2, 0.0)):
-        assert worst(reference[1], gradients(Layout(), smoothing, alpha)[1]) > 1e-3
+        assert (
+            compute_worst_error(reference[1], compute_gradients(Layout(), smoothing, alpha)[1])
+            > 1e-3
+        )
 
 
-def test_neither_acts_outside_of_training() -> None:
+def test_neither_option_changes_evaluation() -> None:
     model = build(Layout())
     losses = []
     for smoothing, alpha in ((0.0, 0.0), (0.2, 5.0)):
-        model.decoder.label_smoothing, model.decoder.noise_size = smoothing, noise_size(alpha)
+        model.decoder.label_smoothing = smoothing
+        model.decoder.noise_size = compute_noise_size(alpha)
         model.decoder.eval()
         losses.append(differentiate(model))
     assert losses[0] == losses[1]
 
 
-def test_noise_is_even_and_of_its_size() -> None:
+def test_noise_is_uniform_and_of_its_size() -> None:
     noise = Dropout(torch.arange(4096, dtype=torch.int32).view(4, 1024)).add_noise(
         torch.zeros(4, 1024, 32), 0.25
     )
@@ -146,7 +153,7 @@ def test_noise_is_even_and_of_its_size() -> None:
     assert abs(float(noise.std()) - 0.25 / 3**0.5) < 1e-3
 
 
-def pruned_after_steps(layout: Layout, rule: str) -> dict[str, Tensor]:
+def train_pruned_weights(layout: Layout, rule: str) -> dict[str, Tensor]:
     model = build(layout, pruned=True)
     section = OptimizerSection(name=rule)  # type: ignore[arg-type]
     optimizer = build_optimizer(
@@ -160,19 +167,21 @@ def pruned_after_steps(layout: Layout, rule: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("layout", "rule"), [(LAYOUTS[0], "muon"), (LAYOUTS[1], "adamw")], ids=str)
-def test_pruned_weights_stay_pruned_under_a_cut(ranks: RankPool, layout: Layout, rule: str) -> None:
-    expected = pruned_after_steps(Layout(), rule)
+def test_pruned_weights_stay_pruned_when_sharded(
+    ranks: RankPool, layout: Layout, rule: str
+) -> None:
+    expected = train_pruned_weights(Layout(), rule)
     matrices = [tensor for tensor in expected.values() if tensor.ndim == 2]
     for tensor in matrices:
         rows, columns = (torch.arange(size) for size in tensor.shape)
         pruned = (rows[:, None] + columns) % 3 == 0
         assert bool((tensor[pruned] == 0.0).all())
         assert float((tensor[~pruned] == 0.0).double().mean()) < 0.05
-    for got in ranks.run(2, pruned_after_steps, layout, rule):
-        assert worst(expected, got) < 1e-9
+    for got in ranks.run(2, train_pruned_weights, layout, rule):
+        assert compute_worst_error(expected, got) < 1e-9
 
 
-def test_without_any_zero_it_is_refused() -> None:
+def test_keeping_zeros_without_zeros_is_refused() -> None:
     model = build(Layout())
     for _, parameter in model.named_parameters():
         parameter.data.add_(1.0)
@@ -185,5 +194,5 @@ def test_without_any_zero_it_is_refused() -> None:
 
 def test_muon_alone_would_fill_the_zeros() -> None:
     with mock.patch.object(ZeroMask, "restore_zeros"):
-        weights = pruned_after_steps(Layout(), "muon")
+        weights = train_pruned_weights(Layout(), "muon")
     assert bool((weights["model.layers.0.mlp.up_proj.weight"][0, ::3] != 0.0).any())

@@ -1,6 +1,4 @@
-"""Layouts give the gradients of one process: a slice of the matrix here, all of it in the long
-suite.
-"""
+"""Layouts give the gradients of one process: some cells here, all of them in the long suite."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
 from tests.multiprocess.pool import RankPool
 
 
-def _failures(report: VerificationReport) -> list[Any]:
+def list_failures(report: VerificationReport) -> list[Any]:
     return [
         (
             str(cell.layout),
@@ -38,7 +36,7 @@ def _failures(report: VerificationReport) -> list[Any]:
     ]
 
 
-def _verify(
+def verify_layouts(
     ranks: RankPool,
     config: dict[str, Any],
     layouts: list[Layout],
@@ -53,10 +51,10 @@ def _verify(
 
 
 LONG = pytest.mark.long
-"""What `test_grid` proves every day as well."""
+"""Cells that `test_grid` also covers."""
 
-# One cell of each stage and of each number of ranks, all values of every option met at least once.
-SLICE = [
+# One cell of each stage and each number of ranks; every value of every option occurs.
+CELLS = [
     (Layout(dp_replicate=3), VerificationCase(3, "selective", tied=True, dropout=True)),
     (Layout(dp_shard=3, zero_stage=1), VerificationCase(2, "full", tied=False, dropout=True)),
     (
@@ -84,22 +82,22 @@ SLICE = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "case"), SLICE, ids=str)
-def test_a_slice_of_the_matrix(ranks: RankPool, layout: Layout, case: VerificationCase) -> None:
-    report = _verify(ranks, LLAMA, [layout], [case], dtypes=VERIFICATION_DTYPES)
-    assert report.passed, _failures(report)
+@pytest.mark.parametrize(("layout", "case"), CELLS, ids=str)
+def test_some_cells(ranks: RankPool, layout: Layout, case: VerificationCase) -> None:
+    report = verify_layouts(ranks, LLAMA, [layout], [case], dtypes=VERIFICATION_DTYPES)
+    assert report.passed, list_failures(report)
     assert len(report.cells) == 2
 
 
 @pytest.mark.parametrize("config", [GPT2, QWEN3], ids=["gpt2", "qwen3"])
-def test_other_makes_of_model(ranks: RankPool, config: dict[str, Any]) -> None:
-    report = _verify(
+def test_other_model_families(ranks: RankPool, config: dict[str, Any]) -> None:
+    report = verify_layouts(
         ranks,
         config,
         [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3)],
         [VerificationCase(2, tied=True, dropout=True)],
     )
-    assert report.passed, _failures(report)
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.parametrize(
@@ -107,24 +105,24 @@ def test_other_makes_of_model(ranks: RankPool, config: dict[str, Any]) -> None:
 )
 def test_frozen_parameters_stay_and_have_no_gradient(ranks: RankPool, layout: Layout) -> None:
     model = {"freeze": ["*.bias", "transformer.wte.weight"]}
-    report = _verify(ranks, GPT2, [layout], [VerificationCase(2, tied=False)], model=model)
-    assert report.passed, _failures(report)
+    report = verify_layouts(ranks, GPT2, [layout], [VerificationCase(2, tied=False)], model=model)
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=1, zero_stage=3)], ids=str)
 def test_the_engine_on_one_rank(ranks: RankPool, layout: Layout) -> None:
-    report = _verify(ranks, LLAMA, [layout], choose_cases(False, is_full=False))
-    assert report.passed, _failures(report)
+    report = verify_layouts(ranks, LLAMA, [layout], choose_cases(False, is_full=False))
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", choose_layouts([], 4, LayoutSection()), ids=str)
-def test_the_full_matrix(ranks: RankPool, layout: Layout) -> None:
-    report = _verify(
+def test_all_cells(ranks: RankPool, layout: Layout) -> None:
+    report = verify_layouts(
         ranks, LLAMA, [layout], choose_cases(False, is_full=True), dtypes=VERIFICATION_DTYPES
     )
-    assert report.passed, _failures(report)
+    assert report.passed, list_failures(report)
     assert len(report.cells) == 72
 
 
@@ -149,12 +147,12 @@ def test_the_verb_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixtur
         "1",
     ]
     assert run([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["schema_version"] == 1
-    assert told["passed"]
-    assert told["model"]["num_layers"] == 1
-    assert [cell["layout"] for cell in told["cells"]] == ["dp_shard=2,zero_stage=2"] * 3
-    assert {finding["quantity"] for finding in told["cells"][0]["findings"]} >= {
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["schema_version"] == 1
+    assert summary["passed"]
+    assert summary["model"]["num_layers"] == 1
+    assert [cell["layout"] for cell in summary["cells"]] == ["dp_shard=2,zero_stage=2"] * 3
+    assert {finding["quantity"] for finding in summary["cells"][0]["findings"]} >= {
         "gradient",
         "norm",
         "weights after AdamW",
@@ -164,8 +162,10 @@ def test_the_verb_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_verb_fails_with_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Ranks compute the errors; the verdict over them is the parent's, and is bent here.
-    monkeypatch.setattr("shardwright.verify.cell.Finding.passed", property(lambda _self: False))
+    # Ranks compute the errors; the parent decides whether they pass, and this test changes that.
+    monkeypatch.setattr(
+        "shardwright.verify.cell.ComparisonResult.passed", property(lambda _self: False)
+    )
     words = [
         "verify",
         _write_recipe(tmp_path),
@@ -177,13 +177,13 @@ def test_the_verb_fails_with_exit_code_1(
         "float64",
     ]
     assert run([*words, "--num-layers", "1"]) == 1
-    shown = capsys.readouterr()
-    assert "3 of 3 fail" in shown.out
-    assert "differ from one process" in shown.err
+    captured = capsys.readouterr()
+    assert "3 of 3 fail" in captured.out
+    assert "differ from one process" in captured.err
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--layout", "tp=3"], "4 heads do not divide by 3"),
         (["--layout", "dp_shard=5"], "no number of ranks from 2 to 4 fits"),
@@ -191,8 +191,8 @@ def test_the_verb_fails_with_exit_code_1(
         (["--num-layers", "9"], "cannot add layers to the model"),
     ],
 )
-def test_wrong_input_is_told_before_any_rank_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+def test_wrong_input_is_reported_before_any_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert run(["verify", _write_recipe(tmp_path), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

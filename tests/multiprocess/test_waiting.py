@@ -1,5 +1,5 @@
-"""What ranks wait for each other is told by cut, and a rank that is slow by itself stands out from
-those that wait for it.
+"""Ranks' waiting times are reported by parallelism, and a slow rank differs from those that
+wait for it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.multiprocess.test_pipeline_execution import micro_batch
 
 CONFIG = LLAMA | {"num_hidden_layers": 4, "intermediate_size": 28}
 SLOW_SECONDS = (0.3, 1.0, 4.0)
-"""How long the slow rank lingers: longer where, on a busy machine, the other rank was by chance as
-slow.
+"""Delays of the slow rank: longer ones in case the other rank is slow by chance on a busy
+machine.
 """
 
 
@@ -56,34 +56,36 @@ def build(layout: Layout) -> ParallelModel:
     )
 
 
-def own_and_waits(
+def measure_own_time_and_waits(
     layout: Layout, slow_rank: int, slow_seconds: float
 ) -> tuple[float, dict[str, float]]:
-    """Own time and waits of a rank's second step, in which one rank lingers in its blocks."""
+    """Return own time and waits of a rank's second step, in which one rank is delayed in its
+    blocks.
+    """
     model = build(layout)
     batches = [micro_batch(2, 8, number) for number in range(2)]
     accumulate_gradients(model, batches, seed=0, step=0)
     if dist.get_rank() == slow_rank:
-        lingered: list[None] = []
+        calls: list[None] = []
 
-        def linger(_module: nn.Module, _arguments: Any) -> None:
-            if not lingered:
-                lingered.append(None)
+        def delay(_module: nn.Module, _arguments: Any) -> None:
+            if not calls:
+                calls.append(None)
                 time.sleep(slow_seconds)
 
-        model.decoder.blocks[0].register_forward_pre_hook(linger)
+        model.decoder.blocks[0].register_forward_pre_hook(delay)
     dist.barrier()
     waits = model.build_comm_timer()
     waits.reset()
-    began = time.perf_counter()
+    start = time.perf_counter()
     with use_timer(waits):
         accumulate_gradients(model, batches, seed=0, step=1)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     return seconds - sum(waits.seconds().values()), waits.seconds()
 
 
 @pytest.mark.parametrize(
-    ("layout", "cut"),
+    ("layout", "parallelism"),
     [
         (Layout(dp_replicate=2), "data"),
         (Layout(dp_shard=2, zero_stage=3), "data"),
@@ -94,40 +96,40 @@ def own_and_waits(
     ],
     ids=str,
 )
-def test_a_slow_rank_stands_out_and_the_other_waits_for_it(
-    ranks: RankPool, layout: Layout, cut: str
+def test_a_slow_rank_differs_from_the_rank_that_waits(
+    ranks: RankPool, layout: Layout, parallelism: str
 ) -> None:
-    seen = []
+    measurements = []
     for slow_seconds in SLOW_SECONDS:
         (own_slow, waits_slow), (own_other, waits_other) = ranks.run(
-            2, own_and_waits, layout, 0, slow_seconds
+            2, measure_own_time_and_waits, layout, 0, slow_seconds
         )
         assert own_slow > slow_seconds
-        seen.append((own_slow, waits_slow, own_other, waits_other))
+        measurements.append((own_slow, waits_slow, own_other, waits_other))
         if (
-            waits_other[cut] > 0.8 * slow_seconds
+            waits_other[parallelism] > 0.8 * slow_seconds
             and own_other < own_slow - 0.6 * slow_seconds
             and sum(waits_slow.values()) < sum(waits_other.values())
         ):
             return
-    pytest.fail(f"never in {len(seen)} tries: {seen}")
+    pytest.fail(f"never in {len(measurements)} tries: {measurements}")
 
 
-def clock_and_difference() -> tuple[float, float]:
-    """The error that the clock claims, and how far it is from rank 0's: all ranks of this test
-    share a machine, and its clock.
+def measure_clock() -> tuple[float, float]:
+    """Return the clock's stated error and its difference from rank 0; all ranks of this test
+    share one clock.
     """
     clock = synchronise_clock(dist.get_rank(), dist.get_world_size())
     return clock.error_seconds, abs(clock.wall_offset_seconds)
 
 
 def test_ranks_agree_on_a_clock(ranks: RankPool) -> None:
-    for error, difference in ranks.run(2, clock_and_difference):
+    for error, difference in ranks.run(2, measure_clock):
         assert difference <= error + 1e-3
         assert error < 5.0
 
 
-def test_nothing_is_measured_outside() -> None:
+def test_waits_outside_of_a_timer_are_not_measured() -> None:
     with time_wait("data"):
         pass
     assert set(PARALLELISMS) == {"data", "tensor", "context", "expert", "pipeline", "world"}

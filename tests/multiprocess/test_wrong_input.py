@@ -1,5 +1,5 @@
-"""Wrong input and broken machines, through the real command line: one clear message, the right exit
-code, nothing left behind.
+"""Wrong input and failing machines through the real command line: one clear message, the right
+exit code, no process left.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from shardwright.telemetry.event_log import (
     select_surviving_steps,
 )
 
-PATIENCE_SECONDS = 400
-"""For what ends by itself within seconds on a quiet machine; what hangs does so for ever."""
+TIMEOUT_SECONDS = 400
+"""Time limit of commands that end within seconds on an idle machine; a hang reaches it."""
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small corpus and a good recipe that would train for hours."""
+def recipe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a small corpus and a valid recipe that would train for hours."""
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "corpus.txt").write_text(
         "".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20))
@@ -71,12 +71,18 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(workplace: Path, run: str, *more: str) -> list[str]:
-    return ["train", str(workplace / "recipe.yaml"), "--run-dir", str(workplace / run), *more]
+def build_arguments(recipe_folder: Path, run: str, *more: str) -> list[str]:
+    return [
+        "train",
+        str(recipe_folder / "recipe.yaml"),
+        "--run-dir",
+        str(recipe_folder / run),
+        *more,
+    ]
 
 
-WRONG: dict[str, tuple[list[str], list[str]]] = {
-    "data that are not there": (
+WRONG_INPUTS: dict[str, tuple[list[str], list[str]]] = {
+    "missing data": (
         ["--set", "data.sources=/no/such/corpus.txt"],
         ["data.sources", "/no/such/corpus.txt"],
     ),
@@ -101,11 +107,11 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["--nproc", "2", "--set", "training.sequence_length=64"],
         ["training.sequence_length", "64", "at most 32"],
     ),
-    "a row that context ranks cannot cut": (
+    "a row that context ranks cannot split": (
         ["--nproc", "2", "--layout", "cp=2,cp_method=ring", "--set", "training.sequence_length=30"],
         ["training.sequence_length", "30 tokens", "multiple of 4", "28 or 32"],
     ),
-    "heads that context ranks cannot cut": (
+    "heads that context ranks cannot split": (
         ["--nproc", "4", "--layout", "cp=4,cp_method=ulysses"],
         ["layout.cp", "2 heads do not divide by 4", "nearest degree that works is 2"],
     ),
@@ -113,72 +119,77 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["--nproc", "2", "--set", "model.config.vocab_size=5"],
         ["model.vocab_size", "token id 13", "vocab_size of 5"],
     ),
-    "a model folder that is not there": (
+    "a missing model folder": (
         ["--set", "model={path: /no/such/model}"],
         ["/no/such/model"],
     ),
-    "a model that only its own class can begin": (
+    "a model that only its own class can initialise": (
         ["--set", "model.config.model_type=mamba"],
         ["model.init", "mamba"],
     ),
-    "a model field that we do not know": (["--set", "model.config.rope_twist=3"], ["rope_twist"]),
-    "a device that is not there": (
+    "an unknown model field": (["--set", "model.config.rope_twist=3"], ["rope_twist"]),
+    "a missing device": (
         ["--nproc", "2", "--set", "run.device=cuda"],
         ["run.device", "cuda"],
     ),
-    "a sink whose package is not there": (
+    "a sink without its package": (
         ["--nproc", "2", "--set", "run.sinks=[wandb]"],
         ["run.sinks", "wandb"],
     ),
-    "a run that is not there to resume": (["--resume"], ["--resume", "checkpoint"]),
+    "a missing run to resume": (["--resume"], ["--resume", "checkpoint"]),
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_input_is_told_by_field_before_any_rank_starts(
-    what: str, workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mistake", WRONG_INPUTS)
+def test_wrong_input_is_reported_by_field_before_any_rank_starts(
+    mistake: str,
+    recipe_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given, told = WRONG[what]
+    arguments, parts = WRONG_INPUTS[mistake]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert run_command(words(workplace, "never", *given)) == ExitCode.WRONG_INPUT
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    errors = [line for line in shown.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, shown.err
-    assert "Traceback" not in shown.err
-    for part in told:
+    assert run_command(build_arguments(recipe_folder, "never", *arguments)) == ExitCode.WRONG_INPUT
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, captured.err
+    assert "Traceback" not in captured.err
+    for part in parts:
         assert part in errors[0]
-    assert not (workplace / "never").exists()
+    assert not (recipe_folder / "never").exists()
 
 
-def test_a_recipe_that_is_not_there(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["train", str(workplace / "none.yaml")]) == ExitCode.WRONG_INPUT
+def test_a_missing_recipe_is_reported(
+    recipe_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["train", str(recipe_folder / "none.yaml")]) == ExitCode.WRONG_INPUT
     assert "no such file" in capsys.readouterr().err
 
 
-def test_a_bad_line_of_yaml_is_told_by_its_number(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+def test_a_bad_line_of_yaml_is_reported_by_number(
+    recipe_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (workplace / "bad.yaml").write_text("name: sums\ntraining: {sequence_length: 8\nmodel: 3\n")
-    assert run_command(["train", str(workplace / "bad.yaml")]) == ExitCode.WRONG_INPUT
+    (recipe_folder / "bad.yaml").write_text("name: sums\ntraining: {sequence_length: 8\nmodel: 3\n")
+    assert run_command(["train", str(recipe_folder / "bad.yaml")]) == ExitCode.WRONG_INPUT
     assert "bad.yaml, line 3" in capsys.readouterr().err
 
 
-def test_a_run_folder_that_cannot_be_made(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_folder_that_cannot_be_created_is_reported(
+    recipe_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(words(workplace, "corpus.txt/run")) == ExitCode.WRONG_INPUT
+    assert run_command(build_arguments(recipe_folder, "corpus.txt/run")) == ExitCode.WRONG_INPUT
     assert "run.dir" in capsys.readouterr().err
 
 
-def environment(**changes: str) -> dict[str, str]:
+def build_environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | changes
 
 
 class Command(subprocess.Popen[bytes]):
-    """A command of ours, which says what it says into files: a pipe that nobody reads fills up, and
-    holds up who writes.
+    """Process of a command, which writes its output into files because an unread pipe would
+    block it.
     """
 
     def __init__(
@@ -187,37 +198,37 @@ class Command(subprocess.Popen[bytes]):
         self.files = (out, err)
         super().__init__(command, stdout=out, stderr=err, env=variables, start_new_session=True)
 
-    def said(self) -> tuple[str, str]:
-        """Standard output and error so far."""
+    def read_output(self) -> tuple[str, str]:
+        """Return standard output and error so far."""
         out, err = (os.pread(file.fileno(), 1 << 24, 0).decode() for file in self.files)
         return out, err
 
 
 @contextmanager
-def started(
+def run_process(
     arguments: list[str], prefix: list[str] | None = None, **changes: str
 ) -> Iterator[Command]:
-    """The command as a process of its own; whatever of its processes is left at the end is killed,
-    and fails the test.
-    """
+    """Run a command as a process; processes left at the end are killed and fail the test."""
     mark = uuid.uuid4().hex
     command = [*(prefix or []), sys.executable, "-m", "shardwright", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = Command(command, environment(SHARDWRIGHT_TEST_RUN=mark, **changes), out, err)
+        process = Command(
+            command, build_environment(SHARDWRIGHT_TEST_RUN=mark, **changes), out, err
+        )
         try:
             yield process
-            _, left = psutil.wait_procs(ours(mark), timeout=30)  # who is leaving takes a moment
-            assert not left, f"left behind: {left}"
+            _, left = psutil.wait_procs(
+                find_marked_processes(mark), timeout=30
+            )  # processes need time to end
+            assert not left, f"processes left: {left}"
         finally:
-            for other in ours(mark):
+            for other in find_marked_processes(mark):
                 other.kill()
             process.wait()
 
 
-def ours(mark: str) -> list[psutil.Process]:
-    """Processes that carry the test's mark in their environment, however they were started, dead
-    ones left out.
-    """
+def find_marked_processes(mark: str) -> list[psutil.Process]:
+    """Return live processes whose environment has the test's mark, however they were started."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -231,47 +242,47 @@ def ours(mark: str) -> list[psutil.Process]:
     return found
 
 
-def ended(process: Command) -> tuple[str, str]:
-    """Standard output and error of a command that ends by itself; of one that hangs, where each of
-    its threads stands.
-    """
+def wait_for_end(process: Command) -> tuple[str, str]:
+    """Return the output of a command that ends by itself; fail with stack dumps if it hangs."""
     try:
-        process.wait(timeout=PATIENCE_SECONDS)
+        process.wait(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         for child in psutil.Process(process.pid).children(recursive=True):
             child.send_signal(signal.SIGABRT)
         process.send_signal(signal.SIGABRT)
         process.wait()
-        pytest.fail(f"it hangs:\n{process.said()[1]}")
-    return process.said()
+        pytest.fail(f"the command hangs:\n{process.read_output()[1]}")
+    return process.read_output()
 
 
-def wait_until(happened: Callable[[], bool], process: Command) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not happened():
-        assert process.poll() is None, process.said()[1]
-        assert time.monotonic() < deadline, "it did not come to that"
+def wait_until(is_reached: Callable[[], bool], process: Command) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not is_reached():
+        assert process.poll() is None, process.read_output()[1]
+        assert time.monotonic() < deadline, "the condition was not reached in time"
         time.sleep(0.05)
 
 
-def num_steps(run: Path) -> int:
+def count_steps(run: Path) -> int:
     return len(select_surviving_steps(read_events(run))) if (run / "events.jsonl").exists() else 0
 
 
-def rank_processes(process: Command) -> dict[int, psutil.Process]:
-    """The ranks that the command has started so far."""
+def find_ranks(process: Command) -> dict[int, psutil.Process]:
+    """Return the ranks that the command has started so far."""
     found: dict[int, psutil.Process] = {}
     for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.Error, ProcessLookupError):  # it has just ended
+        with suppress(psutil.Error, ProcessLookupError):  # it has ended
             if rank := child.environ().get("RANK"):
-                found.setdefault(int(rank), child)  # before children of its own
+                found.setdefault(int(rank), child)  # the rank itself comes before its children
     return found
 
 
-def test_what_only_a_rank_can_see_is_told_once(workplace: Path) -> None:
-    given = words(workplace, "no-device", "--nproc", "2", "--set", "run.device=cuda", "--json")
-    with started(given, CUDA_VISIBLE_DEVICES="") as process:
-        out, err = ended(process)
+def test_an_error_found_by_ranks_is_reported_once(recipe_folder: Path) -> None:
+    arguments = build_arguments(
+        recipe_folder, "no-device", "--nproc", "2", "--set", "run.device=cuda", "--json"
+    )
+    with run_process(arguments, CUDA_VISIBLE_DEVICES="") as process:
+        out, err = wait_for_end(process)
     assert process.returncode == ExitCode.WRONG_INPUT, err
     assert json.loads(out)["error"]["field"] == "run.device"
     assert [line for line in err.splitlines() if line.startswith("error: ")] == [
@@ -280,58 +291,63 @@ def test_what_only_a_rank_can_see_is_told_once(workplace: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all_and_the_run_resumes(recipe_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "killed"
-    with started(words(workplace, str(run), "--nproc", "2", "--layout", "zero_stage=3")) as process:
-        wait_until(lambda: num_steps(run) >= 3, process)
-        rank_processes(process)[
-            1
-        ].kill()  # a checkpoint is written at every step: some will be under way
-        began = time.monotonic()
-        _, err = ended(process)
-        assert time.monotonic() - began < PATIENCE_SECONDS
+    with run_process(
+        build_arguments(recipe_folder, str(run), "--nproc", "2", "--layout", "zero_stage=3")
+    ) as process:
+        wait_until(lambda: count_steps(run) >= 3, process)
+        # A checkpoint is saved at every step, so a save is probably in progress.
+        find_ranks(process)[1].kill()
+        start = time.monotonic()
+        _, err = wait_for_end(process)
+        assert time.monotonic() - start < TIMEOUT_SECONDS
     assert process.returncode == ExitCode.RUN_FAILED
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert errors == ["error: rank 1 was killed by SIGKILL; the system may be out of memory. All ranks have stopped; "
-                      "--resume continues from the last checkpoint"]  # fmt: skip
+    assert errors == [
+        "error: rank 1 was killed by SIGKILL; the system may be out of memory. "
+        "All ranks have stopped; --resume continues from the last checkpoint"
+    ]
     assert "Traceback" not in err
     newest = find_newest_checkpoint(run / "checkpoints")
     assert newest is not None
     assert verify_checkpoint(newest.path)[1] == []
-    steps = num_steps(run)
+    steps = count_steps(run)
     assert newest.step in (steps - 1, steps, steps + 1)
-    with started(
-        words(workplace, str(run), "--resume", "--set", f"training.max_steps={newest.step + 1}")
+    with run_process(
+        build_arguments(
+            recipe_folder, str(run), "--resume", "--set", f"training.max_steps={newest.step + 1}"
+        )
     ) as process:
-        _, err = ended(process)
+        _, err = wait_for_end(process)
     assert process.returncode == ExitCode.DONE, err
     assert select_surviving_steps(read_events(run))[-1].step == newest.step + 1
 
 
-def test_no_rank_outlives_a_killed_launcher(workplace: Path, tmp_path: Path) -> None:
+def test_no_rank_outlives_a_killed_launcher(recipe_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with started(words(workplace, str(run), "--nproc", "2")) as process:
-        wait_until(lambda: num_steps(run) >= 1, process)
-        ranks = rank_processes(process)
+    with run_process(build_arguments(recipe_folder, str(run), "--nproc", "2")) as process:
+        wait_until(lambda: count_steps(run) >= 1, process)
+        ranks = find_ranks(process)
         assert sorted(ranks) == [0, 1]
         process.kill()
-        _, alive = psutil.wait_procs(ranks.values(), timeout=PATIENCE_SECONDS)
+        _, alive = psutil.wait_procs(ranks.values(), timeout=TIMEOUT_SECONDS)
         assert not alive
-    assert (
-        read_events(run).filter_by_type(PreemptionEvent)[-1].reason == "the launcher's death"
-    )  # and it has saved
+    # The ranks have saved too.
+    assert read_events(run).filter_by_type(PreemptionEvent)[-1].reason == "the launcher's death"
     assert find_newest_checkpoint(run / "checkpoints") is not None
 
 
 @contextmanager
-def full_disk(folder: Path) -> Iterator[list[str]]:
-    """A folder that soon has no room left: a small file system where we may mount one, else a limit
-    on the size of files.
+def limit_disk_space(folder: Path) -> Iterator[list[str]]:
+    """Create a folder with little disk space: a small file system if mounting is allowed, else
+    a limit on file sizes.
     """
     folder.mkdir()
-    mounted = sys.platform == "linux" and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False
-    ).returncode == 0  # fmt: skip
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    mounted = sys.platform == "linux" and (
+        subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
     try:
         yield [] if mounted else ["sh", "-c", 'ulimit -f 64; exec "$@"', "sh"]
     finally:
@@ -340,13 +356,13 @@ def full_disk(folder: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.long
-def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(
-    workplace: Path, tmp_path: Path
+def test_a_full_disk_ends_the_run_and_keeps_complete_checkpoints(
+    recipe_folder: Path, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"
     run = disk / "run"
-    given = words(
-        workplace,
+    arguments = build_arguments(
+        recipe_folder,
         str(run),
         "--nproc",
         "2",
@@ -355,9 +371,9 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(
         "--set",
         "checkpoint.keep_last=100",
     )
-    with full_disk(disk) as prefix:
-        with started(given, prefix) as process:
-            _, err = ended(process)
+    with limit_disk_space(disk) as prefix:
+        with run_process(arguments, prefix) as process:
+            _, err = wait_for_end(process)
         assert process.returncode == ExitCode.RUN_FAILED, err
         errors = [line for line in err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1, err
@@ -372,11 +388,11 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(
         ]
 
 
-def test_a_port_in_use_is_told(workplace: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_a_port_in_use_is_reported(recipe_folder: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         ranks = {
             "RANK": "0",
             "WORLD_SIZE": "2",
@@ -384,23 +400,25 @@ def test_a_port_in_use_is_told(workplace: Path) -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        began = time.monotonic()
-        with started(words(workplace, "port"), **ranks) as process:
-            _, err = ended(process)
+        start = time.monotonic()
+        with run_process(build_arguments(recipe_folder, "port"), **ranks) as process:
+            _, err = wait_for_end(process)
     assert process.returncode == ExitCode.WRONG_INPUT
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, err
     assert f"MASTER_PORT: port {port} is in use" in errors[0]
     assert "Traceback" not in err
-    assert time.monotonic() - began < PATIENCE_SECONDS
-    assert not (workplace / "port").exists()
+    assert time.monotonic() - start < TIMEOUT_SECONDS
+    assert not (recipe_folder / "port").exists()
 
 
 def test_stopping_signals_while_ranks_start_leave_no_process(
-    workplace: Path, tmp_path: Path
+    recipe_folder: Path, tmp_path: Path
 ) -> None:
-    with started(words(workplace, str(tmp_path / "run"), "--nproc", "2")) as process:
-        wait_until(lambda: len(rank_processes(process)) == 2, process)
+    with run_process(
+        build_arguments(recipe_folder, str(tmp_path / "run"), "--nproc", "2")
+    ) as process:
+        wait_until(lambda: len(find_ranks(process)) == 2, process)
         process.send_signal(signal.SIGTERM)
-        _, err = ended(process)
+        _, err = wait_for_end(process)
     assert process.returncode == ExitCode.PREEMPTED, err
