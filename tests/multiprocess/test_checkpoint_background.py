@@ -39,7 +39,7 @@ def train_while_saving(root: str) -> None:
     shared = torch.arange(5.0)
     assert saver.save(root, 1, {f"w{rank}": weight, "shared": shared}, {"step": 1}) is None
     saver.wait_for_copy()
-    for _ in range(3):  # the training's own collectives go on meanwhile, and its tensors change
+    for _ in range(3):  # collectives of training continue and its tensors change
         dist.all_reduce(weight)
         shared.zero_()
     disk.go.set()
@@ -107,7 +107,7 @@ def copy_event(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_the_copy_overlaps_with_training(tmp_path: Path, copy_event: threading.Event) -> None:
     saver = BackgroundSaver()
     tensor = torch.ones(3)
-    saver.save(tmp_path, 1, {"x": tensor}, {})  # returns, though nothing is copied yet
+    saver.save(tmp_path, 1, {"x": tensor}, {})  # returns before the copy
     waiting = threading.Thread(target=saver.wait_for_copy)
     waiting.start()
     assert waiting.is_alive()

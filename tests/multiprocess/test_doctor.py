@@ -199,7 +199,7 @@ def test_fp32_is_advised_on_a_cpu_without_bf16_units() -> None:
         r"bf16 is emulated here, [\d.]+ times slower than fp32: use fp32", finding["value"]
     )
     assert "precision: fp32" in finding["remedy"]
-    assert "bf16 is emulated here" in " ".join(done.stderr.split())  # the table, for people
+    assert "bf16 is emulated here" in " ".join(done.stderr.split())  # the table, for readers
 
 
 def measure_links(seconds: float) -> list[tuple[int, int] | None]:

@@ -116,4 +116,4 @@ def test_no_rank_holds_more_than_its_share_and_one_slice(
     for resident_bytes, peak in ranks.run(4, import_folder, layout, folder):
         assert resident_bytes <= share * 4 * SHAPE.num_parameters + 4096
         assert peak <= resident_bytes + LARGEST_BYTES * share * 1.5 + 16384
-        assert peak >= resident_bytes  # the events were seen
+        assert peak >= resident_bytes  # events were recorded

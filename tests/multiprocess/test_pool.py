@@ -63,7 +63,7 @@ def test_an_error_names_its_rank_and_is_the_cause() -> None:
             pool.run(2, fail_on, 1)
         assert isinstance(caught.value.__cause__, LayoutError)
         assert "in fail_on" in str(caught.value)
-        assert pool.run(2, sum_of_ranks, 0)[0][1] == 1  # a fresh group
+        assert pool.run(2, sum_of_ranks, 0)[0][1] == 1  # a new group
 
 
 def fail_late_on(rank: int, after_seconds: float) -> None:

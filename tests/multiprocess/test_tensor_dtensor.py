@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shardwright.config.training import PrecisionSection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -29,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardwright.architecture import read_config
+from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.forward_context import build_forward_context

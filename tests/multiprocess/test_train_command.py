@@ -315,7 +315,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
     assert "starts again at step 0" in done.stderr
     assert json.loads(done.stdout)["steps"] == 1
     assert (run / "checkpoints" / "step-00000001").is_dir()
-    with EventWriter(run):  # another process at work there
+    with EventWriter(run):  # another process writes the run
         done = train(recipe_folder, *again)
     assert done.returncode == ExitCode.WRONG_INPUT
     assert "another process is writing this run" in done.stderr

@@ -19,7 +19,7 @@ from shardwright.parallel.attention_kernels import PartialAttention
 from shardwright.parallel.block_mask import RowChunks
 from shardwright.train import step
 
-# One normaliser
+# Normaliser
 
 
 def _count_local_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -90,7 +90,7 @@ def multiply_loss_by_context() -> Iterator[None]:
         yield
 
 
-# A reduction missing or wrong
+# Reductions
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from shardwright.parallel import ParallelModel, ddp
 from shardwright.train import step
 from shardwright.verify import cell
 
-# One normaliser
+# Normaliser
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def skip_final_scaling() -> Iterator[None]:
         yield
 
 
-# A reduction missing or wrong
+# Reductions
 
 
 @contextmanager

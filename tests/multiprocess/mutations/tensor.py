@@ -28,7 +28,7 @@ from shardwright.parallel.tensor_parallel import TensorParallel
 def smooth_over_own_vocabulary() -> Iterator[None]:
     """Spread label smoothing over the rows of one rank.
 
-    The trainer's loss has no smoothing: the test of the loss itself must detect this.
+    Recipes of the cells have no smoothing, so the test of the loss itself must detect this.
     """
     original = loss._LogitTransform.compute_gradient
 
@@ -120,7 +120,7 @@ def skip_backward_sum_of_head() -> Iterator[None]:
         yield
 
 
-# A reduction missing or wrong
+# Reductions
 
 
 def _patch_pending_reductions(is_omitted: Callable[[str], bool]) -> Any:
