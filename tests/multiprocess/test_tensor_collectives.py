@@ -120,10 +120,10 @@ def test_collectives_of_one_rank_return_their_operand() -> None:
         collectives.all_reduce_shared,
     ):
         assert function(x, None) is x
-    for function in (
+    for dim_function in (
         collectives.all_gather,
         collectives.reduce_scatter,
         collectives.all_gather_copies,
         collectives.slice_copies,
     ):
-        assert function(x, 1, None) is x
+        assert dim_function(x, 1, None) is x
