@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.allocated import allocated_by, held_bytes
+from benchmarks.allocated import measure_allocated_bytes, count_resident_bytes
 
 from shardwright.architecture import ExpertShape, read_config
 from shardwright.config import Recipe
@@ -122,7 +122,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
         model.named_parameters(), checked.optimizer, learning_rate=1e-4, weight_decay=0.1
     )
     create_state(optimizer)
-    before = held_bytes(model, optimizer)
+    before = count_resident_bytes(model, optimizer)
     batches = rank_rehearsal._build_micro_batches(plan)
 
     def step() -> None:
@@ -133,7 +133,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
     with CollectiveRecorder() as recorder:
         step()
     gc.collect()  # what earlier tests of this process left would count as freed by the step
-    least = before + allocated_by(step, 0.002)
+    least = before + measure_allocated_bytes(step, 0.002)
     moment_seconds = 0.002
     for _ in range(ATTEMPTS - 1):
         enough = torch.tensor(least <= rehearsed_bytes * (1 + NEAR[plan.precision.kind]))
@@ -142,7 +142,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
         if enough:
             break
         moment_seconds = min(0.1, 1.5 * moment_seconds)
-        least = min(least, before + allocated_by(step, moment_seconds))
+        least = min(least, before + measure_allocated_bytes(step, moment_seconds))
     return least, recorder.collectives
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from benchmarks.planner_fit import Fit
 from benchmarks.planner_parameters import PARAMETERS, START, Parameter
-from benchmarks.planner_rows import Row, errors_of, halve
+from benchmarks.planner_rows import Row, compute_errors, split_into_halves
 
 from shardwright.planner.calibration import ALL_FRAMEWORKS, EfficiencyTable
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
@@ -52,7 +52,7 @@ def test_the_fit_finds_the_numbers_that_made_the_rows() -> None:
     )
     found = Fit(_rows(truth), [*SHARES, *FUSION], EfficiencyTable({}), pull=1e-6).run(20)
     for row in _rows(truth):
-        assert errors_of(row, found).time == pytest.approx(0.0, abs=0.01)
+        assert compute_errors(row, found).time == pytest.approx(0.0, abs=0.01)
 
 
 def test_what_no_row_tells_is_what_the_level_above_has() -> None:
@@ -112,7 +112,7 @@ def test_memory_that_is_too_small_costs_more_and_only_a_wrong_fit_costs() -> Non
 
     def cost(row: Row) -> float:
         fit = Fit([row], [], START)
-        return float(fit._loss(fit._residuals(fit._begin(START)) ** 2)[0].sum())
+        return float(fit._loss(fit._residuals(fit._make_initial_vector(START)) ** 2)[0].sum())
 
     exact, under, over = (
         cost(replace(row, memory_gib=gib * factor)) for factor in (1.0, 1 / 0.8, 1 / 1.2)
@@ -127,7 +127,7 @@ def test_memory_that_is_too_small_costs_more_and_only_a_wrong_fit_costs() -> Non
 
 def test_the_halves_of_a_source_have_no_row_in_common() -> None:
     rows = [*_rows(START), *_rows(START, source="nanotron")]
-    looked_at, held_out = halve(rows)
+    looked_at, held_out = split_into_halves(rows)
     assert sorted(row.case.id for row in (*looked_at, *held_out)) == sorted(
         row.case.id for row in rows
     )
@@ -141,7 +141,7 @@ def test_the_halves_of_a_source_have_no_row_in_common() -> None:
 def test_a_number_is_written_within_its_bounds_and_dropped_again() -> None:
     for parameter in PARAMETERS:
         assert parameter.low < parameter.high
-        high = parameter.put(START, 1e12)
+        high = parameter.replace(START, 1e12)
         assert parameter.get(high) == pytest.approx(parameter.high)
         assert parameter.get(parameter.drop(high)) is None
-        assert parameter.plain(parameter.scaled(parameter.high)) == pytest.approx(parameter.high)
+        assert parameter.unscale(parameter.scale(parameter.high)) == pytest.approx(parameter.high)
