@@ -395,7 +395,9 @@ def _open_standard_streams() -> None:
     """
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+        2, "w", errors="backslashreplace", closefd=False
+    )
     sys.stderr.reconfigure(line_buffering=True)
 
 
@@ -409,7 +411,7 @@ def _execute(request: Request) -> None:
     status = 0
     try:
         if kind == "-c":
-            exec(compile(target, "<string>", "exec"), vars(main))  # a test's own program  # noqa: S102
+            exec(compile(target, "<string>", "exec"), vars(main))  # noqa: S102 (a test's program)
         else:
             runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     except BaseException as error:
