@@ -29,8 +29,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardwright.hardware.measure_profile import read_profile
-
 from benchmarks.case import LLAMA_29M, Case, Precision
 from benchmarks.conditions import read_conditions
 from benchmarks.launch import Ranks, RanksFailed
@@ -44,6 +42,7 @@ from benchmarks.predicted import (
 from benchmarks.table import write_page
 from shardwright.architecture import read_config
 from shardwright.hardware import MeasuredProfile
+from shardwright.hardware.measured_profile import read_profile
 from shardwright.layout import Layout
 
 SCHEMA_VERSION = 2

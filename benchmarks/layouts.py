@@ -34,8 +34,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shardwright.hardware.measure_profile import MeasuredProfile, read_profile
-from shardwright.train.run_step import StepTimes, accumulate_gradients, update_parameters
 
 from benchmarks.allocated import count_resident_bytes, measure_allocated_bytes
 from benchmarks.conditions import read_conditions
@@ -44,6 +42,7 @@ from benchmarks.layout_page import render_page
 from benchmarks.predicted import build_cpu_cluster, measure_profile, predict_step
 from shardwright.config.training import OptimizerSection
 from shardwright.data.loader import MicroBatch
+from shardwright.hardware.measured_profile import MeasuredProfile, read_profile
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
@@ -52,6 +51,7 @@ from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.schedule import Action, load_schedule, simulate
+from shardwright.train.step import StepTimes, accumulate_gradients, update_parameters
 from shardwright.verify.rank_pool import RankPool
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
@@ -152,7 +152,7 @@ def run_step(entry: Entry) -> dict[str, Any]:
 
 def _run_step(layout_state: BuiltLayout) -> float:
     loss = accumulate_gradients(
-        layout_state.model, layout_state.micro_batches, seed=0, run_step=0, times=layout_state.times
+        layout_state.model, layout_state.micro_batches, seed=0, step=0, times=layout_state.times
     )
     update_parameters(
         layout_state.model,
