@@ -83,7 +83,7 @@ def test_the_search_ends_at_the_same_numbers_wherever_it_begins() -> None:
     accelerator = rows[0].case.cluster.accelerator
     near, moved = (
         Fit(rows, SHARES, EfficiencyTable({}))
-        .run(30, begin=begin)
+        .run(30, initial=begin)
         .get_efficiency(accelerator)
         .matmul_share
         for begin in (EfficiencyTable({}), far)
