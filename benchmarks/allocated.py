@@ -1,5 +1,5 @@
-"""Bytes of tensors that a training step holds at its peak on a CPU rank, by the profiler's
-allocator events.
+"""Measure the peak tensor bytes of a training step on a CPU rank by the profiler's allocator
+events.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 if TYPE_CHECKING:
-    from shardwright.parallel import (
-        ParallelModel,  # other contenders' processes shall not pay for its import
-    )
+    # Other contenders' processes must not pay for this import.
+    from shardwright.parallel import ParallelModel
 
-_MOMENT_SECONDS = 0.005
+_PAUSE_SECONDS = 0.005
 
 
-def held_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
-    """What lies on this rank between steps: weights, optimizer states, and DDP's buckets, which are
-    the gradients.
+def count_resident_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes on this rank between steps: weights, optimizer states and DDP's buckets,
+    which hold the gradients.
     """
     parameters = [parameter for _, parameter in model.named_parameters()]
     states = [
@@ -35,30 +34,33 @@ def held_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
         if isinstance(value, Tensor)
     ]
     buckets = parameters if model.module is not model.decoder else []
-    return _bytes(parameters) + _bytes(states) + _bytes(buckets)
+    return _sum_bytes(parameters) + _sum_bytes(states) + _sum_bytes(buckets)
 
 
-def allocated_by(step: Callable[[], object], moment_seconds: float = _MOMENT_SECONDS) -> int:
-    """The most bytes that `step` holds beyond those at its start. The step takes longer meanwhile,
-    by a moment at each wait.
+def measure_allocated_bytes(
+    step: Callable[[], object], pause_seconds: float = _PAUSE_SECONDS
+) -> int:
+    """Return the peak bytes that `step` allocates beyond those at its start.
+
+    Each wait for a collective takes `pause_seconds` longer.
     """
-    allocated = Allocated(moment_seconds)
+    counter = AllocationCounter(pause_seconds)
     step()
-    return allocated.end()
+    return counter.end()
 
 
-class Allocated:
-    """Counts from its making on: the most bytes held beyond those of the beginning."""
+class AllocationCounter:
+    """Counter of the peak bytes allocated since its creation."""
 
-    def __init__(self, moment_seconds: float = _MOMENT_SECONDS) -> None:
+    def __init__(self, pause_seconds: float = _PAUSE_SECONDS) -> None:
         self._exit_stack = ExitStack()
-        self._exit_stack.enter_context(_operands_let_go(moment_seconds))
+        self._exit_stack.enter_context(_release_operands(pause_seconds))
         self._profiler = self._exit_stack.enter_context(
             profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         )
 
     def end(self) -> int:
-        """Bytes; nothing is counted any longer."""
+        """Stop counting; return the peak in bytes."""
         self._exit_stack.close()
         assert self._profiler.profiler is not None
         assert self._profiler.profiler.kineto_results is not None
@@ -71,27 +73,26 @@ class Allocated:
 
 
 @contextmanager
-def _operands_let_go(moment_seconds: float) -> Iterator[None]:
-    """Hold this rank for a moment after each wait, so that what is measured is the step and not a
-    race.
+def _release_operands(pause_seconds: float) -> Iterator[None]:
+    """Pause this rank after each wait, so that the measurement does not depend on a race.
 
-    Gloo's worker thread tells the waiting thread that a collective is done before it drops its own
-    references to the operands; on an idle machine the step is then some kernels further, with the
-    operands still counted as held. On a busy one no moment is surely long enough: of several steps
-    the least counts.
+    Gloo's worker thread notifies the waiting thread that a collective is complete before it drops
+    its own references to the operands. On an idle machine the step has then run some kernels more
+    while the operands still count. On a busy machine no pause is surely long enough: use the
+    smallest result of several steps.
     """
     wait = dist.Work.wait
 
-    def wait_and_a_moment(work: dist.Work, *args: Any) -> bool:
+    def wait_and_sleep(work: dist.Work, *args: Any) -> bool:
         done = wait(work, *args)
-        time.sleep(moment_seconds)
+        time.sleep(pause_seconds)
         return done
 
-    with patch.object(dist.Work, "wait", wait_and_a_moment):
+    with patch.object(dist.Work, "wait", wait_and_sleep):
         yield
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _sum_bytes(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,9 +1,7 @@
-"""One case of a benchmark: which contender trains which model, on what data, cut how. Everything a
-rank process is told.
+"""One case of a benchmark: contender, model, data and layout; all inputs of a rank process.
 
-All contenders of a comparison get the same case but for the contender's name: the same initial
-weights (read from one safetensors folder), the same tokens in the same order, the same optimizer
-settings and the same precision.
+The cases of a comparison differ in the contender's name only: initial weights (read from one
+safetensors folder), tokens and their order, optimizer settings and precision are the same.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ NUM_SAMPLES = 256
 
 @dataclass(frozen=True)
 class Optimisation:
-    """AdamW and clip, the same for everybody."""
+    """Settings of AdamW and gradient clipping, the same for all contenders."""
 
     learning_rate: float = 3e-4
     beta1: float = 0.9
@@ -57,10 +55,10 @@ class Optimisation:
 
 @dataclass(frozen=True)
 class Case:
-    """What one contender runs.
+    """Model, layout and settings that one contender runs.
 
-    `weights_dir` holds config.json and the initial weights, or config.json alone (`random_weights`)
-    where copying gigabytes of noise would only cost time.
+    `weights_dir` contains config.json and the initial weights, or config.json alone if
+    `random_weights` is set, because copying gigabytes of noise would only take time.
     """
 
     contender: str
@@ -78,7 +76,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Names its logs."""
+        """Name of the case in file names of logs."""
         parts = [f"zero{self.zero_stage}", self.precision, self.contender]
         options = [
             word
@@ -89,33 +87,33 @@ class Case:
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all ranks."""
+        """Tokens of one step over all ranks."""
         return self.world_size * self.micro_batch_size * self.sequence_length
 
     def to_json(self) -> str:
-        """One line, for a rank's command line."""
+        """Return one line of JSON for a rank's command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        """Inverse of `to_json`."""
+        """Parse the text of `to_json`."""
         fields = json.loads(text)
         return cls(**(fields | {"optimisation": Optimisation(**fields["optimisation"])}))
 
 
 def read_model_config(case: Case) -> dict[str, Any]:
-    """The config.json of the case's model."""
+    """Read the config.json of the case's model."""
     config: dict[str, Any] = json.loads((Path(case.weights_dir) / "config.json").read_text())
     return config
 
 
-def synthetic_tokens(
+def make_tokens(
     vocab_size: int, sequence_length: int, num_samples: int = NUM_SAMPLES
 ) -> torch.Tensor:
-    """Token ids `[num_samples, sequence_length]`, a function of the arguments alone.
+    """Draw token ids `[num_samples, sequence_length]`, a function of the arguments alone.
 
-    Frequencies fall as 1/rank like those of words, so the loss falls from its first step on: two
-    contenders that train alike show it in equal losses, and one that does not train shows that too.
+    Frequencies fall as 1/rank like those of words, so the loss decreases from the first step on.
+    Equal losses show that two contenders train alike; a constant one shows that one does not train.
     """
     import torch
 
@@ -127,18 +125,16 @@ def synthetic_tokens(
     return drawn.view(num_samples, sequence_length)
 
 
-def batch_of_step(tokens: torch.Tensor, case: Case, step: int, rank: int) -> torch.Tensor:
-    """Token ids `[micro_batch_size, sequence_length]` that `rank` reads at `step`: its slice of the
-    step's global batch.
+def select_batch(tokens: torch.Tensor, case: Case, step: int, rank: int) -> torch.Tensor:
+    """Return the token ids `[micro_batch_size, sequence_length]` that `rank` reads at `step`: its
+    slice of the step's global batch.
     """
     first = (step * case.world_size + rank) * case.micro_batch_size
     return tokens[[(first + i) % len(tokens) for i in range(case.micro_batch_size)]]
 
 
-def shifted_labels(input_ids_BT: torch.Tensor) -> torch.Tensor:
-    """Targets `[B, T]` for contenders that want them already shifted; the last position has none
-    (-100).
-    """
+def shift_labels(input_ids_BT: torch.Tensor) -> torch.Tensor:
+    """Return targets `[B, T]`, shifted by one; the last position has none (-100)."""
     import torch
 
     return torch.nn.functional.pad(input_ids_BT[:, 1:], (0, 1), value=-100)

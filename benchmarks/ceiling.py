@@ -1,5 +1,5 @@
-"""What the device itself reaches, as one JSON line: `python -m benchmarks.ceiling cuda bf16`. Needs
-torch alone.
+"""Measure the device's own rates and print one JSON line: `python -m benchmarks.ceiling cuda bf16`.
+Needs torch alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 REPEATS = 10
 LONGEST_PRODUCT_SECONDS = 0.2
-"""A size whose product would take longer is left out: a CPU that emulates bf16 takes seconds for
-the largest.
+"""Larger sizes are skipped if a product would take longer: a CPU that emulates bf16 takes seconds
+for the largest.
 """
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -27,46 +27,46 @@ def main() -> None:
         "name": torch.cuda.get_device_name(device) if cuda else "CPU",
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
-        "matmul_flops_per_second": best_matmul_rate(device, DTYPES[sys.argv[2]]),
-        "copy_bytes_per_second": copy_rate(4 * 2**30 if cuda else 64 * 2**20, device),
+        "matmul_flops_per_second": measure_best_matmul_rate(device, DTYPES[sys.argv[2]]),
+        "copy_bytes_per_second": measure_copy_rate(4 * 2**30 if cuda else 64 * 2**20, device),
     }
     print(json.dumps(described))
 
 
-def best_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def measure_best_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the best FLOP/s over square products of growing size."""
     best = 0.0
     for size in (4096, 8192, 16384) if device.type == "cuda" else (256, 512, 1024):
         if best and 2.0 * size**3 / best > LONGEST_PRODUCT_SECONDS:
             break
-        best = max(best, matmul_rate(size, device, dtype))
+        best = max(best, measure_matmul_rate(size, device, dtype))
     return best
 
 
-def matmul_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square product of random numbers (zeros run faster on real chips)."""
+def measure_matmul_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a square product of random numbers (zeros run faster on real chips)."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2.0 * size**3 / _seconds(lambda: torch.mm(a, b, out=out), device)
+    return 2.0 * size**3 / _time_call(lambda: torch.mm(a, b, out=out), device)
 
 
-def copy_rate(num_bytes: int, device: torch.device) -> float:
-    """Bytes per second of a large copy on the device, bytes read and bytes written counted."""
+def measure_copy_rate(num_bytes: int, device: torch.device) -> float:
+    """Return bytes per second of a large copy on the device, reads and writes counted."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2.0 * num_bytes / _seconds(lambda: target.copy_(source), device)
+    return 2.0 * num_bytes / _time_call(lambda: target.copy_(source), device)
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call: the mean of a row of calls, after warm-up."""
+def _time_call(run: Callable[[], object], device: torch.device) -> float:
+    """Return the mean seconds of one call after warm-up."""
     for _ in range(3):
         run()
     _wait(device)
-    started = time.perf_counter()
+    start_seconds = time.perf_counter()
     for _ in range(REPEATS):
         run()
     _wait(device)
-    return (time.perf_counter() - started) / REPEATS
+    return (time.perf_counter() - start_seconds) / REPEATS
 
 
 def _wait(device: torch.device) -> None:

@@ -1,11 +1,11 @@
-"""Saving and loading against plain writes of the same bytes, DCP and torch.save: python -m
+"""Saving and loading compared with plain writes of the same bytes, DCP and torch.save: python -m
 benchmarks.checkpoint [--publish].
 
-Two ranks hold float32 tensors cut by rows, as FSDP2 leaves them. All contenders run in the same
-processes, one after the other in every round, each round beginning with another one, each into a
-fresh folder that is removed outside of its time; a time is that of the slower rank. Every writer
-brings its bytes to the device (fsync), and begins when nothing else is on its way there (sync).
-Reads find their files in the page cache: they compare the work of the readers, not the device.
+Two ranks hold float32 tensors sharded by rows, as FSDP2 shards them. All contenders run in the same
+processes, one after the other in every round; each round starts with another one. Each writes to a
+new folder, which is removed outside of the measured time. Times are those of the slower rank. Every
+writer synchronises its bytes to the device (fsync) and starts when no other writes are pending
+(sync). Files to read are in the page cache: the times compare the readers, not the device.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ RANKS = 2
 WIDTH = 1024
 READERS = (1, 2, 4, 8)
 SHARES = (8, 4, 2, 1)
-"""The sizes whose resharding is measured: these parts of the whole."""
+"""Sizes whose resharding is measured, as divisors of the whole."""
 PLAIN = ("plain", "plain, past the cache")
-"""Shares are of the faster of these."""
+"""Shares refer to the faster of these."""
 STEP_SECONDS = 0.25
-"""What stands for a step's forward and backward pass: products of matrices for so long."""
+"""Seconds of matrix products that represent a step's forward and backward pass."""
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 NOTES = FOLDER / "checkpoints.notes.md"
 
 Times = dict[str, float]
-"""Seconds: `total`, and `stall` where the caller may go on before the end."""
+"""Seconds: `total`, and `stall` if the caller may continue before the end."""
 
 
 def make_tensors(num_tensors: int, *, blank: bool = False, dim: int = 0) -> dict[str, DTensor]:
-    """Rows (`dim` 0) or columns over all ranks; each tensor 4 MiB in all."""
+    """Make tensors of 4 MiB, sharded by rows (`dim` 0) or columns over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
     make = torch.zeros if blank else lambda *shape: torch.randn(*shape, generator=generator)
@@ -66,8 +66,8 @@ def make_tensors(num_tensors: int, *, blank: bool = False, dim: int = 0) -> dict
 
 
 def write_plainly(folder: Path, tensors: dict[str, DTensor]) -> Times:
-    """This rank's bytes into one file, then fsync of file and folder: what the device gives."""
-    began = time.perf_counter()
+    """Write this rank's bytes to one file, then fsync file and folder: the rate of the device."""
+    start_seconds = time.perf_counter()
     descriptor = LOCAL_DISK.create(folder / f"plain-{dist.get_rank()}")
     for tensor in tensors.values():
         for block in iterate_blocks(tensor.to_local()):
@@ -75,133 +75,135 @@ def write_plainly(folder: Path, tensors: dict[str, DTensor]) -> Times:
     LOCAL_DISK.sync(descriptor)
     LOCAL_DISK.close(descriptor)
     LOCAL_DISK.sync_folder(folder)
-    return {"total": time.perf_counter() - began}
+    return {"total": time.perf_counter() - start_seconds}
 
 
 def write_past_the_cache(folder: Path, tensors: dict[str, DTensor]) -> Times:
-    """As many bytes from one aligned block, past the page cache: what the device gives where memory
-    does not hold it up.
+    """Write the same number of bytes from one aligned block, past the page cache: the rate of the
+    device without the limit of memory.
     """
     block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
     block[:] = bytes(BLOCK_BYTES)
-    left = sum(tensor.to_local().numel() * tensor.element_size() for tensor in tensors.values())
+    remaining_bytes = sum(
+        tensor.to_local().numel() * tensor.element_size() for tensor in tensors.values()
+    )
     dist.barrier()
-    began = time.perf_counter()
+    start_seconds = time.perf_counter()
     descriptor = LOCAL_DISK.create(folder / f"direct-{dist.get_rank()}")
     LOCAL_DISK.bypass_cache(descriptor, True)
-    while left:
-        count = min(left, BLOCK_BYTES)
+    while remaining_bytes:
+        count = min(remaining_bytes, BLOCK_BYTES)
         LOCAL_DISK.write(descriptor, block[:count])
-        left -= count
+        remaining_bytes -= count
     LOCAL_DISK.sync(descriptor)
     LOCAL_DISK.close(descriptor)
     LOCAL_DISK.sync_folder(folder)
-    return {"total": time.perf_counter() - began}
+    return {"total": time.perf_counter() - start_seconds}
 
 
 def write_hashed(folder: Path, tensors: dict[str, DTensor]) -> Times:
-    """The same with a SHA-256 on a second thread: what hashing costs by itself."""
-    began = time.perf_counter()
+    """Write as `write_plainly` with a SHA-256 on a second thread: the cost of hashing alone."""
+    start_seconds = time.perf_counter()
     with HashedFile(folder / f"hashed-{dist.get_rank()}", LOCAL_DISK) as file:
         for tensor in tensors.values():
             for block in iterate_blocks(tensor.to_local()):
                 file.write(block)
         file.finish()
     LOCAL_DISK.sync_folder(folder)
-    return {"total": time.perf_counter() - began}
+    return {"total": time.perf_counter() - start_seconds}
 
 
 def save_with_torch(folder: Path, tensors: dict[str, DTensor]) -> Times:
-    """torch.save of this rank's shards, then fsync."""
-    began = time.perf_counter()
+    """Call torch.save for this rank's shards, then fsync."""
+    start_seconds = time.perf_counter()
     with (folder / f"torch-{dist.get_rank()}.pt").open("wb") as file:
         torch.save({name: tensor.to_local() for name, tensor in tensors.items()}, file)
         file.flush()
         os.fsync(file.fileno())
     LOCAL_DISK.sync_folder(folder)
-    return {"total": time.perf_counter() - began}
+    return {"total": time.perf_counter() - start_seconds}
 
 
 def save_with_dcp(folder: Path, tensors: dict[str, DTensor]) -> Times:
-    """DCP's own file writer, which fsyncs its files."""
-    began = time.perf_counter()
+    """Save with DCP's own file writer, which fsyncs its files."""
+    start_seconds = time.perf_counter()
     dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
-    return {"total": time.perf_counter() - began}
+    return {"total": time.perf_counter() - start_seconds}
 
 
-class InBackground:
-    """Savers whose buffers and groups live as long as a run."""
+class BackgroundContenders:
+    """Savers whose buffers and groups are reused during a run."""
 
     def __init__(self) -> None:
         self.checkpointer = BackgroundSaver()
         self.group = dist.new_group(backend="gloo")
 
     def save(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
-        """shardwright's BackgroundSaver, where the update comes at once: the copy is waited for."""
-        began = time.perf_counter()
+        """Save with BackgroundSaver where the update follows at once and waits for the copy."""
+        start_seconds = time.perf_counter()
         self.checkpointer.save(folder, 1, tensors, {})
         self.checkpointer.wait_for_copy()
-        stall = time.perf_counter() - began
+        stall = time.perf_counter() - start_seconds
         self.checkpointer.wait()
-        return {"stall": stall, "total": time.perf_counter() - began}
+        return {"stall": stall, "total": time.perf_counter() - start_seconds}
 
     def save_beside_a_step(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
-        """The same where the gradients of the next step are computed before its update, as in
+        """Save with BackgroundSaver where the next gradients are computed before the update, as in
         training.
         """
-        alone = products(STEP_SECONDS)
-        began = time.perf_counter()
+        alone = measure_products(STEP_SECONDS)
+        start_seconds = time.perf_counter()
         self.checkpointer.save(folder, 1, tensors, {})
-        begun = time.perf_counter()
-        slowed = products(STEP_SECONDS)
-        computed = time.perf_counter()
+        started_seconds = time.perf_counter()
+        slowed = measure_products(STEP_SECONDS)
+        computed_seconds = time.perf_counter()
         self.checkpointer.wait_for_copy()
-        stall = (begun - began) + (time.perf_counter() - computed)
+        stall = (started_seconds - start_seconds) + (time.perf_counter() - computed_seconds)
         self.checkpointer.wait()
         return {
             "stall": stall,
-            "total": time.perf_counter() - began,
+            "total": time.perf_counter() - start_seconds,
             "slowed": 1.0 - slowed / alone,
         }
 
     def save_with_dcp(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
-        """DCP's async_save on a thread, in a group of its own."""
-        began = time.perf_counter()
+        """Save with DCP's async_save on a thread, in its own group."""
+        start_seconds = time.perf_counter()
         writer = dcp.FileSystemWriter(folder, sync_files=True)
         future: Any = dcp.async_save(dict(tensors), storage_writer=writer, process_group=self.group)
-        stall = time.perf_counter() - began
+        stall = time.perf_counter() - start_seconds
         future.result()
-        return {"stall": stall, "total": time.perf_counter() - began}
+        return {"stall": stall, "total": time.perf_counter() - start_seconds}
 
 
-def products(seconds: float) -> float:
-    """Products of matrices a second, on this rank's one thread."""
+def measure_products(seconds: float) -> float:
+    """Return matrix products per second on this rank's one thread."""
     square = torch.randn(256, 256)
     count = 0
-    began = time.perf_counter()
-    while (took := time.perf_counter() - began) < seconds:
+    start_seconds = time.perf_counter()
+    while (elapsed_seconds := time.perf_counter() - start_seconds) < seconds:
         square @ square
         count += 1
-    return count / took
+    return count / elapsed_seconds
 
 
-def save_ours(folder: Path, tensors: dict[str, DTensor]) -> Times:
-    """shardwright, waited for."""
-    began = time.perf_counter()
+def save_with_shardwright(folder: Path, tensors: dict[str, DTensor]) -> Times:
+    """Save with shardwright and wait for the end."""
+    start_seconds = time.perf_counter()
     save_checkpoint(folder, 1, tensors, {})
-    return {"total": time.perf_counter() - began}
+    return {"total": time.perf_counter() - start_seconds}
 
 
 def measure_saves(root: str, num_tensors: int, rounds: int) -> dict[str, list[Times]]:
-    """Seconds of every contender and round, of the slower rank. The first round warms up and is not
-    counted.
+    """Return the seconds of every contender and round on the slower rank. The first round warms up
+    and does not count.
     """
-    background = InBackground()
+    background = BackgroundContenders()
     contenders: dict[str, Callable[[Path, dict[str, DTensor]], Times]] = {
         "plain": write_plainly,
         "plain, past the cache": write_past_the_cache,
         "hashed": write_hashed,
-        "ours": save_ours,
+        "ours": save_with_shardwright,
         "ours in the background": background.save,
         "ours beside a step": background.save_beside_a_step,
         "dcp": save_with_dcp,
@@ -220,7 +222,7 @@ def measure_saves(root: str, num_tensors: int, rounds: int) -> dict[str, list[Ti
                 folder.mkdir()
                 os.sync()
             dist.barrier()
-            times = slowest(contender(folder, tensors))
+            times = reduce_to_slowest(contender(folder, tensors))
             if number:
                 measured[name].append(times)
             dist.barrier()
@@ -231,15 +233,15 @@ def measure_saves(root: str, num_tensors: int, rounds: int) -> dict[str, list[Ti
     return measured
 
 
-def slowest(times: Times) -> Times:
-    """The larger time over ranks."""
-    told = torch.tensor(list(times.values()), dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return dict(zip(times, told.tolist(), strict=True))
+def reduce_to_slowest(times: Times) -> Times:
+    """Return the largest times over ranks."""
+    largest = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return dict(zip(times, largest.tolist(), strict=True))
 
 
 def measure_loads(root: str, num_tensors: int, last: int, rounds: int) -> dict[str, list[Times]]:
-    """Reading back what the last round of saves left."""
+    """Measure loading the files of the last round of saves."""
     tensors = make_tensors(num_tensors, blank=True)
     buffers = {name: tensor.to_local() for name, tensor in tensors.items()}
 
@@ -271,27 +273,27 @@ def measure_loads(root: str, num_tensors: int, last: int, rounds: int) -> dict[s
     for number in range(rounds + 1):
         for name, contender in contenders.items():
             dist.barrier()
-            began = time.perf_counter()
+            start_seconds = time.perf_counter()
             contender()
-            times = slowest({"total": time.perf_counter() - began})
+            times = reduce_to_slowest({"total": time.perf_counter() - start_seconds})
             if number:
                 measured[name].append(times)
     return measured
 
 
 def save_sizes(root: str, num_tensors: int) -> None:
-    """Checkpoints of two ranks, one for each share of the whole."""
+    """Save checkpoints of two ranks, one for each share of the whole."""
     for share in SHARES:
         save_checkpoint(Path(root) / f"share-{share}", 1, make_tensors(num_tensors // share), {})
 
 
 def measure_resharding(root: str, num_tensors: int, rounds: int) -> dict[str, list[Times]]:
-    """Opening the checkpoints of two ranks, cut by rows, on these ranks; by "share/cut" the
-    rounds.
+    """Measure opening the checkpoints of two ranks, sharded by rows, on these ranks; return the
+    rounds by "share/dim".
     """
     measured: dict[str, list[Times]] = {}
     for share in SHARES:
-        for dim, cut in enumerate(("rows", "columns")):
+        for dim, sharded_by in enumerate(("rows", "columns")):
             if dist.is_initialized():
                 tensors: dict[str, Any] = dict(
                     make_tensors(num_tensors // share, blank=True, dim=dim)
@@ -304,18 +306,18 @@ def measure_resharding(root: str, num_tensors: int, rounds: int) -> dict[str, li
             for number in range(rounds + 1):
                 if dist.is_initialized():
                     dist.barrier()
-                began = time.perf_counter()
+                start_seconds = time.perf_counter()
                 load_checkpoint(Path(root) / f"share-{share}" / "step-00000001", tensors)
-                times = {"total": time.perf_counter() - began}
+                times = {"total": time.perf_counter() - start_seconds}
                 if number:
-                    measured.setdefault(f"{share}/{cut}", []).append(
-                        slowest(times) if dist.is_initialized() else times
+                    measured.setdefault(f"{share}/{sharded_by}", []).append(
+                        reduce_to_slowest(times) if dist.is_initialized() else times
                     )
     return measured
 
 
 def measure(num_tensors: int, rounds: int, base: Path | None) -> dict[str, Any]:
-    """Everything, as JSON."""
+    """Run all measurements; return JSON values."""
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=base) as root, RankPool(timeout_seconds=550.0) as pool:
         saves = pool.run(RANKS, measure_saves, root, num_tensors, rounds)[0]
@@ -336,13 +338,13 @@ def measure(num_tensors: int, rounds: int, base: Path | None) -> dict[str, Any]:
     }
 
 
-def rows_of(
+def render_rows(
     measured: dict[str, list[Times]], size_bytes: int, plain_write: float, *, saves: bool
 ) -> list[str]:
-    """A table: a row per contender, against the plain write."""
+    """Render a table with a row per contender, relative to the plain write."""
     lines = [
         "| | MiB/s, median (range) | share of the faster plain write | seconds |"
-        + (" training stands still |" if saves else ""),
+        + (" training waits |" if saves else ""),
         "| --- | ---: | ---: | ---: |" + (" ---: |" if saves else ""),
     ]
     for name, rounds in measured.items():
@@ -351,7 +353,8 @@ def rows_of(
         low, speed, high = (
             size_bytes / 2**20 / seconds for seconds in (totals[-1], middle, totals[0])
         )
-        line = f"| {name} | {speed:.0f} ({low:.0f} to {high:.0f}) | {plain_write / middle:.0%} | {middle:.3f} |"
+        line = f"| {name} | {speed:.0f} ({low:.0f} to {high:.0f}) | "
+        line += f"{plain_write / middle:.0%} | {middle:.3f} |"
         if saves:
             stall = statistics.median(times.get("stall", times["total"]) for times in rounds)
             share = statistics.median(
@@ -362,28 +365,28 @@ def rows_of(
     return lines
 
 
-def rows_of_resharding(resharding: dict[str, dict[str, list[Times]]], size_bytes: int) -> list[str]:
-    """A row per size, a column per number of ranks."""
+def render_resharding(resharding: dict[str, dict[str, list[Times]]], size_bytes: int) -> list[str]:
+    """Render a row per size and a column per number of ranks."""
     lines = [
-        "| size | cut by | " + " | ".join(f"{n} ranks" for n in resharding) + " |",
+        "| size | sharded by | " + " | ".join(f"{n} ranks" for n in resharding) + " |",
         "| ---: | --- |" + " ---: |" * len(resharding),
     ]
     for key in next(iter(resharding.values())):
-        share, cut = key.split("/")
+        share, sharded_by = key.split("/")
         seconds = [
             statistics.median(times["total"] for times in rounds[key])
             for rounds in resharding.values()
         ]
         lines.append(
-            f"| {format_bytes(size_bytes // int(share))} | {cut} | "
+            f"| {format_bytes(size_bytes // int(share))} | {sharded_by} | "
             + " | ".join(f"{s:.3f}" for s in seconds)
             + " |"
         )
     return lines
 
 
-def describe(result: dict[str, Any]) -> str:
-    """The page, with what `checkpoints.notes.md` adds by hand."""
+def render_page(result: dict[str, Any]) -> str:
+    """Render the page with the notes of `checkpoints.notes.md`."""
     conditions = result["conditions"]
     size = result["size_bytes"]
     before, after = result["load_average"]
@@ -395,32 +398,37 @@ def describe(result: dict[str, Any]) -> str:
         [
             "# Checkpoints: speed",
             "",
-            f"Made by `python -m benchmarks.checkpoint --publish`, {conditions['date']}, commit {conditions['commit']}.",
-            f"{format_bytes(size)} of float32 in tensors of 4 MiB, cut by rows over {result['ranks']} ranks of one thread each;",
-            f"{result['rounds']} rounds after a first one that is not counted, contenders in turn.",
-            f"{conditions['processor']}, {conditions['cores']} cores; load average {before} before, {after} after.",
+            f"Made by `python -m benchmarks.checkpoint --publish`, {conditions['date']}, "
+            f"commit {conditions['commit']}.",
+            f"{format_bytes(size)} of float32 in tensors of 4 MiB, sharded by rows over "
+            f"{result['ranks']} ranks of one thread each;",
+            f"{result['rounds']} rounds after a first one that does not count, contenders in turn.",
+            f"{conditions['processor']}, {conditions['cores']} cores; "
+            f"load average {before} before, {after} after.",
             "",
             "## Saving",
             "",
-            "`plain` writes the same bytes with fsync, through the page cache and past it; `hashed` is the first with a SHA-256 on",
-            "a second thread, which every save of ours takes.",
-            "`ours in the background` is a save where the update comes at once and waits for the whole copy; `ours beside a",
-            f"step` one where {STEP_SECONDS} s of products of matrices come before it, as gradients do. These ran {slowed:.0%}",
-            "slower: copying, hashing and writing share the cores with them here.",
+            "`plain` writes the same bytes with fsync, through the page cache; `plain, past the",
+            "cache` writes past it; `hashed` is `plain` with a SHA-256 on a second thread,",
+            "as in our saves.",
+            "`ours in the background` is a save where the update follows at once and waits for the",
+            "whole copy. In `ours beside a step`, the update follows after",
+            f"{STEP_SECONDS} s of matrix products, as it does after gradients. The products ran",
+            f"{slowed:.0%} slower, because copying, hashing and writing use the same cores here.",
             "",
-            *rows_of(result["saves"], size, plain_write, saves=True),
+            *render_rows(result["saves"], size, plain_write, saves=True),
             "",
             "## Loading",
             "",
-            "From the page cache. Ours hashes every byte before it parses one; the others check nothing.",
+            "From the page cache. Ours hashes every byte before parsing; the others check nothing.",
             "",
-            *rows_of(result["loads"], size, plain_write, saves=False),
+            *render_rows(result["loads"], size, plain_write, saves=False),
             "",
-            "## The same checkpoint, of two ranks and cut by rows, opened by others",
+            "## Opening the checkpoint of two ranks, sharded by rows, on other numbers of ranks",
             "",
-            "Seconds, median; every byte hashed. One rank opens whole tensors.",
+            "Median seconds; every byte is hashed. One rank opens unsharded tensors.",
             "",
-            *rows_of_resharding(result["resharding"], size),
+            *render_resharding(result["resharding"], size),
             "",
             *((NOTES.read_text(encoding="utf-8").rstrip(), "") if NOTES.exists() else ()),
         ]
@@ -430,18 +438,18 @@ def describe(result: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print, and with --publish write docs/benchmarks/checkpoints.{json,md}."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tensors", type=int, default=128, help="of 4 MiB each")
+    parser.add_argument("--tensors", type=int, default=128, help="number of tensors of 4 MiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--folder",
         type=Path,
-        help="on the device to measure; default the system's folder for temporary files",
+        help="folder on the device to measure; default: the system's folder for temporary files",
     )
     parser.add_argument("--publish", action="store_true")
-    given = parser.parse_args()
-    result = measure(given.tensors, given.has_divisibility_rule, given.folder)
-    text = describe(result)
-    if given.publish:
+    options = parser.parse_args()
+    result = measure(options.tensors, options.rounds, options.folder)
+    text = render_page(result)
+    if options.publish:
         (FOLDER / "checkpoints.json").write_text(json.dumps(result, indent=1) + "\n")
         (FOLDER / "checkpoints.md").write_text(text)
     print(text)

@@ -1,4 +1,4 @@
-"""Under what conditions numbers were measured: machine, software, date. No torch."""
+"""Conditions of a measurement: machine, software, date. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "liger-kernel", 
 
 
 def read_conditions() -> dict[str, Any]:
-    """Machine, software and date as JSON values; packages that are absent are left out."""
+    """Return machine, software and date as JSON values, without packages that are absent."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "processor": _processor(),
+        "processor": _describe_processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
-        "shardwright": _version("shardwright"),
-        "commit": _commit(),
+        "packages": {
+            name: version for name in PACKAGES if (version := _find_version(name)) is not None
+        },
+        "shardwright": _find_version("shardwright"),
+        "commit": _describe_commit(),
     }
 
 
-def _processor() -> str:
-    """Model name, and the matrix extensions that decide bf16 speed."""
+def _describe_processor() -> str:
+    """Return the model name and the matrix extensions that determine bf16 speed."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     fields = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
     fields = {key.strip(): value.strip() for key, value in fields.items()}
     flags = set(fields.get("flags", "").split())
     extensions = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    return f"{fields.get('model name', platform.processor() or 'unknown')} ({', '.join(extensions) or 'no AVX-512'})"
+    name = fields.get("model name", platform.processor() or "unknown")
+    return f"{name} ({', '.join(extensions) or 'no AVX-512'})"
 
 
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _commit() -> str | None:
-    """Short hash of the checkout, `+` when files differ from it."""
+def _describe_commit() -> str | None:
+    """Return the short hash of the checkout, with `+` if files differ from it."""
     root = Path(__file__).resolve().parents[1]
     try:
         commit = subprocess.run(

@@ -1,14 +1,13 @@
-"""Context parallelism on two CPU ranks: each method against one process and against ZeRO 3, and
-where a step's time goes.
+"""Context parallelism on two CPU ranks: each method compared with one process and with ZeRO 3, and
+the parts of a step's time.
 
-    python -m benchmarks.context                        rows of 4096 tokens of a Llama of 29M parameters, fp32
+    python -m benchmarks.context     rows of 4096 tokens, a Llama of 29M parameters, fp32
     python -m benchmarks.context --tokens 8192 --window 512
 
-Every contender trains on the same rows: context ranks share one row, ZeRO's ranks take one of two
-rows each, one process takes both cores. All are timed in turn (A B C A B C ...) by one process
-pool, so that what slows the machine slows them alike. `waiting` is what a rank stands still, within
-forward and backward, for keys, values, their gradients or exchanged heads: what attention did not
-hide.
+Every contender trains on the same rows: context ranks share one row, each of ZeRO's ranks has one
+of two rows, one process uses both cores. All are timed in turn (A B C A B C ...) by one process
+pool, so that other load slows them alike. `waiting` is the time within forward and backward for
+which a rank waits for keys, values, their gradients or exchanged heads: exposed communication.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.case import LLAMA_29M, shifted_labels, synthetic_tokens
+from benchmarks.case import LLAMA_29M, make_tokens, shift_labels
 from benchmarks.conditions import read_conditions
 from shardwright.architecture import read_config
 from shardwright.config.training import OptimizerSection, PrecisionSection
@@ -51,12 +50,12 @@ LAYOUTS = {
 }
 PARTS = ("forward", "backward", "reduction", "optimizer", "waiting")
 
-_built: dict[str, tuple[ParallelModel, torch.optim.Optimizer]] = {}
-"""Of this worker, by contender: built in its first round, kept for the others."""
+_models: dict[str, tuple[ParallelModel, torch.optim.Optimizer]] = {}
+"""Models of this worker by contender, built in the first round and used in all."""
 
 
 def main() -> None:
-    """Time all contenders and print a table; `--out` writes the numbers."""
+    """Time all contenders, print a table and write the numbers to `--out`."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.context", description=__doc__.split("\n\n")[0]
     )
@@ -65,7 +64,7 @@ def main() -> None:
         "--rounds",
         type=int,
         default=5,
-        help="timed steps of each contender, after one that warms up",
+        help="timed steps of each contender, after one warm-up step",
     )
     parser.add_argument(
         "--window", type=int, default=None, help="a sliding window in every layer, in tokens"
@@ -85,8 +84,8 @@ def main() -> None:
             "architectures": ["MistralForCausalLM"],
             "sliding_window": arguments.window,
         }
-    rows = compare(config, arguments.tokens, arguments.has_divisibility_rule)
-    print(table(rows))
+    rows = compare(config, arguments.tokens, arguments.rounds)
+    print(render_table(rows))
     if arguments.out is not None:
         result = {
             "tokens": arguments.tokens,
@@ -100,18 +99,18 @@ def main() -> None:
 
 
 def compare(config: dict[str, Any], num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
-    """Medians over the rounds: seconds of a step and of its parts on the slowest rank, tokens per
-    second over all ranks.
+    """Return medians over rounds: seconds of a step and its parts on the slowest rank, tokens
+    per second over all ranks.
     """
-    seen: dict[str, list[list[dict[str, float]]]] = {name: [] for name in LAYOUTS}
+    rounds_by_name: dict[str, list[list[dict[str, float]]]] = {name: [] for name in LAYOUTS}
     with RankPool(timeout_seconds=600.0) as pool:
         for number in range(num_rounds + 1):
             for name, layout in LAYOUTS.items():
-                by_rank = pool.run(layout.world_size, time_a_step, name, config, num_tokens, number)
+                by_rank = pool.run(layout.world_size, time_step, name, config, num_tokens, number)
                 if number > 0:
-                    seen[name].append(by_rank)
+                    rounds_by_name[name].append(by_rank)
     rows = []
-    for name, rounds in seen.items():
+    for name, rounds in rounds_by_name.items():
         slowest = [max(by_rank, key=lambda times: times["step"]) for by_rank in rounds]
         times = {part: median(step[part] for step in slowest) for part in ("step", *PARTS)}
         spread = [min(step["step"] for step in slowest), max(step["step"] for step in slowest)]
@@ -129,8 +128,8 @@ def compare(config: dict[str, Any], num_tokens: int, num_rounds: int) -> list[di
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+def render_table(rows: list[dict[str, Any]]) -> str:
+    """Return a table in Markdown."""
     lines = [
         "| contender | tokens/s | step, s (range) | " + " | ".join(PARTS) + " |",
         "|---|" + "---:|" * (2 + len(PARTS)),
@@ -143,19 +142,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def time_a_step(
-    name: str, config: dict[str, Any], num_tokens: int, number: int
-) -> dict[str, float]:
-    """Seconds of one training step on this rank, by part; the first call builds the model."""
+def time_step(name: str, config: dict[str, Any], num_tokens: int, number: int) -> dict[str, float]:
+    """Time one training step on this rank by part; the first call builds the model."""
     torch.set_num_threads(2 if name.endswith("two threads") else 1)
     layout = LAYOUTS[name]
-    model, optimizer = _built.get(name) or _built.setdefault(
+    model, optimizer = _models.get(name) or _models.setdefault(
         name, build(config, layout, num_tokens)
     )
     data_rank = 0 if model.mesh is None else RankGrid(layout).data_rank(model.mesh.rank)
-    tokens = synthetic_tokens(config["vocab_size"], num_tokens, 16)
+    tokens = make_tokens(config["vocab_size"], num_tokens, 16)
     ids_BT = tokens[[(number * layout.data_ranks + data_rank) % len(tokens)]]
-    labels_BT = shifted_labels(ids_BT)
+    labels_BT = shift_labels(ids_BT)
     batch = MicroBatch(
         ids_BT,
         labels_BT,
@@ -165,13 +162,13 @@ def time_a_step(
         num_tokens - 1,
     )
     times = StepTimes(torch.device("cpu"))
-    began = time.perf_counter()
-    with waiting() as waited:
+    start_seconds = time.perf_counter()
+    with time_waiting() as read_waiting_seconds:
         loss = accumulate_gradients(model, [batch], seed=0, step=number, times=times)
     update_parameters(model, optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=times)
     return times.seconds() | {
-        "step": time.perf_counter() - began,
-        "waiting": waited(),
+        "step": time.perf_counter() - start_seconds,
+        "waiting": read_waiting_seconds(),
         "loss": loss.mean(),
     }
 
@@ -179,7 +176,7 @@ def time_a_step(
 def build(
     config: dict[str, Any], layout: Layout, num_tokens: int
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """A model from random weights, and its optimizer."""
+    """Build a model from random weights, and its optimizer."""
     shape = read_config(config)
     precision = PrecisionSection(kind="fp32")
     with torch.device("meta"):
@@ -201,29 +198,33 @@ def build(
 
 
 @contextmanager
-def waiting() -> Iterator[Callable[[], float]]:
-    """Seconds that this rank stands still for what context ranks send it, while entered."""
+def time_waiting() -> Iterator[Callable[[], float]]:
+    """Measure the seconds that this rank waits for data of other context ranks."""
     total = 0.0
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def time_function(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             nonlocal total
-            began = time.perf_counter()
+            start_seconds = time.perf_counter()
             result = function(*arguments)
-            total += time.perf_counter() - began
+            total += time.perf_counter() - start_seconds
             return result
 
         return call
 
     with (
-        patch.object(ring_attention._RingPass, "wait", timed(ring_attention._RingPass.wait)),
         patch.object(
-            ring_attention._KeyValueGather, "wait", timed(ring_attention._KeyValueGather.wait)
+            ring_attention._RingPass, "wait", time_function(ring_attention._RingPass.wait)
         ),
         patch.object(
-            ring_attention, "_scatter_gradients", timed(ring_attention._scatter_gradients)
+            ring_attention._KeyValueGather,
+            "wait",
+            time_function(ring_attention._KeyValueGather.wait),
         ),
-        patch.object(ulysses, "_all_to_all", timed(ulysses._all_to_all)),
+        patch.object(
+            ring_attention, "_scatter_gradients", time_function(ring_attention._scatter_gradients)
+        ),
+        patch.object(ulysses, "_all_to_all", time_function(ulysses._all_to_all)),
     ):
         yield lambda: total
 

@@ -1,18 +1,17 @@
-"""`make bench`: shardwright beside its peers on two CPU ranks, interleaved in one run.
+"""`make bench`: shardwright compared with its peers on two CPU ranks, interleaved in one run.
 
     python -m benchmarks.cpu                      everything (10 to 15 minutes on two cores)
     python -m benchmarks.cpu --list               names of the comparisons and their contenders
-    python -m benchmarks.cpu --case zero3-bf16    one comparison; repeatable. The others stay what they were in the JSON
-    python -m benchmarks.cpu --predict            measure nothing: predict anew what the JSON holds
+    python -m benchmarks.cpu --case zero3-bf16    one comparison; repeatable
+    python -m benchmarks.cpu --predict            measure nothing: predict the JSON's rows again
     python -m benchmarks.cpu --contender shardwright --contender torch-loop
 
-A comparison is a zero_stage and a precision. All its contenders are started in fresh processes,
-warmed up, and then timed in turn (A B C A B C ...), so that what slows the machine slows them
-alike; each keeps one thread per rank. All begin from one set of weights and read the same tokens: a
-contender whose first loss differs from the others' is an error, not a row. Beside ours stands what
-the planner predicts from rates that are measured on the same ranks right before, in time and in
-bytes of tensors. Results go to `<out>/cpu-two-ranks.json` and `.md`, with `--publish` to
-docs/benchmarks as well, where `cpu-two-ranks.notes.md` says what a program cannot know: why.
+A comparison is a zero_stage and a precision. Its contenders start in new processes, warm up, and
+are then timed in turn (A B C A B C ...), so that other load slows them alike; each uses one thread
+per rank. All start from the same weights and read the same tokens: a contender with another first
+loss is an error, not a row. The planner's prediction is added to our rows, time and tensor bytes,
+from rates measured on the same ranks right before. Results go to `<out>/cpu-two-ranks.json` and
+`.md`, with `--publish` to docs/benchmarks too, where `cpu-two-ranks.notes.md` explains them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,13 @@ from typing import Any
 from benchmarks.case import LLAMA_29M, Case, Precision
 from benchmarks.conditions import read_conditions
 from benchmarks.launch import Ranks, RanksFailed
-from benchmarks.predicted import candidate_of, measured_profile, predicted_row, ranks_of, told
+from benchmarks.predicted import (
+    build_candidate,
+    build_cpu_cluster,
+    describe_prediction,
+    measure_profile,
+    predict_row,
+)
 from benchmarks.table import write_page
 from shardwright.architecture import read_config
 from shardwright.hardware import MeasuredProfile
@@ -42,7 +47,7 @@ from shardwright.layout import Layout
 
 SCHEMA_VERSION = 2
 FIRST_LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
-"""Relative; bf16 kernels round differently (autocast keeps some operations in fp32)."""
+"""Relative tolerance; bf16 kernels round differently (autocast runs some operations in fp32)."""
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 NUM_RANKS = 2
 NEEDS = {"deepspeed": "deepspeed", "trainer": "accelerate"}
@@ -60,7 +65,7 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """As `--case` takes it."""
+        """Name of the comparison for `--case`."""
         return f"zero{self.zero_stage}-{self.precision}" + ("-compile" if self.compile else "")
 
 
@@ -82,15 +87,14 @@ ON_REQUEST = (
 
 
 def main() -> int:
-    """Exit code 0 when every comparison gave numbers, 1 when one failed, 2 for a name that does not
-    exist.
-    """
+    """Return exit code 0 if every comparison succeeded, 1 if one failed, 2 for an unknown name."""
     arguments = parse_arguments()
     known = {comparison.name: comparison for comparison in (*DEFAULT, *ON_REQUEST)}
     if arguments.list:
         for comparison in known.values():
             print(
-                f"{comparison.name:20}{' '.join(comparison.contenders)}{'' if comparison in DEFAULT else '   (on request)'}"
+                f"{comparison.name:20}{' '.join(comparison.contenders)}"
+                f"{'' if comparison in DEFAULT else '   (on request)'}"
             )
         return 0
     unknown = [name for name in arguments.case if name not in known]
@@ -105,46 +109,48 @@ def main() -> int:
         "skipped": {},
     }
     docs = DOCS if arguments.publish else None
-    # What some contenders did by themselves is another page: its rows were not timed in turn with
-    # the others'.
+    # A run of some contenders only is another page: its rows were not timed in turn with those of
+    # the others.
     name = "-".join(("cpu", *arguments.contender)) if arguments.contender else "cpu-two-ranks"
-    kept = read_comparisons((docs or arguments.out) / f"{name}.json")
+    comparisons = read_comparisons((docs or arguments.out) / f"{name}.json")
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         result["num_parameters"] = write_initial_weights(Path(folder), arguments)
         for comparison in [] if arguments.predict else chosen:
-            contenders = available(comparison, arguments.contender, result["skipped"])
+            contenders = find_available(comparison, arguments.contender, result["skipped"])
             try:
                 measured = measure(replace(comparison, contenders=contenders), folder, arguments)
             except RanksFailed as error:
                 failed += 1
                 print(f"{comparison.name} failed: {error}", file=sys.stderr)
                 continue
-            kept[comparison.name] = measured
+            comparisons[comparison.name] = measured
             print_comparison(measured)
-            result["comparisons"] = [kept[case] for case in known if case in kept]
+            result["comparisons"] = [comparisons[case] for case in known if case in comparisons]
             write_result(result, name, arguments.out, docs)
         if arguments.predict:
             result["conditions"] = json.loads(
                 ((docs or arguments.out) / f"{name}.json").read_text()
             )["conditions"]
-            for measured in kept.values():
-                predict_comparison(measured, case_of(measured, folder))
+            for measured in comparisons.values():
+                predict_comparison(measured, build_our_case(measured, folder))
                 print_comparison(measured)
-            result["comparisons"] = [kept[case] for case in known if case in kept]
+            result["comparisons"] = [comparisons[case] for case in known if case in comparisons]
             write_result(result, name, arguments.out, docs)
     return 1 if failed else 0
 
 
 def read_comparisons(path: Path) -> dict[str, dict[str, Any]]:
-    """What was measured before, by name; nothing of another schema."""
-    found = json.loads(path.read_text()) if path.exists() else {}
-    known = found.get("comparisons", []) if found.get("schema_version") == SCHEMA_VERSION else []
+    """Read earlier comparisons by name; none of another schema version."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    known = (
+        content.get("comparisons", []) if content.get("schema_version") == SCHEMA_VERSION else []
+    )
     return {measured["name"]: measured for measured in known}
 
 
-def case_of(measured: dict[str, Any], folder: str) -> Case:
-    """Ours of a comparison that was measured."""
+def build_our_case(measured: dict[str, Any], folder: str) -> Case:
+    """Return our case of an earlier comparison."""
     fields = (
         "zero_stage",
         "precision",
@@ -157,15 +163,15 @@ def case_of(measured: dict[str, Any], folder: str) -> Case:
 
 
 def predict_comparison(measured: dict[str, Any], case: Case) -> None:
-    """Put beside our row what the planner predicts with the comparison's profile."""
+    """Add to our row the planner's prediction with the comparison's profile."""
     ours = measured["contenders"].get("shardwright")
     if ours is not None and measured["profile"] is not None:
         profile: MeasuredProfile = read_profile(measured["profile"])
-        ours["predicted"] = predicted_row(case, ranks_of(case.world_size, profile))
+        ours["predicted"] = predict_row(case, build_cpu_cluster(case.world_size, profile))
 
 
 def write_result(result: dict[str, Any], name: str, out: Path, docs: Path | None) -> None:
-    """JSON and Markdown into `out`, and into the documentation's folder where that is asked for."""
+    """Write JSON and Markdown to `out` and, if given, to the documentation's folder."""
     for folder in filter(None, (out, docs)):
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         write_page(result, folder / f"{name}.md")
@@ -173,13 +179,13 @@ def write_result(result: dict[str, Any], name: str, out: Path, docs: Path | None
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--list", action="store_true", help="print the comparisons and leave")
+    parser.add_argument("--list", action="store_true", help="print the comparisons and exit")
     parser.add_argument(
-        "--predict", action="store_true", help="measure nothing; predict the rows of the JSON anew"
+        "--predict", action="store_true", help="measure nothing; predict the rows of the JSON again"
     )
     parser.add_argument(
         "--case",
@@ -208,7 +214,7 @@ def parse_arguments() -> argparse.Namespace:
         "--layers",
         type=int,
         default=LLAMA_29M["num_hidden_layers"],
-        help="cut the model down, for a quick look",
+        help="number of layers; fewer for a quick look",
     )
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--micro-batch-size", type=int, default=4)
@@ -225,8 +231,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def write_initial_weights(folder: Path, arguments: argparse.Namespace) -> int:
-    """config.json and model.safetensors that every contender starts from, made in a process of its
-    own; their parameters.
+    """Write config.json and model.safetensors of all contenders, in another process; return the
+    number of parameters.
     """
     config = LLAMA_29M | {"num_hidden_layers": arguments.layers}
     program = (
@@ -244,33 +250,33 @@ def write_initial_weights(folder: Path, arguments: argparse.Namespace) -> int:
         text=True,
     )
     if made.returncode != 0:
-        raise RanksFailed(f"the initial weights could not be made:\n{made.stderr}")
+        raise RanksFailed(f"making the initial weights failed:\n{made.stderr}")
     return int(made.stdout.split()[-1])
 
 
-def available(
-    comparison: Comparison, wanted: list[str], skipped: dict[str, str]
+def find_available(
+    comparison: Comparison, selected: list[str], skipped: dict[str, str]
 ) -> tuple[str, ...]:
-    """Contenders whose packages are installed; the others are noted in `skipped` with the
+    """Return the contenders whose packages are installed; add the others to `skipped` with the
     reason.
     """
-    kept = []
+    available = []
     for contender in comparison.contenders:
-        if wanted and contender not in wanted:
+        if selected and contender not in selected:
             continue
         package = NEEDS.get(contender)
         if package is not None and importlib.util.find_spec(package) is None:
             skipped[contender] = f"the package {package} is not installed"
             continue
-        kept.append(contender)
-    return tuple(kept)
+        available.append(contender)
+    return tuple(available)
 
 
 def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the ranks' rates, then time the contenders in turn, then take our tensors' memory.
+    """Measure the ranks' rates, time the contenders in turn, then measure our tensors' memory.
 
     Raises:
-        RanksFailed: a rank died or hung, or a contender's first loss differs: it does not do the
+        RanksFailed: a rank ended or hangs, or a contender's first loss differs: it does not do the
         same work.
     """
     cases = [
@@ -293,10 +299,10 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
         runs = [
             (
                 read_config(json.loads((Path(folder) / "config.json").read_text())),
-                candidate_of(ours),
+                build_candidate(ours),
             )
         ]
-        profile = measured_profile(runs, Layout(dp_replicate=NUM_RANKS))
+        profile = measure_profile(runs, Layout(dp_replicate=NUM_RANKS))
     rows: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         running: list[tuple[str, Ranks]] = []
@@ -314,7 +320,7 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
             }
             running.append((case.contender, ranks))
         check_first_losses(comparison, rows)
-        for _ in range(arguments.has_divisibility_rule):
+        for _ in range(arguments.rounds):
             for contender, ranks in running:
                 rows[contender]["blocks"].append(ranks.run_block(arguments.steps))
         tensors = {
@@ -336,7 +342,7 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
         "world_size": cases[0].world_size,
         "sequence_length": arguments.sequence_length,
         "micro_batch_size": arguments.micro_batch_size,
-        "rounds": arguments.has_divisibility_rule,
+        "rounds": arguments.rounds,
         "steps_per_round": arguments.steps,
         "warmup_steps": arguments.warmup,
         "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
@@ -349,16 +355,16 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
 
 
 def check_first_losses(comparison: Comparison, rows: dict[str, dict[str, Any]]) -> None:
-    """Equal first losses prove equal weights, tokens and loss."""
-    first = {name: mean_over_ranks(row["warmup"])[0] for name, row in rows.items()}
+    """Raise unless first losses are equal, which proves equal weights, tokens and loss."""
+    first = {name: average_over_ranks(row["warmup"])[0] for name, row in rows.items()}
     middle = median(first.values())
     worst = max(abs(loss - middle) / middle for loss in first.values())
     if worst > FIRST_LOSS_TOLERANCE[comparison.precision]:
         raise RanksFailed(f"{comparison.name}: first losses differ by {worst:.1e}: {first}")
 
 
-def mean_over_ranks(replies: list[dict[str, Any]]) -> list[float]:
-    """Loss of each step of a block; every rank holds as many tokens."""
+def average_over_ranks(replies: list[dict[str, Any]]) -> list[float]:
+    """Return the loss of each step of a block; every rank has the same number of tokens."""
     return [
         sum(losses) / len(losses)
         for losses in zip(*(reply["losses"] for reply in replies), strict=True)
@@ -369,14 +375,16 @@ def summarise(row: dict[str, Any], tokens_per_step: int, steps: int) -> None:
     """Replace a row's raw replies by its figures.
 
     `peak_memory_bytes` is the largest resident high-water mark of a rank during timed blocks,
-    `start_up_memory_bytes` that of everything before (imports, loading, cutting, warm-up);
+    `start_up_memory_bytes` that of everything before (imports, loading, sharding, warm-up);
     `processor_seconds_per_step` is summed over ranks and threads.
     """
     blocks = row.pop("blocks")
     warmup = row.pop("warmup")
     start_up = row.pop("start_up")
     rates = [tokens_per_step * steps / max(reply["seconds"] for reply in block) for block in blocks]
-    losses = mean_over_ranks(warmup) + [loss for block in blocks for loss in mean_over_ranks(block)]
+    losses = average_over_ranks(warmup) + [
+        loss for block in blocks for loss in average_over_ranks(block)
+    ]
     row |= {
         "tokens_per_second": median(rates),
         "tokens_per_second_lowest": min(rates),
@@ -398,7 +406,7 @@ def summarise(row: dict[str, Any], tokens_per_step: int, steps: int) -> None:
 
 
 def print_comparison(measured: dict[str, Any]) -> None:
-    """A few lines for the terminal."""
+    """Print a few lines for the terminal."""
     ours = measured["contenders"].get("shardwright")
     print(f"{measured['name']}:", flush=True)
     for name, row in measured["contenders"].items():
@@ -410,13 +418,15 @@ def print_comparison(measured: dict[str, Any]) -> None:
         lowest = row["tokens_per_second_lowest"]
         highest = row["tokens_per_second_highest"]
         rate = f"{row['tokens_per_second']:8.0f} tok/s ({lowest:.0f} to {highest:.0f})"
-        cost = f"{row['processor_seconds_per_step']:6.2f} processor s/step {row['peak_memory_bytes'] / 2**20:6.0f} MiB"
+        cost = f"{row['processor_seconds_per_step']:6.2f} processor s/step "
+        cost += f"{row['peak_memory_bytes'] / 2**20:6.0f} MiB"
         print(
-            f"  {name:24}{rate} {cost}  loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}{ratio}",
+            f"  {name:24}{rate} {cost}  "
+            f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}{ratio}",
             flush=True,
         )
         if "predicted" in row:
-            print(told(row), flush=True)
+            print(describe_prediction(row), flush=True)
 
 
 if __name__ == "__main__":

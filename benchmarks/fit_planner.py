@@ -1,15 +1,18 @@
-"""Fit the planner's efficiencies to published measurements, and say how well they predict rows that
-they were not fitted on.
+"""Fit the planner's efficiencies to published measurements, and report how well they predict rows
+that they were not fitted on.
 
-    python -m benchmarks.fit_planner --published FOLDER score            errors with the efficiencies that are in the package
-    python -m benchmarks.fit_planner --published FOLDER fit              fit to all rows, and write planner/efficiencies.yaml
-    python -m benchmarks.fit_planner --published FOLDER halves           fit to each half of the rows, and predict the other
-    python -m benchmarks.fit_planner --published FOLDER sources          fit without a source and predict it, source by source
+    python -m benchmarks.fit_planner --published FOLDER score     errors of the packaged values
+    python -m benchmarks.fit_planner --published FOLDER fit       fit to all rows and write
+                                                                  planner/efficiencies.yaml
+    python -m benchmarks.fit_planner --published FOLDER halves    fit to each half of the rows and
+                                                                  predict the other half
+    python -m benchmarks.fit_planner --published FOLDER sources   predict each source by a fit
+                                                                  without it
 
-FOLDER (default: $SHARDWRIGHT_PUBLISHED) holds measurements.csv and failures.csv. Every parameter
-has a cause that a person can name: what an accelerator achieves, or how a trainer behaves; none
-belongs to a row or to a model. benchmarks/planner_fit.py says what is searched for and how; every
-fit begins at benchmarks/planner_parameters.py's START, whatever the package holds.
+FOLDER (default: $SHARDWRIGHT_PUBLISHED) contains measurements.csv and failures.csv. Every parameter
+has a nameable cause: the rates of an accelerator, or the behaviour of a trainer; none belongs to a
+row or to a model. benchmarks/planner_fit.py describes the search; every fit starts at START of
+benchmarks/planner_parameters.py, not at the packaged values.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from benchmarks.planner_parameters import PARAMETERS, START
 from benchmarks.planner_rows import (
     Errors,
     Row,
-    at_most,
-    errors_of,
-    halve,
+    compute_errors,
     load_rows,
+    select_at_most,
     show,
     show_errors,
+    split_into_halves,
 )
 from shardwright.planner import calibration
 from shardwright.planner.calibration import EfficiencyTable, load_efficiencies
@@ -41,57 +44,59 @@ HEADER = """\
 # Fitted by benchmarks/fit_planner.py to published measurements; docs/planning-accuracy.md lists
 # the sources and errors.
 """
-MOST_OF_A_SOURCE = 300
-"""Rows of one source that the package's numbers look at: of nanotron's 948 more tell nothing that
-is new.
-"""
+MAX_ROWS_PER_SOURCE = 300
+"""Largest number of rows per source in a fit: more of nanotron's 948 add no information."""
 
 
 def fit(
     rows: Sequence[Row], turns: int, pull: float = PULL, *, verbose: bool = False
 ) -> EfficiencyTable:
-    """The numbers that predict these rows best. The search is begun anew where it ended: its steps
-    have become small by then, and what a device's end makes jump is behind it."""
-    search = Fit(rows, PARAMETERS, START, pull)
-    return search.run(turns, begin=search.run(turns, verbose=verbose), verbose=verbose)
+    """Fit the efficiencies that predict these rows best.
 
-
-def halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, list[Errors]]:
-    """Errors of every row under numbers that did not look at it: each half of a source's rows is
-    predicted from the other.
-
-    Of a source of more than twice `MOST_OF_A_SOURCE` rows a fit looks at fewer than half.
+    The search restarts once from its result, because its steps are small by then and the jumps at
+    the memory limits of devices are behind it.
     """
-    one, other = halve(rows)
+    search = Fit(rows, PARAMETERS, START, pull)
+    return search.run(turns, initial=search.run(turns, verbose=verbose), verbose=verbose)
+
+
+def predict_halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, list[Errors]]:
+    """Predict each half of a source's rows by efficiencies fitted to the other half.
+
+    A fit uses at most `MAX_ROWS_PER_SOURCE` rows of a source, even if half of it is more.
+    """
+    one, other = split_into_halves(rows)
     found: dict[str, list[Errors]] = {}
-    for looked_at, held_out in ((one, other), (other, one)):
-        efficiencies = fit(at_most(looked_at, MOST_OF_A_SOURCE), turns, pull)
-        for row in held_out:
-            found.setdefault(row.case.source, []).append(errors_of(row, efficiencies))
+    for fitted, predicted in ((one, other), (other, one)):
+        efficiencies = fit(select_at_most(fitted, MAX_ROWS_PER_SOURCE), turns, pull)
+        for row in predicted:
+            found.setdefault(row.case.source, []).append(compute_errors(row, efficiencies))
     return found
 
 
-def without_source(
+def predict_sources(
     rows: Sequence[Row], turns: int, pull: float, sources: Iterable[str]
 ) -> dict[str, list[Errors]]:
-    """Errors of a source's rows under numbers fitted to all other sources, a source at a time; each
-    is printed as it comes.
+    """Predict each source's rows by efficiencies fitted to all other sources; print each result.
 
-    The search begins at the package's numbers, which have seen the source, and moves away from what
-    only it told: of that nothing but the distance to the level above is left in the loss.
+    The search starts at the packaged values, which were fitted to the source too. Values that only
+    this source determines then appear in the loss through their distance to the level above alone,
+    so the search moves them there.
     """
     found = {}
     for source in sources:
         others = [row for row in rows if row.case.source != source]
-        search = Fit(at_most(others, MOST_OF_A_SOURCE), PARAMETERS, START, pull)
-        efficiencies = search.run(turns, begin=load_efficiencies(PACKAGED))
-        found[source] = [errors_of(row, efficiencies) for row in rows if row.case.source == source]
-        show_errors(f"{source} held out", {source: found[source]})
+        search = Fit(select_at_most(others, MAX_ROWS_PER_SOURCE), PARAMETERS, START, pull)
+        efficiencies = search.run(turns, initial=load_efficiencies(PACKAGED))
+        found[source] = [
+            compute_errors(row, efficiencies) for row in rows if row.case.source == source
+        ]
+        show_errors(f"{source} predicted from the others", {source: found[source]})
     return found
 
 
 def write(efficiencies: EfficiencyTable, path: Path) -> None:
-    """The file that the planner reads."""
+    """Write the file that the planner reads."""
     sections = {
         name: {key: dict(entry) for key, entry in section.items() if entry}
         for name, section in efficiencies.sections.items()
@@ -104,45 +109,48 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--published", type=Path, default=os.environ.get("SHARDWRIGHT_PUBLISHED"))
-    parser.add_argument("--turns", type=int, default=20, help="of the search, at most")
+    parser.add_argument("--turns", type=int, default=20, help="maximum turns of the search")
     parser.add_argument(
         "--pull",
         type=float,
         default=PULL,
-        help="how strongly a number is held to the level above it",
+        help="weight of a number's distance to the level above it",
     )
     parser.add_argument(
         "--source",
         action="append",
-        help="score: only rows of these sources; sources: hold out only these",
+        help="score: only rows of these sources; sources: predict only these",
     )
     parser.add_argument(
-        "--efficiencies", type=Path, default=PACKAGED, help="what `fit` writes and `score` reads"
+        "--efficiencies", type=Path, default=PACKAGED, help="file of `fit` and `score`"
     )
-    parser.add_argument("what", choices=("score", "fit", "halves", "sources"))
+    parser.add_argument("command", choices=("score", "fit", "halves", "sources"))
     options = parser.parse_args()
     if options.published is None:
         parser.error(
-            "say where the published measurements are: --published FOLDER, or SHARDWRIGHT_PUBLISHED"
+            "the folder of published measurements is missing: pass --published FOLDER or set "
+            "SHARDWRIGHT_PUBLISHED"
         )
     rows = load_rows(options.published)
-    every = sorted({row.case.source for row in rows})
-    if options.what == "fit":
+    sources = sorted({row.case.source for row in rows})
+    if options.command == "fit":
         efficiencies = fit(
-            at_most(rows, MOST_OF_A_SOURCE), options.turns, options.pull, verbose=True
+            select_at_most(rows, MAX_ROWS_PER_SOURCE), options.turns, options.pull, verbose=True
         )
         write(efficiencies, options.efficiencies)
         show("Fitted to all rows", rows, efficiencies)
-    elif options.what == "halves":
-        show_errors("Each half predicted from the other", halves(rows, options.turns, options.pull))
-    elif options.what == "sources":
+    elif options.command == "halves":
         show_errors(
-            "A whole source held out",
-            without_source(rows, options.turns, options.pull, options.source or every),
+            "Each half predicted from the other", predict_halves(rows, options.turns, options.pull)
+        )
+    elif options.command == "sources":
+        show_errors(
+            "Each source predicted from the others",
+            predict_sources(rows, options.turns, options.pull, options.source or sources),
         )
     else:
-        wanted = [row for row in rows if not options.source or row.case.source in options.source]
-        show("With the package's numbers", wanted, load_efficiencies(options.efficiencies))
+        selected = [row for row in rows if not options.source or row.case.source in options.source]
+        show("With the package's numbers", selected, load_efficiencies(options.efficiencies))
 
 
 if __name__ == "__main__":

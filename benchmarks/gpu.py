@@ -1,18 +1,18 @@
-"""`make gpu`: the GPU tests, then full fine-tuning steps on one GPU beside Hugging Face Trainer.
+"""`make gpu`: the GPU tests, then full fine-tuning steps on one GPU compared with HF Trainer.
 
-    python -m benchmarks.gpu                                   tests and every case (a case takes 2 to 6 minutes)
-    python -m benchmarks.gpu --list                            names of the cases
+    python -m benchmarks.gpu                        tests and every case, 2 to 6 minutes each
+    python -m benchmarks.gpu --list                 names of the cases
     python -m benchmarks.gpu --no-tests --case 'llama-3.2-1b-4096*' --rounds 1
     python -m benchmarks.gpu --tests-only
     python -m benchmarks.gpu --device cpu --shapes tiny        a rehearsal without a GPU, in fp32
 
 `make gpu ARGS="--device cpu --shapes tiny"` passes arguments on.
 
-It uses the Python that runs it and downloads nothing; what is missing is named and skipped.
-Contenders of a case run in turn (A B A B), each visit in a fresh process with a time limit of its
-own. Results go to <out>/one-gpu.json and .md after every case (<out>: $OUT, else build/gpu), so
-that a run that is cut short, or a case that breaks, leaves the others. Beside ours stands what the
-planner predicts, in time and in bytes allocated and reserved.
+It uses the Python that runs it and downloads nothing; missing packages are named and skipped.
+Contenders of a case run in turn (A B A B), each visit in a new process with its own time limit.
+Results go to <out>/one-gpu.json and .md after every case (<out>: $OUT, else build/gpu), so that an
+interrupted run or a failing case keeps the others. The planner's prediction is added to our rows:
+time, allocated and reserved bytes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 FIRST_LOSS_TOLERANCE = 0.02
-"""Relative. Weights are drawn by each contender itself (the same distribution), so first losses are
-near, not equal.
+"""Relative tolerance. Each contender draws its own weights from the same distribution, so first
+losses are close, not equal.
 """
 NEEDS = {
     "shardwright": (
@@ -81,7 +81,7 @@ class GpuCase:
 
     @property
     def name(self) -> str:
-        """As `--case` takes it."""
+        """Name of the case for `--case`."""
         return f"{self.shape_name}-{self.sequence_length}{self.variant}"
 
     @property
@@ -89,8 +89,8 @@ class GpuCase:
         """Sequences per step."""
         return self.shape.micro_batch_sizes[self.sequence_length]
 
-    def of_contender(self, contender: str, folder: str, device: str, precision: str) -> Case:
-        """Return what a rank runs; `folder` has the model's config.json."""
+    def build_case(self, contender: str, folder: str, device: str, precision: str) -> Case:
+        """Return the case of a rank process; `folder` contains the model's config.json."""
         compile_blocks, recompute = VARIANTS[self.variant]
         return Case(
             contender=contender,
@@ -108,8 +108,8 @@ class GpuCase:
 
 
 def main() -> int:
-    """Exit code 0: all that could run ran well; 1: a test or a contender failed; 2: no such case,
-    no such device or no torch.
+    """Return exit code 0 if all that can run succeeded, 1 if a test or contender failed, 2 for an
+    unknown case, a missing device or a missing torch.
     """
     arguments = parse_arguments()
     shapes = TINY if arguments.shapes == "tiny" else SHAPES
@@ -140,7 +140,7 @@ def main() -> int:
     if arguments.device == "cuda" and not has_cuda():
         rehearsal = "--device cpu --shapes tiny"
         print(
-            f'torch sees no CUDA device here; `make gpu ARGS="{rehearsal}"` rehearses without one',
+            f'torch finds no CUDA device; `make gpu ARGS="{rehearsal}"` rehearses without one',
             file=sys.stderr,
         )
         return 2
@@ -156,11 +156,11 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--list", action="store_true", help="print the cases and leave")
+    parser.add_argument("--list", action="store_true", help="print the cases and exit")
     parser.add_argument(
         "--case",
         action="append",
@@ -173,7 +173,7 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME",
-        help=f"of {', '.join(NEEDS)}; repeatable",
+        help=f"contenders to run, of {', '.join(NEEDS)}; repeatable",
     )
     parser.add_argument(
         "--rounds", type=int, default=2, help="visits to each contender (default 2)"
@@ -188,14 +188,14 @@ def parse_arguments() -> argparse.Namespace:
         default=240.0,
         help="seconds for start, warm-up (compilation) or steps",
     )
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--no-tests", action="store_true", help="leave tests/gpu out")
-    chosen.add_argument("--tests-only", action="store_true", help="run tests/gpu and leave")
+    tests_group = parser.add_mutually_exclusive_group()
+    tests_group.add_argument("--no-tests", action="store_true", help="skip tests/gpu")
+    tests_group.add_argument("--tests-only", action="store_true", help="run tests/gpu only")
     parser.add_argument(
         "--tests",
         default="",
         metavar="EXPRESSION",
-        help="of tests/gpu those that pytest -k EXPRESSION selects",
+        help="run only the tests of tests/gpu that pytest -k EXPRESSION selects",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
@@ -204,7 +204,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--precision",
         choices=("bf16", "fp32"),
-        help="of compute; default: bf16 on cuda, fp32 on cpu",
+        help="precision of compute; default: bf16 on cuda, fp32 on cpu",
     )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "build/gpu"))
     arguments = parser.parse_args()
@@ -215,33 +215,33 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def has_cuda() -> bool:
-    """Asked in a process of its own: a CUDA context here would take memory from every contender."""
-    asked = subprocess.run(
+    """Ask torch in another process: a CUDA context here would take memory from every contender."""
+    process = subprocess.run(
         [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
     )
-    return asked.returncode == 0
+    return process.returncode == 0
 
 
-def find_contenders(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Who can run here, and who cannot and why."""
+def find_contenders(selected: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the contenders that can run here, and the others with the reason."""
     skipped = {
         contender: reason
         for contender, packages in NEEDS.items()
         if (reason := name_missing(packages))
     }
     return [
-        name for name in NEEDS if name not in skipped and (not wanted or name in wanted)
+        name for name in NEEDS if name not in skipped and (not selected or name in selected)
     ], skipped
 
 
 def name_missing(packages: Iterable[str]) -> str:
-    """Return which of the packages are not installed, in words; empty where all are."""
+    """Name the packages that are not installed; return "" if all are."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"not installed: {', '.join(missing)}" if missing else ""
 
 
 def run_tests(device: str, expression: str, skipped: dict[str, str]) -> bool:
-    """Run tests/gpu on the device with whatever versions are here; False if a test failed or
+    """Run tests/gpu on the device with the installed versions; return False if a test failed or
     `expression` selects none.
     """
     reason = name_missing(TESTS_NEED)
@@ -251,8 +251,7 @@ def run_tests(device: str, expression: str, skipped: dict[str, str]) -> bool:
         return True
     root = Path(__file__).resolve().parents[1]
     source = os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")]))
-    # Neither warnings of other versions than those tested nor settings of plugins that are absent
-    # are failures here.
+    # Warnings of untested versions and settings of absent plugins are no failures here.
     options = [
         "-q",
         "-W",
@@ -284,7 +283,7 @@ def measure_cases(
     skipped: dict[str, str],
     arguments: argparse.Namespace,
 ) -> bool:
-    """Measure the cases one by one, writing the results after each; True when a contender
+    """Measure the cases one by one and write the results after each; return True if a contender
     failed.
     """
     result: dict[str, Any] = {
@@ -302,9 +301,7 @@ def measure_cases(
     for case in cases:
         try:
             measured = measure(case, contenders, arguments, cluster)
-        except (
-            Exception
-        ) as error:  # a case that breaks, whatever it is, shall not take the others with it
+        except Exception as error:  # a failing case must not end the others
             traceback.print_exc()
             skipped[case.name] = f"failed: {type(error).__name__}: {error}"
             failed = True
@@ -325,14 +322,14 @@ def measure_cases(
 
 
 def find_cluster(device_name: str, contenders: list[str]) -> Cluster | None:
-    """What to predict on; None where ours is not measured, whose packages the planner needs, or the
-    catalogue lacks the device.
+    """Return the cluster to predict on; None if the catalogue lacks the device, or if shardwright,
+    whose packages the planner needs, is not measured.
     """
     if "shardwright" not in contenders:
         return None
-    from benchmarks.predicted import catalogued_cluster
+    from benchmarks.predicted import find_catalogue_cluster
 
-    return catalogued_cluster(device_name)
+    return find_catalogue_cluster(device_name)
 
 
 def measure(
@@ -341,8 +338,8 @@ def measure(
     arguments: argparse.Namespace,
     cluster: Cluster | None = None,
 ) -> dict[str, Any]:
-    """Visit the contenders in turn, `rounds` times; a failure is a row, not the end. Beside ours
-    what the planner predicts.
+    """Visit the contenders in turn, `rounds` times, and add the prediction to our row. A failure is
+    a row and does not end the case.
     """
     visits: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     failures: dict[str, str] = {}
@@ -356,7 +353,7 @@ def measure(
                     continue
                 logs = arguments.out / "logs" / case.name
                 ranks = Ranks(
-                    case.of_contender(contender, folder, arguments.device, arguments.precision),
+                    case.build_case(contender, folder, arguments.device, arguments.precision),
                     logs,
                     time_limit_seconds=arguments.time_limit,
                     threads_per_rank=None,
@@ -380,10 +377,10 @@ def measure(
             rows[contender] = summarise(replies, tokens, flops_per_token, ceiling)
     check_first_losses(case, rows)
     if cluster is not None and "tokens_per_second" in rows.get("shardwright", {}):
-        from benchmarks.predicted import predicted_row
+        from benchmarks.predicted import predict_row
 
-        ours = case.of_contender("shardwright", "", arguments.device, arguments.precision)
-        rows["shardwright"]["predicted"] = predicted_row(ours, cluster, case.shape.config)
+        ours = case.build_case("shardwright", "", arguments.device, arguments.precision)
+        rows["shardwright"]["predicted"] = predict_row(ours, cluster, case.shape.config)
     return {
         "name": case.name,
         "shape": case.shape_name,
@@ -412,7 +409,7 @@ def visit(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
 def summarise(
     replies: list[dict[str, Any]], tokens: int, flops_per_token: float, ceiling: float
 ) -> dict[str, Any]:
-    """Figures of one contender over its visits."""
+    """Compute the figures of one contender over its visits."""
     rates = [tokens / reply["seconds"] for reply in replies]
     return {
         "tokens_per_second": median(rates),
@@ -436,7 +433,7 @@ def summarise(
 
 
 def check_first_losses(case: GpuCase, rows: dict[str, dict[str, Any]]) -> None:
-    """Turn rows whose first loss stands apart into failures: they do not do the same work."""
+    """Turn rows with a different first loss into failures: they do not do the same work."""
     first = {name: row["first_loss"] for name, row in rows.items() if "first_loss" in row}
     if not first:
         return
@@ -450,7 +447,7 @@ def check_first_losses(case: GpuCase, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def measure_ceiling(device: str, precision: str) -> dict[str, Any]:
-    """What the device reaches, measured now in a process of its own."""
+    """Measure the rates of the device now, in another process."""
     command = [sys.executable, "-m", "benchmarks.ceiling", device, precision]
     measured = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     ceiling: dict[str, Any] = json.loads(measured.stdout.splitlines()[-1])
@@ -458,8 +455,8 @@ def measure_ceiling(device: str, precision: str) -> dict[str, Any]:
 
 
 def count_flops_per_token(case: GpuCase) -> float:
-    """Model FLOPs of a forward and backward pass per token, by the convention of docs: 6 per matrix
-    element, causal attention.
+    """Count model FLOPs of a forward and backward pass per token, by the convention of docs: 6 per
+    matrix element, causal attention.
     """
     config = case.shape.config
     length = case.sequence_length
@@ -477,7 +474,7 @@ def count_flops_per_token(case: GpuCase) -> float:
 
 
 def print_case(measured: dict[str, Any]) -> None:
-    """A few lines for the terminal."""
+    """Print a few lines for the terminal."""
     print(
         f"{measured['name']}  (ceiling {measured['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s)",
         flush=True,
@@ -495,9 +492,9 @@ def print_case(measured: dict[str, Any]) -> None:
             flush=True,
         )
         if "predicted" in row:
-            from benchmarks.predicted import told
+            from benchmarks.predicted import describe_prediction
 
-            print(told(row), flush=True)
+            print(describe_prediction(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts the rank processes of a case and talks to them: the parent's side of `pace.py`. No
+"""Start the rank processes of a case and control them: the parent's side of `pace.py`. Imports no
 torch.
 """
 
@@ -28,20 +28,20 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Set for several ranks; absent for one, which is then a process by itself to every contender."""
+"""Set for several ranks; absent for one rank, so that contenders run it as a single process."""
 
 
 class RanksFailed(RuntimeError):
-    """A rank ended or went silent; the message holds the end of its log."""
+    """A rank ended or does not answer; the message contains the end of its log."""
 
 
 class Ranks:
-    """The processes of one case, alive from entering to leaving the context.
+    """Processes of one case, alive within the context.
 
     Args:
-        case: what they run.
-        logs_dir: where what they print goes, one file per rank.
-        time_limit_seconds: how long the start or one block may take.
+        case: case that they run.
+        logs_dir: folder of their output, one file per rank.
+        time_limit_seconds: longest time of the start and of one block.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         self._logs_dir.mkdir(parents=True, exist_ok=True)
-        port = free_port()
+        port = find_free_port()
         for rank in range(self.case.world_size):
             self._start(rank, port)
         return self
@@ -74,7 +74,7 @@ class Ranks:
     ) -> None:
         for process in self._processes:
             if kind is None and process.poll() is None:
-                self._tell(process, "stop")
+                self._send(process, "stop")
         for process in self._processes:
             try:
                 process.wait(timeout=30 if kind is None else 0.1)
@@ -88,18 +88,18 @@ class Ranks:
             replies.close()
 
     def wait_ready(self) -> list[dict[str, Any]]:
-        """Start-up reply of every rank: model built and wrapped, nothing trained yet."""
+        """Wait for every rank's start-up reply: the model is built and wrapped, not trained."""
         return self._collect()
 
     def run_block(self, steps: int, *, memory: bool = False) -> list[dict[str, Any]]:
-        """Run `steps` optimizer steps; one reply per rank (seconds, losses, memory).
+        """Run `steps` optimizer steps; return one reply per rank (seconds, losses, memory).
 
         Args:
-            memory: with `peak_tensor_bytes` in the replies, of contenders that tell what they hold;
-            the steps take longer.
+            memory: add `peak_tensor_bytes` to the replies, which needs a contender that counts its
+            resident bytes; the steps take longer.
         """
         for process in self._processes:
-            self._tell(process, f"{steps} memory" if memory else str(steps))
+            self._send(process, f"{steps} memory" if memory else str(steps))
         return self._collect()
 
     def _start(self, rank: int, port: int) -> None:
@@ -108,7 +108,7 @@ class Ranks:
             name: value for name, value in os.environ.items() if name not in RANK_VARIABLES
         }
         environment["TOKENIZERS_PARALLELISM"] = "false"
-        # A checkout that is not installed (a borrowed machine's Python) still finds its own
+        # A checkout that is not installed (another machine's Python) still finds its own
         # sources.
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])
@@ -122,7 +122,7 @@ class Ranks:
             environment |= {
                 name: str(self._threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
             }
-        with self._log(rank).open("w") as log:
+        with self._log_path(rank).open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.rank", self.case.to_json(), str(write_fd)],
                 stdin=subprocess.PIPE,
@@ -137,13 +137,13 @@ class Ranks:
         self._processes.append(process)
         self._replies.append(os.fdopen(read_fd))
 
-    def _tell(self, process: subprocess.Popen[str], command: str) -> None:
+    def _send(self, process: subprocess.Popen[str], command: str) -> None:
         assert process.stdin is not None
         try:
             process.stdin.write(command + "\n")
             process.stdin.flush()
         except BrokenPipeError:
-            return  # it is dead; the read that follows says so with its log
+            return  # it has ended; the next read reports that with its log
 
     def _collect(self) -> list[dict[str, Any]]:
         deadline = time.monotonic() + self._limit
@@ -155,31 +155,32 @@ class Ranks:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     raise RanksFailed(
-                        f"{self.case.name}: no answer within {self._limit:.0f} s. {self._log_tail()}"
+                        f"{self.case.name}: no answer within {self._limit:.0f} s. "
+                        f"{self._read_log_tail()}"
                     )
                 for key, _ in ready:
                     line = self._replies[key.data].readline()  # ranks write whole lines
                     if not line:
-                        self._processes[key.data].wait(
-                            self._limit
-                        )  # its last words are in the log by then
+                        # After its end the log is complete.
+                        self._processes[key.data].wait(self._limit)
                         raise RanksFailed(
-                            f"{self.case.name}: rank {key.data} ended. {self._log_tail(key.data)}"
+                            f"{self.case.name}: rank {key.data} ended. "
+                            f"{self._read_log_tail(key.data)}"
                         )
                     messages[key.data] = json.loads(line)
                     selector.unregister(key.fileobj)
         return [messages[rank] for rank in sorted(messages)]
 
-    def _log(self, rank: int) -> Path:
+    def _log_path(self, rank: int) -> Path:
         return self._logs_dir / f"{self.case.name}-rank{rank}.log"
 
-    def _log_tail(self, rank: int = 0) -> str:
-        lines = self._log(rank).read_text(errors="replace").splitlines()
-        return f"End of {self._log(rank)}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+    def _read_log_tail(self, rank: int = 0) -> str:
+        lines = self._log_path(rank).read_text(errors="replace").splitlines()
+        return f"End of {self._log_path(rank)}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def find_free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

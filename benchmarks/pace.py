@@ -1,9 +1,9 @@
-"""The clock of a rank: contenders call it after every step; it times blocks of steps on the
-parent's command.
+"""Timer of a rank: contenders call it after every step; it times blocks of steps on the parent's
+command.
 
 A contender stays alive between blocks, so that the parent can time all contenders of a comparison
-in turn (A B C A B C ...) and a slow minute of the machine hits them alike. While it waits for a
-command it holds memory but takes no processor time.
+in turn (A B C A B C ...) and a slow minute of the machine affects all of them. While it waits for a
+command it occupies memory but uses no processor time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from typing import Any, TextIO
 
 import torch
 
-from benchmarks.allocated import Allocated
+from benchmarks.allocated import AllocationCounter
 
 
 class Pace:
-    """Times blocks of optimizer steps.
+    """Timer of blocks of optimizer steps.
 
     Args:
-        commands: one line per block: the number of steps to run, with `memory` behind it or not, or
-        `stop`. replies: one JSON line per block. barrier: returns when all ranks have come here and
-        the device is idle. device: `cpu` or `cuda`; decides which memory is read.
+        commands: one line per block: the number of steps, optionally with `memory`, or `stop`.
+        replies: one JSON line per block.
+        barrier: returns when all ranks have called it and the device is idle.
+        device: `cpu` or `cuda`; decides which memory is measured.
     """
 
     def __init__(
@@ -38,38 +39,44 @@ class Pace:
         self._device = device
         self._remaining = 0
         self._losses: list[float | torch.Tensor] = []
-        self._started = self._cpu_started = 0.0
-        self._allocated: Allocated | None = None
+        self._start_seconds = self._cpu_start_seconds = 0.0
+        self._allocation_counter: AllocationCounter | None = None
         self.details: dict[str, Any] = {}
-        self.held_bytes: Callable[[], int] | None = None
-        """Bytes of tensors between steps, where the contender tells them: then a block can be asked
-        for its peak.
-        """
+        self.count_resident_bytes: Callable[[], int] | None = None
+        """Function that counts tensor bytes between steps. Blocks with `memory` need it."""
 
     def begin(self) -> bool:
-        """Wait for the first command; to be called once, right before the first step. False:
-        stop.
+        """Wait for the first command; call this once, right before the first step.
+
+        Return False to stop.
         """
-        self._reply({"ready": True, "start_up": self._memory(), "details": self.details})
+        self._reply({"ready": True, "start_up": self._read_memory(), "details": self.details})
         return self._next_block()
 
     def step_done(self, loss: float | torch.Tensor) -> bool:
         """Count a step; at the end of a block report and wait. `loss`: this rank's mean token loss.
-        False: stop.
+
+        Return False to stop.
         """
         self._losses.append(loss)
         self._remaining -= 1
         if self._remaining > 0:
             return True
         self._barrier()
-        seconds = time.perf_counter() - self._started
-        cpu_seconds = time.process_time() - self._cpu_started
+        seconds = time.perf_counter() - self._start_seconds
+        cpu_seconds = time.process_time() - self._cpu_start_seconds
         losses = [float(loss) for loss in self._losses]
-        reply = {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses} | self._memory()
-        if self._allocated is not None:
-            assert self.held_bytes is not None
-            reply["peak_tensor_bytes"] = self.held_bytes() + self._allocated.end()
-            self._allocated = None
+        reply = {
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "losses": losses,
+        } | self._read_memory()
+        if self._allocation_counter is not None:
+            assert self.count_resident_bytes is not None
+            reply["peak_tensor_bytes"] = (
+                self.count_resident_bytes() + self._allocation_counter.end()
+            )
+            self._allocation_counter = None
         self._reply(reply)
         return self._next_block()
 
@@ -77,23 +84,23 @@ class Pace:
         command = self._commands.readline().strip()
         if command in ("", "stop"):
             return False
-        steps, _, word = command.partition(" ")
+        steps, _, option = command.partition(" ")
         self._remaining = int(steps)
         self._losses = []
         self._barrier()
         self._reset_memory()
-        if word == "memory":
-            self._allocated = Allocated()
-        self._started = time.perf_counter()
-        self._cpu_started = time.process_time()
+        if option == "memory":
+            self._allocation_counter = AllocationCounter()
+        self._start_seconds = time.perf_counter()
+        self._cpu_start_seconds = time.process_time()
         return True
 
     def _reply(self, message: dict[str, Any]) -> None:
         self._replies.write(json.dumps(message) + "\n")
         self._replies.flush()
 
-    def _memory(self) -> dict[str, int]:
-        memory = {"peak_rss_bytes": high_water_bytes()}
+    def _read_memory(self) -> dict[str, int]:
+        memory = {"peak_rss_bytes": read_peak_rss_bytes()}
         if self._device == "cuda":
             memory |= {
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
@@ -103,26 +110,23 @@ class Pace:
 
     def _reset_memory(self) -> None:
         try:
-            Path("/proc/self/clear_refs").write_text(
-                "5"
-            )  # resets VmHWM to what is resident now (proc(5))
+            # Resets VmHWM to the resident size (proc(5)).
+            Path("/proc/self/clear_refs").write_text("5")
         except OSError:
-            self.details["high_water_since"] = (
-                "start of the process: this kernel does not let it be reset"
-            )
+            self.details["high_water_since"] = "start of the process: this kernel cannot reset it"
         if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
 
-def high_water_bytes() -> int:
-    """High-water mark of this process's resident memory in bytes (VmHWM), shared libraries
-    included.
+def read_peak_rss_bytes() -> int:
+    """Return the high-water mark of this process's resident memory in bytes (VmHWM), with shared
+    libraries.
     """
-    found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    match = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     if (
-        found is None
-    ):  # a kernel without VmHWM (gVisor): the closest that POSIX offers, in KiB on Linux
+        match is None
+    ):  # a kernel without VmHWM (gVisor): the closest figure of POSIX, in KiB on Linux
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(found.group(1)) * 1024
+    return int(match.group(1)) * 1024

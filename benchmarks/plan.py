@@ -1,8 +1,8 @@
 """CPU seconds of planning: one search per model and cluster, and the whole command with its
 imports, on one core.
 
-User time of this process (and of the command's), which other work on the machine lengthens less
-than it does the clock's time.
+It measures user time of this process and of the command, because other work on the machine
+increases it less than the elapsed time.
 
     python benchmarks/plan.py [--json]
 """
@@ -37,36 +37,35 @@ def main() -> None:
     """Print a line per case, or all of them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    found = [measure(*case) for case in CASES]
-    if given.json:
-        print(json.dumps(found, indent=1))
+    options = parser.parse_args()
+    results = [measure(*case) for case in CASES]
+    if options.json:
+        print(json.dumps(results, indent=1))
         return
-    for case in found:
+    for case in results:
         print(
             f"{case['recipe']:12} {case['gpus']:6} GPUs  search {case['search_seconds']:5.2f} s  "
-            f"command {case['command_seconds']:5.2f} s  {case['predicted']:4} predicted  {case['chosen']}"
+            f"command {case['command_seconds']:5.2f} s  {case['predicted']:4} predicted  "
+            f"{case['chosen']}"
         )
 
 
 def measure(recipe: str, cluster: str, nodes: int) -> dict[str, object]:
-    """CPU seconds of one case; nothing is known from a case before, every search having its own
-    facts.
-    """
+    """Measure the CPU seconds of one case. Every search computes its own facts."""
     path = RECIPES / f"{recipe}.yaml"
-    checked = load_recipe(path)
-    where = parse_cluster(cluster, num_nodes=nodes)
+    parsed = load_recipe(path)
+    cluster_spec = parse_cluster(cluster, num_nodes=nodes)
     predictor = Predictor(
-        ModelFacts(read_planning_shape(checked)),
-        where,
-        load_efficiencies().get_efficiency(where.accelerator),
+        ModelFacts(read_planning_shape(parsed)),
+        cluster_spec,
+        load_efficiencies().get_efficiency(cluster_spec.accelerator),
     )
-    before = _used(resource.RUSAGE_SELF)
-    found = search_layouts(
-        predictor, build_problem(checked, build_template(checked), where.num_gpus)
+    start_seconds = _read_user_seconds(resource.RUSAGE_SELF)
+    result = search_layouts(
+        predictor, build_problem(parsed, build_template(parsed), cluster_spec.num_gpus)
     )
-    searched = _used(resource.RUSAGE_SELF) - before
-    before = _used(resource.RUSAGE_CHILDREN)
+    search_seconds = _read_user_seconds(resource.RUSAGE_SELF) - start_seconds
+    start_seconds = _read_user_seconds(resource.RUSAGE_CHILDREN)
     command = [
         sys.executable,
         "-m",
@@ -82,16 +81,16 @@ def measure(recipe: str, cluster: str, nodes: int) -> dict[str, object]:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return {
         "recipe": recipe,
-        "gpus": where.num_gpus,
-        "search_seconds": round(searched, 3),
-        "command_seconds": round(_used(resource.RUSAGE_CHILDREN) - before, 3),
-        "predicted": found.num_predicted,
-        "chosen": "" if found.chosen is None else found.chosen.candidate.describe(),
+        "gpus": cluster_spec.num_gpus,
+        "search_seconds": round(search_seconds, 3),
+        "command_seconds": round(_read_user_seconds(resource.RUSAGE_CHILDREN) - start_seconds, 3),
+        "predicted": result.num_predicted,
+        "chosen": "" if result.chosen is None else result.chosen.candidate.describe(),
     }
 
 
-def _used(whose: int) -> float:
-    return resource.getrusage(whose).ru_utime
+def _read_user_seconds(process_group: int) -> float:
+    return resource.getrusage(process_group).ru_utime
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""The planner's efficiencies that make published rows likeliest, each held to what stands one level
-above it.
+"""Fit the planner's efficiencies to published rows, with a penalty for the distance of each number
+from the level above it.
 
-A level is what an entry of `efficiencies.yaml` overrides: all trainers share numbers, a trainer may
-differ; all GPUs share numbers, a generation may differ, a kernel's may differ again. A number costs
-`pull` times the square of its distance to the level above (in factors of e, or in the parameter's
-unit), so that few rows move it a little and many as far as they tell; what no row tells stays what
-the others have. That is also what a trainer or an accelerator gets that nobody has measured.
+The entries of `efficiencies.yaml` have levels, and an entry overrides the level above: all trainers
+share numbers, one trainer may differ; all GPUs share numbers, a generation may differ, a kernel may
+differ again. A number costs `pull` times the square of its distance to the level above (in factors
+of e, or in the parameter's unit). Few rows therefore move it a little, many rows as far as they
+require, and without any row it keeps the value of the level above. An unmeasured trainer or
+accelerator gets that value too.
 
-Rows count by the absolute error, smoothed near zero. scipy's trust region does the search, from
-slopes by finite differences: a row is predicted anew only where what it reads has changed.
+Rows count by the absolute error, smoothed near zero. The search is scipy's trust region with slopes
+by finite differences; a row is predicted again only if an entry that it reads has changed.
 """
 
 from __future__ import annotations
@@ -22,41 +23,39 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from benchmarks.planner_parameters import Parameter
-from benchmarks.planner_rows import Errors, Row, errors_of
+from benchmarks.planner_rows import Errors, Row, compute_errors
 from shardwright.planner.calibration import EfficiencyTable
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.published.measurements import PublishedRun
 
 PULL = 0.01
-"""Of the loss, a parameter's distance of one (a factor of e) from the level above. A source of n
-rows with a mean error of 5% has 0.05 x sqrt(n). Halves of the rows predict each other best at it,
-of 0.01, 0.03 and 0.1."""
+"""Loss of a parameter's distance of one (a factor of e) from the level above. For comparison, a
+source of n rows with a mean error of 5% has 0.05 x sqrt(n). Of 0.01, 0.03 and 0.1, halves of the
+rows predict each other best with this value."""
 SMOOTH = 0.03
-"""Errors below it count by their square: nothing is gained by fitting noise to the last percent."""
+"""Smaller errors count by their square, so that the last percent of noise is not fitted."""
 UNDER = 1.0
-"""What memory costs on top where it is more than 5% under: a run that was said to fit does not."""
+"""Additional loss where memory is predicted more than 5% too low: such a run may not fit."""
 WRONG = 3.0
-"""What `fits` costs where it is wrong: so many times the share of the device's memory by which it
-is.
-"""
+"""Loss of a wrong `fits`, times the share of the device's memory by which it is wrong."""
 STEP = 0.02
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows that read the same entries, and so have one `Efficiency`."""
+    """Rows that read the same entries and therefore have one `Efficiency`."""
 
     case: PublishedRun
     indices: list[int]
 
-    def achieved(self, efficiencies: EfficiencyTable) -> Efficiency:
+    def get_efficiency(self, efficiencies: EfficiencyTable) -> Efficiency:
         return efficiencies.get_efficiency(
             self.case.cluster.accelerator, self.case.framework, self.case.features
         )
 
 
 class Fit:
-    """Parameters, rows and what both cost; `run` finds the best."""
+    """Parameters and rows with their loss; `run` minimises it."""
 
     def __init__(
         self,
@@ -75,65 +74,67 @@ class Fit:
             ):
                 readers.setdefault(entry, group.case)
         self.parameters = [parameter for parameter in parameters if parameter.entry in readers]
-        """Those that some row reads."""
+        """Parameters that at least one row reads."""
         self._readers = [readers[parameter.entry] for parameter in self.parameters]
         per_source: dict[str, int] = defaultdict(int)
         for row in rows:
             per_source[row.case.source] += 1
-        # A source counts by the root of its rows: one of five does not outweigh one of hundreds,
-        # nor the other way round.
+        # A source counts by the root of its rows: a source of five rows does not outweigh one of
+        # hundreds, nor the reverse.
         weights = np.repeat([per_source[row.case.source] ** -0.5 for row in rows], 3)
-        self._pending_weight_gradients = np.concatenate(
-            [weights, np.full(len(self.parameters), pull)]
-        )
+        self._weights = np.concatenate([weights, np.full(len(self.parameters), pull)])
         self._known: (
             tuple[NDArray[np.float64], EfficiencyTable, list[Efficiency], NDArray[np.float64]]
             | None
         ) = None
 
     def run(
-        self, most_turns: int, *, begin: EfficiencyTable | None = None, verbose: bool = False
+        self, max_turns: int, *, initial: EfficiencyTable | None = None, verbose: bool = False
     ) -> EfficiencyTable:
-        """The best efficiencies after at most so many turns; entries that say no more than the
-        level above are left out.
+        """Return the best efficiencies after at most `max_turns`, without entries that equal the
+        level above.
 
-        `begin` is where the search begins, if not at the start: nearer to the end, it takes fewer
-        turns.
+        `initial` replaces the start of the search; a start nearer to the end takes fewer turns.
         """
-        low = np.array([parameter.scaled(parameter.low) for parameter in self.parameters])
-        high = np.array([parameter.scaled(parameter.high) for parameter in self.parameters])
+        low = np.array([parameter.scale(parameter.low) for parameter in self.parameters])
+        high = np.array([parameter.scale(parameter.high) for parameter in self.parameters])
         found = least_squares(
             self._residuals,
-            np.clip(self._begin(begin or self.start), low + 1e-6, high - 1e-6),
+            np.clip(self._make_initial_vector(initial or self.start), low + 1e-6, high - 1e-6),
             self._slopes,
             bounds=(low, high),
             loss=self._loss,
-            max_nfev=most_turns,
+            max_nfev=max_turns,
             ftol=1e-4,
             xtol=1e-4,
             verbose=2 if verbose else 0,
         )
-        return self._plain(self._put(found.x))
+        return self._drop_redundant_entries(self._apply(found.x))
 
-    def _begin(self, begin: EfficiencyTable) -> NDArray[np.float64]:
+    def _make_initial_vector(self, initial: EfficiencyTable) -> NDArray[np.float64]:
         values = []
         for parameter, case in zip(self.parameters, self._readers, strict=True):
-            own = parameter.get(begin)
-            values.append(parameter.scaled(parameter.above(begin, case) if own is None else own))
+            own_value = parameter.get(initial)
+            values.append(
+                parameter.scale(parameter.above(initial, case) if own_value is None else own_value)
+            )
         return np.array(values)
 
-    def _put(self, x: NDArray[np.float64]) -> EfficiencyTable:
+    def _apply(self, x: NDArray[np.float64]) -> EfficiencyTable:
         efficiencies = self.start
         for parameter, value in zip(self.parameters, x, strict=True):
-            efficiencies = parameter.put(efficiencies, parameter.plain(float(value)))
+            efficiencies = parameter.replace(efficiencies, parameter.unscale(float(value)))
         return efficiencies
 
-    def _plain(self, efficiencies: EfficiencyTable) -> EfficiencyTable:
+    def _drop_redundant_entries(self, efficiencies: EfficiencyTable) -> EfficiencyTable:
         for parameter, case in zip(self.parameters, self._readers, strict=True):
-            own = parameter.get(efficiencies)
-            assert own is not None
+            own_value = parameter.get(efficiencies)
+            assert own_value is not None
             if (
-                abs(parameter.scaled(own) - parameter.scaled(parameter.above(efficiencies, case)))
+                abs(
+                    parameter.scale(own_value)
+                    - parameter.scale(parameter.above(efficiencies, case))
+                )
                 < 0.01
             ):
                 efficiencies = parameter.drop(efficiencies)
@@ -141,13 +142,13 @@ class Fit:
 
     def _residuals(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         if self._known is None or not np.array_equal(self._known[0], x):
-            efficiencies = self._put(x)
-            achieved = [group.achieved(efficiencies) for group in self.groups]
+            efficiencies = self._apply(x)
+            efficiency = [group.get_efficiency(efficiencies) for group in self.groups]
             by_row = np.empty((len(self.rows), 3))
             for group in self.groups:
                 for index in group.indices:
-                    by_row[index] = _row_residuals(errors_of(self.rows[index], efficiencies))
-            self._known = (x.copy(), efficiencies, achieved, by_row)
+                    by_row[index] = _row_residuals(compute_errors(self.rows[index], efficiencies))
+            self._known = (x.copy(), efficiencies, efficiency, by_row)
         _, efficiencies, _, by_row = self._known
         return np.concatenate([by_row.ravel(), self._distances(x, efficiencies)])
 
@@ -155,7 +156,7 @@ class Fit:
         self, x: NDArray[np.float64], efficiencies: EfficiencyTable
     ) -> NDArray[np.float64]:
         above = [
-            parameter.scaled(parameter.above(efficiencies, case))
+            parameter.scale(parameter.above(efficiencies, case))
             for parameter, case in zip(self.parameters, self._readers, strict=True)
         ]
         return x - np.array(above)
@@ -167,26 +168,26 @@ class Fit:
         distances = self._distances(x, efficiencies)
         slopes = np.zeros((3 * len(self.rows) + len(x), len(x)))
         for place, parameter in enumerate(self.parameters):
-            step = STEP if parameter.plain(x[place] + STEP) < parameter.high else -STEP
-            moved = x.copy()
-            moved[place] += step
-            changed = parameter.put(efficiencies, parameter.plain(float(moved[place])))
-            for group, achieved in zip(self.groups, before, strict=True):
-                if group.achieved(changed) == achieved:
+            step = STEP if parameter.unscale(x[place] + STEP) < parameter.high else -STEP
+            changed_x = x.copy()
+            changed_x[place] += step
+            changed = parameter.replace(efficiencies, parameter.unscale(float(changed_x[place])))
+            for group, efficiency in zip(self.groups, before, strict=True):
+                if group.get_efficiency(changed) == efficiency:
                     continue
                 for index in group.indices:
-                    now = _row_residuals(errors_of(self.rows[index], changed))
+                    residuals = _row_residuals(compute_errors(self.rows[index], changed))
                     slopes[3 * index : 3 * index + 3, place] = (
-                        np.array(now) - by_row[index]
+                        np.array(residuals) - by_row[index]
                     ) / step
             slopes[3 * len(self.rows) :, place] = (
-                self._distances(moved, changed) - distances
+                self._distances(changed_x, changed) - distances
             ) / step
         return slopes
 
     def _loss(self, squares: NDArray[np.float64]) -> NDArray[np.float64]:
-        """scipy's: of each squared residual the loss, and its first and second derivative; scipy
-        halves them.
+        """Return the loss of each squared residual with its first and second derivatives; scipy
+        halves it.
         """
         rows = 3 * len(self.rows)
         found = np.zeros((3, len(squares)))
@@ -196,7 +197,7 @@ class Fit:
         found[2, :rows] = -0.5 / smoothed**3
         found[0, rows:] = 2 * squares[rows:]
         found[1, rows:] = 2
-        return found * self._pending_weight_gradients
+        return found * self._weights
 
 
 def _groups(rows: Sequence[Row]) -> list[_Group]:
@@ -209,8 +210,9 @@ def _groups(rows: Sequence[Row]) -> list[_Group]:
 
 
 def _row_residuals(errors: Errors) -> tuple[float, float, float]:
-    """Time, memory and `fits` of a row, 0 where it does not say. A row that says its memory need
-    not be right about `fits`, too.
+    """Return the residuals of time, memory and `fits` of a row; 0 where a figure is unknown.
+
+    A row with known memory has no residual of `fits`.
     """
     time = errors.time or 0.0
     memory = errors.memory or 0.0

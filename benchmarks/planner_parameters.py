@@ -1,5 +1,5 @@
-"""What of the planner's efficiencies is fitted, with bounds, and where every fit begins. Each
-number has a cause with a name.
+"""The fitted efficiencies of the planner with their bounds, and the start of every fit. Each number
+has a nameable cause.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ UNITS = {
     "data_hop_seconds": 3e-5,
     "pipelined_hop_seconds": 1e-4,
 }
-"""Fields that are as good as zero for some: the distance between two values is their difference in
-these units. Of all others it is the logarithm of their ratio."""
+"""Fields that may be nearly zero: the distance of two values is their difference in these units.
+For other fields it is the logarithm of their ratio."""
 
 
 @dataclass(frozen=True)
@@ -43,35 +43,35 @@ class Parameter:
 
     @property
     def entry(self) -> tuple[str, str]:
-        """Where it stands."""
+        """Section and name of the entry."""
         return self.section, self.name
 
     def get(self, efficiencies: EfficiencyTable) -> float | None:
-        """Its own value; None where the entry does not say."""
-        found = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field)
-        return (found or {}).get(self.precision) if self.precision else found
+        """Return its own value; None if the entry has none."""
+        value = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field)
+        return (value or {}).get(self.precision) if self.precision else value
 
     def above(self, efficiencies: EfficiencyTable, case: PublishedRun) -> float:
-        """What a case that reads the entry would have without it and without any that is narrower,
-        within the bounds.
+        """Return the value that `case` has without this entry and without narrower ones, within the
+        bounds.
         """
-        achieved = efficiencies.get_efficiency(
+        efficiency = efficiencies.get_efficiency(
             case.cluster.accelerator, case.framework, case.features, before_entry=self.entry
         )
-        found = getattr(achieved, self.field)
+        value = getattr(efficiency, self.field)
         if self.precision:
-            found = found.get(self.precision, achieved.matmul_share)
-        return min(max(float(found), self.low), self.high)
+            value = value.get(self.precision, efficiency.matmul_share)
+        return min(max(float(value), self.low), self.high)
 
-    def put(self, efficiencies: EfficiencyTable, value: float) -> EfficiencyTable:
-        """The same with this number, rounded, within its bounds."""
+    def replace(self, efficiencies: EfficiencyTable, value: float) -> EfficiencyTable:
+        """Return a table with this number, rounded and within its bounds."""
         stored: Any = float(f"{min(max(value, self.low), self.high):.4g}")
         if self.precision:
             stored = {**self._precisions(efficiencies), self.precision: stored}
         return efficiencies.replace_value(self.section, self.name, self.field, stored)
 
     def drop(self, efficiencies: EfficiencyTable) -> EfficiencyTable:
-        """The same with what stands above in place of this number."""
+        """Return a table without this number, so that the level above applies."""
         others = {
             name: value
             for name, value in self._precisions(efficiencies).items()
@@ -80,15 +80,15 @@ class Parameter:
         return efficiencies.replace_value(self.section, self.name, self.field, others or None)
 
     def _precisions(self, efficiencies: EfficiencyTable) -> dict[str, float]:
-        found = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field)
-        return dict(found or {}) if self.precision else {}
+        value = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field)
+        return dict(value or {}) if self.precision else {}
 
-    def scaled(self, value: float) -> float:
-        """The value as the search sees it."""
+    def scale(self, value: float) -> float:
+        """Convert a value to the scale of the search."""
         return value / UNITS[self.field] if self.field in UNITS else log(value)
 
-    def plain(self, scaled: float) -> float:
-        """The value itself."""
+    def unscale(self, scaled: float) -> float:
+        """Convert a value of the search back."""
         return scaled * UNITS[self.field] if self.field in UNITS else exp(scaled)
 
 
@@ -101,7 +101,7 @@ GPU_FIELDS = {
     "intra_share": (0.4, 0.92),
     "inter_share": (0.2, 0.92),
 }
-"""What an accelerator and its links achieve, with the bounds of the search."""
+"""Rates of an accelerator and its links, with the bounds of the search."""
 
 TRAINER_FIELDS = {
     "host_seconds": (1e-6, 1e-3),
@@ -113,7 +113,7 @@ TRAINER_FIELDS = {
     "reserve_share": (0.0, 0.6),
     "reserve_bytes": (1e7, 8e9),
 }
-"""How a trainer keeps its device busy, and what its allocator holds."""
+"""Use of the device by a trainer, and memory that its allocator reserves."""
 
 TRAINERS = (
     "nanotron",
@@ -126,22 +126,22 @@ TRAINERS = (
     "litgpt",
 )
 OTHERS = (
-    # Widths that do not fill a product's tiles, or that tensor cores do not take at all.
+    # Widths that do not fill a product's tiles, or that tensor cores do not support.
     Parameter("accelerators", "Ampere", "uneven_share", 0.4, 1.0),
     Parameter("accelerators", "Ampere", "odd_share", 0.05, 1.0),
-    # The 500 W of one cluster, and a B200 that is kept below its power.
+    # One cluster with a limit of 500 W, and a B200 below its full power.
     Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share", 0.1, 0.98),
     Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
     Parameter("features", "power_limited", "matmul_share", 0.1, 0.98),
     Parameter("features", "power_limited", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
-    # Hosts differ with the machine: Grace starts operations more slowly than x86. One trainer's:
-    # how much is started is its doing.
+    # Hosts differ with the machine: Grace starts operations more slowly than x86. For one trainer,
+    # because the number of operations depends on the trainer.
     *(
         Parameter("features", f"megatron-core on {name}", "host_seconds", 2e-6, 2e-4)
         for name in ("Hopper", "B200-180GB-SXM", "B300-270GB-SXM", "GB200-186GB", "GB300-279GB")
     ),
-    # Sparse layers: what the host has to start, what is sent beside compute, grouped products by
-    # kernel and precision, and routing in operations of its own.
+    # Sparse layers: operations of the host, overlapped communication, grouped products by kernel
+    # and precision, and routing in separate operations.
     Parameter("frameworks", "megatron-core", "sparse_operations", 1.0, 6.0),
     Parameter("frameworks", "megatron-core", "expert_overlap", 0.0, 0.95),
     Parameter("features", "fused experts", "near_expert_overlap", 0.0, 0.95),
@@ -155,12 +155,12 @@ OTHERS = (
     Parameter("features", "token dropping", "expert_share", 0.2, 1.0),
     Parameter("features", "unfused routing", "routing_seconds", 1e-8, 1e-5),
     Parameter("features", "nvfp4 experts", "matmul_share_by_precision", 0.05, 0.98, "nvfp4"),
-    # What scans of state spaces, and their convolutions, reach of the pace of the attention that
-    # stands in for them.
+    # Rates of state-space scans and their convolutions, relative to the attention that represents
+    # them here.
     Parameter("features", "hybrid", "attention_forward_share", 0.02, 0.75),
     Parameter("features", "hybrid", "attention_backward_share", 0.02, 0.65),
     Parameter("features", "hybrid", "bytes_share", 0.4, 6.0),
-    # The kernels of 2023 on the first H100.
+    # Kernels of 2023 on the first H100.
     Parameter("features", "llm-foundry on Hopper", "matmul_share", 0.3, 0.95),
     Parameter("features", "llm-foundry on Hopper", "matmul_share_by_precision", 0.1, 0.95, "fp8"),
     Parameter("features", "llm-foundry on Hopper", "attention_forward_share", 0.15, 0.75),
@@ -191,20 +191,20 @@ OTHERS = (
             ("bytes_share", 0.4, 4.0),
         )
     ),
-    # DeepSpeed's ZeRO-3 of 2021 gathered and reduced with little beside it, and parameter by
+    # DeepSpeed's ZeRO-3 of 2021 gathered and reduced with little overlap, parameter by
     # parameter.
     Parameter("frameworks", "deepspeed", "inter_share", 0.05, 0.92),
     Parameter("frameworks", "deepspeed", "data_overlap", 0.01, 1.0),
     Parameter("frameworks", "deepspeed", "bytes_share", 0.4, 4.0),
     Parameter("frameworks", "deepspeed", "data_hop_seconds", 0.0, 1e-4),
-    # FSDP2's prefetching is one implementation, which several trainers have; torchtitan's rows tell
-    # of it.
+    # Several trainers use FSDP2's prefetching, which is one implementation; torchtitan's rows
+    # determine it.
     Parameter("frameworks", "FSDP2", "data_overlap", 0.0, 1.0),
-    # aleph's tensor parallelism sums twice a block without overlap, over what its links then reach.
+    # aleph's tensor parallelism sums twice per block without overlap.
     Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
     Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),
-    # nanotron's cluster: rings over EFA, alone and beside a pipeline, what a pipeline's micro-batch
-    # waits on 512 GPUs, and what one waits for an allocator at the end of the device's memory.
+    # nanotron's cluster: rings over EFA, alone and beside a pipeline, the wait of a pipeline's
+    # micro-batch on 512 GPUs, and the wait for an allocator near the end of the device's memory.
     Parameter("frameworks", "nanotron", "inter_share", 0.02, 0.92),
     Parameter("frameworks", "nanotron", "limit_seconds", 0.0, 5.0),
     Parameter("frameworks", "nanotron", "hop_seconds", 0.0, 1e-3),
@@ -215,32 +215,32 @@ OTHERS = (
 )
 
 
-def _parameters() -> tuple[Parameter, ...]:
-    found = []
+def _list_parameters() -> tuple[Parameter, ...]:
+    parameters = []
     for generation in ("gpu", "Volta", "Ampere", "Hopper", "Blackwell", "Blackwell Ultra"):
-        found += [
+        parameters += [
             Parameter("accelerators", generation, field, low, high)
             for field, (low, high) in GPU_FIELDS.items()
         ]
         for precision in (
             ("fp8", "nvfp4") if generation in ("Hopper", "Blackwell", "Blackwell Ultra") else ()
         ):
-            found.append(
+            parameters.append(
                 Parameter(
                     "accelerators", generation, "matmul_share_by_precision", 0.1, 0.98, precision
                 )
             )
     for trainer in (ALL_FRAMEWORKS, *TRAINERS):
-        found += [
+        parameters += [
             Parameter("frameworks", trainer, field, low, high)
             for field, (low, high) in TRAINER_FIELDS.items()
             if (trainer, field)
             not in (("megatron-core", "host_seconds"), ("torchtitan", "data_overlap"))
         ]
-    return (*found, *OTHERS)
+    return (*parameters, *OTHERS)
 
 
-PARAMETERS = _parameters()
+PARAMETERS = _list_parameters()
 NANOTRON = {
     "limit_seconds": 0.9,
     "inter_share": 0.3,
@@ -252,13 +252,11 @@ NANOTRON = {
     "host_seconds": 7e-5,
 }
 DEEPSPEED = {"data_hop_seconds": 1e-5}
-OURS = {"tensor_overlap": 0.0}  # tensor-parallel collectives are waited for where they are started
-LATENT = {
-    "latent_experts": {"expert_overlap": 0.75, "near_expert_overlap": 0.75}
-}  # three quarters of the rows are not sent
-ROUTING = {
-    "unfused routing": {"routing_seconds": 2e-7}
-}  # what single rows show of NeMo's boards of eight around the turn of 2026
+OURS = {"tensor_overlap": 0.0}  # tensor-parallel collectives are synchronous
+# Three quarters of the rows are not sent.
+LATENT = {"latent_experts": {"expert_overlap": 0.75, "near_expert_overlap": 0.75}}
+# From single rows of NeMo on boards of eight GPUs around the turn of 2026.
+ROUTING = {"unfused routing": {"routing_seconds": 2e-7}}
 CPU = {
     "runs_on_host": True,
     "host_seconds": 1.69e-5,
@@ -274,9 +272,9 @@ CPU = {
     "reserve_share": 0.05,
     "reserve_bytes": 0.3e9,
 }
-"""Of our own runs on CPU cores over gloo, beside their measured profile: `host_seconds`,
-`bytes_share`, `handoff_seconds`, `step_share` and `expert_share` are what `python -m
-benchmarks.fit_cpu` prints. gloo's threads send with the very cores that compute: nothing hides."""
+"""Our own runs on CPU cores over gloo, in addition to their measured profile. `python -m
+benchmarks.fit_cpu` prints `host_seconds`, `bytes_share`, `handoff_seconds`, `step_share` and
+`expert_share`. gloo's threads use the cores that compute, so no communication is overlapped."""
 START = EfficiencyTable(
     {
         "accelerators": {"cpu": CPU},
@@ -284,6 +282,6 @@ START = EfficiencyTable(
         "features": LATENT | ROUTING,
     }
 )
-"""Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table
-show at a glance.
+"""Start of every fit: the defaults of `Efficiency`, with values read from single rows of nanotron's
+table.
 """

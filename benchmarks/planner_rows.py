@@ -1,6 +1,4 @@
-"""Published rows beside what the planner says of them: errors, the rows that a fit looks at, and
-tables of both.
-"""
+"""Published rows and their predictions: errors, selection of the rows of a fit, and tables."""
 
 from __future__ import annotations
 
@@ -21,15 +19,13 @@ from shardwright.planner.published.measurements import (
 from shardwright.planner.published.predictions import compute_reported_memory_bytes, predict_run
 from shardwright.units import GIB_BYTES
 
-JUDGED = ("aleph-layouts", "litgpt", "bloom-prequel")
-"""Sources whose failures are known to be out of memory, so that `fits` of their rows is right or
-wrong.
-"""
+SOURCES_WITH_KNOWN_FAILURES = ("aleph-layouts", "litgpt", "bloom-prequel")
+"""Sources whose failures are known to be out of memory, so that `fits` can be checked."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case with what was measured; `ran` False is a run that did not fit."""
+    """A published run with its measurements; `ran` is False if it did not fit."""
 
     case: PublishedRun
     tokens_per_second: float | None
@@ -38,23 +34,25 @@ class Row:
 
     @property
     def order(self) -> bytes:
-        """A hash of the id: an order that is the same on every machine and has nothing to do with
-        the row.
+        """Hash of the id: an order that is the same on every machine and independent of the row's
+        values.
         """
         return hashlib.sha256(self.case.id.encode()).digest()
 
     @property
-    def judged(self) -> bool:
-        """Whether it is known why the row did or did not run."""
-        return self.case.source in JUDGED
+    def is_judged(self) -> bool:
+        """True if the reason why the row did or did not run is known."""
+        return self.case.source in SOURCES_WITH_KNOWN_FAILURES
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one row: measured over predicted throughput less one (the error of the step time),
-    predicted over measured memory less one, and whether `fits` is right. `over` is by how much the
-    device's memory is on the wrong side of what is needed, as a share of it; 0 where `fits` is
-    right."""
+    """Errors of one row.
+
+    `time`: measured / predicted throughput - 1, the error of the step time. `memory`: predicted /
+    measured - 1. `right`: `fits` is correct. `over`: distance of the predicted memory from the
+    capacity, as a share of it, if `fits` is wrong; else 0.
+    """
 
     time: float | None
     memory: float | None
@@ -62,24 +60,24 @@ class Errors:
     over: float = 0.0
 
 
-def number(text: str | None) -> float | None:
+def parse_number(text: str | None) -> float | None:
     return float(text) if text not in (None, "", "nan") else None
 
 
 def load_rows(folder: Path) -> list[Row]:
-    """All rows of both tables. Failures whose cause is unknown (nanotron's) teach nothing about
+    """Load all rows of both tables. Failures with an unknown cause (nanotron's) say nothing about
     memory and are left out.
     """
     rows = []
     for raw in read_rows(folder / "measurements.csv"):
-        speed = number(raw["tokens_per_sec_per_gpu"]) or number(
+        speed = parse_number(raw["tokens_per_sec_per_gpu"]) or parse_number(
             raw["derived_tokens_per_sec_per_gpu"]
         )
         rows.append(
             Row(
                 read_published_run(raw["id"], extract_configuration(raw)),
                 speed,
-                number(raw["peak_memory_gib_per_gpu"]),
+                parse_number(raw["peak_memory_gib_per_gpu"]),
                 True,
             )
         )
@@ -88,18 +86,18 @@ def load_rows(folder: Path) -> list[Row]:
             rows.append(
                 Row(read_published_run(raw["id"], extract_configuration(raw)), None, None, False)
             )
-    return [row for row in rows if row.tokens_per_second or row.memory_gib or row.judged]
+    return [row for row in rows if row.tokens_per_second or row.memory_gib or row.is_judged]
 
 
-def errors_of(row: Row, efficiencies: EfficiencyTable) -> Errors:
-    """One row's errors under some efficiencies."""
+def compute_errors(row: Row, efficiencies: EfficiencyTable) -> Errors:
+    """Compute one row's errors with these efficiencies."""
     prediction = predict_run(row.case, efficiencies)
     predicted_gib = (
         compute_reported_memory_bytes(row.case, prediction, efficiencies) / GIB_BYTES
         if row.memory_gib
         else 0.0
     )
-    right = prediction.fits == row.ran if row.judged else None
+    right = prediction.fits == row.ran if row.is_judged else None
     return Errors(
         time=row.tokens_per_second / prediction.tokens_per_second_per_gpu - 1
         if row.tokens_per_second
@@ -112,16 +110,16 @@ def errors_of(row: Row, efficiencies: EfficiencyTable) -> Errors:
     )
 
 
-def at_most(rows: Iterable[Row], most: int) -> list[Row]:
-    """Of each source the first so many rows, by a hash of the id."""
-    chosen: dict[str, list[Row]] = defaultdict(list)
+def select_at_most(rows: Iterable[Row], max_rows: int) -> list[Row]:
+    """Select the first `max_rows` rows of each source, by a hash of the id."""
+    selected: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.order):
-        chosen[row.case.source].append(row)
-    return [row for found in chosen.values() for row in found[:most]]
+        selected[row.case.source].append(row)
+    return [row for found in selected.values() for row in found[:max_rows]]
 
 
-def halve(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """Every second row of each source, by a hash of the id, and the others."""
+def split_into_halves(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """Split into every second row of each source, by a hash of the id, and the others."""
     halves: tuple[list[Row], list[Row]] = ([], [])
     places: dict[str, int] = defaultdict(int)
     for row in sorted(rows, key=lambda row: row.order):
@@ -131,18 +129,19 @@ def halve(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def show(title: str, rows: Iterable[Row], efficiencies: EfficiencyTable) -> None:
-    """A table in Markdown: per source, error of the step time and of memory."""
+    """Print a table in Markdown: per source, the errors of step time and memory."""
     by_source: dict[str, list[Errors]] = defaultdict(list)
     for row in rows:
-        by_source[row.case.source].append(errors_of(row, efficiencies))
+        by_source[row.case.source].append(compute_errors(row, efficiencies))
     show_errors(title, by_source)
 
 
 def show_errors(title: str, by_source: dict[str, list[Errors]]) -> None:
-    """The same of errors that are known already."""
+    """Print the table of errors by source."""
     print(f"\n{title}\n", flush=True)
     print(
-        "| source | rows | step time | bias | within 20% | memory rows | memory | bias | over 5% under | fits right |"
+        "| source | rows | step time | bias | within 20% | memory rows | memory | bias "
+        "| over 5% under | fits right |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for source, found in sorted(by_source.items()):
@@ -152,28 +151,28 @@ def show_errors(title: str, by_source: dict[str, list[Errors]]) -> None:
         cells = [
             source,
             str(len(time)),
-            mean_of(time),
-            bias_of(time),
-            share_of(abs(x) <= 0.2 for x in time),
+            format_mean(time),
+            format_bias(time),
+            format_share(abs(x) <= 0.2 for x in time),
             str(len(memory)),
         ]
         cells += [
-            mean_of(memory),
-            bias_of(memory),
-            share_of(x < -0.05 for x in memory),
-            share_of(right),
+            format_mean(memory),
+            format_bias(memory),
+            format_share(x < -0.05 for x in memory),
+            format_share(right),
         ]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def mean_of(values: list[float]) -> str:
+def format_mean(values: list[float]) -> str:
     return f"{100 * statistics.mean(map(abs, values)):.1f}%" if values else ""
 
 
-def bias_of(values: list[float]) -> str:
+def format_bias(values: list[float]) -> str:
     return f"{100 * statistics.median(values):+.1f}%" if values else ""
 
 
-def share_of(hits: Iterable[bool]) -> str:
+def format_share(hits: Iterable[bool]) -> str:
     found = list(hits)
     return f"{100 * sum(found) / len(found):.0f}%" if found else ""

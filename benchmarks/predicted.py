@@ -1,8 +1,8 @@
-"""What the planner says of a benchmark's case, to stand beside what was measured.
+"""Predict a benchmark's case with the planner, for comparison with the measurement.
 
-On a GPU of the catalogue from its data sheet and the fitted efficiencies; on CPU ranks, which no
-data sheet describes, from the rates that the probe measures on them a moment before: the products,
-rows of attention and messages that the planner asks for.
+GPUs of the catalogue are predicted from data sheets and the fitted efficiencies. CPU ranks have
+no data sheet: the doctor measures the rates that the planner needs right before, of products,
+attention and messages.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shardwright.planner import Candidate, predict
 from shardwright.planner.calibration import load_efficiencies
 
 
-def measured_profile(
+def measure_profile(
     runs: Sequence[tuple[ModelShape, Candidate]], layout: Layout
 ) -> MeasuredProfile | None:
-    """What CPU ranks achieve now of all that the planner asks about `runs`; None, and a line, where
-    they cannot be measured.
+    """Measure the rates of CPU ranks that the planner needs for `runs`; return None with a message
+    if they cannot be measured.
     """
     from shardwright.doctor.cluster_profile import build_profile, build_request_for_runs
     from shardwright.doctor.diagnosis import examine
 
-    order = build_request_for_runs(runs, layout, device="cpu")
-    diagnosis = examine(order, layout.world_size)
-    assert diagnosis is not None  # only ranks of a launcher hear nothing
+    request = build_request_for_runs(runs, layout, device="cpu")
+    diagnosis = examine(request, layout.world_size)
+    assert diagnosis is not None  # None only on ranks of a launcher
     try:
-        return build_profile(diagnosis, order)
+        return build_profile(diagnosis, request)
     except InputError as error:
         failed = [
             f"{finding.name}: {finding.value}"
@@ -48,13 +48,13 @@ def measured_profile(
         return None
 
 
-def ranks_of(world_size: int, profile: MeasuredProfile | None) -> Cluster:
-    """CPU ranks of this machine, or those of the catalogue's CPU."""
+def build_cpu_cluster(world_size: int, profile: MeasuredProfile | None) -> Cluster:
+    """Return CPU ranks with the rates of `profile`, or of the catalogue's CPU."""
     return parse_cluster(f"{world_size}xCPU", profile=profile)
 
 
-def catalogued_cluster(device_name: str) -> Cluster | None:
-    """One GPU of the catalogue; None, and a line, where it has none of that name."""
+def find_catalogue_cluster(device_name: str) -> Cluster | None:
+    """Return one GPU of the catalogue; print a line and return None if it has none of that name."""
     try:
         return parse_cluster(f"1x{find_accelerator(device_name).name}")
     except InputError as error:
@@ -62,8 +62,8 @@ def catalogued_cluster(device_name: str) -> Cluster | None:
         return None
 
 
-def candidate_of(case: Case) -> Candidate:
-    """The planner's word for a case."""
+def build_candidate(case: Case) -> Candidate:
+    """Convert a case to a candidate of the planner."""
     sharded = case.zero_stage > 0
     layout = Layout(
         dp_shard=case.world_size if sharded else 1,
@@ -80,9 +80,9 @@ def candidate_of(case: Case) -> Candidate:
     )
 
 
-def predicted_step(shape: ModelShape, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
-    """Seconds of a step in all and by part, tokens/s of all ranks, bytes on the fullest rank: of
-    tensors, and what its allocator reserves; and where the rates come from."""
+def predict_step(shape: ModelShape, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+    """Predict seconds of a step in total and by part, tokens/s of all ranks, bytes of tensors and
+    reserved bytes on the fullest rank, and name the source of the rates."""
     found = predict(
         shape, candidate, cluster, load_efficiencies().get_efficiency(cluster.accelerator)
     )
@@ -98,26 +98,25 @@ def predicted_step(shape: ModelShape, candidate: Candidate, cluster: Cluster) ->
     }
 
 
-def predicted_row(
+def predict_row(
     case: Case, cluster: Cluster, config: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`predicted_step` of a case.
+    """Predict a step of a case.
 
     Args:
-        config: the model's; default that of the case's folder of weights.
+        config: config.json of the model; default: that of the case's folder of weights.
     """
     if config is None:
         config = json.loads((Path(case.weights_dir) / "config.json").read_text())
-    return predicted_step(read_config(config), candidate_of(case), cluster)
+    return predict_step(read_config(config), build_candidate(case), cluster)
 
 
-def told(row: dict[str, Any]) -> str:
-    """A line for the terminal: predicted against measured."""
-    guess = row["predicted"]
-    error = row["tokens_per_second"] / guess["tokens_per_second"] - 1
-    memory = f"{guess['memory_bytes'] / 2**20:.0f} MiB of tensors"
+def describe_prediction(row: dict[str, Any]) -> str:
+    """Return a line for the terminal that compares prediction and measurement."""
+    predicted = row["predicted"]
+    error = row["tokens_per_second"] / predicted["tokens_per_second"] - 1
+    memory = f"{predicted['memory_bytes'] / 2**20:.0f} MiB of tensors"
     if measured := row.get("peak_allocated_bytes"):
-        memory += f" (measured is {measured / guess['memory_bytes'] - 1:+.1%})"
-    return (
-        f"  predicted: {guess['tokens_per_second']:.0f} tok/s (measured is {error:+.0%}), {memory}"
-    )
+        memory += f" (measured is {measured / predicted['memory_bytes'] - 1:+.1%})"
+    speed = f"{predicted['tokens_per_second']:.0f} tok/s (measured is {error:+.0%})"
+    return f"  predicted: {speed}, {memory}"

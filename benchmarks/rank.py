@@ -1,8 +1,8 @@
 """One rank of one contender: `python -m benchmarks.rank CASE_JSON REPLIES_FD`; commands come on
 standard input.
 
-Ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so every
-contender is set up the way its own documentation says.
+The environment is that of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so every
+contender is set up as its own documentation says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.pace import Pace
 
 
 def main() -> None:
-    """Run the case's contender until the parent says stop."""
+    """Run the case's contender until the parent sends `stop`."""
     case = Case.from_json(sys.argv[1])
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None:

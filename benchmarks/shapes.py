@@ -1,8 +1,8 @@
-"""Model shapes of the GPU benchmark: config.json values, and how many sequences of which length a
-step holds.
+"""Model shapes of the GPU benchmark: config.json values, and number and length of sequences of a
+step.
 
-The batches leave room on a device of 80 to 141 GB for the hungriest contender (whole logits in
-fp32), so that nobody is measured alone. What does not fit is reported as out of memory, not shrunk.
+The batches fit on a device of 80 to 141 GB with the contender that needs most (all logits in fp32),
+so that every case has several contenders. A case that does not fit is reported as out of memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SHAPES = {
         },
         {4096: 2, 8192: 1},
     ),
-    # 12 of 32 layers: 16 bytes a parameter for all of them would fill a 141 GB device before the
+    # 12 of 32 layers: with all, 16 bytes per parameter would fill a 141 GB device before the
     # first activation.
     "llama-3-8b-12-layers": Shape(
         _LLAMA_3
@@ -99,4 +99,4 @@ TINY = {
         {64: 2},
     )
 }
-"""A rehearsal of the benchmark itself, on any device; its numbers mean nothing."""
+"""Shapes that rehearse the benchmark itself on any device; the numbers have no meaning."""

@@ -1,8 +1,8 @@
-"""Tables for people out of the benchmarks' JSON: `python -m benchmarks.table RESULT.json
+"""Write the tables of the benchmarks' JSON as Markdown: `python -m benchmarks.table RESULT.json
 docs/benchmarks/RESULT.md`.
 
-Nothing in a table is typed by hand but the notes: RESULT.notes.md beside the page is copied in
-under the numbers, for the reasons that a program cannot know.
+Only the notes are written by hand: RESULT.notes.md beside the page is copied in below the numbers
+and explains them.
 """
 
 from __future__ import annotations
@@ -16,30 +16,34 @@ from typing import Any
 from benchmarks.contenders import TITLES
 
 CPU_GOALS = {"torch-loop": 1.0, "torch-loop-own-decoder": 1.0, "deepspeed": 1.15, "trainer": 1.2}
-"""shardwright's tokens per second over the contender's, at no more memory."""
+"""Goal for shardwright's tokens per second over the contender's, at no more memory."""
 OURS = "shardwright"
 
 CPU_PREFACE = """\
-Made by `make bench` (`python -m benchmarks.cpu`, then `python -m benchmarks.table`). Within a comparison everybody starts from the
-same weights, reads the same tokens and runs the same AdamW with the same clip; all are alive at once and timed in turn, so a slow
-minute hits all alike. *Speed* and *memory* are shardwright over the contender: above 1 is faster, below 1 is smaller. Memory is the
-largest resident high-water mark of a rank while it trains (imports included), measured alike for all. Goals: speed at least 1.00
-against the hand-written loops, 1.15 against DeepSpeed, 1.20 against Trainer; memory at most 1.00."""
+Made by `make bench` (`python -m benchmarks.cpu`, then `python -m benchmarks.table`). Within a
+comparison all contenders start from the same weights, read the same tokens and run the same AdamW
+with the same gradient clipping. All are alive at once and timed in turn, so a slow minute affects
+all of them. *Speed* and *memory* are shardwright over the contender: above 1 is faster, below 1 is
+smaller. Memory is the largest resident high-water mark of a rank while it trains (with imports),
+measured in the same way for all. Goals: speed at least 1.00 against the hand-written loops, 1.15
+against DeepSpeed, 1.20 against Trainer; memory at most 1.00."""
 CPU_PREDICTIONS = """\
-What the planner says of our runs, from rates measured on the same two ranks right before each comparison; the error of the
-step is measured over predicted tokens/s, less one. Bytes of tensors by the profiler's allocator events, in a step of its own."""
+Predictions of our runs from rates measured on the same two ranks right before each comparison. The
+error of the step is measured over predicted tokens/s, less one. Bytes of tensors are those of the
+profiler's allocator events in a separate step."""
 GPU_PREDICTIONS = """\
-What the planner says of shardwright's runs from the catalogue and the fitted efficiencies; the error of the step is measured over
-predicted tokens/s, less one."""
+Predictions of shardwright's runs from the catalogue and the fitted efficiencies. The error of the
+step is measured over predicted tokens/s, less one."""
 GPU_PREFACE = """\
-Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights, synthetic tokens, {precision}
-compute with fp32 master weights and moments, fused AdamW, clip 1. Contenders of a case run in turn, each visit in a fresh
-process. MFU is model FLOPs (causal attention, no recomputation counted) over the best square matrix product measured right before
-the case."""
+Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights,
+synthetic tokens, {precision} compute with fp32 master weights and moments, fused AdamW, gradients
+clipped to 1. Contenders of a case run in turn, each visit in a new process. MFU is model FLOPs
+(causal attention, no recomputation counted) over the best square matrix product measured right
+before the case."""
 
 
 def main() -> None:
-    """Write the Markdown of one result file."""
+    """Write the page of one result file."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.table", description=__doc__.split("\n\n")[0]
     )
@@ -47,20 +51,20 @@ def main() -> None:
     parser.add_argument(
         "page",
         type=Path,
-        help="Markdown file to write; PAGE.notes.md beside it is copied in, where there is one",
+        help="Markdown file to write; PAGE.notes.md beside it is copied in if it exists",
     )
     arguments = parser.parse_args()
     write_page(json.loads(arguments.result.read_text()), arguments.page)
 
 
 def write_page(result: dict[str, Any], page: Path) -> None:
-    """Write a result as Markdown, with the notes that lie beside the page."""
+    """Write a result as Markdown, with the notes beside the page."""
     notes = page.with_suffix(".notes.md")
     page.write_text(render(result, notes.read_text() if notes.is_file() else ""))
 
 
 def render(result: dict[str, Any], notes: str = "") -> str:
-    """Markdown of one result."""
+    """Return one result as Markdown."""
     sections = render_cpu(result) if "comparisons" in result else render_gpu(result)
     if notes:
         sections.append(notes.strip())
@@ -69,11 +73,11 @@ def render(result: dict[str, Any], notes: str = "") -> str:
 
 
 def render_cpu(result: dict[str, Any]) -> list[str]:
-    """Two CPU ranks: one table per comparison, then where the goals are missed."""
+    """Render two CPU ranks: one table per comparison, then the missed goals."""
     sections = ["# Two ranks on two CPU cores", CPU_PREFACE]
-    short: list[str] = []
+    missed: list[str] = []
     for comparison in result["comparisons"]:
-        sections.append(_cpu_table(comparison, short))
+        sections.append(_render_comparison(comparison, missed))
     predicted = [
         (c["name"], c["contenders"][OURS])
         for c in result["comparisons"]
@@ -81,16 +85,16 @@ def render_cpu(result: dict[str, Any]) -> list[str]:
     ]
     if predicted:
         sections.append(
-            f"## Predicted and measured\n\n{CPU_PREDICTIONS}\n\n{_predictions(predicted)}"
+            f"## Predicted and measured\n\n{CPU_PREDICTIONS}\n\n{_render_predictions(predicted)}"
         )
-    if short:
-        sections.append("## Where it falls short\n\n" + "\n".join(f"- {line}" for line in short))
+    if missed:
+        sections.append("## Where it falls short\n\n" + "\n".join(f"- {line}" for line in missed))
     elif any(OURS in c["contenders"] and len(c["contenders"]) > 1 for c in result["comparisons"]):
         sections.append("Every goal is met.")
     return sections
 
 
-def _cpu_table(comparison: dict[str, Any], short: list[str]) -> str:
+def _render_comparison(comparison: dict[str, Any], missed: list[str]) -> str:
     title = f"zero_stage {comparison['zero_stage']}, {comparison['precision']}" + (
         ", compiled blocks" if comparison["compile"] else ""
     )
@@ -104,12 +108,12 @@ def _cpu_table(comparison: dict[str, Any], short: list[str]) -> str:
             speed = f"{speed_ratio:.2f}"
             memory = f"{memory_ratio:.2f}"
             goal = f"{CPU_GOALS[name]:.2f}"
-            short += _shortfalls(title, name, speed_ratio, memory_ratio)
+            missed += _list_missed_goals(title, name, speed_ratio, memory_ratio)
         losses = f"{row['first_loss']:.4f}, {row['last_loss']:.4f}"
         rows.append(
             (
                 TITLES[name],
-                _rate(row),
+                _format_rate(row),
                 speed,
                 goal,
                 f"{row['peak_memory_bytes'] / 2**20:,.0f}",
@@ -126,32 +130,36 @@ def _cpu_table(comparison: dict[str, Any], short: list[str]) -> str:
         "memory",
         "first, last loss",
     )
-    return f"## {title}\n\n{_table(header, rows)}"
+    return f"## {title}\n\n{_render_table(header, rows)}"
 
 
-def _shortfalls(title: str, name: str, speed_ratio: float, memory_ratio: float) -> list[str]:
-    """Goals missed by more than the two digits that are printed."""
-    found = []
+def _list_missed_goals(title: str, name: str, speed_ratio: float, memory_ratio: float) -> list[str]:
+    """List goals that are missed by more than the two printed digits."""
+    lines = []
     goal = CPU_GOALS[name]
     against = f"{title}, against {TITLES[name]}"
     if round(speed_ratio, 2) < goal:
-        found.append(
-            f"{against}: speed {speed_ratio:.2f}, goal {goal:.2f} ({1 - speed_ratio / goal:.0%} short)"
+        lines.append(
+            f"{against}: speed {speed_ratio:.2f}, goal {goal:.2f} "
+            f"({1 - speed_ratio / goal:.0%} short)"
         )
     if round(memory_ratio, 2) > 1.0:
-        found.append(
+        lines.append(
             f"{against}: memory {memory_ratio:.2f}, goal 1.00 ({memory_ratio - 1:.0%} over)"
         )
-    return found
+    return lines
 
 
 def render_gpu(result: dict[str, Any]) -> list[str]:
-    """One GPU: one table per model shape."""
+    """Render one GPU: one table per model shape."""
     device = result["device"]
     precision = result["precision"]
     matmul = device["matmul_flops_per_second"] / 1e12
     copy = device["copy_bytes_per_second"] / 1e12
-    ceilings = f"The device reached a median of {matmul:,.3g} TFLOP/s in {precision} products and {copy:.2f} TB/s in large copies."
+    ceilings = (
+        f"The device reached a median of {matmul:,.3g} TFLOP/s in {precision} products and "
+        f"{copy:.2f} TB/s in large copies."
+    )
     sections = [
         f"# Full fine-tuning on one {device['name']}",
         f"{GPU_PREFACE.format(precision=precision)} {ceilings}",
@@ -159,12 +167,12 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
     for shape in dict.fromkeys(case["shape"] for case in result["cases"]):
         rows = []
         for case in (case for case in result["cases"] if case["shape"] == shape):
-            what = f"{case['micro_batch_size']} x {case['sequence_length']:,}"
+            batch = f"{case['micro_batch_size']} x {case['sequence_length']:,}"
             options = (
                 ", ".join(option for option in ("compile", "recompute") if case[option]) or "plain"
             )
             for name, row in case["contenders"].items():
-                rows.append((what, options, TITLES[name], *_gpu_figures(row)))
+                rows.append((batch, options, TITLES[name], *_format_gpu_figures(row)))
         header = (
             "batch",
             "options",
@@ -175,11 +183,11 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
             "reserved GiB",
             "first, last loss",
         )
-        sections.append(f"## {shape}\n\n{_table(header, rows)}")
+        sections.append(f"## {shape}\n\n{_render_table(header, rows)}")
     rows = [(case["name"], case["contenders"].get(OURS, {})) for case in result["cases"]]
     if predicted := [(name, row) for name, row in rows if "predicted" in row]:
         sections.append(
-            f"## Predicted and measured\n\n{GPU_PREDICTIONS}\n\n{_predictions(predicted)}"
+            f"## Predicted and measured\n\n{GPU_PREDICTIONS}\n\n{_render_predictions(predicted)}"
         )
     if result["skipped"]:
         sections.append(
@@ -189,27 +197,27 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
     return sections
 
 
-def _predictions(rows: list[tuple[str, dict[str, Any]]]) -> str:
-    """Our rows beside the planner's word for them; memory of tensors, and where an allocator
-    reserves it, that.
+def _render_predictions(rows: list[tuple[str, dict[str, Any]]]) -> str:
+    """Compare our rows with their predictions: memory of tensors and, if an allocator reserves it,
+    reserved memory.
     """
     reserves = any(row.get("peak_reserved_bytes") for _, row in rows)
     lines = []
     for name, row in rows:
-        guess = row["predicted"]
+        predicted_figures = row["predicted"]
         speed = row["tokens_per_second"]
         line = [
             name,
             f"{speed:,.0f}",
-            f"{guess['tokens_per_second']:,.0f}",
-            f"{speed / guess['tokens_per_second'] - 1:+.0%}",
+            f"{predicted_figures['tokens_per_second']:,.0f}",
+            f"{speed / predicted_figures['tokens_per_second'] - 1:+.0%}",
         ]
         for measured, predicted in (
             ("peak_allocated_bytes", "memory_bytes"),
             ("peak_reserved_bytes", "reserved_bytes"),
         ):
             if measured == "peak_allocated_bytes" or reserves:
-                line += _memory_figures(row.get(measured), guess[predicted])
+                line += _format_memory(row.get(measured), predicted_figures[predicted])
         lines.append(tuple(line))
     header = (
         "run",
@@ -220,10 +228,12 @@ def _predictions(rows: list[tuple[str, dict[str, Any]]]) -> str:
         "predicted",
         "error",
     )
-    return _table((*header, "MiB reserved", "predicted", "error") if reserves else header, lines)
+    return _render_table(
+        (*header, "MiB reserved", "predicted", "error") if reserves else header, lines
+    )
 
 
-def _memory_figures(measured: float | None, predicted: float) -> list[str]:
+def _format_memory(measured: float | None, predicted: float) -> list[str]:
     if not measured:
         return ["", f"{predicted / 2**20:,.0f}", ""]
     return [
@@ -233,20 +243,20 @@ def _memory_figures(measured: float | None, predicted: float) -> list[str]:
     ]
 
 
-def _gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
+def _format_gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in row:
         return (row["failed"], "", "", "", "")
     peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
     gib = ["" if peak is None else f"{peak / 2**30:,.1f}" for peak in peaks]
     return (
-        _rate(row),
+        _format_rate(row),
         f"{row['mfu']:.1%}",
         *gib,
         f"{row['first_loss']:.3f}, {row['last_loss']:.3f}",
     )
 
 
-def _rate(row: dict[str, Any]) -> str:
+def _format_rate(row: dict[str, Any]) -> str:
     median, lowest, highest = (
         row[key]
         for key in ("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest")
@@ -255,22 +265,25 @@ def _rate(row: dict[str, Any]) -> str:
 
 
 def render_conditions(result: dict[str, Any]) -> str:
-    """Machine, software, date, repetitions."""
+    """Render machine, software, date and repetitions."""
     conditions = result["conditions"]
     packages = ", ".join(f"{name} {version}" for name, version in conditions["packages"].items())
     memory = f"{conditions['memory_bytes'] / 2**30:.0f} GiB"
     lines = [
         f"{conditions['processor']}, {conditions['cores']} cores, {memory}, {conditions['system']}",
-        f"Python {conditions['python']}, {packages}; shardwright {conditions['shardwright']} at {conditions['commit']}",
+        f"Python {conditions['python']}, {packages}; "
+        f"shardwright {conditions['shardwright']} at {conditions['commit']}",
         f"measured {conditions['date']}",
     ]
     if result.get("comparisons"):
         first = result["comparisons"][0]
         lines += [
-            f"Llama of {result['num_parameters'] / 1e6:.1f}M parameters, {first['sequence_length']} tokens, micro batch "
-            f"{first['micro_batch_size']} on each of {first['world_size']} ranks, one thread a rank",
-            f"{first['warmup_steps']} warm-up steps, then {first['rounds']} rounds of {first['steps_per_round']} steps; the slower "
-            "rank's time counts",
+            f"Llama of {result['num_parameters'] / 1e6:.1f}M parameters, "
+            f"{first['sequence_length']} tokens, "
+            f"micro batch {first['micro_batch_size']} on each of {first['world_size']} ranks, "
+            "one thread a rank",
+            f"{first['warmup_steps']} warm-up steps, then {first['rounds']} rounds of "
+            f"{first['steps_per_round']} steps; the slower rank's time counts",
         ]
     lines += [
         f"skipped {name}: {reason}"
@@ -280,7 +293,7 @@ def render_conditions(result: dict[str, Any]) -> str:
     return "## Conditions\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def _render_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [
         header,
         tuple("---" if column == 0 else "---:" for column in range(len(header))),

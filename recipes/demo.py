@@ -291,7 +291,7 @@ def check_run(run_dir: Path, seconds: float, predicted_seconds: float) -> int:
 
 
 def print_heading(line: str) -> None:
-    """Print a heading."""
+    """Print a line that separates the parts of the demo."""
     print(f"\n=== {line}", flush=True)
 
 

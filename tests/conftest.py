@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Settings and fixtures that all tests share."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before torch is imported. tests/forked.py forks programs only if they have the same value.
+# Set before torch is imported. tests/forked.py forks programs only if they have the same value.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What reads a clock fails on a busy machine, not on a slow function. The examples of a run are
-# those of the run before, so that what a change broke shows when it is made; `make test-all`
-# (--hypothesis-profile=exploring) looks for new ones.
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("shardwright", PATIENT, derandomize=True)
-settings.register_profile("exploring", PATIENT)
+# Deadlines fail on a busy machine, not on a slow function. Every run has the same examples, so that
+# a failure points to the change that causes it; `make test-all` (--hypothesis-profile=exploring)
+# looks for new ones.
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("shardwright", UNTIMED, derandomize=True)
+settings.register_profile("exploring", UNTIMED)
 settings.load_profile("shardwright")
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_in_any_order() -> None:
-    """What a test draws without a seed of its own does not depend on the tests that its worker ran
-    before.
-    """
+def _seed_generators() -> None:
+    """Seed all generators, so that random numbers of a test do not depend on earlier tests."""
     random.seed(0)
     for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
         if name in sys.modules:  # importing it would take seconds from tests that need none
@@ -36,7 +34,7 @@ def _same_numbers_in_any_order() -> None:
 
 
 SEVERAL_PROCESSES = ("tests/multiprocess/", "tests/faults/")
-"""Tests with ranks."""
+"""Folders of tests that start ranks."""
 SECOND_HALF = (
     "tests/faults/",
     "tests/multiprocess/test_grid.py",
@@ -45,14 +43,14 @@ SECOND_HALF = (
     "tests/multiprocess/test_verify.py::test_the_verb",
     "tests/multiprocess/test_wrong_input.py",
 )
-"""Those among them that start processes of their own, and mostly import, and the longest of those
-that share a pool of ranks, and mostly compute: half of the time of all."""
+"""Half of these tests by time: those that start their own processes and mostly import, and the
+longest of those that share a pool of ranks and mostly compute."""
 OTHER_PROCESSES = frozenset({"subprocess", "threading", "socket", "forked"})
-"""Of what a test's module imports: its outcome hangs on when the machine lets others run."""
+"""Imports of test modules whose outcome depends on the scheduling of other processes."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What depends on other processes may fail once, and is told by name:
+    """Repeat failed tests that depend on other processes once, and report them by name:
     docs/decisions/0050-tests-tried-twice.md.
     """
     if not config.pluginmanager.hasplugin("rerunfailures"):
@@ -67,11 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One of pytest-xdist's workers runs one half of the tests with ranks, another one the other;
-    the rest go where there is room.
+    """Assign each half of the tests with ranks to one worker of pytest-xdist, others to any worker.
 
-    What `--dist loadgroup` would do, whose marks get lost: xdist 3.8 writes them into an attribute
-    that pytest 9.2 no longer reads.
+    `--dist loadgroup` would do this, but its marks get lost: xdist 3.8 writes them into an
+    attribute that pytest 9.2 no longer reads.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -86,7 +83,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def outside_data() -> Path:
-    """The folder named by SHARDWRIGHT_DATA; a test that asks for it skips, by name, without it."""
+    """Folder named by SHARDWRIGHT_DATA; tests that need it are skipped without it."""
     folder = os.environ.get("SHARDWRIGHT_DATA")
     if not folder:
         pytest.skip("SHARDWRIGHT_DATA is not set: outside data is absent")

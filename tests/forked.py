@@ -4,7 +4,7 @@ shardwright.
 A command with two ranks imports torch three times, which takes several seconds of CPU time each,
 more than the few steps that a test trains. `run` and `Popen` take the arguments of `subprocess.run`
 and `subprocess.Popen`. Where the command is `python -m MODULE` or `python -c CODE`, they fork a
-server process in place of starting an interpreter. The program finds itself as it would after a
+server process instead of starting an interpreter. The program has the same state as after a real
 start: `__main__`, arguments, environment, folder, standard streams, session, signal handlers,
 random numbers, exit.
 
@@ -12,13 +12,13 @@ Ranks which the command starts through torch's elastic launcher are forked as we
 the server that the launcher has not touched, and are children of the launcher: it sees their exit
 status, and they see its death.
 
-What a fork cannot have starts a real interpreter: environment variables that are read on import
-(`READ_ON_IMPORT`) with other values than the server's, options of the interpreter, inherited file
-descriptors, or a system other than Linux.
+A real interpreter starts where a fork is impossible: for environment variables that are read on
+import (`READ_ON_IMPORT`) with other values than the server's, options of the interpreter, inherited
+file descriptors, or a system other than Linux.
 
-What a fork does not show, and the tests that keep to `subprocess` do: that the imports of a program
-suffice, the environment in /proc/PID/environ (psutil reads it), and what depends on the seed of
-Python's hashes, which all forks share.
+Forks do not test whether the imports of a program suffice, the environment in /proc/PID/environ
+(psutil reads it), or effects of the seed of Python's hashes, which all forks share. Tests of these
+use `subprocess`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ IMPORTS = (
     "shardwright.train.run",
     "shardwright.verify.cell",
 )
-"""What the server imports, with all that these import."""
+"""Modules that the server imports."""
 READ_ON_IMPORT = (
     "PYTHON",
     "OMP_",
@@ -80,27 +80,25 @@ READ_ON_IMPORT = (
     "MALLOC_",
     "GLIBC_",
 )
-"""First letters of the environment variables that are read when an interpreter starts or a library
-is imported.
+"""Prefixes of environment variables that are read when an interpreter starts or a library is
+imported.
 """
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""What the server has in its environment beside its parent's. `launch_ranks` gives it to its
-ranks.
-"""
+"""Variables that the server adds to its environment, as `launch_ranks` does for its ranks."""
 
 ROOT = Path(__file__).parents[1]
-"""Of the repository: `-m tests.MODULE` starts from here."""
+"""Root of the repository, from which `-m tests.MODULE` starts."""
 
-_FEW_BYTES = 1 << 20
+_MAX_REQUEST_BYTES = 1 << 20
 """Upper limit of a request, in bytes: an environment and a command line."""
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVER_SECONDS = 300.0
-"""How long the server may take to import on a busy machine."""
+"""Longest time of the server's imports on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A program to run. `words` are the interpreter's arguments, `-m` or `-c` first."""
+    """Program to run. `words` are the interpreter's arguments, `-m` or `-c` first."""
 
     words: tuple[str, ...]
     environment: dict[str, str]
@@ -110,52 +108,52 @@ class Request:
 
 
 class _Server:
-    """The end that asks: a process that forks itself, and the socket that takes requests."""
+    """Client of a process that forks itself: the socket for requests."""
 
     def __init__(self, requests: socket.socket, is_parent: bool) -> None:
         self.requests = requests
         self.pid = os.getpid()
         self.is_parent = is_parent
         """True if forked programs become children of this process."""
-        self.environment = read_on_import(os.environ | QUIET)
+        self.environment = select_read_on_import(os.environ | QUIET)
 
     def fork(self, request: Request, streams: Sequence[int]) -> socket.socket:
-        """Have a program forked with these standard streams; returns the socket that tells its
-        process id, then its status.
+        """Fork a program with these standard streams; return the socket that sends its process id
+        and later its status.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            socket.send_fds(self.requests, [pickle.dumps(request)], [*streams, theirs.fileno()])
-        return ours
+        near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far_end:
+            socket.send_fds(self.requests, [pickle.dumps(request)], [*streams, far_end.fileno()])
+        return near_end
 
 
 _servers: list[_Server] = []
-"""The server of this process, from its first use on."""
+"""Server of this process, once it is started."""
 
 
-def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those variables that a fork cannot change."""
+def select_read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """Select the variables that a fork cannot change."""
     return {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
 
 
 def _find_server() -> _Server:
     if not _servers or _servers[0].pid != os.getpid():
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            words = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
+        near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far_end:
+            words = [sys.executable, "-m", "tests.forked", str(far_end.fileno())]
             environment = os.environ | QUIET
             process = subprocess.Popen(
                 words,
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[far_end.fileno()],
             )
-        ours.settimeout(_SERVER_SECONDS)
-        assert ours.recv(1) == b"!", "the server ended before its first request"
-        ours.settimeout(None)
-        atexit.register(_end_server, os.getpid(), ours, process)
-        _servers[:] = [_Server(ours, is_parent=False)]
+        near_end.settimeout(_SERVER_SECONDS)
+        assert near_end.recv(1) == b"!", "the server ended before its first request"
+        near_end.settimeout(None)
+        atexit.register(_end_server, os.getpid(), near_end, process)
+        _servers[:] = [_Server(near_end, is_parent=False)]
     return _servers[0]
 
 
@@ -166,10 +164,10 @@ def _end_server(pid: int, requests: socket.socket, process: subprocess.Popen[byt
 
 
 class Popen(subprocess.Popen[Any]):
-    """`subprocess.Popen`, by a fork where that is the same."""
+    """`subprocess.Popen` that forks the server where the result is the same."""
 
-    _written_channels: socket.socket | None = None
-    """Tells how a forked program ended, which is not a child of this process."""
+    _status_channel: socket.socket | None = None
+    """Socket with the status of a forked program that is not a child of this process."""
 
     def _execute_child(  # type: ignore[override, unused-ignore]
         self,
@@ -207,8 +205,8 @@ class Popen(subprocess.Popen[Any]):
             _find_server() if sys.platform == "linux" and is_plain and is_program(words) else None
         )
         environment = dict(os.environ if env is None else env)
-        if server is None or server.environment != QUIET | read_on_import(environment):
-            given = (
+        if server is None or server.environment != QUIET | select_read_on_import(environment):
+            arguments = (
                 args,
                 executable,
                 preexec_fn,
@@ -221,39 +219,40 @@ class Popen(subprocess.Popen[Any]):
                 shell,
             )
             ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-            super()._execute_child(*given, *ends, *others)  # type: ignore[misc, unused-ignore]
+            super()._execute_child(*arguments, *ends, *others)  # type: ignore[misc, unused-ignore]
             return
         request = Request(words[1:], environment, os.fspath(cwd or os.getcwd()), is_session)
         streams = (p2cread, c2pwrite, errwrite)
-        told = server.fork(
-            request, [given if given >= 0 else own for own, given in enumerate(streams)]
+        channel = server.fork(
+            request, [stream if stream >= 0 else own for own, stream in enumerate(streams)]
         )
-        for end, kept in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)):
-            if end >= 0 and kept >= 0:
+        for end, remaining in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)):
+            if end >= 0 and remaining >= 0:
                 os.close(end)
-        answer = told.recv(16)
+        answer = channel.recv(16)
         assert answer, "the fork server has ended"
         self.pid = int(answer)
         self._child_created = True
         if server.is_parent:
-            told.close()
+            channel.close()
         else:
-            self._written_channels = told
+            self._status_channel = channel
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if self._written_channels is None:
+        if self._status_channel is None:
             return super()._try_wait(wait_flags)  # type: ignore[misc, unused-ignore, no-any-return]
         if not select.select(
-            [self._written_channels], [], [], 0 if wait_flags & os.WNOHANG else None
+            [self._status_channel], [], [], 0 if wait_flags & os.WNOHANG else None
         )[0]:
             return 0, 0
-        status = int(self._written_channels.recv(16))
-        self._written_channels.close()
+        status = int(self._status_channel.recv(16))
+        self._status_channel.close()
         return self.pid, status
 
     def _internal_poll(self, *arguments: Any, **options: Any) -> int | None:
-        if self._written_channels is None:
-            return super()._internal_poll(*arguments, **options)  # type: ignore[misc, unused-ignore, no-any-return]
+        if self._status_channel is None:
+            poll = super()._internal_poll  # type: ignore[misc, unused-ignore]
+            return poll(*arguments, **options)  # type: ignore[unused-ignore, no-any-return]
         if self.returncode is None:
             pid, status = self._try_wait(os.WNOHANG)
             if pid == self.pid:
@@ -274,7 +273,7 @@ def run(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """`subprocess.run`, by a fork where that is the same."""
+    """Run a command as `subprocess.run`, by a fork where the result is the same."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen(command, **options) as process:
@@ -293,28 +292,28 @@ def run(
 
 
 def _serve(requests: socket.socket) -> Request:
-    """Fork a program for each request, and tell who asked of it; returns in the program."""
+    """Fork a program for each request and send its process id and status; return in the program."""
     while True:
         request, streams = _receive(requests)
         if os.fork() == 0:
             requests.close()
             if (program := os.fork()) == 0:
-                _become(request, streams)
+                _apply_request(request, streams)
                 _prepare_ranks()
                 return request
             for stream in streams[:3]:
                 os.close(stream)
-            with socket.socket(fileno=streams[3]) as told:
-                told.send(b"%d" % program)
-                told.send(b"%d" % os.waitpid(program, 0)[1])
+            with socket.socket(fileno=streams[3]) as channel:
+                channel.send(b"%d" % program)
+                channel.send(b"%d" % os.waitpid(program, 0)[1])
             os._exit(0)
-        _forget(streams)
+        _close_all(streams)
         while _reap():
             pass
 
 
 def _reap() -> bool:
-    """Let one ended child go, if there is one."""
+    """Reap one child that has ended, if there is one."""
     try:
         return os.waitpid(-1, os.WNOHANG)[0] != 0
     except ChildProcessError:
@@ -322,61 +321,59 @@ def _reap() -> bool:
 
 
 def _prepare_ranks() -> None:
-    """Fork the copy of this process that ranks are forked from, before the program has changed
-    anything.
-    """
+    """Fork a copy of this process, from which ranks are forked, before the program changes it."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # A rank's parent ends at once, and the nearest ancestor that asked for orphans becomes its
+    # A rank's parent ends at once, and the nearest subreaper among its ancestors becomes its
     # parent: this process.
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     launcher = os.getpid()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
-        ours.close()
-        _execute(_serve_ranks(theirs, launcher))
-    theirs.close()
-    _servers[:] = [_Server(ours, is_parent=True)]
+        near_end.close()
+        _execute(_serve_ranks(far_end, launcher))
+    far_end.close()
+    _servers[:] = [_Server(near_end, is_parent=True)]
 
 
 def _serve_ranks(requests: socket.socket, launcher: int) -> Request:
-    """Fork a child of the launcher for each request; returns in the child."""
+    """Fork a child of the launcher for each request; return in the child."""
     while True:
         request, streams = _receive(requests)
-        if (between := os.fork()) == 0:
-            between = os.getpid()
+        if (intermediate := os.fork()) == 0:
+            intermediate = os.getpid()
             requests.close()
             if rank := os.fork():
-                with socket.socket(fileno=streams[3]) as told:
-                    told.send(b"%d" % rank)
+                with socket.socket(fileno=streams[3]) as channel:
+                    channel.send(b"%d" % rank)
                 os._exit(0)
-            while os.getppid() == between:
+            while os.getppid() == intermediate:
                 time.sleep(0.001)
             libc = ctypes.CDLL(None)
             assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
-            _become(request, streams)
+            _apply_request(request, streams)
             return request
-        _forget(streams)
-        os.waitpid(between, 0)
+        _close_all(streams)
+        os.waitpid(intermediate, 0)
 
 
 def _receive(requests: socket.socket) -> tuple[Request, list[int]]:
-    """The next request and its standard streams; ends this process when nobody is left to ask."""
-    message, streams, _, _ = socket.recv_fds(requests, _FEW_BYTES, 4)
+    """Receive a request and its standard streams; end this process if the client has ended."""
+    message, streams, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 4)
     if not message:
         os._exit(0)
-    return pickle.loads(message), list(streams)  # our own process's bytes
+    return pickle.loads(message), list(streams)  # our own process's bytes  # noqa: S301
 
 
-def _forget(streams: Sequence[int]) -> None:
+def _close_all(streams: Sequence[int]) -> None:
     for stream in streams:
         os.close(stream)
 
 
-def _become(request: Request, streams: Sequence[int]) -> None:
-    """Take on what the request says of a process."""
+def _apply_request(request: Request, streams: Sequence[int]) -> None:
+    """Give this process the properties of the request."""
     for number, stream in enumerate(streams[:3]):
         os.dup2(stream, number)
-    _forget(streams)
+    _close_all(streams)
     _open_standard_streams()
     if request.is_session:
         os.setsid()
@@ -396,15 +393,17 @@ def _open_standard_streams() -> None:
 
     Python's streams remember if their file can seek, and the server's may be of another kind.
     """
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", errors="backslashreplace", closefd=False)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+        2, "w", errors="backslashreplace", closefd=False
+    )
     sys.stderr.reconfigure(line_buffering=True)
 
 
 def _execute(request: Request) -> None:
-    """Run the program as the interpreter would, and end with it."""
-    kind, what, *words = request.words
+    """Run the program as the interpreter would, then end this process."""
+    kind, target, *words = request.words
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv = ["-c" if kind == "-c" else "-m", *words]
@@ -412,23 +411,23 @@ def _execute(request: Request) -> None:
     status = 0
     try:
         if kind == "-c":
-            exec(compile(what, "<string>", "exec"), vars(main))  # a test's own program
+            exec(compile(target, "<string>", "exec"), vars(main))  # noqa: S102 (a test's program)
         else:
-            runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+            runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     except BaseException as error:
-        status = _tell(error)
-    # What the interpreter does next, but for taking all modules apart: that takes longer than most
-    # programs.
+        status = _print_error(error)
+    # The interpreter's next steps, without the finalisation of all modules, which takes longer than
+    # most programs.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed by the program, or nobody reads any more
+        with suppress(OSError, ValueError):  # closed by the program or by its reader
             stream.flush()
     os._exit(status)
 
 
-def _tell(error: BaseException) -> int:
-    """Say what ended the program as the interpreter does; returns the exit status."""
+def _print_error(error: BaseException) -> int:
+    """Print the error that ended the program as the interpreter does; return the exit status."""
     if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):
@@ -445,11 +444,11 @@ def _tell(error: BaseException) -> int:
 def _import_all() -> None:
     for name in IMPORTS:
         import_module(name)
-    # A launcher that was forked forks its ranks.
+    # A forked launcher forks its ranks too.
     import_module(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
     ).Popen = Popen
-    # Else every program's first full collection copies the pages of all that was imported.
+    # Otherwise every program's first full collection copies the pages of all imports.
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
@@ -464,6 +463,6 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the programs
     forked._import_all()
-    asked = socket.socket(fileno=int(sys.argv[1]))
-    asked.send(b"!")
-    forked._execute(forked._serve(asked))
+    requests_socket = socket.socket(fileno=int(sys.argv[1]))
+    requests_socket.send(b"!")
+    forked._execute(forked._serve(requests_socket))

@@ -1,5 +1,8 @@
-"""Who is measured: contender's name -> module with `run(case, pace)`. Imported in the rank that
-needs it and nowhere else, so that nobody's memory holds another's imports."""
+"""Contenders: name -> module with `run(case, pace)`.
+
+Only the rank that runs a contender imports its module, so that the imports of others do not count
+in its memory.
+"""
 
 CONTENDERS = {
     "shardwright": "benchmarks.contenders.with_shardwright",

@@ -1,8 +1,8 @@
 """DeepSpeed around transformers' model, on CPU ranks.
 
-AdamW is torch's fused one, handed over as a client optimizer (`torch_adam` with its faster kernel).
-With `bf16` DeepSpeed keeps the weights it computes with in bf16 and fp32 masters beside them;
-gradients are reduced in fp32 as everybody's are.
+AdamW is torch's fused one, passed as a client optimizer (`torch_adam` with its faster kernel).
+With `bf16` DeepSpeed has bf16 weights for compute and fp32 master weights beside them; gradients
+are reduced in fp32, as for all contenders.
 """
 
 from __future__ import annotations
@@ -12,40 +12,44 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case, batch_of_step, read_model_config, synthetic_tokens
-from benchmarks.contenders.with_torch import adamw_settings, decay_groups, load_transformers_model
+from benchmarks.case import Case, make_tokens, read_model_config, select_batch
+from benchmarks.contenders.with_torch import (
+    build_adamw_settings,
+    group_parameters,
+    load_transformers_model,
+)
 from benchmarks.pace import Pace
 
 
 def run(case: Case, pace: Pace) -> None:
-    """Train until the pace says stop."""
+    """Train until `pace` returns False."""
     os.environ.setdefault("DS_ACCELERATOR", case.device)
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo" if case.device == "cpu" else "nccl")
     model = load_transformers_model(case).train()
-    optimizer = torch.optim.AdamW(decay_groups(case, model), **adamw_settings(case))
+    optimizer = torch.optim.AdamW(group_parameters(case, model), **build_adamw_settings(case))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(case))
     if engine.zero_optimization_stage() != case.zero_stage:
         raise RuntimeError(
             f"DeepSpeed runs ZeRO {engine.zero_optimization_stage()}, not {case.zero_stage}"
         )
     pace.details["wrapped"] = f"{type(engine).__name__} with {type(engine.optimizer).__name__}"
-    tokens = synthetic_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
+    tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
     rank = int(os.environ["RANK"])
     step = 0
-    going = pace.begin()
-    while going:
-        input_ids_BT = batch_of_step(tokens, case, step, rank).to(case.device)
+    is_running = pace.begin()
+    while is_running:
+        input_ids_BT = select_batch(tokens, case, step, rank).to(case.device)
         loss = engine(input_ids=input_ids_BT, labels=input_ids_BT).loss
         engine.backward(loss)
         engine.step()
-        going = pace.step_done(loss.detach())
+        is_running = pace.step_done(loss.detach())
         step += 1
 
 
 def settings(case: Case) -> dict[str, Any]:
-    """DeepSpeed's configuration of the case; what is not named keeps its default."""
+    """Return DeepSpeed's configuration of the case; other fields keep their defaults."""
     chosen: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.micro_batch_size,
         "gradient_accumulation_steps": 1,

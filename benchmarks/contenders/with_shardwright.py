@@ -1,7 +1,7 @@
-"""shardwright's own training loop, events and all, on the same weights and tokens as everybody.
+"""shardwright's training loop with its events, on the same weights and tokens as all contenders.
 
-Nothing of the loop is replaced: the clock is one more sink of the run's events, and the tokens are
-a dataset that undoes the shuffle, so that step s reads the samples that the others read.
+Nothing of the loop is replaced: the timer is one more sink of the run's events, and the dataset
+inverts the shuffle, so that step s reads the samples that the others read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.allocated import held_bytes
-from benchmarks.case import NUM_SAMPLES, Case, shifted_labels, synthetic_tokens
+from benchmarks.allocated import count_resident_bytes
+from benchmarks.case import NUM_SAMPLES, Case, make_tokens, shift_labels
 from benchmarks.pace import Pace
 from shardwright.architecture import read_config
 from shardwright.checkpoint.run_folder import RunFolder
@@ -30,7 +30,7 @@ from shardwright.launch.rank_claim import join_ranks
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.plan import resolve_plan
-from shardwright.telemetry.event_log import Event, EventWriter
+from shardwright.telemetry.event_log import Event, EventWriter, StepEvent
 from shardwright.telemetry.event_logger import LOG_FILE_NAME, EventLogger
 from shardwright.telemetry.sinks import LogFile, PlainLines
 from shardwright.train.checkpointing import RunCheckpointer
@@ -46,44 +46,44 @@ SEED = 0
 
 
 class _Stopped(BaseException):
-    """The parent said stop. Not an Exception: a speaker outlives its sinks' exceptions."""
+    """Stop command of the parent. No Exception, because event loggers survive those of sinks."""
 
 
 class SyntheticDataset:
-    """The benchmark's tokens, laid out so that the shuffled order reads them in order."""
+    """Dataset of the benchmark's tokens, which the shuffled order reads in the original order."""
 
     def __init__(self, vocab_size: int, sequence_length: int) -> None:
         self.sequence_length = sequence_length
-        tokens = synthetic_tokens(vocab_size, sequence_length)
+        tokens = make_tokens(vocab_size, sequence_length)
         self._input_ids = tokens.numpy()
-        self._labels = shifted_labels(tokens).numpy()
+        self._labels = shift_labels(tokens).numpy()
         self._positions = torch.arange(sequence_length).numpy()
         self._order = SampleOrder(SEED, NUM_SAMPLES)
-        self._position_by_index = cache(self._positions_of_epoch)
+        self._position_by_index = cache(self._map_positions)
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     @property
     def num_supervised(self) -> int:
-        """Tokens predicted in one pass."""
+        """Supervised tokens of one epoch."""
         return NUM_SAMPLES * (self.sequence_length - 1)
 
     @property
     def is_uneven(self) -> bool:
-        """No."""
+        """True if rows differ in length; here they do not."""
         return False
 
     def count_used_positions(self, index: int, epoch: int = 0) -> int:
-        """All positions."""
+        """Return the number of positions in use: all of them."""
         return self.sequence_length
 
     def get_sample(self, index: int, epoch: int = 0) -> Sample:
-        """The sample that the order reads when it says `index`: the next one."""
+        """Return the sample that comes next when the order yields `index`."""
         place = self._position_by_index(epoch)[index]
         return Sample(self._input_ids[place], self._labels[place], self._positions, None)
 
-    def _positions_of_epoch(self, epoch: int) -> dict[int, int]:
+    def _map_positions(self, epoch: int) -> dict[int, int]:
         return {
             self._order.get_index(epoch * NUM_SAMPLES + place): place
             for place in range(NUM_SAMPLES)
@@ -92,37 +92,47 @@ class SyntheticDataset:
 
 class _PaceSink:
     def __init__(self, pace: Pace) -> None:
-        self._limits = pace
+        self._pace = pace
 
     def on_event(self, event: Event) -> None:
-        if event.kind == "step" and not self._limits.step_done(event.loss):  # type: ignore[attr-defined]
+        if isinstance(event, StepEvent) and not self._pace.step_done(event.loss):
             raise _Stopped
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing; there is no file."""
 
 
 def run(case: Case, pace: Pace) -> None:
-    """Train until the pace says stop."""
+    """Train until `pace` returns False."""
     ranks = detect_rank_environment() or RankEnvironment()
-    recipe = recipe_of(case)
+    recipe = build_recipe(case)
     device = choose_rank_device(recipe.run.device, ranks, field="run.device")
     join_ranks(ranks, device, recipe.run.timeout_seconds)
-    checked = check(recipe, ranks.world_size)
-    meeting = RankSync(ranks, device)
-    with tempfile.TemporaryDirectory() as folder, _speaker(Path(folder), ranks, pace) as speaker:
-        ceiling = measure_ceiling(checked, device)
-        state = build_state(checked, device)
-        vigil = WatchdogClient(
-            None, monitor.PhaseLimits(recipe.watchdog, {})
-        )  # nobody watches: that would be a process more on these cores
-        run_folder = RunFolder(Path(folder))
+    validated_run = build_validated_run(recipe, ranks.world_size)
+    rank_sync = RankSync(ranks, device)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _open_event_logger(Path(folder), ranks, pace) as event_logger,
+    ):
+        ceiling = measure_ceiling(validated_run, device)
+        state = build_state(validated_run, device)
+        # No watchdog process: it would use these cores.
+        watchdog = WatchdogClient(None, monitor.PhaseLimits(recipe.watchdog, {}))
         context = RankContext(
-            checked, ranks, device, run_folder, speaker, meeting, StopRequest(), vigil
+            validated_run,
+            ranks,
+            device,
+            RunFolder(Path(folder)),
+            event_logger,
+            rank_sync,
+            StopRequest(),
+            watchdog,
         )
         loop = TrainingLoop(context, state, RunCheckpointer(context, state), ceiling)
-        pace.held_bytes = lambda: held_bytes(state.model, state.optimizer)
-        pace.details["wrapped"] = f"{type(state.model.module).__name__}, {checked.plan.layout}"
+        pace.count_resident_bytes = lambda: count_resident_bytes(state.model, state.optimizer)
+        pace.details["wrapped"] = (
+            f"{type(state.model.module).__name__}, {validated_run.plan.layout}"
+        )
         if pace.begin():
             with contextlib.suppress(_Stopped):
                 loop.run()
@@ -130,8 +140,8 @@ def run(case: Case, pace: Pace) -> None:
         dist.barrier()
 
 
-def recipe_of(case: Case) -> Recipe:
-    """The recipe that a person would write for the case."""
+def build_recipe(case: Case) -> Recipe:
+    """Build the recipe of the case."""
     chosen = case.optimisation
     content: dict[str, Any] = {
         "name": "benchmark",
@@ -165,12 +175,13 @@ def recipe_of(case: Case) -> Recipe:
     return Recipe.model_validate(content)
 
 
-def check(recipe: Recipe, world_size: int) -> ValidatedRun:
-    """The recipe with synthetic tokens in the place of its sources."""
+def build_validated_run(recipe: Recipe, world_size: int) -> ValidatedRun:
+    """Build a validated run with synthetic tokens in place of the recipe's sources."""
     assert recipe.model.path is not None
     shape = read_config(recipe.model.path)
     dataset = SyntheticDataset(shape.vocab_size, recipe.training.sequence_length)
-    data = PreparedData(dataset, None, None, None, "synthetic")  # type: ignore[arg-type]  # no text was tokenised
+    # There is no tokenised text.
+    data = PreparedData(dataset, None, None, None, "synthetic")  # type: ignore[arg-type]
     assert recipe.training.max_steps is not None
     return ValidatedRun(
         recipe=recipe,
@@ -182,8 +193,8 @@ def check(recipe: Recipe, world_size: int) -> ValidatedRun:
     )
 
 
-def _speaker(folder: Path, ranks: RankEnvironment, pace: Pace) -> EventLogger:
-    """As a run has it, with the clock as its last sink."""
+def _open_event_logger(folder: Path, ranks: RankEnvironment, pace: Pace) -> EventLogger:
+    """Open the event logger of a run, with the timer as its last sink."""
     if not ranks.is_main_rank:
         return EventLogger(None, [_PaceSink(pace)])
     return EventLogger(

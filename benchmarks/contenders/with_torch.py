@@ -1,4 +1,4 @@
-"""The minimal loop a careful person writes in PyTorch around transformers' model.
+"""Minimal hand-written PyTorch loop around transformers' model.
 
 zero_stage 0 is DDP, 1 is DDP with ZeroRedundancyOptimizer, 3 is FSDP2 (`fully_shard` per layer and
 on the root). bf16 is autocast over fp32 weights under DDP and FSDP2's MixedPrecisionPolicy under
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.case import Case, batch_of_step, read_model_config, synthetic_tokens
+from benchmarks.case import Case, make_tokens, read_model_config, select_batch
 from benchmarks.pace import Pace
 
 ModelLoss = Callable[[nn.Module, Tensor], Tensor]
@@ -24,7 +24,7 @@ ModelLoss = Callable[[nn.Module, Tensor], Tensor]
 
 
 def run(case: Case, pace: Pace) -> None:
-    """Train transformers' model until the pace says stop."""
+    """Train transformers' model until `pace` returns False."""
     model = load_transformers_model(case).train()
     bf16 = case.precision == "bf16"
     train(
@@ -32,14 +32,14 @@ def run(case: Case, pace: Pace) -> None:
         pace,
         model,
         list(model.model.layers),
-        transformers_loss,
+        compute_transformers_loss,
         autocast=bf16,
         compile_layers=case.compile,
     )
 
 
 def load_transformers_model(case: Case) -> Any:
-    """The case's model, fp32, on the case's device."""
+    """Load the case's model in fp32 on the case's device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if case.random_weights:
@@ -52,8 +52,8 @@ def load_transformers_model(case: Case) -> Any:
     return model.to(case.device)
 
 
-def transformers_loss(module: nn.Module, input_ids_BT: Tensor) -> Tensor:
-    """Mean token loss; transformers shifts the labels itself."""
+def compute_transformers_loss(module: nn.Module, input_ids_BT: Tensor) -> Tensor:
+    """Compute the mean token loss; transformers shifts the labels itself."""
     loss: Tensor = module(input_ids=input_ids_BT, labels=input_ids_BT).loss
     return loss
 
@@ -68,7 +68,7 @@ def train(
     autocast: bool,
     compile_layers: bool,
 ) -> None:
-    """The loop, for any model whose loss `model_loss` computes."""
+    """Train any model whose loss `model_loss` computes."""
     rank = int(os.environ.get("RANK", "0"))
     if case.world_size > 1:
         dist.init_process_group("gloo" if case.device == "cpu" else "nccl")
@@ -76,13 +76,13 @@ def train(
         for layer in layers:
             layer.compile()
     module, optimizer = wrap(case, model, layers)
-    tokens = synthetic_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
+    tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
     pace.details["wrapped"] = type(module).__name__
     use_autocast = autocast and case.zero_stage != 3
     step = 0
-    going = pace.begin()
-    while going:
-        input_ids_BT = batch_of_step(tokens, case, step, rank).to(case.device)
+    is_running = pace.begin()
+    while is_running:
+        input_ids_BT = select_batch(tokens, case, step, rank).to(case.device)
         with (
             torch.autocast(case.device, torch.bfloat16)
             if use_autocast
@@ -93,19 +93,19 @@ def train(
         nn.utils.clip_grad_norm_(module.parameters(), case.optimisation.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        going = pace.step_done(loss.detach())
+        is_running = pace.step_done(loss.detach())
         step += 1
 
 
 def wrap(
     case: Case, model: nn.Module, layers: Iterable[nn.Module]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model cut as its zero_stage says, and its optimizer."""
+    """Wrap the model according to its zero_stage; return it with its optimizer."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     if case.world_size == 1:
-        return model, torch.optim.AdamW(decay_groups(case, model), **adamw_settings(case))
+        return model, torch.optim.AdamW(group_parameters(case, model), **build_adamw_settings(case))
     if case.zero_stage == 3:
         policy = MixedPrecisionPolicy()
         if case.precision == "bf16":
@@ -113,25 +113,27 @@ def wrap(
         for layer in layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
-        return model, torch.optim.AdamW(decay_groups(case, model), **adamw_settings(case))
+        return model, torch.optim.AdamW(group_parameters(case, model), **build_adamw_settings(case))
     module = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if case.zero_stage == 0:
-        return module, torch.optim.AdamW(decay_groups(case, model), **adamw_settings(case))
+        return module, torch.optim.AdamW(
+            group_parameters(case, model), **build_adamw_settings(case)
+        )
     if case.zero_stage != 1:
         raise ValueError(
-            f"the hand-written loop knows zero_stage 0, 1 and 3, not {case.zero_stage}"
+            f"the hand-written loop supports zero_stage 0, 1 and 3, not {case.zero_stage}"
         )
     sharded: Any = ZeroRedundancyOptimizer(
-        decay_groups(case, model),
+        group_parameters(case, model),
         optimizer_class=torch.optim.AdamW,
         parameters_as_bucket_view=False,
-        **adamw_settings(case),
+        **build_adamw_settings(case),
     )
     return module, sharded
 
 
-def decay_groups(case: Case, model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices are decayed, norms are not."""
+def group_parameters(case: Case, model: nn.Module) -> list[dict[str, Any]]:
+    """Group parameters: matrices with weight decay, norms without."""
     parameters = list(model.parameters())
     return [
         {
@@ -142,8 +144,8 @@ def decay_groups(case: Case, model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def adamw_settings(case: Case) -> dict[str, Any]:
-    """Arguments of torch's AdamW; the fused kernel, which exists on CPU and CUDA."""
+def build_adamw_settings(case: Case) -> dict[str, Any]:
+    """Return the arguments of torch's AdamW with the fused kernel, which CPU and CUDA have."""
     chosen = case.optimisation
     return {
         "lr": chosen.learning_rate,

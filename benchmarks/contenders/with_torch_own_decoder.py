@@ -1,6 +1,6 @@
-"""The same minimal PyTorch loop around shardwright's decoder and chunked loss.
+"""Minimal hand-written PyTorch loop around shardwright's decoder and chunked loss.
 
-What separates it from `shardwright` is the engine alone: layout, reductions, clip, events.
+It differs from `shardwright` only in the engine: layout, reductions, clipping, events.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.case import Case, shifted_labels
+from benchmarks.case import Case, shift_labels
 from benchmarks.contenders.with_torch import train
 from benchmarks.pace import Pace
 from shardwright.architecture import read_config
@@ -24,7 +24,7 @@ LOSS_CHUNK_TOKENS = 1024
 
 
 def run(case: Case, pace: Pace) -> None:
-    """Train shardwright's decoder until the pace says stop."""
+    """Train shardwright's decoder until `pace` returns False."""
     decoder = Decoder(
         read_config(case.weights_dir),
         loss_function=partial(chunked_cross_entropy, chunk_tokens=LOSS_CHUNK_TOKENS),
@@ -33,10 +33,18 @@ def run(case: Case, pace: Pace) -> None:
     decoder.load_state_dict(load_file(Path(case.weights_dir) / "model.safetensors"))
     if case.compile:
         decoder.compile_blocks()
-    train(case, pace, decoder, decoder.blocks, _mean_loss, autocast=False, compile_layers=False)
+    train(
+        case,
+        pace,
+        decoder,
+        decoder.blocks,
+        _compute_mean_loss,
+        autocast=False,
+        compile_layers=False,
+    )
 
 
-def _mean_loss(module: nn.Module, input_ids_BT: Tensor) -> Tensor:
-    labels_BT = shifted_labels(input_ids_BT)
+def _compute_mean_loss(module: nn.Module, input_ids_BT: Tensor) -> Tensor:
+    labels_BT = shift_labels(input_ids_BT)
     loss: Tensor = module(input_ids_BT, labels_BT=labels_BT)
     return loss / (labels_BT != -100).sum()

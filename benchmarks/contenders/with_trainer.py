@@ -1,8 +1,8 @@
 """Hugging Face Trainer (with Accelerate), configured as its documentation says for full
 fine-tuning.
 
-On CPU its FSDP silently runs DDP or nothing (transformers 5.23), so only zero_stage 0 is measured
-there, and what wraps the model is checked before anything is timed.
+On CPU its FSDP silently runs DDP or nothing (transformers 5.23). Therefore only zero_stage 0 is
+measured there, and the wrapper of the model is checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from benchmarks.case import Case, read_model_config, synthetic_tokens
+from benchmarks.case import Case, make_tokens, read_model_config
 from benchmarks.contenders.with_torch import load_transformers_model
 from benchmarks.pace import Pace
 
@@ -34,9 +34,7 @@ class _Sequences(Dataset[dict[str, Tensor]]):
 
 
 class _InOrder(Trainer):
-    """Trainer that reads the samples in order and remembers what wraps the model and the step's
-    loss.
-    """
+    """Trainer that reads samples in order and records the model's wrapper and the step's loss."""
 
     wrapped: str = ""
     last_loss: Tensor | float = float("nan")
@@ -69,20 +67,21 @@ class _Paced(TrainerCallback):
         expected = "DistributedDataParallel" if self.case.world_size > 1 else None
         if expected is not None and self.trainer.wrapped != expected:
             raise RuntimeError(
-                f"Trainer wrapped the model in {self.trainer.wrapped}, not {expected}: this is not data parallelism"
+                f"Trainer wrapped the model in {self.trainer.wrapped}, not {expected}: "
+                "this is not data parallelism"
             )
         if not self.pace.step_done(self.trainer.last_loss):
             control.should_training_stop = True
 
 
 def run(case: Case, pace: Pace) -> None:
-    """Train until the pace says stop."""
+    """Train until `pace` returns False."""
     if case.zero_stage != 0:
         raise ValueError("Trainer on these devices is measured for zero_stage 0 only")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         model = load_transformers_model(case)
-        tokens = synthetic_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
+        tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
         callback = _Paced(case, pace)
         trainer = _InOrder(
             model=model,
@@ -95,9 +94,7 @@ def run(case: Case, pace: Pace) -> None:
 
 
 def settings(case: Case) -> dict[str, Any]:
-    """Arguments of TrainingArguments; what is not named keeps its default (fused AdamW among
-    it).
-    """
+    """Return arguments of TrainingArguments; others keep their defaults."""
     chosen = case.optimisation
     settings: dict[str, Any] = {
         "per_device_train_batch_size": case.micro_batch_size,

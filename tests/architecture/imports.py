@@ -1,6 +1,4 @@
-"""Who imports whom in `src/shardwright`, read from the source: top-level, lazy and type-checking
-imports alike.
-"""
+"""Read all imports of `src/shardwright` from the source, lazy and type-checking ones included."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
-TORCH_FREE = {room for rooms in LAYERS[:5] for room in rooms} | {
+LAYER_OF = {package: depth for depth, packages in enumerate(LAYERS) for package in packages}
+TORCH_FREE = {package for packages in LAYERS[:5] for package in packages} | {
     "planner",
     "report",
     "cluster",
@@ -38,7 +36,7 @@ TORCH_FREE = {room for rooms in LAYERS[:5] for room in rooms} | {
 
 @dataclass(frozen=True)
 class Import:
-    """`module` imports `target` on `line`; both dotted names."""
+    """One import: `module` imports `target` on `line`; both are dotted names."""
 
     module: str
     target: str
@@ -48,18 +46,18 @@ class Import:
         return f"{self.module}:{self.line} imports {self.target}"
 
 
-def modules() -> dict[str, Path]:
-    """Dotted name -> file, for every module of the package."""
-    found = {}
+def list_modules() -> dict[str, Path]:
+    """Map the dotted name of every module of the package to its file."""
+    paths = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = ["shardwright", *path.relative_to(ROOT).with_suffix("").parts]
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
-def imports_of(module: str, path: Path) -> Iterator[Import]:
-    """Every import statement in the file, wherever it stands."""
-    known = modules()
+def iterate_imports(module: str, path: Path) -> Iterator[Import]:
+    """Yield every import of the file, at any depth."""
+    known = list_modules()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -76,12 +74,17 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
                 yield Import(module, whole if whole in known else base, node.lineno)
 
 
-def all_imports() -> list[Import]:
-    """All imports of the package."""
-    return [found for module, path in modules().items() for found in imports_of(module, path)]
+def list_imports() -> list[Import]:
+    """List all imports of the package."""
+    return [
+        each for module, path in list_modules().items() for each in iterate_imports(module, path)
+    ]
 
 
-def room_of(module: str) -> str | None:
-    """`shardwright.train.loop` -> `train`; None outside the package and for the package itself."""
+def get_package(module: str) -> str | None:
+    """Return the package of a module: `train` for `shardwright.train.loop`.
+
+    Return None for other libraries and for `shardwright` itself.
+    """
     parts = module.split(".")
     return parts[1] if parts[0] == "shardwright" and len(parts) > 1 else None

@@ -1,5 +1,5 @@
-"""The house's walls: imports point down, siblings are strangers, nothing goes round, and the light
-rooms need no torch.
+"""Layers of packages: imports point down, packages of one layer do not import each other, there are
+no cycles, and some packages import no torch.
 """
 
 from __future__ import annotations
@@ -9,73 +9,86 @@ import sys
 
 import pytest
 
-from tests.architecture.imports import LAYER_OF, ROOT, TORCH_FREE, all_imports, modules, room_of
+from tests.architecture.imports import (
+    LAYER_OF,
+    ROOT,
+    TORCH_FREE,
+    get_package,
+    list_imports,
+    list_modules,
+)
 
 
-def test_every_room_has_a_layer() -> None:
-    rooms = {room_of(module) for module in modules()} - {None}
-    assert rooms <= set(LAYER_OF), f"rooms without a layer: {sorted(rooms - set(LAYER_OF))}"
+def test_every_package_has_a_layer() -> None:
+    packages = {get_package(module) for module in list_modules()} - {None}
+    missing = packages - set(LAYER_OF)
+    assert not missing, f"packages without a layer: {sorted(map(str, missing))}"
 
 
 def test_imports_point_down() -> None:
     wrong = []
-    for found in all_imports():
-        here = room_of(found.module)
-        there = room_of(found.target)
-        if here and there and here != there and LAYER_OF[there] >= LAYER_OF[here]:
-            wrong.append(f"{found} (layer {LAYER_OF[here]} -> {LAYER_OF[there]})")
+    for each in list_imports():
+        importer = get_package(each.module)
+        imported = get_package(each.target)
+        if importer and imported and importer != imported:
+            from_layer = LAYER_OF[importer]
+            to_layer = LAYER_OF[imported]
+            if to_layer >= from_layer:
+                wrong.append(f"{each} (layer {from_layer} -> {to_layer})")
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_cycles() -> None:
-    graph: dict[str, set[str]] = {module: set() for module in modules()}
-    for found in all_imports():
-        # A package's __init__ that gathers its own modules is no cycle: children may not import it
-        # back.
-        if found.target in graph and found.target != found.module:
-            graph[found.module].add(found.target)
+    graph: dict[str, set[str]] = {module: set() for module in list_modules()}
+    for each in list_imports():
+        # A package's __init__ may import its modules, which must not import the package in turn.
+        if each.target in graph and each.target != each.module:
+            graph[each.module].add(each.target)
     done: set[str] = set()
 
-    def walk(module: str, trail: tuple[str, ...]) -> None:
+    def visit(module: str, trail: tuple[str, ...]) -> None:
         assert module not in trail, "cycle: " + " -> ".join([*trail[trail.index(module) :], module])
         if module not in done:
             for target in sorted(graph[module]):
-                walk(target, (*trail, module))
+                visit(target, (*trail, module))
             done.add(module)
 
     for module in graph:
-        walk(module, ())
+        visit(module, ())
 
 
-def test_light_rooms_never_name_torch() -> None:
+def test_torch_free_packages_never_import_torch() -> None:
     heavy = {"torch", "torchao", "transformers", "accelerate"}
     wrong = [
-        str(f)
-        for f in all_imports()
-        if room_of(f.module) in TORCH_FREE and f.target.split(".")[0] in heavy
+        str(each)
+        for each in list_imports()
+        if get_package(each.module) in TORCH_FREE and each.target.split(".")[0] in heavy
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_transformers_has_few_doors() -> None:
-    doors = {f.module for f in all_imports() if f.target.split(".")[0] == "transformers"}
-    assert len(doors) <= 3, f"transformers is imported in {sorted(doors)}"
+def test_few_modules_import_transformers() -> None:
+    importers = {
+        each.module for each in list_imports() if each.target.split(".")[0] == "transformers"
+    }
+    assert len(importers) <= 3, f"transformers is imported in {sorted(importers)}"
 
 
-LIGHT = sorted(
-    m
-    for m in modules()
-    if room_of(m) in TORCH_FREE or m in ("shardwright", "shardwright.cli", "shardwright.cli.main")
+TORCH_FREE_MODULES = sorted(
+    module
+    for module in list_modules()
+    if get_package(module) in TORCH_FREE
+    or module in ("shardwright", "shardwright.cli", "shardwright.cli.main")
 )
 
 
-def test_light_rooms_and_the_command_line_import_without_torch() -> None:
+def test_torch_free_packages_and_the_command_line_import_without_torch() -> None:
     script = (
         "import importlib, sys\n"
-        f"for name in {LIGHT!r}:\n"
+        f"for name in {TORCH_FREE_MODULES!r}:\n"
         "    importlib.import_module(name)\n"
         "    heavy = {'torch', 'transformers'} & set(sys.modules)\n"
-        "    assert not heavy, f'{name} brings in {heavy}'\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
@@ -88,5 +101,5 @@ def test_light_rooms_and_the_command_line_import_without_torch() -> None:
 )
 def test_files_stay_readable(path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 450, (
-        "read it again: this file has become two"
+        "this file is too long: split it"
     )

@@ -1,4 +1,4 @@
-"""A small run, what it comes to when it is left alone, and a way to run it into faults."""
+"""A small run, its result without faults, and a fixture that runs it with faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": 32,
     }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": 0.1}
-    told = {
+    settings = {
         "seed": 3,
         "model": {"config": {"model_type": "llama"} | sizes | heads},
         "tokenizer": {"kind": "character"},
@@ -57,7 +57,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run": {"device": "cpu", "timeout_seconds": 300.0},
     }
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(told))
+    path.write_text(yaml.safe_dump(settings))
     return path
 
 
@@ -96,8 +96,8 @@ def run(recipe: Path, tmp_path: Path) -> Run:
 
 
 def run_alone(recipe: Path, folder: Path, *words: str) -> None:
-    """Train two ranks under ZeRO-3 that nothing happens to, by the command as users start it: what
-    is forked ends like it.
+    """Train two ranks under ZeRO-3 without faults, in real processes as users start them; forked
+    runs must end with the same result.
     """
     command = [
         sys.executable,
@@ -119,60 +119,59 @@ def run_alone(recipe: Path, folder: Path, *words: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def untroubled(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that was left alone."""
-    folder = tmp_path_factory.mktemp("untroubled") / "run"
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run without faults."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
     run_alone(recipe, folder)
     return folder
 
 
-def final_state(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    """Every tensor of the last checkpoint, weights and moments, whole."""
-    found = find_newest_checkpoint(folder / "checkpoints")
-    assert found is not None
-    assert found.step == steps
-    return {name: read_tensor(found, name) for name in found.manifest.tensors}
+def read_final_state(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    """Read every tensor of the last checkpoint, weights and moments, gathered."""
+    newest = find_newest_checkpoint(folder / "checkpoints")
+    assert newest is not None
+    assert newest.step == steps
+    return {name: read_tensor(newest, name) for name in newest.manifest.tensors}
 
 
 def assert_same_end(
     folder: Path, other: Path, marks: Path | None = None, *, steps: int = STEPS
 ) -> None:
-    """The oracle: the same bits at the end, and each sample of the surviving steps used exactly
-    once.
+    """Assert that both runs end with the same bits and that the surviving steps used each sample
+    exactly once.
 
     Args:
-        marks: with the ledgers of `folder`'s ranks: what they have really used counts, not what the
-        steps say of it.
+        marks: folder with the ledgers of `folder`'s ranks, which record the samples really used.
     """
-    ours = final_state(folder, steps)
-    theirs = final_state(other, steps)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    told = [
+    tensors = read_final_state(folder, steps)
+    expected = read_final_state(other, steps)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    progress = [
         (step.step, step.samples_seen, step.loss)
         for step in select_surviving_steps(read_events(folder))
     ]
-    assert [seen for _, seen, _ in told] == [BATCH * step for step in range(1, steps + 1)]
-    assert told == [
+    assert [seen for _, seen, _ in progress] == [BATCH * step for step in range(1, steps + 1)]
+    assert progress == [
         (step.step, step.samples_seen, step.loss)
         for step in select_surviving_steps(read_events(other))
     ]
     if marks is not None:
-        used = [index for step in range(1, steps + 1) for index in samples_of(marks, step)]
+        used = [index for step in range(1, steps + 1) for index in list_used_samples(marks, step)]
         assert sorted(used) == list(range(BATCH * steps))
 
 
-def samples_of(marks: Path, step: int) -> list[int]:
-    """Positions in the order that the last attempt at a step has used, over the ranks of the
-    generation that made it.
+def list_used_samples(marks: Path, step: int) -> list[int]:
+    """List the sample positions that the last attempt at a step used, over all ranks of its
+    generation.
     """
     last: dict[str, list[dict[str, Any]]] = {}
     for ledger in sorted(marks.glob("ledger-*.jsonl")):
         attempts = [json.loads(line) for line in ledger.read_text().splitlines()]
-        of_rank = {
+        attempts_of_rank = {
             attempt["generation"]: attempt for attempt in attempts if attempt["step"] == step
         }
-        for generation, attempt in of_rank.items():
+        for generation, attempt in attempts_of_rank.items():
             last.setdefault(generation, []).append(attempt)
     newest = max(
         last.values(), key=lambda attempts: max(attempt["at"] for attempt in attempts), default=[]

@@ -1,5 +1,5 @@
-"""`shardwright train` whose ranks are `tests.faults.worker`: python -m tests.faults.run RECIPE and
-the verb's options.
+"""Run `shardwright train` with `tests.faults.worker` as ranks: python -m tests.faults.run RECIPE
+and the verb's options.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from shardwright.launch.stop_signals import StopRequest
 from shardwright.train import run
 
 
-def launch_armed(
+def launch_ranks_with_faults(
     num_ranks: int,
     module: str,
     arguments: Sequence[str],
     stop: StopRequest | None = None,
-    hangs: Path | None = None,
+    hang_reports: Path | None = None,
 ) -> None:
-    """The same ranks, armed."""
+    """Launch the same ranks with faults."""
     assert module == "shardwright.train.worker"
-    launch_ranks(num_ranks, "tests.faults.worker", arguments, stop, hangs)
+    launch_ranks(num_ranks, "tests.faults.worker", arguments, stop, hang_reports)
 
 
 if __name__ == "__main__":
-    run.launch_ranks = launch_armed
+    run.launch_ranks = launch_ranks_with_faults
     main(["train", *sys.argv[1:]])

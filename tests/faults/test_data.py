@@ -1,5 +1,5 @@
-"""Fault 10: broken JSON, broken UTF-8, empty documents, ids outside the vocabulary, rows with
-nothing to learn. One process.
+"""Fault 10: broken JSON, broken UTF-8, empty documents, ids outside the vocabulary, rows without
+supervised tokens. One process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ GOOD = [
 ]
 
 
-def test_what_is_broken_is_set_aside_by_file_and_line_and_learned_by_nobody(
+def test_broken_records_are_reported_by_file_and_line_and_never_trained_on(
     recipe: Path, tmp_path: Path
 ) -> None:
     lines: list[bytes] = [line.encode() for line in GOOD]
-    lines[7] = b'{"text": "cut sh'
+    lines[7] = b'{"text": "no quo'
     lines[11] = b'{"text": "\xff\xfe"}'
     lines[19] = b'{"text": ""}'
     lines[23] = b'{"words": "no text"}'
@@ -38,14 +38,14 @@ def test_what_is_broken_is_set_aside_by_file_and_line_and_learned_by_nobody(
         "data.max_broken_fraction=0.1",
         f"run.dir={tmp_path / 'run'}",
     ]
-    told = load_recipe(recipe, changes)
-    records = validate_run(told, 1).data.report.records
+    changed = load_recipe(recipe, changes)
+    records = validate_run(changed, 1).data.report.records
     assert {(Path(item.file).name, item.line) for item in records.broken} >= {
         ("corpus.jsonl", 8),
         ("corpus.jsonl", 12),
     }
     assert records.num_broken == len(records.broken)
-    train(told)
+    train(changed)
     assert all(
         math.isfinite(step.loss) and math.isfinite(step.gradient_norm)
         for step in read_events(tmp_path / "run").filter_by_type(StepEvent)
@@ -56,14 +56,14 @@ def test_what_is_broken_is_set_aside_by_file_and_line_and_learned_by_nobody(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "message"),
     [
         ([{"input_ids": [1, 2, 3, 1000], "labels": [1, 2, 3, 1000]}], "vocabulary"),
         ([{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, -100, -100]}], "learn|supervis"),
     ],
 )
 def test_ids_outside_the_vocabulary_and_nothing_to_learn_are_refused(
-    recipe: Path, tmp_path: Path, rows: list[dict[str, Any]], told: str
+    recipe: Path, tmp_path: Path, rows: list[dict[str, Any]], message: str
 ) -> None:
     vocabulary = {"<unk>": 0, "<eos>": 1} | {
         letter: 2 + number for number, letter in enumerate("abcdefgh")
@@ -77,5 +77,5 @@ def test_ids_outside_the_vocabulary_and_nothing_to_learn_are_refused(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 40))
     tokenizer = [f"tokenizer={{kind: huggingface, path: {tmp_path}}}", "model.config.vocab_size=10"]
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         validate_run(load_recipe(recipe, [f"data.sources={tmp_path / 'ids.jsonl'}", *tokenizer]), 1)

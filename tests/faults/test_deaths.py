@@ -1,7 +1,7 @@
 """Faults 1, 5 and 9: ranks that die in the forward pass, a collective, the optimizer and a save,
 and a bit that flips.
 
-The run starts its ranks again, and ends as one that was left alone.
+The run restarts its ranks and ends with the result of a run without faults.
 """
 
 from __future__ import annotations
@@ -13,37 +13,35 @@ import pytest
 
 from shardwright.errors import ExitCode
 from shardwright.telemetry.event_log import ResumeEvent, RunStartedEvent, WarningEvent, read_events
-from tests.faults.conftest import BATCH, STEPS, Run, assert_same_end, samples_of
+from tests.faults.conftest import BATCH, STEPS, Run, assert_same_end, list_used_samples
 
 pytestmark = pytest.mark.timeout(1800)
-"""Some start ranks six times over, which a busy machine takes minutes for."""
+"""Some tests start ranks six times, which takes minutes on a busy machine."""
 
 
-def death(rank: int, step: int, place: str) -> dict[str, Any]:
+def make_death(rank: int, step: int, place: str) -> dict[str, Any]:
     return {"rank": rank, "step": step, "place": place, "signals": ["SIGKILL"]}
 
 
 @pytest.mark.long
-def test_a_run_whose_ranks_die_everywhere_ends_with_the_same_bits(
-    run: Run, untroubled: Path, tmp_path: Path
+def test_deaths_at_every_place_leave_the_same_bits(
+    run: Run, undisturbed: Path, tmp_path: Path
 ) -> None:
     faults = [
-        death(1, 5, "forward"),  # the save of step 2 is done: that of step 4 has waited for it
-        death(0, 6, "collective"),
-        death(1, 7, "optimizer"),
-        death(
-            1, 8, "save"
-        ),  # of step 8, in the background, while step 9 is computed or waits for it
-        death(
-            0, 10, "publish"
-        ),  # after the checkpoint of step 10 has its name, before `latest` names it
+        make_death(1, 5, "forward"),  # the save of step 4 has waited for that of step 2
+        make_death(0, 6, "collective"),
+        make_death(1, 7, "optimizer"),
+        # The save of step 8 runs in the background, while step 9 is computed or waits for it.
+        make_death(1, 8, "save"),
+        # After the checkpoint of step 10 is renamed, before `latest` points to it.
+        make_death(0, 10, "publish"),
     ]
     done = run("--set", "elastic.max_restarts=5", faults=faults)
     assert done.returncode == ExitCode.DONE, done.stderr
     assert len(
         [mark for mark in (tmp_path / "marks").iterdir() if not mark.name.startswith("ledger-")]
     ) == len(faults)
-    assert_same_end(tmp_path / "run", untroubled, tmp_path / "marks")
+    assert_same_end(tmp_path / "run", undisturbed, tmp_path / "marks")
     events = read_events(tmp_path / "run")
     assert (
         len(events.filter_by_type(RunStartedEvent))
@@ -62,34 +60,41 @@ def test_a_run_whose_ranks_die_everywhere_ends_with_the_same_bits(
 
 
 @pytest.mark.long
-def test_restarts_are_bounded_and_the_cause_is_told(run: Run, tmp_path: Path) -> None:
+def test_restarts_are_bounded_and_the_cause_is_reported(run: Run, tmp_path: Path) -> None:
     done = run(
-        "--set", "elastic.max_restarts=1", faults=[death(1, 1, "forward"), death(0, 2, "forward")]
+        "--set",
+        "elastic.max_restarts=1",
+        faults=[make_death(1, 1, "forward"), make_death(0, 2, "forward")],
     )
     assert done.returncode == ExitCode.RUN_FAILED
     assert "rank 0 was killed by SIGKILL" in done.stderr
     assert len(read_events(tmp_path / "run").filter_by_type(RunStartedEvent)) == 2
 
 
-def test_what_stays_lost_is_left_behind(run: Run, untroubled: Path, tmp_path: Path) -> None:
-    """The second rank dies before anything new is saved: the next generation is one rank, with the
+def test_a_run_continues_without_a_lost_rank(run: Run, undisturbed: Path, tmp_path: Path) -> None:
+    """The second rank dies before anything is saved; the next generation has one rank and the
     same global batch.
     """
     words = ["--set", "elastic.max_restarts=1", "--set", "elastic.min_ranks=1"]
-    done = run(*words, "--set", "training.gradient_accumulation_steps=null", "--set", "training.micro_batch_size=2",
-               faults=[death(1, 1, "forward")])  # fmt: skip
+    words += ["--set", "training.gradient_accumulation_steps=null"]
+    words += ["--set", "training.micro_batch_size=2"]
+    done = run(*words, faults=[make_death(1, 1, "forward")])
     assert done.returncode == ExitCode.DONE, done.stderr
     starts = read_events(tmp_path / "run").filter_by_type(RunStartedEvent)
     assert [event.world_size for event in starts] == [2, 1]
-    used = [index for step in range(1, STEPS + 1) for index in samples_of(tmp_path / "marks", step)]
+    used = [
+        index
+        for step in range(1, STEPS + 1)
+        for index in list_used_samples(tmp_path / "marks", step)
+    ]
     assert sorted(used) == list(range(BATCH * STEPS))
     assert {event.global_batch_tokens for event in starts} == {64}
 
 
-def test_a_weight_that_flips_on_one_replica_is_found_before_it_is_saved(
+def test_a_flipped_bit_on_one_replica_is_detected_before_it_is_saved(
     run: Run, tmp_path: Path
 ) -> None:
-    """The run goes back to the checkpoint before, and ends as one in which nothing had flipped."""
+    """The run returns to the previous checkpoint and ends as one without the flipped bit."""
     words = ["--layout", "dp_replicate=2", "--set", "run.replica_check_every_steps=3"]
     done = run(
         *words,

@@ -1,5 +1,5 @@
-"""Faults 4, 6: a checkpoint that is damaged, and a disk that is full. One process; the disk is a
-tmpfs of a limited size.
+"""Faults 4 and 6: a damaged checkpoint and a full disk. One process; the disk is a tmpfs of
+limited size.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from shardwright.telemetry.event_log import (
     read_events,
 )
 from shardwright.train.run import train
-from tests.faults.conftest import STEPS, assert_same_end, final_state
+from tests.faults.conftest import STEPS, assert_same_end, read_final_state
 
 
 @pytest.fixture(scope="module")
-def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run left alone, in this process."""
-    folder = tmp_path_factory.mktemp("alone") / "run"
+def undisturbed_here(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run without faults, in this process."""
+    folder = tmp_path_factory.mktemp("undisturbed_here") / "run"
     train(load_recipe(recipe, [f"run.dir={folder}"]))
     return folder
 
 
-def until(recipe: Path, folder: Path, steps: int) -> None:
-    """The first steps of the run; the learning rate's schedule is that of the whole."""
+def train_steps(recipe: Path, folder: Path, steps: int) -> None:
+    """Train the first steps of the run, at the same constant learning rate as the whole."""
     train(
         load_recipe(
             recipe,
@@ -44,27 +44,31 @@ def until(recipe: Path, folder: Path, steps: int) -> None:
     )
 
 
-def flip(path: Path) -> None:
+def flip_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
+def fill_with_zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "a byte flipped": flip,
-    "cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "a byte flipped": flip_byte,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "deleted": Path.unlink,
-    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,  # type: ignore[func-returns-value]
+    "zeros": fill_with_zeros,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_shard_costs_one_checkpoint_and_no_bit(
+def test_after_damage_to_a_shard_the_run_resumes_from_the_checkpoint_before(
     recipe: Path, tmp_path: Path, damage: str
 ) -> None:
     whole = tmp_path / "whole"
     train(load_recipe(recipe, [f"run.dir={whole}", "training.schedule=constant"]))
-    until(recipe, tmp_path / "run", 8)
+    train_steps(recipe, tmp_path / "run", 8)
     DAMAGE[damage](tmp_path / "run" / "checkpoints" / "step-00000008" / "shard-00000.safetensors")
     train(
         load_recipe(recipe, [f"run.dir={tmp_path / 'run'}", "training.schedule=constant"]),
@@ -81,7 +85,7 @@ def test_a_damaged_shard_costs_one_checkpoint_and_no_bit(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for one checkpoint of this run and a half."""
+    """A file system with space for one and a half checkpoints of this run."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -95,7 +99,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def on_disk(recipe: Path, tmp_path: Path, disk: Path) -> Recipe:
+def load_recipe_for_disk(recipe: Path, tmp_path: Path, disk: Path) -> Recipe:
     return load_recipe(
         recipe,
         [
@@ -106,20 +110,20 @@ def on_disk(recipe: Path, tmp_path: Path, disk: Path) -> Recipe:
     )
 
 
-def test_a_full_disk_is_told_and_harms_nothing(
-    recipe: Path, alone: Path, tmp_path: Path, small_disk: Path
+def test_a_full_disk_is_reported_and_loses_nothing(
+    recipe: Path, undisturbed_here: Path, tmp_path: Path, small_disk: Path
 ) -> None:
     with pytest.raises(SaveFailed, match="No space left"):
-        train(on_disk(recipe, tmp_path, small_disk))
+        train(load_recipe_for_disk(recipe, tmp_path, small_disk))
     events = read_events(tmp_path / "run")
     assert [event.step for event in events.filter_by_type(StepEvent)] == list(range(1, STEPS + 1))
     assert [event.step for event in events.filter_by_type(CheckpointEvent)] == [2]
-    told = [
+    warnings = [
         event.message
         for event in events.filter_by_type(WarningEvent)
         if "No space left" in event.message
     ]
-    assert len(told) == 4  # steps 4 to 10; the last save's failure ended the run
+    assert len(warnings) == 4  # steps 4 to 10; the last failed save ended the run
     assert verify_checkpoint(small_disk / "checkpoints" / "step-00000002")[1] == []
     assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == [
         "generation",
@@ -128,11 +132,11 @@ def test_a_full_disk_is_told_and_harms_nothing(
     ]
 
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
-    train(on_disk(recipe, tmp_path, small_disk), resume=True)
-    found, refused = find_newest_whole(small_disk / "checkpoints")
-    assert found is not None
-    assert (found.step, refused) == (STEPS, [])
+    train(load_recipe_for_disk(recipe, tmp_path, small_disk), resume=True)
+    newest, refused = find_newest_whole(small_disk / "checkpoints")
+    assert newest is not None
+    assert (newest.step, refused) == (STEPS, [])
     (tmp_path / "run" / "checkpoints").symlink_to(small_disk / "checkpoints")
-    ours = final_state(tmp_path / "run")
-    theirs = final_state(alone)
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    tensors = read_final_state(tmp_path / "run")
+    expected = read_final_state(undisturbed_here)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())

@@ -1,5 +1,5 @@
-"""Fault 2: a rank that is stopped, one whose interpreter is held, one that sleeps, and one that
-skips a collective are named.
+"""Fault 2: the watchdog names a rank that is stopped, one whose interpreter lock is held, one that
+sleeps, and one that skips a collective.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ QUICK = [
     "--set",
     "checkpoint.asynchronous=false",
 ]
-"""The steps of these runs take milliseconds; on a busy machine some take seconds. What step 6 saves
-is there before step 7.
+"""The steps of these runs take milliseconds; on a busy machine some take seconds. The save of step
+6 is complete before step 7.
 """
 HANGS: dict[str, dict[str, Any]] = {
     "stopped by a signal (SIGSTOP)": {"place": "collective", "signals": ["SIGSTOP"]},
@@ -36,14 +36,14 @@ HANGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("told", HANGS)
+@pytest.mark.parametrize("cause", HANGS)
 def test_a_rank_that_hangs_is_named_with_the_collective(
-    run: Run, untroubled: Path, tmp_path: Path, told: str
+    run: Run, undisturbed: Path, tmp_path: Path, cause: str
 ) -> None:
-    """The generation ends, everybody's stacks are in a file, and the next one ends with the bits of
-    the run left alone.
+    """The generation ends, the stacks of all ranks are in a file, and the next generation ends with
+    the bits of the run without faults.
     """
-    fault = {"rank": 1, "step": 7} | HANGS[told]
+    fault = {"rank": 1, "step": 7} | HANGS[cause]
     done = run("--set", "elastic.max_restarts=1", *QUICK, faults=[fault])
     assert done.returncode == ExitCode.DONE, done.stderr
     (restart,) = [
@@ -51,17 +51,17 @@ def test_a_rank_that_hangs_is_named_with_the_collective(
         for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)
         if event.message.startswith("restart ")
     ]
-    assert told in restart
+    assert cause in restart
     assert re.search(
         r"rank 1 (is missing from|skipped) (all_reduce|all_gather|reduce_scatter) #\d+ ", restart
     ), restart
     assert [event.step for event in read_events(tmp_path / "run").filter_by_type(ResumeEvent)] == [
         6
     ]
-    if fault["place"] != "skip":  # gloo itself may find that two ends of a collective do not fit
+    if fault["place"] != "skip":  # gloo itself may detect mismatched collectives
         (report,) = (tmp_path / "run" / "hangs").iterdir()
         text = report.read_text()
         for rank in (0, 1):
-            _, _, about = text.partition(f"\nrank {rank}, process ")
-            assert re.search(r'File ".*", line \d+ in \w+', about.partition("\nrank ")[0]), text
-    assert_same_end(tmp_path / "run", untroubled, tmp_path / "marks")
+            _, _, stack = text.partition(f"\nrank {rank}, process ")
+            assert re.search(r'File ".*", line \d+ in \w+', stack.partition("\nrank ")[0]), text
+    assert_same_end(tmp_path / "run", undisturbed, tmp_path / "marks")

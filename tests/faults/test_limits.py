@@ -1,5 +1,5 @@
-"""Faults 3, 14 and 15: a rank that is slow, one that finds no more memory, a clock that jumps, two
-processes of one rank.
+"""Faults 3, 14 and 15: a slow rank, one without free memory, a clock that jumps, and two processes
+of one rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2,zero_stage=3"])
-def test_a_slow_rank_is_named_within_the_steps_that_the_recipe_says(
+def test_a_slow_rank_is_named_within_the_steps_of_the_recipe(
     run: Run, tmp_path: Path, layout: str
 ) -> None:
     slow = {"rank": 1, "step": 20, "place": "slow", "signals": [], "seconds": 1.0}
@@ -37,44 +37,47 @@ def test_a_slow_rank_is_named_within_the_steps_that_the_recipe_says(
         faults=[slow],
     )
     assert done.returncode == ExitCode.DONE, done.stderr
-    named = [
+    warnings = [
         event
         for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)
         if "is slow" in event.message
     ]
-    assert [event.message.partition(":")[0] for event in named] == ["rank 1 is slow"]
-    assert named[0].step is not None
-    assert 20 < named[0].step <= 20 + 20
+    assert [event.message.partition(":")[0] for event in warnings] == ["rank 1 is slow"]
+    assert warnings[0].step is not None
+    assert 20 < warnings[0].step <= 20 + 20
 
 
 @pytest.mark.long
-def test_a_rank_without_memory_says_so_and_what_the_plan_had_predicted(
+def test_a_rank_without_memory_reports_it_with_the_prediction_of_the_plan(
     run: Run, tmp_path: Path
 ) -> None:
-    want = {"rank": 1, "step": 5, "place": "memory", "signals": []}
+    fault = {"rank": 1, "step": 5, "place": "memory", "signals": []}
     done = run(
         "--set",
         "model.config.intermediate_size=60000",
         "--set",
         "model.config.hidden_size=96",
-        faults=[want],
+        faults=[fault],
     )
     assert done.returncode == ExitCode.RUN_FAILED
-    (told,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "rank 1 ran out of memory" in told, done.stderr
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "rank 1 ran out of memory" in message, done.stderr
     assert re.search(
-        r"The plan predicted [\d.]+ \w+ of tensors on the fullest rank \(weights [\d.]+ \w+, ", told
+        r"The plan predicted [\d.]+ \w+ of tensors on the fullest rank \(weights [\d.]+ \w+, ",
+        message,
     )
-    assert "Timed out" not in told
-    assert "Connection" not in told
+    assert "Timed out" not in message
+    assert "Connection" not in message
 
 
 @pytest.mark.long
-def test_a_wall_clock_that_jumps_moves_nothing(run: Run, untroubled: Path, tmp_path: Path) -> None:
-    """A day ahead on one rank: nobody is said to hang, and no time of a step is longer for it."""
-    words = ["--set", "watchdog.floor_seconds=20"]
+def test_a_jump_of_the_wall_clock_has_no_effect(
+    run: Run, undisturbed: Path, tmp_path: Path
+) -> None:
+    """One day ahead on both ranks: no hang is reported, and no measured step takes longer."""
+    options = ["--set", "watchdog.floor_seconds=20"]
     done = run(
-        *words,
+        *options,
         faults=[{"rank": rank, "step": 6, "place": "clock", "signals": []} for rank in range(2)],
     )
     assert done.returncode == ExitCode.DONE, done.stderr
@@ -85,44 +88,57 @@ def test_a_wall_clock_that_jumps_moves_nothing(run: Run, untroubled: Path, tmp_p
     )  # it did jump
     assert max(step.step_seconds for step in steps) < 100
     assert max(step.elapsed_seconds for step in steps) < 1000
-    assert_same_end(tmp_path / "run", untroubled)
+    assert_same_end(tmp_path / "run", undisturbed)
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+def find_free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
-HELD_STEPS = """
+WAITING_STEPS = """
 import sys, time
 from pathlib import Path
 marks = Path(sys.argv.pop(1))
 from shardwright.train import loop
-step = loop.Loop._step
-def held(self):
-    (marks / f"at-work-{self.ranks.rank}").touch()
+step = loop.TrainingLoop._run_step
+def wait_and_step(self):
+    (marks / f"at-work-{self.rank_environment.rank}").touch()
     while not (marks / "go").exists():
         time.sleep(0.05)
     return step(self)
-loop.Loop._step = held
+loop.TrainingLoop._run_step = wait_and_step
 from shardwright.cli.main import main
 main(["train", *sys.argv[1:]])
 """
-"""No step is taken before there is a file `go`: the ranks are at work for as long as a test wants
-them to be.
+"""No step runs before the file `go` exists, so ranks keep running for as long as a test needs
+them.
 """
 
 
 def start_rank(
-    recipe: Path, folder: Path, port: int, rank: int, temporary: Path, marks: Path
+    recipe: Path, folder: Path, port: int, rank: int, temporary_folder: Path, marks: Path
 ) -> subprocess.Popen[str]:
-    """One rank as torchrun or srun starts it."""
+    """Start one rank as torchrun or srun does."""
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2", "TMPDIR": str(temporary),
-    }  # fmt: skip
-    command = [sys.executable, "-c", HELD_STEPS, str(marks), str(recipe), "--run-dir", str(folder)]
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "TMPDIR": str(temporary_folder),
+    }
+    command = [
+        sys.executable,
+        "-c",
+        WAITING_STEPS,
+        str(marks),
+        str(recipe),
+        "--run-dir",
+        str(folder),
+    ]
     command += ["--set", "run.timeout_seconds=600"]
     return subprocess.Popen(
         command,
@@ -143,28 +159,28 @@ def wait_until_at_work(ranks: list[subprocess.Popen[str]], marks: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("rank", "machine", "into", "words"),
+    ("rank", "machine", "into", "expected"),
     [
-        (1, "one", "run", "two processes have rank 1"),  # found by the pulse
-        (
-            1,
-            "two",
-            "run",
-            "rank 1 is taken",
-        ),  # by the claim in the store; here a machine is a folder for temporary files
-        (0, "two", "run", "already"),  # by the run folder, which is the first rank's
-        (
-            0,
-            "two",
-            "another run",
-            "in use",
-        ),  # by the port, behind which the store of a run that lives would be met
+        # Detected by the heartbeat.
+        (1, "one", "run", "two processes have rank 1"),
+        # By the claim in the store; here a machine is a folder for temporary files.
+        (1, "two", "run", "rank 1 is taken"),
+        # By the lock on the run folder, which the first rank holds.
+        (0, "two", "run", "already"),
+        # By the port, on which the store of the running run listens.
+        (0, "two", "another run", "in use"),
     ],
 )
-def test_a_second_process_of_a_rank_is_refused_and_harms_nobody(
-    recipe: Path, untroubled: Path, tmp_path: Path, rank: int, machine: str, into: str, words: str
+def test_a_second_process_of_a_rank_is_refused_and_the_run_continues(
+    recipe: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    rank: int,
+    machine: str,
+    into: str,
+    expected: str,
 ) -> None:
-    port = free_port()
+    port = find_free_port()
     folder = tmp_path / "run"
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -174,13 +190,13 @@ def test_a_second_process_of_a_rank_is_refused_and_harms_nobody(
     try:
         wait_until_at_work(ranks, tmp_path)
         double = start_rank(recipe, tmp_path / into, port, rank, tmp_path / machine, tmp_path)
-        _, told = double.communicate(timeout=600)
-        assert double.returncode == ExitCode.WRONG_INPUT, told
-        assert words in told
+        _, message = double.communicate(timeout=600)
+        assert double.returncode == ExitCode.WRONG_INPUT, message
+        assert expected in message
         (tmp_path / "go").touch()
         endings = [process.communicate(timeout=600)[1] for process in ranks]
         assert [process.returncode for process in ranks] == [ExitCode.DONE, ExitCode.DONE], endings
     finally:
         for process in ranks:
             process.kill()
-    assert_same_end(folder, untroubled)
+    assert_same_end(folder, undisturbed)

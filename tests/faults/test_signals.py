@@ -1,5 +1,5 @@
-"""Fault 7: SIGTERM to one rank or all, twice, in a save, too: one coordinated save, exit code 4,
-and the next start goes on.
+"""Fault 7: after SIGTERM to one rank or all, twice, even in a save, there is one coordinated save
+and exit code 4, and the next start resumes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.timeout(1800)
         pytest.param((0, 1), 5, "forward", marks=pytest.mark.long),
     ],
 )
-def test_a_preempted_run_saves_once_and_goes_on(
+def test_a_preempted_run_saves_once_and_resumes(
     run: Run,
-    untroubled: Path,
+    undisturbed: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     ranks: tuple[int, ...],
@@ -46,9 +46,9 @@ def test_a_preempted_run_saves_once_and_goes_on(
     done = run(faults=faults)
     ended = time.time()
     assert done.returncode == ExitCode.PREEMPTED, done.stderr
-    asked = min(mark.stat().st_mtime for mark in (tmp_path / "marks").glob(f"*-{place}"))
+    signalled = min(mark.stat().st_mtime for mark in (tmp_path / "marks").glob(f"*-{place}"))
     with capsys.disabled():
-        sys.stdout.write(f"\nsaved and ended {ended - asked:.1f} s after SIGTERM\n")
+        sys.stdout.write(f"\nsaved and ended {ended - signalled:.1f} s after SIGTERM\n")
     events = read_events(tmp_path / "run")
     (preempted,) = events.filter_by_type(PreemptionEvent)
     assert preempted.step is not None
@@ -56,9 +56,9 @@ def test_a_preempted_run_saves_once_and_goes_on(
     assert [event.step for event in events.filter_by_type(CheckpointEvent)].count(
         preempted.step
     ) == 1
-    done = run("--resume", faults=faults)  # it has happened: its mark is there
+    done = run("--resume", faults=faults)  # no new fault: its mark exists
     assert done.returncode == ExitCode.DONE, done.stderr
     assert [event.step for event in read_events(tmp_path / "run").filter_by_type(ResumeEvent)] == [
         preempted.step
     ]
-    assert_same_end(tmp_path / "run", untroubled)
+    assert_same_end(tmp_path / "run", undisturbed)

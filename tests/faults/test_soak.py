@@ -1,4 +1,4 @@
-"""A run that loses a rank again and again ends with the weights of the run that was left alone."""
+"""A run that loses many ranks ends with the weights of the run without faults."""
 
 from __future__ import annotations
 
@@ -26,19 +26,15 @@ from tests.faults.conftest import ROOT, assert_same_end, run_alone
 from tests.faults.worker import MARKS, PLAN
 
 STEPS_PER_KILL = 10
-"""Of the whole run: more than a generation makes before it is killed, so that there are as many
-kills as are asked for.
+"""Steps of the whole run per kill: more than a generation runs before it is killed, so that all
+kills happen.
 """
 AT_START = 0.2
-"""Share of the kills that come while ranks start: imports, meeting the others, reading the
-checkpoint.
-"""
+"""Share of the kills while ranks start: imports, rendezvous, reading the checkpoint."""
 
 
 class Progress:
-    """How many starts and steps the events of a run tell of, read on from where the last look
-    ended.
-    """
+    """Numbers of starts and steps in the events of a run, read incrementally."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "events.jsonl"
@@ -46,8 +42,8 @@ class Progress:
         self.starts = 0
         self.steps = 0
 
-    def look(self) -> None:
-        """Count what is new."""
+    def update(self) -> None:
+        """Count the new events."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self.position)
@@ -57,54 +53,52 @@ class Progress:
             self.steps += new.count(b'"kind": "step"')
 
 
-def ranks_of(launcher: psutil.Process) -> dict[int, psutil.Process]:
-    """Processes of the generation that is there now, by their ids."""
-    found = {}
+def list_ranks(launcher: psutil.Process, known: set[int]) -> dict[int, psutil.Process]:
+    """Return the rank processes that are not `known`, by process id."""
+    ranks = {}
     for child in launcher.children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it has just died
-            if "tests.faults.worker" in child.cmdline():
-                found[child.pid] = child
-    return found
+            if child.pid not in known and "tests.faults.worker" in child.cmdline():
+                ranks[child.pid] = child
+    return ranks
 
 
 def kill_at_random(
-    launcher: subprocess.Popen[bytes], run: Path, kills: int, chance: random.Random
+    launcher: subprocess.Popen[bytes], run: Path, kills: int, generator: random.Random
 ) -> list[float]:
-    """Kill one rank of each generation, some at its start, some after a few steps; seconds from
-    each kill to the next step.
+    """Kill one rank of each generation, some at its start, some after a few steps.
+
+    Return the seconds from each start of ranks to the next training step.
     """
     progress = Progress(run)
-    told = psutil.Process(launcher.pid)
+    launcher_process = psutil.Process(launcher.pid)
     known = set[int]()
-    came_back = list[float]()
+    restart_seconds = list[float]()
     for _ in range(kills):
-        while (
-            len(ranks := {pid: rank for pid, rank in ranks_of(told).items() if pid not in known})
-            < 2
-        ):
+        while len(ranks := list_ranks(launcher_process, known)) < 2:
             assert launcher.poll() is None
             time.sleep(0.1)
-        progress.look()
+        progress.update()
         starts = progress.starts
-        wanted = chance.randint(0, STEPS_PER_KILL - 2)
-        killed = time.monotonic()
-        if chance.random() < AT_START:
-            time.sleep(chance.uniform(0.0, 4.0))
+        num_steps = generator.randint(0, STEPS_PER_KILL - 2)
+        started = time.monotonic()
+        if generator.random() < AT_START:
+            time.sleep(generator.uniform(0.0, 4.0))
         else:
             while progress.starts == starts:
                 assert launcher.poll() is None
                 time.sleep(0.01)
-                progress.look()
+                progress.update()
             began = time.monotonic()
             steps = progress.steps
-            while progress.steps < steps + wanted and launcher.poll() is None:
+            while progress.steps < steps + num_steps and launcher.poll() is None:
                 time.sleep(0.01)
-                progress.look()
-            came_back.append(began - killed)
-            time.sleep(chance.uniform(0.0, 0.03))
-        chance.choice(list(ranks.values())).kill()
+                progress.update()
+            restart_seconds.append(began - started)
+            time.sleep(generator.uniform(0.0, 0.03))
+        generator.choice(list(ranks.values())).kill()
         known |= set(ranks)
-    return came_back
+    return restart_seconds
 
 
 @pytest.mark.long
@@ -112,7 +106,7 @@ def kill_at_random(
 def test_kills_at_random_moments_cost_time_and_nothing_else(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int
 ) -> None:
-    """Each kill comes at a random moment of a generation's life, wherever its ranks are then."""
+    """Each kill comes at a random moment of a generation's life."""
     run = tmp_path / "run"
     steps = STEPS_PER_KILL * kills
     length = ["--set", f"training.max_steps={steps}"]
@@ -129,11 +123,13 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
     environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: json.dumps([]), MARKS: str(tmp_path)}
     command = [sys.executable, "-m", "tests.faults.run", str(recipe), *words, *length]
     began = time.monotonic()
-    with (tmp_path / "told").open("w") as told:  # a pipe that nobody reads would fill up
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=told)
+    with (tmp_path / "errors").open("w") as errors:  # an unread pipe would fill up
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors)
     try:
-        came_back = kill_at_random(process, run, kills, random.Random(kills))
-        assert process.wait(timeout=1800) == ExitCode.DONE, (tmp_path / "told").read_text()[-4000:]
+        restart_seconds = kill_at_random(process, run, kills, random.Random(kills))
+        assert process.wait(timeout=1800) == ExitCode.DONE, (tmp_path / "errors").read_text()[
+            -4000:
+        ]
     finally:
         process.kill()
         process.wait()
@@ -142,9 +138,12 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
     run_alone(recipe, tmp_path / "alone", *length)
     assert_same_end(run, tmp_path / "alone", tmp_path, steps=steps)
     useful = sum(step.step_seconds for step in select_surviving_steps(events))
+    num_generations = len(events.filter_by_type(RunStartedEvent))
+    num_steps = len(events.filter_by_type(StepEvent))
     with capsys.disabled():
         sys.stdout.write(
-            f"\n{kills} kills in {seconds:.0f} s, {len(events.filter_by_type(RunStartedEvent))} generations that trained: {steps} of "
-            f"{len(events.filter_by_type(StepEvent))} steps count; training went on {statistics.median(came_back):.1f} s after ranks were started; "
+            f"\n{kills} kills in {seconds:.0f} s, {num_generations} generations that trained: "
+            f"{steps} of {num_steps} steps count; training continued "
+            f"{statistics.median(restart_seconds):.1f} s after ranks were started; "
             f"goodput {useful / seconds:.2%} of the time\n"
         )

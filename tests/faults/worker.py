@@ -1,9 +1,9 @@
-"""A rank of a run that meets faults: `shardwright.train.worker` with what a plan names, from deaths
-to wrong numbers.
+"""A rank with faults: `shardwright.train.worker` with the faults of a plan, from deaths to wrong
+numbers.
 
-The plan is a JSON list in the environment, each fault {"rank", "step", "place", "signals"}; each
-happens once in the life of the run: a mark in the folder of marks says that it has. Each rank also
-keeps a ledger there of the samples that its steps have used.
+The plan is a JSON list in the environment, each fault {"rank", "step", "place", "signals"}. Each
+fault happens once per run: a file in the folder of marks records that it has. Each rank also keeps
+a ledger there of the samples that its steps have used.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ PLACES = {
     "forward": "signals, before the forward pass of the step",
     "collective": "signals, before an all-reduce of the step",
     "optimizer": "signals, before the update",
-    "save": "signals, before a file of the checkpoint of this step is brought to the device",
-    "publish": "signals, after that checkpoint has its name and before `latest` names it",
+    "save": "signals, before a file of this step's checkpoint is synchronised to the disk",
+    "publish": "signals, after that checkpoint is renamed and before `latest` points to it",
     "flip": "a bit of a weight flips after the step",
     "poison": "a gradient is not a number",
-    "pass over": "the update is passed over, as if some gradient were not a number",
+    "pass over": "the update is skipped, as if some gradient were not a number",
     "spike": "the loss is a thousand times what it is",
-    "jump": "the samples of this many steps are left out from here on (`count`)",
-    "hold": "the interpreter's lock is held for as long as the process lives",
-    "sleep": "the rank sleeps, and others wait for it",
-    "interrupt": "the launcher gets SIGINT, and the rank takes its step once it has been told",
+    "jump": "the samples of the next `count` steps are skipped",
+    "hold": "the interpreter's lock is held until the process ends",
+    "sleep": "the rank sleeps while others wait for it",
+    "interrupt": "the launcher gets SIGINT; the rank runs its step after it was notified",
     "skip": "the rank skips its next all-reduce",
     "slow": "reading a step's samples takes `seconds` longer from here on",
-    "memory": "no more memory than now may be had",
+    "memory": "no more memory can be allocated",
     "clock": "the wall clock jumps by a day from here on",
 }
-"""What happens at each place."""
+"""Fault at each place."""
 
 
 class Faults:
-    """What is still to happen on this rank; `step` counts finished optimizer steps."""
+    """Faults that are still to happen on this rank; `step` counts finished optimizer steps."""
 
     def __init__(self) -> None:
         self.step = 0
         self.saving = threading.local()
-        """Its `step` is that of the checkpoint which this thread is writing: in the background it
-        is not the loop's.
+        """Its `step` is that of the checkpoint that this thread writes; in the background it
+        differs from the loop's.
         """
         rank = int(os.environ["RANK"])
         self.plan = [fault for fault in json.loads(os.environ[PLAN]) if fault["rank"] == rank]
         assert {fault["place"] for fault in self.plan} <= set(PLACES)
         self.ledger = (Path(os.environ[MARKS]) / f"ledger-{rank}.jsonl").open("a", encoding="utf-8")
 
-    def is_due(self, place: str) -> list[dict[str, Any]]:
-        """Faults that are due here, each given out once."""
-        found = []
+    def take_due_faults(self, place: str) -> list[dict[str, Any]]:
+        """Return the faults that are due at this place, each once."""
+        due = []
         step = getattr(self.saving, "step", None) if place in ("save", "publish") else self.step
         for fault in self.plan:
             mark = Path(os.environ[MARKS]) / "-".join(
@@ -71,156 +71,156 @@ class Faults:
             )
             if fault["place"] == place and fault["step"] == step and not mark.exists():
                 mark.touch()
-                found.append(fault)
-        return found
+                due.append(fault)
+        return due
 
-    def intersect(self, place: str) -> None:
-        """Send this process the signals that are due here."""
-        for fault in self.is_due(place):
+    def send_signals(self, place: str) -> None:
+        """Send this process the signals that are due at this place."""
+        for fault in self.take_due_faults(place):
             for name in fault["signals"]:
                 os.kill(os.getpid(), signal.Signals[name])
 
 
-def before(owner: Any, name: str, call: Callable[..., None]) -> None:
-    """Let `call` run ahead of a function of a module or class."""
-    former = getattr(owner, name)
+def call_before(owner: Any, name: str, call: Callable[..., None]) -> None:
+    """Make `call` run before a function of a module or class."""
+    original = getattr(owner, name)
 
-    def wrapped(*arguments: Any, **options: Any) -> Any:
+    def call_both(*arguments: Any, **options: Any) -> Any:
         call(*arguments, **options)
-        return former(*arguments, **options)
+        return original(*arguments, **options)
 
-    setattr(owner, name, wrapped)
-
-
-def instead(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Let `call(former, ...)` run in the place of a function of a module or class."""
-    former = getattr(owner, name)
-    setattr(owner, name, lambda *arguments, **options: call(former, *arguments, **options))
+    setattr(owner, name, call_both)
 
 
-def arm(faults: Faults) -> None:
-    """Put the faults into the places where they happen."""
+def replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Replace a function of a module or class by `call(original, ...)`."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *arguments, **options: call(original, *arguments, **options))
+
+
+def install_faults(faults: Faults) -> None:
+    """Install the faults at the places where they happen."""
     import torch.distributed as dist
 
     from shardwright.checkpoint import background_save, commit
     from shardwright.checkpoint.disk import Disk
     from shardwright.train import loop, step_policy
 
-    def note(running: loop.TrainingLoop, *_: object) -> None:
-        faults.step = running.state.step
-        ask_to_stop(faults, running)
-        arm_numbers(faults, running)
-        arm_hangs(faults)
+    def start_step(loop_instance: loop.TrainingLoop, *_: object) -> None:
+        faults.step = loop_instance.state.step
+        interrupt_launcher(faults, loop_instance)
+        install_data_faults(faults, loop_instance)
+        install_hangs(faults)
 
-    def note_save(_ranks: object, _root: object, planned: Any, **_: object) -> None:
+    def record_saved_step(_ranks: object, _root: object, planned: Any, **_: object) -> None:
         faults.saving.step = planned.step
 
-    def keep_ledger(_model: object, micro_batches: Any, *, step: int, **_: object) -> None:
+    def write_ledger(_model: object, micro_batches: Any, *, step: int, **_: object) -> None:
         used = [int(index) for batch in micro_batches for index in batch.sample_indices_B]
-        told = {
+        record = {
             "generation": os.environ["TORCHELASTIC_RUN_ID"],
             "at": time.monotonic(),
             "step": step + 1,
             "used": used,
         }
-        faults.ledger.write(json.dumps(told) + "\n")
+        faults.ledger.write(json.dumps(record) + "\n")
         faults.ledger.flush()
 
-    before(loop.TrainingLoop, "_run_step", note)
-    before(loop, "accumulate_gradients", lambda *_, **__: faults.intersect("forward"))
-    before(loop, "accumulate_gradients", keep_ledger)
-    before(dist, "all_reduce", lambda *_, **__: faults.intersect("collective"))
-    before(torch.optim.AdamW, "step", lambda *_: faults.intersect("optimizer"))
-    before(background_save, "finish_save", note_save)
-    before(Disk, "sync", lambda *_: faults.intersect("save"))
-    before(commit, "move_pointer", lambda *_, **__: faults.intersect("publish"))
-    arm_update(faults, loop, step_policy)
+    call_before(loop.TrainingLoop, "_run_step", start_step)
+    call_before(loop, "accumulate_gradients", lambda *_, **__: faults.send_signals("forward"))
+    call_before(loop, "accumulate_gradients", write_ledger)
+    call_before(dist, "all_reduce", lambda *_, **__: faults.send_signals("collective"))
+    call_before(torch.optim.AdamW, "step", lambda *_: faults.send_signals("optimizer"))
+    call_before(background_save, "finish_save", record_saved_step)
+    call_before(Disk, "sync", lambda *_: faults.send_signals("save"))
+    call_before(commit, "move_pointer", lambda *_, **__: faults.send_signals("publish"))
+    install_update_faults(faults, loop, step_policy)
 
 
 def _pause(seconds: float, *_: object) -> None:
     time.sleep(seconds)
 
 
-def ask_to_stop(faults: Faults, running: Any) -> None:
-    """As by Ctrl-C in the launcher's terminal, before this step."""
-    if faults.is_due("interrupt"):
+def interrupt_launcher(faults: Faults, loop_instance: Any) -> None:
+    """Interrupt the launcher before this step, as Ctrl-C in its terminal does."""
+    if faults.take_due_faults("interrupt"):
         os.kill(os.getppid(), signal.SIGINT)
-        while not running.context.stop_request:
+        while not loop_instance.context.stop_request:
             time.sleep(0.01)
 
 
-def arm_numbers(faults: Faults, running: Any) -> None:
-    """Faults that change what this step reads."""
-    for fault in faults.is_due("jump"):
-        running.state.skipped_data_steps += fault["count"]
+def install_data_faults(faults: Faults, loop_instance: Any) -> None:
+    """Install the faults that change which samples this step reads."""
+    for fault in faults.take_due_faults("jump"):
+        loop_instance.state.skipped_data_steps += fault["count"]
 
 
-def arm_update(faults: Faults, loop: Any, step_policy: Any) -> None:
-    """Faults between the backward pass and the update, and after it."""
+def install_update_faults(faults: Faults, loop: Any, step_policy: Any) -> None:
+    """Install the faults between the backward pass and the update, and after it."""
     from shardwright.train.step import StepLoss, StepUpdate
 
-    def flip(running: Any, *_: object) -> None:
-        if faults.is_due("flip"):
-            parameter = next(iter(dict(running.state.model.named_parameters()).values()))
+    def flip(loop_instance: Any, *_: object) -> None:
+        if faults.take_due_faults("flip"):
+            parameter = next(iter(dict(loop_instance.state.model.named_parameters()).values()))
             parameter.data.view(torch.int32).view(-1)[3] ^= 1 << 20
 
     def update(
-        former: Callable[..., Any], model: Any, optimizer: torch.optim.Optimizer, **options: Any
+        original: Callable[..., Any], model: Any, optimizer: torch.optim.Optimizer, **options: Any
     ) -> Any:
-        if faults.is_due("poison"):
+        if faults.take_due_faults("poison"):
             gradients = [gradient for gradient, _ in model.list_gradients() if gradient is not None]
             gradients[0].view(-1)[0] = float("nan")
-        if faults.is_due("pass over"):
+        if faults.take_due_faults("pass over"):
             optimizer.zero_grad(set_to_none=True)
             return StepUpdate(float("nan"), is_skipped=True)
-        return former(model, optimizer, **options)
+        return original(model, optimizer, **options)
 
-    def accumulate(former: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        loss = former(*arguments, **options)
-        if faults.is_due("spike"):
+    def accumulate(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        loss = original(*arguments, **options)
+        if faults.take_due_faults("spike"):
             return StepLoss(loss.loss_sum * 1000, loss.supervised_tokens, loss.router_table)
         return loss
 
-    before(step_policy.StepPolicy, "_check_replicas", flip)
-    instead(loop, "update_parameters", update)
-    instead(loop, "accumulate_gradients", accumulate)
+    call_before(step_policy.StepPolicy, "_check_replicas", flip)
+    replace(loop, "update_parameters", update)
+    replace(loop, "accumulate_gradients", accumulate)
 
 
-def arm_hangs(faults: Faults) -> None:
-    """Faults that stop this rank, or slow it down."""
+def install_hangs(faults: Faults) -> None:
+    """Install the faults that stop this rank or slow it down."""
     import torch.distributed as dist
 
     from shardwright.train import loop
 
-    if faults.is_due("hold"):
-        # PyDLL keeps the interpreter's lock where CDLL does not; no signal wakes who waits for a
-        # mutex of his own.
+    if faults.take_due_faults("hold"):
+        # PyDLL keeps the interpreter's lock where CDLL does not; no signal wakes a thread that
+        # waits for a mutex that it holds itself.
         c = ctypes.PyDLL(None)
         mutex = ctypes.create_string_buffer(256)
         c.pthread_mutex_init(mutex, None)
         c.pthread_mutex_lock(mutex)
         c.pthread_mutex_lock(mutex)
-    if faults.is_due("sleep"):
+    if faults.take_due_faults("sleep"):
         time.sleep(3600)
-    if faults.is_due("skip"):
-        former = dist.all_reduce
+    if faults.take_due_faults("skip"):
+        original = dist.all_reduce
 
         def skip(*_: object, **__: object) -> None:
-            dist.all_reduce = former
+            dist.all_reduce = original
 
         dist.all_reduce = skip
-    for fault in faults.is_due("slow"):
-        before(loop, "read_step_micro_batches", partial(_pause, fault["seconds"]))
-    if faults.is_due("memory"):
+    for fault in faults.take_due_faults("slow"):
+        call_before(loop, "read_step_micro_batches", partial(_pause, fault["seconds"]))
+    if faults.take_due_faults("memory"):
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    if faults.is_due("clock"):
+    if faults.take_due_faults("clock"):
         now = time.time
         time.time = lambda: now() + 86400.0
 
 
 if __name__ == "__main__":
-    arm(Faults())
+    install_faults(Faults())
     from shardwright.train.worker import main
 
     status = main()

@@ -1,7 +1,7 @@
 """Device and models of the GPU tests.
 
-Every test runs once per device. `[cpu]` belongs to `make test`: it rehearses the test where no GPU
-is, with a smaller model. `[cuda]` has the marker `gpu`, runs in `make gpu`, and skips without CUDA.
+Every test runs once per device. `[cpu]` belongs to `make test`: it rehearses the test without a GPU
+on a smaller model. `[cuda]` has the marker `gpu`, runs in `make gpu`, and skips without CUDA.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.allocated import allocated_by
+from benchmarks.allocated import measure_allocated_bytes
 
 from shardwright.architecture import ModelShape, read_config
 
@@ -31,14 +31,14 @@ LLAMA: dict[str, Any] = {
     "mlp_bias": False,
 }
 """Head width 64 and grouped heads, as the flash kernels need them."""
-REHEARSED = LLAMA | {
+SMALLER_LLAMA = LLAMA | {
     "hidden_size": 64,
     "intermediate_size": 112,
     "num_hidden_layers": 2,
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
-"""For a CPU. Many emulate bf16 products, 30 to 100 times slower than fp32."""
+"""Model for CPUs, many of which emulate bf16 products 30 to 100 times slower than fp32."""
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -46,14 +46,14 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device under test."""
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
+        pytest.skip("torch finds no CUDA device")
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 
 @pytest.fixture
 def config(device: torch.device) -> dict[str, Any]:
     """The config.json of a small Llama."""
-    return LLAMA if device.type == "cuda" else REHEARSED
+    return LLAMA if device.type == "cuda" else SMALLER_LLAMA
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """fp32 products in fp32, not TF32, whatever ran before."""
+    """Compute fp32 products in fp32, not TF32, independently of earlier tests."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -72,10 +72,10 @@ def exact_products() -> Iterator[None]:
 
 
 def measure_peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """Return the most bytes that `work` holds beyond those at its start."""
-    gc.collect()  # what is freed on the way must not offset what is allocated
+    """Return the peak of the bytes that `work` allocates beyond those at its start."""
+    gc.collect()  # memory freed by a later collection must not offset allocations
     if device.type == "cpu":
-        return allocated_by(work)
+        return measure_allocated_bytes(work)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()

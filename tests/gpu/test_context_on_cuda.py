@@ -1,5 +1,5 @@
 """Blocks of attention: the device's fused kernels (output, log-sum-exp, gradients) against
-spelled-out products in fp64.
+explicit products in fp64.
 
 Legend: B sequences, H query heads, K key/value heads, L queries, S keys, E head_dim.
 """
@@ -34,11 +34,13 @@ def draw(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=RANDOM).to(device=device, dtype=dtype)
 
 
-def distance(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted).detach().norm() / wanted.detach().norm())
+def compute_distance(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).detach().norm() / expected.detach().norm())
 
 
-def seen_of(device: torch.device, kind: str, num_queries: int, num_keys: int) -> TileVisibility:
+def make_visibility(
+    device: torch.device, kind: str, num_queries: int, num_keys: int
+) -> TileVisibility:
     visible = None
     if kind == "masked":
         visible = (
@@ -47,7 +49,7 @@ def seen_of(device: torch.device, kind: str, num_queries: int, num_keys: int) ->
             )
             < 0.5
         )
-        visible[0, 3] = False  # sees nothing
+        visible[0, 3] = False  # attends to no key
     return TileVisibility(
         kind == "causal", visible, slice(0, num_queries), torch.arange(num_keys, device=device)
     )
@@ -78,72 +80,73 @@ CPU_BLOCKS: list[tuple[Any, torch.dtype, str]] = [
     ],
     indirect=["device"],
 )
-def test_a_block_is_that_of_spelled_out_products(
+def test_a_block_equals_explicit_products(
     device: torch.device, kernel: Any, dtype: torch.dtype, kind: str
 ) -> None:
-    num_queries = 50  # neither a multiple of what kernels align to
+    num_queries = 50  # no multiple of the alignment of kernels
     num_keys = 50 if kind == "causal" else 83
     q, k, v = (
         draw(device, dtype, 2, heads, size, 64)
         for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys))
     )
     d_out = draw(device, dtype, 2, 4, num_queries, 64)
-    seen = seen_of(device, kind, num_queries, num_keys)
+    visibility = make_visibility(device, kind, num_queries, num_keys)
     exact = ExplicitKernel()
-    wanted = exact.forward(q.double(), k.double(), v.double(), seen, SCORES)
-    got = kernel.forward(q, k, v, seen, SCORES)
-    assert distance(got.out_BHLV, wanted.out_BHLV) < TOLERANCE[dtype]
-    finite = wanted.lse_BHL.isfinite()
+    expected_block = exact.forward(q.double(), k.double(), v.double(), visibility, SCORES)
+    got = kernel.forward(q, k, v, visibility, SCORES)
+    assert compute_distance(got.out_BHLV, expected_block.out_BHLV) < TOLERANCE[dtype]
+    finite = expected_block.lse_BHL.isfinite()
     assert torch.equal(got.lse_BHL.isfinite(), finite)
-    assert distance(got.lse_BHL[finite], wanted.lse_BHL[finite]) < TOLERANCE[dtype]
-    # As one block of a longer row: its log-sum-exp is larger, its output another.
+    assert compute_distance(got.lse_BHL[finite], expected_block.lse_BHL[finite]) < TOLERANCE[dtype]
+    # As one block of a longer row, whose log-sum-exp is larger and whose output differs.
     whole = PartialAttention(
-        (wanted.out_BHLV * 0.7).to(dtype), wanted.lse_BHL.clamp(min=0.0).float() + 0.5
+        (expected_block.out_BHLV * 0.7).to(dtype),
+        expected_block.lse_BHL.clamp(min=0.0).float() + 0.5,
     )
     exact_whole = PartialAttention(whole.out_BHLV.double(), whole.lse_BHL.double())
-    expected = exact.backward(
-        d_out.double(), q.double(), k.double(), v.double(), exact_whole, seen, SCORES
+    expected_gradients = exact.backward(
+        d_out.double(), q.double(), k.double(), v.double(), exact_whole, visibility, SCORES
     )
-    for ours, theirs in zip(
-        kernel.backward(d_out, q, k, v, whole, seen, SCORES), expected, strict=True
+    for got_gradient, expected in zip(
+        kernel.backward(d_out, q, k, v, whole, visibility, SCORES), expected_gradients, strict=True
     ):
-        assert distance(ours, theirs) < 3 * TOLERANCE[dtype]
+        assert compute_distance(got_gradient, expected) < 3 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_row_on_one_rank_is_dense_attention(
+def test_a_row_on_one_rank_equals_dense_attention(
     device: torch.device, dtype: torch.dtype, documents: bool
 ) -> None:
     q, k, v = (draw(device, dtype, 2, heads, 96, 64) for heads in (4, 2, 2))
     leaves = [part.requires_grad_() for part in (q, k, v)]
     ids_BT = (torch.arange(96, device=device) // 31).expand(2, -1) if documents else None
-    how = RowAttentionSettings(
+    settings = RowAttentionSettings(
         None, ((0, 1, 2, 3),), RowChunks.from_documents(96, 4, ids_BT), SCORES
     )
-    got = attend_row(q, k, v, None, how)
+    got = attend_row(q, k, v, None, settings)
     exact = [part.detach().double().requires_grad_() for part in leaves]
     visible = torch.ones(96, 96, dtype=torch.bool, device=device).tril()
     if ids_BT is not None:
         visible = visible & (ids_BT[0, :, None] == ids_BT[0])
-    wanted = torch.nn.functional.scaled_dot_product_attention(
+    expected_block = torch.nn.functional.scaled_dot_product_attention(
         *exact, visible, scale=0.125, enable_gqa=True
     )
-    assert distance(got, wanted) < TOLERANCE[dtype]
+    assert compute_distance(got, expected_block) < TOLERANCE[dtype]
     d_out = draw(device, dtype, 2, 4, 96, 64)
-    for ours, theirs in zip(
+    for got_gradient, expected in zip(
         torch.autograd.grad(got, leaves, d_out),
-        torch.autograd.grad(wanted, exact, d_out.double()),
+        torch.autograd.grad(expected_block, exact, d_out.double()),
         strict=True,
     ):
-        assert distance(ours, theirs) < 3 * TOLERANCE[dtype]
+        assert compute_distance(got_gradient, expected) < 3 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "kind"), CUDA_BLOCKS)
-def test_cuda_kernels_return_the_shapes_of_spelled_out_products(
+def test_cuda_kernels_return_the_shapes_of_explicit_products(
     kernel: Any, dtype: torch.dtype, kind: str
 ) -> None:
-    """Without a GPU: the operators' own shape rules, on the meta device, accept our arguments."""
+    """Without a GPU: the operators' shape rules accept our arguments on the meta device."""
     meta = torch.device("meta")
     num_queries = 50
     num_keys = 50 if kind == "causal" else 83
@@ -152,15 +155,18 @@ def test_cuda_kernels_return_the_shapes_of_spelled_out_products(
         for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys))
     )
     d_out = draw(meta, dtype, 2, 4, num_queries, 64)
-    seen = seen_of(meta, kind, num_queries, num_keys)
-    whole = kernel.forward(q, k, v, seen, SCORES)
-    wanted = ExplicitKernel().forward(q, k, v, seen, SCORES)
-    for ours, theirs in zip(
-        (*whole, *kernel.backward(d_out, q, k, v, whole, seen, SCORES)),
-        (*wanted, *ExplicitKernel().backward(d_out, q, k, v, wanted, seen, SCORES)),
+    visibility = make_visibility(meta, kind, num_queries, num_keys)
+    whole = kernel.forward(q, k, v, visibility, SCORES)
+    expected_block = ExplicitKernel().forward(q, k, v, visibility, SCORES)
+    for got_gradient, expected in zip(
+        (*whole, *kernel.backward(d_out, q, k, v, whole, visibility, SCORES)),
+        (
+            *expected_block,
+            *ExplicitKernel().backward(d_out, q, k, v, expected_block, visibility, SCORES),
+        ),
         strict=True,
     ):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert (got_gradient.shape, got_gradient.dtype) == (expected.shape, expected.dtype)
 
 
 def test_the_fastest_exact_kernel_is_chosen(device: torch.device) -> None:

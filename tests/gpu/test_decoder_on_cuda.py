@@ -1,4 +1,4 @@
-"""The decoder: equal to transformers, through the flash kernel, loss without whole logits, text.
+"""The decoder: equality with transformers, flash kernels, loss in chunks, text.
 
 Shapes: B sequences, T tokens.
 """
@@ -23,7 +23,7 @@ from tests.gpu.conftest import measure_peak_bytes
 def build_pair(
     device: torch.device, config: dict[str, Any], compute: torch.dtype | None = None
 ) -> tuple[Any, Decoder]:
-    """transformers' model and ours with the same fp32 weights, drawn on the CPU."""
+    """Build transformers' model and ours with the same fp32 weights, drawn on the CPU."""
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), dtype=torch.float32
@@ -47,8 +47,8 @@ def shift(ids_BT: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
 
 
-def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    reference = theirs.detach().double()
+def compute_distance(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    reference = expected.detach().double()
     return float((ours.detach().double() - reference).norm() / reference.norm())
 
 
@@ -57,29 +57,29 @@ def test_float32_equals_transformers_in_logits_loss_and_every_gradient(
 ) -> None:
     reference, decoder = build_pair(device, config)
     ids_BT = draw_tokens(device, config)
-    theirs = reference(input_ids=ids_BT, labels=ids_BT)
-    assert distance(decoder(ids_BT), theirs.logits) < 1e-5
+    expected = reference(input_ids=ids_BT, labels=ids_BT)
+    assert compute_distance(decoder(ids_BT), expected.logits) < 1e-5
 
     labels_BT = shift(ids_BT)
     loss = decoder(ids_BT, labels_BT=labels_BT) / (labels_BT != -100).sum()
-    assert loss.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     loss.backward()
-    theirs.loss.backward()
+    expected.loss.backward()
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None
-        assert distance(parameter.grad, gradients[name]) < 1e-4, name
+        assert compute_distance(parameter.grad, gradients[name]) < 1e-4, name
 
 
-def test_bf16_rounds_as_bf16_does(device: torch.device, config: dict[str, Any]) -> None:
+def test_bf16_is_as_exact_as_autocast(device: torch.device, config: dict[str, Any]) -> None:
     reference, decoder = build_pair(device, config, torch.bfloat16)
     ids_BT = draw_tokens(device, config)
     exact = reference(input_ids=ids_BT).logits
     with torch.autocast(device.type, torch.bfloat16):
-        theirs = reference(input_ids=ids_BT).logits
+        autocast = reference(input_ids=ids_BT).logits
     ours = decoder(ids_BT)
-    # bf16 keeps 8 bits; ours may be no further from fp32 than autocast's, with a little room.
-    assert distance(ours, exact) < max(1.5 * distance(theirs, exact), 2e-3)
+    # bf16 has 8 bits; ours may be no further from fp32 than autocast's, with a small margin.
+    assert compute_distance(ours, exact) < max(1.5 * compute_distance(autocast, exact), 2e-3)
 
 
 def test_auto_attention_runs_a_fused_kernel_forward_and_backward(
@@ -97,15 +97,17 @@ def test_auto_attention_runs_a_fused_kernel_forward_and_backward(
     assert not any("math" in name for name in operators), operators
 
 
-def test_documents_do_not_see_each_other(device: torch.device, config: dict[str, Any]) -> None:
+def test_documents_do_not_attend_to_each_other(
+    device: torch.device, config: dict[str, Any]
+) -> None:
     _, decoder = build_pair(device, config)
     ids_BT = draw_tokens(device, config)[:1, :64]
     documents_BT = torch.tensor([[0] * 24 + [1] * 40], device=device)
     packed = decoder(ids_BT, document_ids_BT=documents_BT)
-    assert distance(packed[:, 24:], decoder(ids_BT[:, 24:])) < 1e-5
+    assert compute_distance(packed[:, 24:], decoder(ids_BT[:, 24:])) < 1e-5
 
 
-def test_loss_never_holds_whole_logits(device: torch.device) -> None:
+def test_the_loss_never_allocates_all_logits(device: torch.device) -> None:
     tokens, width, vocabulary, chunk_tokens = (
         (8192, 64, 32_000, 512) if device.type == "cuda" else (1024, 32, 2000, 64)
     )
@@ -122,8 +124,8 @@ def test_loss_never_holds_whole_logits(device: torch.device) -> None:
     assert measure_peak_bytes(device, differentiate) < whole_logits_bytes / 3
 
 
-class _Numbers:
-    """Ids written as numbers."""
+class NumberTokenizer:
+    """Tokenizer whose text is the ids in decimal."""
 
     eos_id = None
     unknown_id = None
@@ -139,13 +141,13 @@ class _Numbers:
         return " ".join(str(token) for token in ids)
 
 
-def test_greedy_text_is_that_of_the_plain_definition(
+def test_greedy_text_with_a_cache_equals_that_without(
     device: torch.device, config: dict[str, Any]
 ) -> None:
     _, decoder = build_pair(device, config)
     completion = complete_prompt(
         decoder,
-        _Numbers(config["vocab_size"]),
+        NumberTokenizer(config["vocab_size"]),
         "5 6 7",
         SamplingSettings(temperature=0.0),
         max_new_tokens=12,

@@ -1,5 +1,5 @@
-"""Experts on CUDA: grouped products equal a loop, a sparse decoder equals itself on the CPU, and
-equals itself twice, bit for bit.
+"""Experts on CUDA: grouped products equal a loop; a sparse decoder gives the same result as on the
+CPU, and the same bits twice.
 
 Shapes: E experts, M rows, D in, F out.
 """
@@ -55,12 +55,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float64, 1e-12)]
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float64, 1e-12)]
 )
 @pytest.mark.parametrize("counts", [[100, 0, 27, 129], [0, 0, 0, 0], [1, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_products(
-    device: torch.device, dtype: torch.dtype, allowed: float, counts: list[int], transposed: bool
+    device: torch.device, dtype: torch.dtype, tolerance: float, counts: list[int], transposed: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x_MD = torch.randn(sum(counts), 64, generator=generator).to(device, dtype).requires_grad_()
@@ -73,17 +73,21 @@ def test_grouped_products(
     wide_x = x_MD.detach().double().requires_grad_()
     wide = weight.detach().double().requires_grad_()
     matrices = wide.transpose(1, 2) if transposed else wide
-    wanted = torch.cat(
+    expected_MF = torch.cat(
         [
             rows @ matrix
             for rows, matrix in zip(wide_x.split(counts), matrices.unbind(0), strict=True)
         ]
     )
-    wanted.square().sum().backward()
-    for got, want in ((out_MF, wanted), (x_MD.grad, wide_x.grad), (weight.grad, wide.grad)):
+    expected_MF.square().sum().backward()
+    for got, expected in (
+        (out_MF, expected_MF),
+        (x_MD.grad, wide_x.grad),
+        (weight.grad, wide.grad),
+    ):
         assert got is not None
-        assert want is not None
-        assert (got.double() - want).norm() <= allowed * want.norm().clamp(min=1e-30)
+        assert expected is not None
+        assert (got.double() - expected).norm() <= tolerance * expected.norm().clamp(min=1e-30)
 
 
 def differentiate(
@@ -107,7 +111,7 @@ def differentiate(
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_sparse_decoder_is_that_of_the_cpu_and_the_same_every_time(
+def test_a_sparse_decoder_equals_that_of_the_cpu_and_is_deterministic(
     device: torch.device, family: str
 ) -> None:
     loss, gradients = differentiate(MODELS[family], device)
@@ -116,6 +120,6 @@ def test_a_sparse_decoder_is_that_of_the_cpu_and_the_same_every_time(
     assert loss == again
     assert loss == pytest.approx(expected, rel=1e-5)
     for name, gradient in gradients.items():
-        if not name.endswith(("bias", "embed_tokens.weight")):  # rows added in the order of arrival
+        if not name.endswith(("bias", "embed_tokens.weight")):  # atomics add rows in any order
             assert torch.equal(gradient, repeated[name]), name
         assert (gradient - reference[name]).norm() <= 1e-4 * reference[name].norm(), name

@@ -1,4 +1,4 @@
-"""Loss, norm, clip and optimizer state against the same on a CPU in float64."""
+"""Loss, norm, clipping and optimizer state compared with a CPU in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.gpu.conftest import measure_peak_bytes
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
-def test_loss_and_gradients_are_those_of_a_cpu_in_float64(
+def test_loss_and_gradients_equal_those_of_a_cpu_in_float64(
     device: torch.device, dtype: torch.dtype, tolerance: float
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -42,10 +42,15 @@ def test_loss_and_gradients_are_those_of_a_cpu_in_float64(
     (expected / 200).backward()
     assert loss.dtype == torch.float32
     assert abs(loss.item() - expected.item()) <= tolerance / 4 * expected.item()
-    for ours, theirs in ((hidden_ND.grad, hidden.grad), (weight_VD.grad, weight.grad)):
-        assert ours is not None
-        assert theirs is not None
-        assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
+    for gradient_of_device, expected_gradient in (
+        (hidden_ND.grad, hidden.grad),
+        (weight_VD.grad, weight.grad),
+    ):
+        assert gradient_of_device is not None
+        assert expected_gradient is not None
+        assert (
+            gradient_of_device.cpu().double() - expected_gradient
+        ).norm() <= tolerance * expected_gradient.norm()
 
 
 def test_peak_memory_holds_one_chunk_of_logits(device: torch.device) -> None:
@@ -76,18 +81,18 @@ def test_norm_and_clip(device: torch.device) -> None:
     expected = torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
 
     def norm() -> torch.Tensor:
-        held = [
+        described = [
             (gradient, ParameterLayout(str(index), tuple(gradient.shape)))
             for index, gradient in enumerate(gradients)
         ]
-        return compute_global_norm(held, lambda tensor, axes: tensor)
+        return compute_global_norm(described, lambda tensor, axes: tensor)
 
     assert norm().item() == pytest.approx(expected, rel=1e-6)
     clip_(gradients, norm(), 1.0)
     assert norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_optimizer_state_goes_over_bit_for_bit(device: torch.device) -> None:
+def test_optimizer_state_is_copied_bit_for_bit(device: torch.device) -> None:
     def run(seed: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         module = torch.nn.Linear(33, 17, device=device)
@@ -100,7 +105,8 @@ def test_optimizer_state_goes_over_bit_for_bit(device: torch.device) -> None:
             parameter.grad = torch.full_like(parameter, (-1.5) ** number)
         optimizer.step()
 
-    (one, first), (other, second) = run(0), run(1)
+    one, first = run(0)
+    other, second = run(1)
     for number in range(3):
         step(one, first, number)
     other.load_state_dict(one.state_dict())

@@ -1,4 +1,4 @@
-"""Training steps: the CPU's numbers, the fused optimizer, recompute and compile, one rank of ZeRO,
+"""Training steps: equality with the CPU, fused optimizer, recompute, compile, one rank of ZeRO,
 checkpoints.
 """
 
@@ -57,7 +57,7 @@ def build_model(
     compile_blocks: bool = False,
 ) -> ParallelModel:
     precision = PrecisionSection(kind=kind)
-    plan = Plan(Layout(), BatchPlan(num_tokens(shape), 4, 1, 1), precision, recompute)
+    plan = Plan(Layout(), BatchPlan(count_row_tokens(shape), 4, 1, 1), precision, recompute)
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         build_decoder(shape, precision),
@@ -77,16 +77,16 @@ def build_adamw(model: ParallelModel) -> torch.optim.Optimizer:
     )
 
 
-def num_tokens(shape: ModelShape) -> int:
-    """Return the tokens of a row."""
+def count_row_tokens(shape: ModelShape) -> int:
+    """Return the number of tokens per row."""
     return shape.max_position_embeddings // 4
 
 
 def draw_batch(shape: ModelShape) -> MicroBatch:
     generator = torch.Generator().manual_seed(3)
-    ids_BT = torch.randint(0, shape.vocab_size, (4, num_tokens(shape)), generator=generator)
+    ids_BT = torch.randint(0, shape.vocab_size, (4, count_row_tokens(shape)), generator=generator)
     labels_BT = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
-    positions_BT = torch.arange(num_tokens(shape)).expand(4, -1)
+    positions_BT = torch.arange(count_row_tokens(shape)).expand(4, -1)
     return MicroBatch(
         ids_BT, labels_BT, positions_BT, None, torch.arange(4), int((labels_BT != -100).sum())
     )
@@ -111,14 +111,14 @@ def run_steps(
     return losses
 
 
-def test_steps_are_those_of_the_cpu(device: torch.device, shape: ModelShape) -> None:
+def test_steps_equal_those_of_the_cpu(device: torch.device, shape: ModelShape) -> None:
     here = build_model(shape, device)
     there = build_model(shape, torch.device("cpu"))
     ours, reference = (run_steps(model, shape, build_adamw(model), 3) for model in (here, there))
     assert ours == pytest.approx(reference, rel=1e-5)
 
 
-def test_adamw_is_fused_and_bf16_learns(device: torch.device, shape: ModelShape) -> None:
+def test_adamw_is_fused_and_bf16_trains(device: torch.device, shape: ModelShape) -> None:
     model = build_model(shape, device, kind="bf16")
     optimizer = build_adamw(model)
     assert all(group["fused"] for group in optimizer.param_groups)
@@ -154,17 +154,14 @@ def test_recompute_changes_memory_and_not_the_loss(
     assert peak_bytes < expected_bytes
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated"
-)  # torch's own, at the import of its compiler
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # its tracing looks at all
+# Warnings of torch itself, when it imports its compiler and when it traces.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_blocks_compute_the_same(
     device: torch.device, shape: ModelShape, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device.type == "cpu":  # Inductor's C++ takes 20 s; long tests of tests/multiprocess use it
+    if device.type == "cpu":  # Inductor's C++ takes 20 s; long multi-process tests use it
         monkeypatch.setattr(
             Decoder, "compile_blocks", partialmethod(Decoder.compile_blocks, backend="aot_eager")
         )
@@ -189,7 +186,7 @@ def one_rank(device: torch.device) -> Iterator[torch.device]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_rank_of_zero_has_the_gradients_of_none(
+def test_one_rank_of_zero_has_the_gradients_of_zero_stage_0(
     one_rank: torch.device, shape: ModelShape, stage: Any
 ) -> None:
     plain = build_model(shape, one_rank)
@@ -206,11 +203,11 @@ def test_one_rank_of_zero_has_the_gradients_of_none(
     with torch.no_grad():
         for name, parameter in sharded.named_parameters():
             parameter.to_local().copy_(weights[name])  # type: ignore[attr-defined]
-    held = dict(sharded.named_parameters())
+    parameters = dict(sharded.named_parameters())
     sharded_loss = sharded(batch.input_ids_BT, labels_BT=batch.labels_BT)
     sharded_loss.backward()
     assert sharded_loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    for name, parameter in held.items():
+    for name, parameter in parameters.items():
         gradient = parameter.grad
         expected = weights[name].grad
         assert gradient is not None
@@ -219,30 +216,32 @@ def test_one_rank_of_zero_has_the_gradients_of_none(
         assert float(difference.norm() / expected.norm()) < 1e-5, name
 
 
-def test_checkpoint_brings_back_every_bit(
+def test_a_checkpoint_restores_every_bit(
     device: torch.device, shape: ModelShape, tmp_path: Path
 ) -> None:
     model = build_model(shape, device, kind="bf16")
     optimizer = build_adamw(model)
     run_steps(model, shape, optimizer, 2)
     saved = save_checkpoint(
-        tmp_path, 2, state_of(model, optimizer), collect_optimizer_values(optimizer)
+        tmp_path, 2, collect_state(model, optimizer), collect_optimizer_values(optimizer)
     )
-    going_on = run_steps(model, shape, optimizer, 2)
+    uninterrupted = run_steps(model, shape, optimizer, 2)
 
     fresh = build_model(shape, device, kind="bf16")
     fresh_optimizer = build_adamw(fresh)
     load_optimizer_values(
-        fresh_optimizer, load_checkpoint(saved.path, state_of(fresh, fresh_optimizer))
+        fresh_optimizer, load_checkpoint(saved.path, collect_state(fresh, fresh_optimizer))
     )
     resumed = run_steps(fresh, shape, fresh_optimizer, 2)
-    if device.type == "cuda":  # embedding gradients are summed by atomics there, in no fixed order
-        assert resumed == pytest.approx(going_on, rel=1e-5)
+    if device.type == "cuda":  # atomics sum embedding gradients in any order
+        assert resumed == pytest.approx(uninterrupted, rel=1e-5)
     else:
-        assert resumed == going_on
+        assert resumed == uninterrupted
 
 
-def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def collect_state(
+    model: ParallelModel, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return weights | collect_optimizer_tensors(optimizer, model.named_parameters())
 
@@ -251,7 +250,7 @@ def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> No
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     cache_dir = str(tmp_path / "cache")
-    content = {
+    content: dict[str, Any] = {
         "model": {
             "config": {
                 "model_type": "llama",
@@ -283,7 +282,7 @@ def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> No
     first = train(Recipe.model_validate(content))
     assert first is not None
     assert first["status"] == "completed"
-    longer = content | {"training": content["training"] | {"max_steps": 20}}  # type: ignore[operator]
+    longer = dict(content, training=dict(content["training"], max_steps=20))
     second = train(Recipe.model_validate(longer), resume=True)
     assert second is not None
     assert second["steps"] == 20

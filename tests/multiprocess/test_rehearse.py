@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.allocated import allocated_by, held_bytes
+from benchmarks.allocated import count_resident_bytes, measure_allocated_bytes
 
 from shardwright.architecture import ExpertShape, read_config
 from shardwright.config import Recipe
@@ -123,7 +123,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
         model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1
     )
     create_state(optimizer)
-    before = held_bytes(model, optimizer)
+    before = count_resident_bytes(model, optimizer)
     batches = rank_rehearsal._build_micro_batches(plan)
 
     def step() -> None:
@@ -134,7 +134,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
     with CollectiveRecorder() as recorder:
         step()
     gc.collect()  # else the step frees garbage of earlier tests
-    lowest = before + allocated_by(step, 0.002)
+    lowest = before + measure_allocated_bytes(step, 0.002)
     moment_seconds = 0.002
     for _ in range(ATTEMPTS - 1):
         is_low_enough = torch.tensor(
@@ -145,7 +145,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
         if is_low_enough:
             break
         moment_seconds = min(0.1, 1.5 * moment_seconds)
-        lowest = min(lowest, before + allocated_by(step, moment_seconds))
+        lowest = min(lowest, before + measure_allocated_bytes(step, moment_seconds))
     return lowest, recorder.collectives
 
 

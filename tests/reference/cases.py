@@ -1,4 +1,4 @@
-"""Tiny configurations of every family, odd corners included. `LONG` tokens reach beyond the
+"""Tiny configurations of every family, with rare options. `LONG` tokens reach beyond the
 original positions of the scaled rotary embeddings and beyond every window."""
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "olmo2": _case("olmo2", num_key_value_heads=2),
     # Wide initial weights: without norms before attention, biases would drown the tokens'
-    # differences, and gradients that cancel to nothing are rounding in fp32, theirs as much as
-    # ours.
+    # differences, and gradients that cancel to zero are fp32 rounding, in transformers as much as
+    # here.
     "olmo2-biases-tied": _case(
         "olmo2",
         attention_bias=True,
@@ -313,12 +313,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def skip_unless_honoured(theirs: nn.Module, config: dict[str, Any]) -> None:
-    """Older versions of transformers hold gpt_oss's clamp at 7, whatever its configuration says:
-    they are no reference then.
-    """
-    limits = {float(part.limit) for part in theirs.modules() if hasattr(part, "limit")}
+def skip_unless_supported(hf_model: nn.Module, config: dict[str, Any]) -> None:
+    """Skip if an older version of transformers ignores the configuration of gpt_oss's clamp."""
+    limits = {float(part.limit) for part in hf_model.modules() if hasattr(part, "limit")}
     if "swiglu_limit" in config and limits != {config["swiglu_limit"]}:
         pytest.skip(
-            f"this version of transformers ignores swiglu_limit {config['swiglu_limit']}: it clamps at {limits}"
+            f"this version of transformers ignores swiglu_limit {config['swiglu_limit']}: "
+            f"it clamps at {limits}"
         )

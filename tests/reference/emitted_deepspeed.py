@@ -15,8 +15,8 @@ import torch
 
 
 def main(path: str) -> None:
-    """Three accumulated steps; rank 0 prints what the engine made of the file."""
-    # Kernels for ranks of one host, which take a minute to compile; gloo sends the same.
+    """Run three accumulated steps; rank 0 prints how the engine interprets the file."""
+    # Kernels for ranks of one host take a minute to compile; gloo has the same result.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def main(path: str) -> None:
             engine.backward(engine(rows).square().mean())
             engine.step()
         rates.append(engine.get_lr()[0])
-    told = {
+    report = {
         "stage": engine.zero_optimization_stage(),
         "batch": [
             engine.train_micro_batch_size_per_gpu(),
@@ -45,7 +45,7 @@ def main(path: str) -> None:
         "rates": rates,
     }
     if engine.global_rank == 0:
-        sys.stdout.write("TOLD " + json.dumps(told) + "\n")
+        sys.stdout.write("REPORT " + json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Ours against transformers: the text of a chat template, its ids, and the assistant's tokens where
-the template marks them.
+"""Chat templates against transformers: ids, and the assistant's tokens where the template marks
+them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def test_ids_are_those_of_apply_chat_template(
     encoder = RecordEncoder(
         load_tokenizer(folder), load_chat_template(folder, None, {}, None), "assistant"
     )
-    ours = encoder.encode("chat", json.dumps(read_conversation(messages)))
-    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, return_dict=True)
-    assert ours.ids.tolist() == theirs["input_ids"]
+    encoded = encoder.encode("chat", json.dumps(read_conversation(messages)))
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, return_dict=True)
+    assert encoded.ids.tolist() == expected["input_ids"]
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["short", "several", "long"])
@@ -50,7 +50,7 @@ def test_supervised_tokens_are_the_assistants_of_transformers(
     tmp_path: Path, messages: list[dict[str, str]]
 ) -> None:
     folder = chat_folder(tmp_path / "marked", MARKED_WHOLE)
-    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     for name, template in (("ours", CHATML), ("same", MARKED_WHOLE)):
@@ -58,6 +58,6 @@ def test_supervised_tokens_are_the_assistants_of_transformers(
         encoder = RecordEncoder(
             load_tokenizer(here), load_chat_template(here, None, {}, None), "assistant"
         )
-        ours = encoder.encode("chat", json.dumps(read_conversation(messages)))
-        assert ours.ids.tolist() == theirs["input_ids"]
-        assert ours.supervised_mask.tolist() == theirs["assistant_masks"]
+        encoded = encoder.encode("chat", json.dumps(read_conversation(messages)))
+        assert encoded.ids.tolist() == expected["input_ids"]
+        assert encoded.supervised_mask.tolist() == expected["assistant_masks"]

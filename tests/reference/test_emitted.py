@@ -1,5 +1,5 @@
-"""What `plan --emit` writes, given to those it is for: DeepSpeed's engine and accelerate's
-launcher, on two CPU ranks.
+"""DeepSpeed's engine and accelerate's launcher read the files of `plan --emit`, on two CPU
+ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.long
 HERE = Path(__file__).parent
 
 
-def written(system: str, path: Path, layout: dict[str, Any], schedule: str = "cosine") -> Path:
+def write_emitted_config(
+    system: str, path: Path, layout: dict[str, Any], schedule: str = "cosine"
+) -> Path:
     training = {
         "sequence_length": 8,
         "max_steps": 9,
@@ -32,19 +34,19 @@ def written(system: str, path: Path, layout: dict[str, Any], schedule: str = "co
         "warmup_steps": 2,
     }
     training |= {"gradient_accumulation_steps": 3, "schedule": schedule, "max_grad_norm": 0.5}
-    told = {
+    content = {
         "model": {"config": {"model_type": "llama"}},
         "data": {"sources": "corpus.txt"},
         "training": training,
     }
     recipe = validate_recipe(
-        told | {"layout": layout, "precision": "bf16", "run": {"device": "cpu"}}
+        content | {"layout": layout, "precision": "bf16", "run": {"device": "cpu"}}
     )
     path.write_text(emit(system, EmitRequest(recipe, resolve_plan(recipe, 2))).text)
     return path
 
 
-def told_by(*words: str, **variables: str) -> dict[str, Any]:
+def run_and_read_report(*words: str, **variables: str) -> dict[str, Any]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | variables
     done = subprocess.run(
         [sys.executable, *words],
@@ -55,36 +57,40 @@ def told_by(*words: str, **variables: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if "TOLD" in line)
-    told: dict[str, Any] = json.loads(line[line.index("{") :])
-    return told
+    line = next(line for line in done.stdout.splitlines() if "REPORT" in line)
+    report: dict[str, Any] = json.loads(line[line.index("{") :])
+    return report
 
 
 @pytest.mark.parametrize(("stage", "schedule"), [(0, "constant"), (1, "linear"), (3, "cosine")])
-def test_deepspeeds_engine_takes_it_and_trains(tmp_path: Path, stage: int, schedule: str) -> None:
+def test_deepspeeds_engine_reads_the_file_and_trains(
+    tmp_path: Path, stage: int, schedule: str
+) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed (the `bench` extra has it)")
-    path = written("deepspeed", tmp_path / "ds.json", {"zero_stage": stage}, schedule)
+    path = write_emitted_config("deepspeed", tmp_path / "ds.json", {"zero_stage": stage}, schedule)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    told = told_by(*launcher, str(HERE / "emitted_deepspeed.py"), str(path))
-    assert (told["stage"], told["batch"], told["clipping"]) == (stage, [2, 3, 12], 0.5)
-    assert told["dtype"] == "torch.bfloat16"
-    assert told["steps"] == 3
+    report = run_and_read_report(*launcher, str(HERE / "emitted_deepspeed.py"), str(path))
+    assert (report["stage"], report["batch"], report["clipping"]) == (stage, [2, 3, 12], 0.5)
+    assert report["dtype"] == "torch.bfloat16"
+    assert report["steps"] == 3
     assert (
-        told["scheduler"]
+        report["scheduler"]
         == {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}[schedule]
     )
-    assert max(told["rates"]) <= 1e-2 * (1 + 1e-9)
+    assert max(report["rates"]) <= 1e-2 * (1 + 1e-9)
 
 
-def test_accelerates_launcher_takes_it(tmp_path: Path) -> None:
+def test_accelerates_launcher_reads_the_file(tmp_path: Path) -> None:
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed (the `bench` extra has it)")
-    path = written("accelerate", tmp_path / "accelerate.yaml", {"zero_stage": 0})
+    path = write_emitted_config("accelerate", tmp_path / "accelerate.yaml", {"zero_stage": 0})
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(path)]
     assert "set ACCELERATE_USE_CPU=true" in path.read_text()
-    told = told_by(*launcher, str(HERE / "emitted_accelerate.py"), ACCELERATE_USE_CPU="true")
-    assert told == {
+    report = run_and_read_report(
+        *launcher, str(HERE / "emitted_accelerate.py"), ACCELERATE_USE_CPU="true"
+    )
+    assert report == {
         "kind": "DistributedType.MULTI_CPU",
         "ranks": 2,
         "precision": "bf16",

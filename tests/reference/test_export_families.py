@@ -1,4 +1,4 @@
-"""Folders written by us are loaded by transformers, and the reverse: every family, tied and untied,
+"""transformers loads the folders that we write, and the reverse: every family, tied and untied,
 bit for bit.
 """
 
@@ -80,9 +80,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
 CASES = [(family, tied) for family in sorted(MODEL_FAMILIES) for tied in (False, True)]
 
 
-def make_theirs(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Their model with every parameter drawn anew: norms and biases too, or a swap of two would not
-    show.
+def make_hf_model(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Build transformers' model with every parameter changed, norms and biases too, so that a swap
+    of two is detected.
     """
     fields = (
         SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})
@@ -100,7 +100,7 @@ def make_theirs(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> 
     return model.eval()
 
 
-def load_ours(
+def load_decoder(
     folder: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[ModelShape, WeightsFolder, Decoder]:
     shape = read_config(folder)
@@ -113,9 +113,9 @@ def load_ours(
     return shape, weights, decoder
 
 
-def load_theirs(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """`from_pretrained`, which must find every tensor it wants and want every tensor it finds."""
-    # Older versions hand gemma2 to a kernel that leaves its soft caps out.
+def load_hf_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Load with `from_pretrained`, without missing and without unexpected tensors."""
+    # Older versions run gemma2 with a kernel without soft caps.
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )
@@ -123,7 +123,7 @@ def load_theirs(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval()
 
 
-def ids() -> torch.Tensor:
+def make_ids() -> torch.Tensor:
     return torch.randint(
         0, COMMON["vocab_size"], (2, 19), generator=torch.Generator().manual_seed(5)
     )
@@ -131,13 +131,13 @@ def ids() -> torch.Tensor:
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool) -> None:
-    """save_pretrained -> our reader -> our writer -> from_pretrained; bf16 in several files when
-    tied, fp32 in one when not.
+    """save_pretrained -> our reader -> our writer -> from_pretrained; bf16 in several files if
+    tied, fp32 in one file if not.
     """
     dtype = torch.bfloat16 if tied else torch.float32
-    theirs = make_theirs(family, tied, dtype)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=10_000)
-    shape, weights, _ = load_ours(tmp_path / "theirs", dtype)
+    hf_model = make_hf_model(family, tied, dtype)
+    hf_model.save_pretrained(tmp_path / "hf", max_shard_size=10_000)
+    shape, weights, _ = load_decoder(tmp_path / "hf", dtype)
     write_hf_folder(
         tmp_path / "ours",
         shape,
@@ -145,25 +145,23 @@ def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool) -> Non
         dtype=dtype,
         max_shard_bytes=20_000 if tied else 10**9,
     )
-    again = load_theirs(tmp_path / "ours", dtype)
-    assert type(again).__name__ == type(theirs).__name__ == HF_CLASS_NAMES[family]
-    expected = theirs.state_dict()
-    got = again.state_dict()
+    reloaded = load_hf_model(tmp_path / "ours", dtype)
+    assert type(reloaded).__name__ == type(hf_model).__name__ == HF_CLASS_NAMES[family]
+    expected = hf_model.state_dict()
+    got = reloaded.state_dict()
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
     with torch.no_grad():
-        assert torch.equal(again(ids()).logits, theirs(ids()).logits)
+        assert torch.equal(reloaded(make_ids()).logits, hf_model(make_ids()).logits)
     assert {
-        key: value for key, value in again.config.to_dict().items() if key != "_name_or_path"
-    } == {key: value for key, value in theirs.config.to_dict().items() if key != "_name_or_path"}
+        key: value for key, value in reloaded.config.to_dict().items() if key != "_name_or_path"
+    } == {key: value for key, value in hf_model.config.to_dict().items() if key != "_name_or_path"}
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_our_own_config_is_enough(tmp_path: Path, family: str, tied: bool) -> None:
-    """A config as a recipe writes it, without the fields that have defaults: transformers must fill
-    in the same ones.
-    """
+    """transformers must use our defaults for the fields that a recipe's config leaves out."""
     fields = SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})
     shape = read_config({"model_type": family, **fields, "tie_word_embeddings": tied})
     generator = torch.Generator().manual_seed(1)
@@ -172,33 +170,37 @@ def test_our_own_config_is_enough(tmp_path: Path, family: str, tied: bool) -> No
         for spec in shape.list_parameters()
     }
     write_hf_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.float32)
-    theirs = load_theirs(tmp_path / "out", torch.float32)
+    hf_model = load_hf_model(tmp_path / "out", torch.float32)
     decoder = Decoder(shape)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(tensors[name])
-        torch.testing.assert_close(decoder(ids()), theirs(ids()).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            decoder(make_ids()), hf_model(make_ids()).logits, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox", "llama"])
 def test_a_base_model_without_its_head(tmp_path: Path, family: str) -> None:
-    """transformers' own base class saves names without their root; tied, that is a whole model, as
-    the published gpt2 is.
+    """transformers' base class saves names without their root; with tied weights that is a whole
+    model, like the published gpt2.
     """
-    theirs = make_theirs(family, True)
-    theirs.base_model.save_pretrained(tmp_path)
-    _, _, decoder = load_ours(tmp_path)
+    hf_model = make_hf_model(family, True)
+    hf_model.base_model.save_pretrained(tmp_path)
+    _, _, decoder = load_decoder(tmp_path)
     with torch.no_grad():
-        torch.testing.assert_close(decoder(ids()), theirs(ids()).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            decoder(make_ids()), hf_model(make_ids()).logits, rtol=1e-5, atol=1e-5
+        )
 
 
-# deepseek_v3's heads are made of parts; a head_dim beside them is not read but refused.
+# deepseek_v3's heads consist of parts; a head_dim beside them is refused.
 @pytest.mark.parametrize(
     "family", sorted(set(MODEL_FAMILIES) - {"gpt2", "gpt_neox", "deepseek_v3"})
 )
 def test_widths_that_transformers_would_not_load_are_refused_before_training(family: str) -> None:
-    """A width that is no multiple of the heads, though head_dim is given: some families' classes
-    refuse it, some do not.
+    """Some families' classes refuse a width that is no multiple of the heads, even with head_dim
+    given; others accept it.
     """
     fields = {**COMMON, **SPECIAL.get(family, {}), "hidden_size": 26, "head_dim": 8}
     try:

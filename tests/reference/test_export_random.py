@@ -1,5 +1,5 @@
-"""Random configurations of every family: written by us from random weights, loaded by transformers,
-equal logits.
+"""Random configurations of every family: folders that we write from random weights give equal
+logits in transformers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ WIDE_HEADS = {
     "qwen3_moe",
     "gpt_oss",
 }
-"""Families whose head_dim is free of the width."""
+"""Families whose head_dim does not depend on the width."""
 
 
 @st.composite
-def common(draw: st.DrawFn, family: str) -> dict[str, Any]:
-    """Sizes and rotations that the families spell alike."""
+def common_fields(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """Draw sizes and rotations whose fields have the same names in all families."""
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
     head_dim = 2 * draw(st.integers(2, 6))
@@ -61,7 +61,7 @@ def common(draw: st.DrawFn, family: str) -> dict[str, Any]:
     }
     if family in WIDE_HEADS and draw(st.booleans()):
         fields["head_dim"] = 2 * draw(st.integers(2, 8))
-        # transformers refuses some families' widths that are no multiple of the heads, even with
+        # For some families transformers refuses widths that are no multiple of the heads, even with
         # head_dim given.
         fields["hidden_size"] = heads * draw(st.integers(4, 12))
     else:
@@ -76,8 +76,8 @@ def common(draw: st.DrawFn, family: str) -> dict[str, Any]:
 
 
 @st.composite
-def experts(draw: st.DrawFn, family: str, heads: int) -> dict[str, Any]:
-    """What a sparse family's file says beside the common fields."""
+def expert_fields(draw: st.DrawFn, family: str, heads: int) -> dict[str, Any]:
+    """Draw the fields of a sparse family beside the common ones."""
     per_group = draw(st.integers(2, 3))
     groups = draw(st.integers(1, 3))
     num_experts = per_group * groups
@@ -119,7 +119,7 @@ SPARSE = {"mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"}
 
 @st.composite
 def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
-    """A config.json of a family."""
+    """Draw a config.json of a family."""
     if family == "gpt2":
         heads = draw(st.integers(1, 4))
         return {
@@ -139,10 +139,10 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
             "bos_token_id": None,
             "eos_token_id": None,
         }
-    fields = {"model_type": family, **draw(common(family))}
+    fields = {"model_type": family, **draw(common_fields(family))}
     layers = fields["num_hidden_layers"]
     if family in SPARSE:
-        fields |= draw(experts(family, fields["num_attention_heads"]))
+        fields |= draw(expert_fields(family, fields["num_attention_heads"]))
     if family == "gpt_neox":
         for name in ("num_key_value_heads", "rms_norm_eps", "head_dim", "rope_theta"):
             fields.pop(name, None)
@@ -213,7 +213,7 @@ def test_random_configurations(family: str) -> None:
         max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     @given(configs(family), st.integers(0, 1000))
-    def hold(config: dict[str, Any], seed: int) -> None:
+    def check(config: dict[str, Any], seed: int) -> None:
         shape = read_config(config)
         generator = torch.Generator().manual_seed(seed)
         tensors = {
@@ -227,7 +227,7 @@ def test_random_configurations(family: str) -> None:
             write_hf_folder(
                 out, shape, tensors.__getitem__, dtype=torch.float32, max_shard_bytes=5000
             )
-            theirs, loading = AutoModelForCausalLM.from_pretrained(
+            hf_model, loading = AutoModelForCausalLM.from_pretrained(
                 out,
                 output_loading_info=True,
                 attn_implementation="eager",
@@ -236,10 +236,10 @@ def test_random_configurations(family: str) -> None:
             assert not any(loading.values()), loading
             for name, parameter in decoder.named_parameters():
                 parameter.copy_(tensors[name])
-            expected = theirs.eval()(ids).logits
+            expected = hf_model.eval()(ids).logits
             difference = float((decoder(ids) - expected).abs().max() / expected.abs().max())
-        # Norms of narrow random layers amplify the last bit by a hundred; a wrong feature shows in
+        # Norms of narrow random layers amplify the last bit by a hundred; a wrong feature changes
         # the first digit.
         assert difference < 1e-4, difference
 
-    hold()
+    check()

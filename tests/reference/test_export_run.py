@@ -1,4 +1,4 @@
-"""`shardwright export RUN`: the folder is held to transformers before it is called done."""
+"""`shardwright export RUN` compares the folder with transformers before it reports success."""
 
 from __future__ import annotations
 
@@ -34,23 +34,21 @@ def test_an_exported_run_is_loaded_by_transformers(
         shardwright(["export", str(run), "--out", str(out), "--json", "--max-shard-gb", "0.001"])
         == ExitCode.DONE
     )
-    told = json.loads(capsys.readouterr().out)
-    assert told["checked"] is True
-    theirs, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["checked"] is True
+    hf_model, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(loading.values())
-    assert theirs.dtype == torch.float32
+    assert hf_model.dtype == torch.float32
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = tokenizer("abcadefj", return_tensors="pt").input_ids
     assert ids.tolist() == [open_model_source(run).load_tokenizer().encode("abcadefj")]
     decoder = load_decoder(open_model_source(run), device=torch.device("cpu"), dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, decoder(ids), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(hf_model(ids).logits, decoder(ids), rtol=1e-5, atol=1e-5)
 
 
-def test_the_check_sees_one_weight(run: Path, tmp_path: Path) -> None:
-    """One matrix that lies transposed in the file is seen, and a tensor that transformers
-    misses.
-    """
+def test_the_check_detects_one_weight(run: Path, tmp_path: Path) -> None:
+    """It detects one transposed matrix, and a tensor that is missing in the file."""
     source = open_model_source(run)
     export_hf_folder(source, tmp_path / "good", dtype=torch.float32)
     assert (
@@ -58,7 +56,7 @@ def test_the_check_sees_one_weight(run: Path, tmp_path: Path) -> None:
         < 1e-5
     )
 
-    def swapped(name: str) -> torch.Tensor:
+    def read_transposed(name: str) -> torch.Tensor:
         return (
             source.read(name).T
             if name == "model.layers.1.self_attn.q_proj.weight"
@@ -66,7 +64,10 @@ def test_the_check_sees_one_weight(run: Path, tmp_path: Path) -> None:
         )
 
     export_hf_folder(
-        replace(source, read=swapped), tmp_path / "swapped", dtype=torch.float32, check=False
+        replace(source, read=read_transposed),
+        tmp_path / "swapped",
+        dtype=torch.float32,
+        check=False,
     )
     with pytest.raises(CheckFailed, match="logits differ"):
         check_with_transformers(
@@ -96,8 +97,8 @@ def test_without_transformers_every_tensor_is_read_back(
     source = open_model_source(run)
     calls = dict[str, int]()
 
-    def changing(name: str) -> torch.Tensor:
-        """Another tensor the second time: what was written is no longer what the source says."""
+    def read_changing(name: str) -> torch.Tensor:
+        """Return another tensor the second time, so that file and source differ."""
         calls[name] = calls.get(name, 0) + 1
         return source.read(name) + (calls[name] > 1 and name == "model.layers.1.mlp.up_proj.weight")
 
@@ -105,7 +106,10 @@ def test_without_transformers_every_tensor_is_read_back(
         CheckFailed, match=r"model\.layers\.1\.mlp\.up_proj\.weight differs when read back"
     ):
         export_hf_folder(
-            replace(source, read=changing), tmp_path / "changed", dtype=torch.float32, check=False
+            replace(source, read=read_changing),
+            tmp_path / "changed",
+            dtype=torch.float32,
+            check=False,
         )
     assert not (tmp_path / "changed").exists()
 

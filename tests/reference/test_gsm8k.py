@@ -1,5 +1,5 @@
-"""A real set of questions and answers: what is supervised of it is what a plain reading of the file
-says.
+"""A real set of questions and answers: the supervised tokens are those of a plain reading of the
+file.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def test_supervised_tokens_of_every_batch_are_those_of_the_answers(
     tokenizer = prepared.tokenizer
     assert isinstance(tokenizer, FastTokenizer)
 
-    def learnt(question: str, answer: str) -> list[int]:
-        """The ids of an answer and the end of text, as they follow the question."""
-        before, whole = (
+    def encode_answer(question: str, answer: str) -> list[int]:
+        """Encode an answer and the end of text as they follow the question."""
+        before, both = (
             tokenizer.encode(text) for text in (f"{question}\n", f"{question}\n{answer}")
         )
-        after = whole[len(before) :] if whole[: len(before)] == before else tokenizer.encode(answer)
+        after = both[len(before) :] if both[: len(before)] == before else tokenizer.encode(answer)
         return [*after, *tokenizer.suffix_ids]
 
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    answers = [learnt(row["question"], row["answer"]) for row in rows]
+    answers = [encode_answer(row["question"], row["answer"]) for row in rows]
     assert len(prepared.train) == len(rows)
     order = SampleOrder(recipe.seed, len(rows))
     plan = BatchPlan(1024, BATCH, 1, 1)

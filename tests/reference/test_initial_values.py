@@ -1,4 +1,4 @@
-"""Initial values: each family's own scheme, read off models that transformers initialises."""
+"""Initial values: each family's own scheme, measured on models that transformers initialises."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ _WIDER_GPT2 = {"n_embd": 64, "n_layer": 2, "vocab_size": 211}
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", sorted(MODEL_FAMILIES))
-def test_every_parameter_begins_as_theirs(family: str, padded: bool, tmp_path: Path) -> None:
+def test_every_parameter_starts_as_in_transformers(
+    family: str, padded: bool, tmp_path: Path
+) -> None:
     case = next(case for case in CASES.values() if case["model_type"] == family)
     config = case | (_WIDER_GPT2 if family == "gpt2" else _WIDER) | {"initializer_range": 0.05}
     if padded:
         config["pad_token_id"] = 3
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
-    theirs = load_file(tmp_path / "model.safetensors")
+    hf_tensors = load_file(tmp_path / "model.safetensors")
     specs = read_config(config).list_parameters()
     pieces = [(spec, piece.name) for spec in specs for piece in spec.file_slices]
-    assert {name for _, name in pieces} == set(theirs)
+    assert {name for _, name in pieces} == set(hf_tensors)
     for spec, name in pieces:
-        tensor = theirs[name]
+        tensor = hf_tensors[name]
         if not isinstance(spec.init, NormalInit):
             assert torch.equal(
                 tensor, torch.full_like(tensor, float(isinstance(spec.init, OnesInit)))

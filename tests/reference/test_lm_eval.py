@@ -1,5 +1,5 @@
-"""lm-evaluation-harness reads an exported folder, offline, and gives answers the log-probabilities
-that our decoder gives them.
+"""lm-evaluation-harness reads an exported folder offline and computes the log-probabilities of our
+decoder.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ from shardwright.errors import ExitCode
 from shardwright.inference.model_source import load_decoder, open_model_source
 
 LIMIT_SECONDS = 840.0
-"""Its imports alone take a minute where much else runs."""
+"""The imports of the harness alone take a minute on a busy machine."""
 QUESTIONS = [("1 + 2 =", " 3"), ("7 + 12 =", " 19"), ("3 +", " 4 = 7")]
 
 
-def train_a_little(folder: Path, run: Path) -> None:
-    """A run of two steps, with a tokenizer that ends texts: the harness asks for such a token."""
+def train_two_steps(folder: Path, run: Path) -> None:
+    """Train two steps with a tokenizer that has an end-of-text token, which the harness needs."""
     (folder / "sums.txt").write_text(
         "".join(f"{a} + {b} = {a + b}\n" for a in range(20) for b in range(20))
     )
-    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    }
     recipe = {
         "model": {"config": config},
         "tokenizer": {"kind": "bpe", "vocab_size": 270},
@@ -53,7 +61,7 @@ def test_a_local_task_on_an_exported_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     out = tmp_path / "out"
     tasks = tmp_path / "tasks"
-    train_a_little(tmp_path, run)
+    train_two_steps(tmp_path, run)
     assert shardwright(["export", str(run), "--out", str(out)]) == ExitCode.DONE
     tasks.mkdir()
     rows = "".join(
@@ -92,7 +100,7 @@ def test_a_local_task_on_an_exported_run(tmp_path: Path) -> None:
         "--batch_size",
         "1",
     ]
-    command += ["--output_path", str(tmp_path / "told"), "--log_samples"]
+    command += ["--output_path", str(tmp_path / "results"), "--log_samples"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(
         command,
@@ -103,8 +111,8 @@ def test_a_local_task_on_an_exported_run(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (samples,) = (tmp_path / "told").rglob("samples_local_answers_*.jsonl")
-    found = {
+    (samples,) = (tmp_path / "results").rglob("samples_local_answers_*.jsonl")
+    log_probs = {
         sample["doc"]["question"]: float(sample["resps"][0][0][0])
         for sample in map(json.loads, samples.read_text().splitlines())
     }
@@ -114,11 +122,9 @@ def test_a_local_task_on_an_exported_run(tmp_path: Path) -> None:
     tokenizer = source.load_tokenizer()
     for question, answer in QUESTIONS:
         prompt = tokenizer.encode(question)
-        whole = tokenizer.encode(question + answer)
-        assert whole[: len(prompt)] == prompt
+        ids = tokenizer.encode(question + answer)
+        assert ids[: len(prompt)] == prompt
         with torch.no_grad():
-            log_probs_TV = torch.log_softmax(
-                decoder(torch.tensor([whole]))[0, :-1].double(), dim=-1
-            )
-        ours = log_probs_TV[range(len(whole) - 1), whole[1:]][len(prompt) - 1 :].sum()
-        assert found[question] == pytest.approx(float(ours), abs=1e-4)
+            log_probs_TV = torch.log_softmax(decoder(torch.tensor([ids]))[0, :-1].double(), dim=-1)
+        expected = log_probs_TV[range(len(ids) - 1), ids[1:]][len(prompt) - 1 :].sum()
+        assert log_probs[question] == pytest.approx(float(expected), abs=1e-4)

@@ -1,5 +1,5 @@
-"""A real trained model (outside data): our reader, decoder and generation against transformers'
-own.
+"""A real trained model (outside data): our reader, decoder and generation against those of
+transformers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from shardwright.model.hf_weights import WeightsFolder
 pytestmark = pytest.mark.data
 
 STORY = (
-    "Once upon a time, there was a little dog named Max. Max loved to play with his red ball in the park. One day, the ball "
-    "rolled into the pond and Max was sad. A kind boy saw him and helped him to get it back. Max was happy again."
+    "Once upon a time, there was a little dog named Max. Max loved to play with his red ball in "
+    "the park. One day, the ball rolled into the pond and Max was sad. A kind boy saw him and "
+    "helped him to get it back. Max was happy again."
 )
 
 
@@ -46,61 +47,63 @@ def decoder(folder: Path) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> PreTrainedModel:
+def hf_model(folder: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def mean_loss(decoder: Decoder, ids: list[int]) -> float:
+def compute_mean_loss(decoder: Decoder, ids: list[int]) -> float:
     row = torch.tensor([ids])
     with torch.no_grad():
         return float(decoder(row[:, :-1], labels_BT=row[:, 1:])) / (len(ids) - 1)
 
 
-def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Within 1e-5 of the largest logit: float32 in another order of summation, 200 tokens deep."""
-    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert equality to 1e-5 of the largest logit; float32 sums differ in order."""
+    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_logits_and_loss(folder: Path, decoder: Decoder, theirs: PreTrainedModel) -> None:
+def test_logits_and_loss(folder: Path, decoder: Decoder, hf_model: PreTrainedModel) -> None:
     ids = load_tokenizer(folder).encode(STORY)
     row = torch.tensor([ids])
     with torch.no_grad():
-        reference = theirs(row, labels=row)
+        reference = hf_model(row, labels=row)
         assert_near(decoder(row), reference.logits)
-    assert mean_loss(decoder, ids) == pytest.approx(float(reference.loss), abs=1e-5)
+    assert compute_mean_loss(decoder, ids) == pytest.approx(float(reference.loss), abs=1e-5)
 
 
-def test_it_knows_stories(folder: Path, decoder: Decoder) -> None:
-    """A broken load would sit near ln(105) = 4.65; the model was trained on stories like this one,
-    not on their reversal.
+def test_the_model_predicts_stories(folder: Path, decoder: Decoder) -> None:
+    """A broken load would give about ln(105) = 4.65; the model was trained on stories like this
+    one, not on reversed ones.
     """
     tokenizer = load_tokenizer(folder)
-    assert mean_loss(decoder, tokenizer.encode(STORY)) < 1.0
-    assert mean_loss(decoder, tokenizer.encode(STORY[::-1])) > 3.0
+    assert compute_mean_loss(decoder, tokenizer.encode(STORY)) < 1.0
+    assert compute_mean_loss(decoder, tokenizer.encode(STORY[::-1])) > 3.0
 
 
-def test_greedy_text_is_theirs(folder: Path, decoder: Decoder, theirs: PreTrainedModel) -> None:
+def test_greedy_text_equals_that_of_transformers(
+    folder: Path, decoder: Decoder, hf_model: PreTrainedModel
+) -> None:
     tokenizer = load_tokenizer(folder)
     prompt = "Once upon a time"
     ids = tokenizer.encode(prompt)
-    told: list[str] = []
-    ours = complete_prompt(
+    pieces: list[str] = []
+    completion = complete_prompt(
         decoder,
         tokenizer,
         prompt,
         SamplingSettings(temperature=0.0),
         max_new_tokens=120,
         stop_ids={1, 2},
-        on_text=told.append,
+        on_text=pieces.append,
     )
-    expected = theirs.generate(
+    expected = hf_model.generate(
         torch.tensor([ids]), do_sample=False, max_new_tokens=120, pad_token_id=0
     )[0].tolist()
-    assert [*ids, *ours.new_ids] == expected
-    assert "".join(told) == ours.text
-    assert ours.text.startswith(", there was a little")
+    assert [*ids, *completion.new_ids] == expected
+    assert "".join(pieces) == completion.text
+    assert completion.text.startswith(", there was a little")
 
 
 def test_sampled_text_depends_on_the_seed_only(folder: Path, decoder: Decoder) -> None:
@@ -121,7 +124,7 @@ def test_sampled_text_depends_on_the_seed_only(folder: Path, decoder: Decoder) -
     assert text(1) == text(1) != text(2)
 
 
-def test_positions_end(folder: Path, decoder: Decoder) -> None:
+def test_generation_ends_or_slides_at_the_last_position(folder: Path, decoder: Decoder) -> None:
     tokenizer = load_tokenizer(folder)
     greedy = SamplingSettings(temperature=0.0)
     stopped = complete_prompt(decoder, tokenizer, STORY, greedy, max_new_tokens=500)
@@ -141,7 +144,7 @@ def test_unknown_characters_are_named(folder: Path, decoder: Decoder) -> None:
         generate(decoder, load_tokenizer(folder), "漢 and ∂", max_new_tokens=1)
 
 
-def test_export_keeps_it(tmp_path: Path, folder: Path, decoder: Decoder) -> None:
+def test_an_export_keeps_the_logits(tmp_path: Path, folder: Path, decoder: Decoder) -> None:
     weights = WeightsFolder(folder)
     shape = read_config(folder)
     generation = json.loads((folder / "generation_config.json").read_text())
@@ -153,9 +156,9 @@ def test_export_keeps_it(tmp_path: Path, folder: Path, decoder: Decoder) -> None
         tokenizer=load_tokenizer(folder),
         generation_config=generation,
     )
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = load_tokenizer(tmp_path / "out").encode(STORY)
     with torch.no_grad():
-        assert_near(decoder(torch.tensor([ids])), again(torch.tensor([ids])).logits)
-    assert again.generation_config.eos_token_id == [1, 2]
-    assert math.isclose(shape.num_parameters, sum(p.numel() for p in again.parameters()))
+        assert_near(decoder(torch.tensor([ids])), reloaded(torch.tensor([ids])).logits)
+    assert reloaded.generation_config.eos_token_id == [1, 2]
+    assert math.isclose(shape.num_parameters, sum(p.numel() for p in reloaded.parameters()))

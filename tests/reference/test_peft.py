@@ -1,5 +1,5 @@
-"""Adapters against peft: the same files mean the same function and the same gradients, both
-ways.
+"""Adapters against peft: the same files give the same function and gradients, in both
+directions.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ KINDS = [
 ]
 
 
-def values_of(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
-    """Every parameter of a model, its adapters away from their start."""
+def make_values(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
+    """Return every parameter of a model, with adapters changed from their initial values."""
     values: dict[str, Tensor] = {}
 
     def read(name: str, bounds: Any) -> Tensor:
@@ -65,8 +65,8 @@ def values_of(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
     return values
 
 
-def decoder_of(shape: ModelShape, values: dict[str, Tensor]) -> Decoder:
-    """Our decoder with these values."""
+def build_decoder(shape: ModelShape, values: dict[str, Tensor]) -> Decoder:
+    """Build our decoder with these values."""
     decoder = Decoder(shape)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -74,81 +74,87 @@ def decoder_of(shape: ModelShape, values: dict[str, Tensor]) -> Decoder:
     return decoder
 
 
-def differentiated(model: Any, ids_BT: Tensor) -> Tensor:
-    """Logits; the gradients are those of a sum of them with fixed weights."""
-    found = model(ids_BT)
-    logits_BTV: Tensor = found if isinstance(found, Tensor) else found.logits
+def run_and_differentiate(model: Any, ids_BT: Tensor) -> Tensor:
+    """Return the logits; the gradients are those of their sum with fixed weights."""
+    output = model(ids_BT)
+    logits_BTV: Tensor = output if isinstance(output, Tensor) else output.logits
     weights = torch.rand(logits_BTV.shape, generator=torch.Generator().manual_seed(2))
     (logits_BTV * weights).sum().backward()
     return logits_BTV.detach()
 
 
-def close(got: Tensor, wanted: Tensor) -> bool:
-    return float((got - wanted).norm() / wanted.norm()) < 2e-5
+def are_close(got: Tensor, expected: Tensor) -> bool:
+    return float((got - expected).norm() / expected.norm()) < 2e-5
 
 
 @pytest.mark.parametrize(
     ("name", "section"), KINDS, ids=lambda value: value if isinstance(value, str) else value.kind
 )
-def test_what_we_write_peft_computes(name: str, section: AdapterSection, tmp_path: Path) -> None:
+def test_peft_computes_the_same_from_our_files(
+    name: str, section: AdapterSection, tmp_path: Path
+) -> None:
     shape = add_adapters(read_config(CASES[name]), section)
-    values = values_of(shape)
+    values = make_values(shape)
     write_hf_folder(tmp_path / "base", shape.base_shape, values.__getitem__, dtype=torch.float32)
     write_peft_folder(tmp_path / "adapters", shape, values.__getitem__, base=str(tmp_path / "base"))
 
-    ours = decoder_of(shape, values)
+    ours = build_decoder(shape, values)
     ids_BT = build_probe_ids(shape.vocab_size, 16)
-    logits_BTV = differentiated(ours, ids_BT)
-    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(
+    logits_BTV = run_and_differentiate(ours, ids_BT)
+    peft_model = peft.AutoPeftModelForCausalLM.from_pretrained(
         tmp_path / "adapters", is_trainable=True, dtype=torch.float32
     )
-    assert close(differentiated(theirs.eval(), ids_BT), logits_BTV)
+    assert are_close(run_and_differentiate(peft_model.eval(), ids_BT), logits_BTV)
 
-    # Their gradients under the names of the files, in which ours are written.
+    # The gradients of peft under the names in our files.
     gradients = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
     specs = {spec.name: spec for spec in shape.list_parameters() if spec.adapter_part is not None}
     assert set(gradients) == set(specs)
-    of_theirs = {
-        n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if p.requires_grad
+    expected_gradients = {
+        n.replace(".default", ""): p.grad
+        for n, p in peft_model.named_parameters()
+        if p.requires_grad
     }
     named = PeftFolder(tmp_path / "adapters", shape)._names
-    assert len(of_theirs) == len(specs)
+    assert len(expected_gradients) == len(specs)
     for part, spec in specs.items():
         gradient = gradients[part]
-        wanted = of_theirs[
+        expected = expected_gradients[
             named[part].name + (".weight" if spec.adapter_part == "lora_magnitude_vector" else "")
         ]
-        assert close(join_experts(spec, gradient) if gradient.ndim == 3 else gradient, wanted), part
+        assert are_close(
+            join_experts(spec, gradient) if gradient.ndim == 3 else gradient, expected
+        ), part
 
     assert read_peft_folder(tmp_path / "adapters", shape.base_shape) == shape.adapters
-    again = PeftFolder(tmp_path / "adapters", shape)
+    reread = PeftFolder(tmp_path / "adapters", shape)
     for part, spec in specs.items():
         assert torch.equal(
-            again.read(part, [(0, size) for size in spec.shape], torch.float32), values[part]
+            reread.read(part, [(0, size) for size in spec.shape], torch.float32), values[part]
         )
 
 
-def test_a_wrong_scale_shows(tmp_path: Path) -> None:
+def test_a_wrong_scale_is_detected(tmp_path: Path) -> None:
     shape = add_adapters(read_config(SMALL), AdapterSection(kind="rslora", rank=4))
-    values = values_of(shape)
+    values = make_values(shape)
     write_hf_folder(tmp_path / "base", shape.base_shape, values.__getitem__, dtype=torch.float32)
     write_peft_folder(tmp_path / "adapters", shape, values.__getitem__, base=str(tmp_path / "base"))
-    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(
+    peft_model = peft.AutoPeftModelForCausalLM.from_pretrained(
         tmp_path / "adapters", dtype=torch.float32
     )
     ids_BT = build_probe_ids(shape.vocab_size, 16)
     with torch.no_grad():
-        wanted_BTV = theirs.eval()(ids_BT).logits
-        assert close(decoder_of(shape, values)(ids_BT), wanted_BTV)
+        expected_BTV = peft_model.eval()(ids_BT).logits
+        assert are_close(build_decoder(shape, values)(ids_BT), expected_BTV)
         with patch.object(AdapterShape, "scale", 2.0):  # alpha / rank, as if it were lora
-            assert not close(decoder_of(shape, values)(ids_BT), wanted_BTV)
+            assert not are_close(build_decoder(shape, values)(ids_BT), expected_BTV)
 
 
-def test_what_peft_writes_we_begin_with(tmp_path: Path) -> None:
+def test_our_adapters_start_from_files_of_peft(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     shape = read_config(CASES["qwen3_moe"])
-    write_hf_folder(tmp_path / "base", shape, values_of(shape).__getitem__, dtype=torch.float32)
+    write_hf_folder(tmp_path / "base", shape, make_values(shape).__getitem__, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     config = peft.LoraConfig(
         r=4,
@@ -158,18 +164,18 @@ def test_what_peft_writes_we_begin_with(tmp_path: Path) -> None:
         target_parameters=["experts.gate_up_proj"],
     )
     torch.manual_seed(3)
-    theirs = peft.get_peft_model(model, config)
+    peft_model = peft.get_peft_model(model, config)
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0.0, 0.1)
-    theirs.save_pretrained(tmp_path / "adapters")
+    peft_model.save_pretrained(tmp_path / "adapters")
 
     adapted = add_adapters(shape, AdapterSection(path=str(tmp_path / "adapters")))
     assert adapted.adapters is not None
     assert (adapted.adapters.kind, adapted.adapters.rank) == ("rslora", 4)
     folder = PeftFolder(tmp_path / "adapters", adapted)
-    values = values_of(adapted)
+    values = make_values(adapted)
     for spec in adapted.list_parameters():
         if spec.adapter_part is not None:
             values[spec.name] = folder.read(
@@ -177,7 +183,7 @@ def test_what_peft_writes_we_begin_with(tmp_path: Path) -> None:
             )
     ids_BT = build_probe_ids(shape.vocab_size, 16)
     with torch.no_grad():
-        assert close(decoder_of(adapted, values)(ids_BT), theirs.eval()(ids_BT).logits)
+        assert are_close(build_decoder(adapted, values)(ids_BT), peft_model.eval()(ids_BT).logits)
 
     part = next(
         spec
@@ -185,22 +191,22 @@ def test_what_peft_writes_we_begin_with(tmp_path: Path) -> None:
         if spec.adapter_part == "lora_B" and len(spec.shape) == 3
     )
     bounds = [(1, 2), (3, 5), (0, 4)]
-    inside = tuple(slice(start, start + length) for start, length in bounds)
-    assert torch.equal(folder.read(part.name, bounds, torch.float32), values[part.name][inside])
+    slices = tuple(slice(start, start + length) for start, length in bounds)
+    assert torch.equal(folder.read(part.name, bounds, torch.float32), values[part.name][slices])
 
-    refuses = partial(
+    expect_refusal = partial(
         pytest.raises, WeightsError, match="changes the adapter's output and is not supported"
     )
     path = tmp_path / "adapters" / PEFT_CONFIG_NAME
-    told = json.loads(path.read_text())
+    content = json.loads(path.read_text())
     for changed in (
         {"init_lora_weights": "pissa"},
         {"modules_to_save": ["lm_head"]},
         {"rank_pattern": {"q_proj": 2}},
     ):
-        path.write_text(json.dumps(told | changed))
-        with refuses():
+        path.write_text(json.dumps(content | changed))
+        with expect_refusal():
             read_peft_folder(path.parent, shape)
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(content))
     with pytest.raises(WeightsError, match="surplus"):
         read_peft_folder(path.parent, replace(shape, layers=shape.layers[:1]))

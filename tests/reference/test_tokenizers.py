@@ -1,4 +1,4 @@
-"""What we save, transformers' AutoTokenizer loads and encodes alike."""
+"""Our saved tokenizers give the same ids in transformers' AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     )
 
 
-def test_autotokenizer_encodes_alike(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_autotokenizer_gives_the_same_ids(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for text in EDGES:
         ids = tokenizer.encode(text)
-        assert theirs(text)["input_ids"] == ids
-        assert theirs.decode(ids) == text == tokenizer.decode(ids)
-    assert theirs.eos_token_id == tokenizer.eos_id
-    assert len(theirs) == tokenizer.vocab_size
+        assert hf_tokenizer(text)["input_ids"] == ids
+        assert hf_tokenizer.decode(ids) == text == tokenizer.decode(ids)
+    assert hf_tokenizer.eos_token_id == tokenizer.eos_id
+    assert len(hf_tokenizer) == tokenizer.vocab_size
 
 
-def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_json_is_loaded_by_transformers(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text(
         "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "fox", "##es"])
     )
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     tokenizer = load_tokenizer(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert (tokenizer.prefix_ids, tokenizer.suffix_ids, tokenizer.unknown_id) == ((2,), (3,), 1)
-    assert [*tokenizer.encode("red foxes"), *tokenizer.suffix_ids] == theirs("red foxes")[
+    assert [*tokenizer.encode("red foxes"), *tokenizer.suffix_ids] == hf_tokenizer("red foxes")[
         "input_ids"
     ]
     tokenizer.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").content_hash == tokenizer.content_hash
 
 
-def test_real_folders_encode_alike(outside_data: Path) -> None:
+def test_real_folders_give_the_same_ids(outside_data: Path) -> None:
     folder = outside_data / "models" / "babyllama105"
     ours = load_tokenizer(folder)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    hf_tokenizer = AutoTokenizer.from_pretrained(folder)
     for text in ("Once upon a time", "two  spaces", "?"):
-        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.encode(text) == hf_tokenizer(text)["input_ids"]

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import cpu, fit_cpu, gpu, launch, table
-from benchmarks.case import LLAMA_29M, Case, batch_of_step, shifted_labels, synthetic_tokens
+from benchmarks.case import LLAMA_29M, Case, make_tokens, select_batch, shift_labels
 from benchmarks.contenders import CONTENDERS, TITLES
-from benchmarks.cut_cases import ENTRIES
-from benchmarks.cut_page import page
-from benchmarks.pace import Pace, high_water_bytes
-from benchmarks.predicted import ranks_of
+from benchmarks.layout_cases import ENTRIES
+from benchmarks.layout_page import render_page
+from benchmarks.pace import Pace, read_peak_rss_bytes
+from benchmarks.predicted import build_cpu_cluster
 from benchmarks.shapes import SHAPES, TINY
 
 from shardwright.architecture import read_config
@@ -51,7 +51,7 @@ def test_ranks_read_their_slices_of_the_global_batch_in_order() -> None:
     case = make_case(micro_batch_size=2)
     tokens = torch.arange(10)[:, None]
     read = [
-        batch_of_step(tokens, case, step, rank).flatten().tolist()
+        select_batch(tokens, case, step, rank).flatten().tolist()
         for step in range(3)
         for rank in range(2)
     ]
@@ -62,19 +62,19 @@ def test_shardwright_reads_the_same_tokens_as_the_others() -> None:
     from benchmarks.contenders.with_shardwright import SEED, SyntheticDataset
 
     dataset = SyntheticDataset(64, 8)
-    tokens = synthetic_tokens(64, 8)
+    tokens = make_tokens(64, 8)
     order = SampleOrder(SEED, len(dataset))
     for position in (0, 1, 7, len(dataset) + 3):
         sample = dataset.get_sample(order.get_index(position), order.get_epoch(position))
         expected_T = tokens[position % len(dataset)]
         assert torch.equal(torch.from_numpy(sample.input_ids), expected_T)
-        assert torch.equal(torch.from_numpy(sample.labels), shifted_labels(expected_T[None])[0])
+        assert torch.equal(torch.from_numpy(sample.labels), shift_labels(expected_T[None])[0])
 
 
 def test_the_recipe_has_the_settings_of_the_case() -> None:
-    from benchmarks.contenders.with_shardwright import recipe_of
+    from benchmarks.contenders.with_shardwright import build_recipe
 
-    recipe = recipe_of(make_case(zero_stage=3, precision="bf16"))
+    recipe = build_recipe(make_case(zero_stage=3, precision="bf16"))
     assert (recipe.layout.zero_stage, recipe.precision.kind, recipe.training.micro_batch_size) == (
         3,
         "bf16",
@@ -94,7 +94,7 @@ def test_pace_counts_blocks_and_stops_on_command() -> None:
     assert first["losses"] == [1.0, 2.0]
     assert second["losses"] == [3.0]
     assert first["seconds"] > 0
-    assert 0 < first["peak_rss_bytes"] <= high_water_bytes() * 2
+    assert 0 < first["peak_rss_bytes"] <= read_peak_rss_bytes() * 2
 
 
 def test_a_rank_that_dies_is_reported_with_its_last_line(tmp_path: Path) -> None:
@@ -299,9 +299,9 @@ def test_every_layouts_prediction_is_beside_its_measurement() -> None:
 
     conditions = make_cpu_result(1.0, 1.0)["conditions"] | {"rounds": 3, "load_average": [0.1, 0.2]}
     rows = [row("one process", 4.0), row("dp_shard=2,zero_stage=3", 2.0)]
-    text = page(
+    text = render_page(
         {
-            "name": "cuts-two-ranks",
+            "name": "layouts-two-ranks",
             "groups": {"dense fp32": {"conditions": conditions, "profile": None, "rows": rows}},
         },
         "Because of the weather.",
@@ -338,7 +338,7 @@ def test_a_fit_finds_the_values_that_generated_the_rows() -> None:
             str(entry),
             entry.shape,
             entry.candidate,
-            ranks_of(entry.layout.world_size, profile),
+            build_cpu_cluster(entry.layout.world_size, profile),
             1.0,
         )
         rows.append(replace(row, seconds=exp(row.error(truth))))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from benchmarks.planner_fit import Fit
 from benchmarks.planner_parameters import PARAMETERS, START, Parameter
-from benchmarks.planner_rows import Row, errors_of, halve
+from benchmarks.planner_rows import Row, compute_errors, split_into_halves
 
 from shardwright.planner.calibration import ALL_FRAMEWORKS, EfficiencyTable
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
@@ -54,7 +54,7 @@ def test_the_fit_finds_the_values_that_generated_the_rows() -> None:
     )
     fitted = Fit(_make_rows(truth), [*SHARES, *FUSION], EfficiencyTable({}), pull=1e-6).run(20)
     for row in _make_rows(truth):
-        assert errors_of(row, fitted).time == pytest.approx(0.0, abs=0.01)
+        assert compute_errors(row, fitted).time == pytest.approx(0.0, abs=0.01)
 
 
 def test_a_value_without_rows_is_that_of_the_level_above() -> None:
@@ -85,7 +85,7 @@ def test_the_fit_does_not_depend_on_its_start() -> None:
     accelerator = rows[0].case.cluster.accelerator
     default, moved = (
         Fit(rows, SHARES, EfficiencyTable({}))
-        .run(30, begin=begin)
+        .run(30, initial=begin)
         .get_efficiency(accelerator)
         .matmul_share
         for begin in (EfficiencyTable({}), distant)
@@ -114,7 +114,7 @@ def test_underestimated_memory_costs_more_and_only_a_wrong_verdict_costs() -> No
 
     def cost(row: Row) -> float:
         fit = Fit([row], [], START)
-        return float(fit._loss(fit._residuals(fit._begin(START)) ** 2)[0].sum())
+        return float(fit._loss(fit._residuals(fit._make_initial_vector(START)) ** 2)[0].sum())
 
     exact, under, over = (
         cost(replace(row, memory_gib=gib * factor)) for factor in (1.0, 1 / 0.8, 1 / 1.2)
@@ -129,7 +129,7 @@ def test_underestimated_memory_costs_more_and_only_a_wrong_verdict_costs() -> No
 
 def test_the_halves_of_a_source_are_disjoint() -> None:
     rows = [*_make_rows(START), *_make_rows(START, source="nanotron")]
-    fitted_half, other_half = halve(rows)
+    fitted_half, other_half = split_into_halves(rows)
     assert sorted(row.case.id for row in (*fitted_half, *other_half)) == sorted(
         row.case.id for row in rows
     )
@@ -143,7 +143,7 @@ def test_the_halves_of_a_source_are_disjoint() -> None:
 def test_a_parameter_is_set_within_its_bounds_and_removed() -> None:
     for parameter in PARAMETERS:
         assert parameter.low < parameter.high
-        high = parameter.put(START, 1e12)
+        high = parameter.replace(START, 1e12)
         assert parameter.get(high) == pytest.approx(parameter.high)
         assert parameter.get(parameter.drop(high)) is None
-        assert parameter.plain(parameter.scaled(parameter.high)) == pytest.approx(parameter.high)
+        assert parameter.unscale(parameter.scale(parameter.high)) == pytest.approx(parameter.high)

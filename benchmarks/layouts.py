@@ -1,20 +1,22 @@
-"""Step time and memory of every cut on two CPU ranks, beside one process, ZeRO-3 and what the
-planner predicts.
+"""Step time and memory of every layout on two CPU ranks, compared with one process, ZeRO-3 and the
+planner's predictions.
 
-    python -m benchmarks.cuts                       everything (half an hour on two quiet cores)
-    python -m benchmarks.cuts --group 'dense bf16'  these only (a model and a precision); repeatable
-    python -m benchmarks.cuts --predict             measure nothing: predict anew what the JSON holds, and write the page again
-    python -m benchmarks.cuts --publish             into docs/benchmarks as well
-    python -m benchmarks.cuts --name cuts-predicted by another name: of a busy machine, say, whose speeds nobody should quote
+    python -m benchmarks.layouts                       everything (half an hour on two idle cores)
+    python -m benchmarks.layouts --group 'dense bf16'  one model and precision only; repeatable
+    python -m benchmarks.layouts --predict             measure nothing: predict the JSON's rows and
+                                                       write the page again
+    python -m benchmarks.layouts --publish             write to docs/benchmarks as well
+    python -m benchmarks.layouts --name NAME           other file names, for example for a busy
+                                                       machine whose speeds must not be quoted
 
-All layouts of a model do the same work: the same global batch and tokens, one thread a rank. Those
-of one precision are timed in turn, round by round, so that what slows the machine slows them alike;
-a layout whose first loss differs from one process's is an error, not a row. Times are medians over
-rounds. Right before, the rates that the planner asks for are measured on the same two ranks: they
-stand beside the rows, so that `benchmarks.fit_cpu` and `--predict` need no machine. Rows of groups
-that are not measured stay what they were. For pipelines every action is timed on every rank, and
-the medians are put through the same schedule: `of its schedule` is the utilisation that was
-measured over the one that the schedule gives with these times.
+All layouts of a model do the same work: the same global batch and tokens, one thread per rank. The
+layouts of one precision are timed in turn, round by round, so that other load slows them alike. A
+layout whose first loss differs from that of one process is an error, not a row. Times are medians
+over rounds. Right before, the rates that the planner needs are measured on the same two ranks and
+stored with the rows, so that `benchmarks.fit_cpu` and `--predict` need no machine. Rows of groups
+that are not measured stay unchanged. For pipelines every action is timed on every rank, and the
+medians are simulated with the same schedule: `share` is the measured utilisation over the one of
+the simulation.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.allocated import allocated_by, held_bytes
+from benchmarks.allocated import count_resident_bytes, measure_allocated_bytes
 from benchmarks.conditions import read_conditions
-from benchmarks.cut_cases import ENTRIES, GLOBAL_BATCH, MICRO_BATCHES, MODELS, TOKENS, Entry
-from benchmarks.cut_page import page
-from benchmarks.predicted import measured_profile, predicted_step, ranks_of
+from benchmarks.layout_cases import ENTRIES, GLOBAL_BATCH, MICRO_BATCHES, MODELS, TOKENS, Entry
+from benchmarks.layout_page import render_page
+from benchmarks.predicted import build_cpu_cluster, measure_profile, predict_step
 from shardwright.config.training import OptimizerSection
 from shardwright.data.loader import MicroBatch
 from shardwright.hardware.measured_profile import MeasuredProfile, read_profile
@@ -57,8 +59,8 @@ FIRST_LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 
 
 @dataclass
-class Built:
-    """A model on this rank, ready to step."""
+class BuiltLayout:
+    """Model, optimizer and data of one layout on this rank."""
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -66,12 +68,12 @@ class Built:
     times: StepTimes
 
 
-_built: dict[Entry, Built] = {}
-"""Of this worker process: kept between rounds."""
+_layouts: dict[Entry, BuiltLayout] = {}
+"""Models of this worker process by entry, reused in all rounds."""
 
 
-def build(entry: Entry) -> float:
-    """Build a layout on this rank and take one step; its loss."""
+def build_layout(entry: Entry) -> float:
+    """Build a layout on this rank, run one step and return its loss."""
     torch.set_num_threads(1)
     shape = entry.shape
     layout = entry.layout
@@ -94,13 +96,13 @@ def build(entry: Entry) -> float:
         model.named_parameters(), OptimizerSection(), learning_rate=1e-4, weight_decay=0.1
     )
     data_rank = RankGrid(layout).data_rank(dist.get_rank() if dist.is_initialized() else 0)
-    _built[entry] = Built(
-        model, optimizer, _micro_batches(entry, data_rank), StepTimes(torch.device("cpu"))
+    _layouts[entry] = BuiltLayout(
+        model, optimizer, _make_micro_batches(entry, data_rank), StepTimes(torch.device("cpu"))
     )
-    return float(step(entry)["loss"])
+    return float(run_step(entry)["loss"])
 
 
-def _micro_batches(entry: Entry, data_rank: int) -> list[MicroBatch]:
+def _make_micro_batches(entry: Entry, data_rank: int) -> list[MicroBatch]:
     batch = entry.batch
     rows = torch.randint(
         0,
@@ -127,81 +129,93 @@ def _micro_batches(entry: Entry, data_rank: int) -> list[MicroBatch]:
     return micro_batches
 
 
-def step(entry: Entry) -> dict[str, Any]:
-    """One optimizer step: its loss, seconds in all and by part, and of a pipeline's actions."""
-    built = _built[entry]
+def run_step(entry: Entry) -> dict[str, Any]:
+    """Run one optimizer step; return loss, seconds in total and by part, and action spans."""
+    layout_state = _layouts[entry]
     actions = {}
-    if built.model.pipeline is not None:
-        built.model.pipeline.action_observer = lambda action, began, ended: actions.__setitem__(
-            str(action), (began, ended)
+    if layout_state.model.pipeline is not None:
+        layout_state.model.pipeline.action_observer = lambda action, start, end: (
+            actions.__setitem__(str(action), (start, end))
         )
     if dist.is_initialized():
         dist.barrier()
-    began = time.perf_counter()
-    loss = _take_step(built)
-    seconds = time.perf_counter() - began
-    return {"loss": loss, "seconds": seconds, "parts": built.times.seconds(), "actions": actions}
+    start = time.perf_counter()
+    loss = _run_step(layout_state)
+    seconds = time.perf_counter() - start
+    return {
+        "loss": loss,
+        "seconds": seconds,
+        "parts": layout_state.times.seconds(),
+        "actions": actions,
+    }
 
 
-def _take_step(built: Built) -> float:
-    loss = accumulate_gradients(built.model, built.micro_batches, seed=0, step=0, times=built.times)
+def _run_step(layout_state: BuiltLayout) -> float:
+    loss = accumulate_gradients(
+        layout_state.model, layout_state.micro_batches, seed=0, step=0, times=layout_state.times
+    )
     update_parameters(
-        built.model, built.optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=built.times
+        layout_state.model,
+        layout_state.optimizer,
+        learning_rate=1e-4,
+        max_grad_norm=1.0,
+        times=layout_state.times,
     )
     return float(loss.mean())
 
 
-def peak_bytes(entry: Entry) -> int:
-    """The most bytes of tensors that a step holds on this rank."""
-    built = _built[entry]
-    if built.model.pipeline is not None:
-        built.model.pipeline.action_observer = None
-    return held_bytes(built.model, built.optimizer) + allocated_by(lambda: _take_step(built))
+def measure_peak_bytes(entry: Entry) -> int:
+    """Return the peak bytes of tensors of a step on this rank."""
+    layout_state = _layouts[entry]
+    if layout_state.model.pipeline is not None:
+        layout_state.model.pipeline.action_observer = None
+    return count_resident_bytes(
+        layout_state.model, layout_state.optimizer
+    ) + measure_allocated_bytes(lambda: _run_step(layout_state))
 
 
-def utilisation(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, float]:
-    """A pipeline's measured utilisation, and what its schedule gives with the medians of the same
-    actions.
+def compute_utilisation(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, float]:
+    """Return a pipeline's measured utilisation, and that of its schedule simulated with the medians
+    of the same actions.
 
     Args:
-        rounds: per round, per rank, what `step` gave.
+        rounds: results of `run_step` per round and rank.
     """
     layout = entry.layout
     schedule = load_schedule(layout.schedule, layout.pp, MICRO_BATCHES, layout.virtual_stages)
     measured = []
-    ideal = []
     medians: dict[Action, float] = {}
     for rank, row in enumerate(schedule.rows):
         for action in row:
             spans = [by_rank[rank]["actions"][str(action)] for by_rank in rounds]
-            medians[action] = median(ended - began for began, ended in spans)
+            medians[action] = median(end - start for start, end in spans)
     for by_rank in rounds:
-        spans = [span for told in by_rank for span in told["actions"].values()]
-        whole = max(ended for _, ended in spans) - min(began for began, _ in spans)
-        measured.append(sum(ended - began for began, ended in spans) / (layout.pp * whole))
-    ideal.append(simulate(schedule, medians).utilisation)
+        spans = [span for reply in by_rank for span in reply["actions"].values()]
+        whole = max(end for _, end in spans) - min(start for start, _ in spans)
+        measured.append(sum(end - start for start, end in spans) / (layout.pp * whole))
+    of_schedule = simulate(schedule, medians).utilisation
     return {
         "measured": median(measured),
-        "of_schedule": ideal[0],
-        "share": median(measured) / ideal[0],
+        "of_schedule": of_schedule,
+        "share": median(measured) / of_schedule,
     }
 
 
 def measure(
     entries: list[Entry], num_rounds: int, first_losses: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Time every layout of a group in turn, then take its memory.
+    """Time every layout of a group in turn, then measure its memory.
 
     Args:
-        first_losses: by kind of work, of groups before; gets those of this one.
+        first_losses: first losses of earlier groups by kind of work; this group's are added.
 
     Raises:
-        RuntimeError: a layout computes another loss than one process.
+        RuntimeError: the loss of a layout differs from that of one process.
     """
-    told: dict[Entry, list[list[dict[str, Any]]]] = {entry: [] for entry in entries}
+    rounds_by_entry: dict[Entry, list[list[dict[str, Any]]]] = {entry: [] for entry in entries}
     with RankPool(timeout_seconds=300.0) as pool:
         for entry in entries:
-            loss = pool.run(entry.layout.world_size, build, entry)[0]
+            loss = pool.run(entry.layout.world_size, build_layout, entry)[0]
             expected = first_losses.setdefault(entry.forward_work, loss)
             if abs(loss - expected) > FIRST_LOSS_TOLERANCE[entry.precision] * expected:
                 raise RuntimeError(
@@ -209,23 +223,25 @@ def measure(
                 )
         for number in range(num_rounds):
             for entry in entries:
-                told[entry].append(pool.run(entry.layout.world_size, step, entry))
+                rounds_by_entry[entry].append(pool.run(entry.layout.world_size, run_step, entry))
             print(
                 f"{entries[0].group}: round {number + 1} of {num_rounds}",
                 file=sys.stderr,
                 flush=True,
             )
         peaks = {
-            entry: max(pool.run(entry.layout.world_size, peak_bytes, entry)) for entry in entries
+            entry: max(pool.run(entry.layout.world_size, measure_peak_bytes, entry))
+            for entry in entries
         }
     return [
-        summarise(entry, rounds) | {"memory_bytes": peaks[entry]} for entry, rounds in told.items()
+        summarise(entry, rounds) | {"memory_bytes": peaks[entry]}
+        for entry, rounds in rounds_by_entry.items()
     ]
 
 
 def summarise(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over rounds; a step takes as long as its slowest rank."""
-    steps = [max(told["seconds"] for told in by_rank) for by_rank in rounds]
+    """Compute medians over rounds; a step takes as long as its slowest rank."""
+    steps = [max(reply["seconds"] for reply in by_rank) for by_rank in rounds]
     row: dict[str, Any] = {
         "name": str(entry),
         "work": entry.forward_work,
@@ -241,15 +257,15 @@ def summarise(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, Any
         },
     }
     if entry.layout.pp > 1:
-        row["utilisation"] = utilisation(entry, rounds)
+        row["utilisation"] = compute_utilisation(entry, rounds)
     return row
 
 
 def measure_group(group: str, num_rounds: int, first_losses: dict[str, float]) -> dict[str, Any]:
-    """Rates first, then the rows of one group, under the conditions of this moment."""
+    """Measure rates, then the rows of one group; record the conditions."""
     entries = [entry for entry in ENTRIES if entry.group == group]
     load = os.getloadavg()[0]
-    profile = measured_profile(
+    profile = measure_profile(
         [(entry.shape, entry.candidate) for entry in entries], Layout(dp_replicate=2)
     )
     rows = measure(entries, num_rounds, first_losses)
@@ -263,12 +279,12 @@ def measure_group(group: str, num_rounds: int, first_losses: dict[str, float]) -
         "rows": rows,
     }
     measured["first_loss"] = first_losses[entries[0].forward_work]
-    return dict(json.loads(json.dumps(measured)))  # as it is read back
+    return dict(json.loads(json.dumps(measured)))  # as read from the file
 
 
 def predict_rows(groups: dict[str, Any]) -> None:
-    """Put beside each row what the planner predicts with its group's profile, and what of the
-    catalogue's CPU alone.
+    """Add to each row the planner's predictions with its group's profile and with the catalogue's
+    CPU alone.
     """
     entries = {str(entry): entry for entry in ENTRIES}
     for group in groups.values():
@@ -278,15 +294,15 @@ def predict_rows(groups: dict[str, Any]) -> None:
         for row in group["rows"]:
             entry = entries[row["name"]]
             for key, rates in (("predicted", profile), ("predicted_by_catalogue", None)):
-                row[key] = predicted_step(
-                    entry.shape, entry.candidate, ranks_of(entry.layout.world_size, rates)
+                row[key] = predict_step(
+                    entry.shape, entry.candidate, build_cpu_cluster(entry.layout.world_size, rates)
                 )
 
 
 def main() -> int:
-    """Exit code 0 when every layout gave a row, 2 for a group that does not exist."""
+    """Return exit code 0 if every layout has a row, 2 for an unknown group."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cuts", description=__doc__.split("\n\n")[0]
+        prog="python -m benchmarks.layouts", description=__doc__.split("\n\n")[0]
     )
     names = list(dict.fromkeys(entry.group for entry in ENTRIES))
     parser.add_argument(
@@ -294,14 +310,16 @@ def main() -> int:
         action="append",
         default=[],
         metavar="NAME",
-        help=f"of {', '.join(names)}; repeatable",
+        help=f"group to measure, of {', '.join(names)}; repeatable",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--predict", action="store_true", help="measure nothing; predict the rows of the JSON anew"
+        "--predict", action="store_true", help="measure nothing; predict the rows of the JSON again"
     )
     parser.add_argument(
-        "--name", default="cuts-two-ranks", help="of the JSON and the page (default cuts-two-ranks)"
+        "--name",
+        default="layouts-two-ranks",
+        help="name of the JSON and the page (default layouts-two-ranks)",
     )
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument("--publish", action="store_true", help="write into docs/benchmarks as well")
@@ -318,18 +336,19 @@ def main() -> int:
     )
     first_losses = {group["rows"][0]["work"]: group["first_loss"] for group in groups.values()}
     for name in [] if arguments.predict else arguments.group or names:
-        groups[name] = measure_group(name, arguments.has_divisibility_rule, first_losses)
+        groups[name] = measure_group(name, arguments.rounds, first_losses)
         write(groups, files)
     if not groups:
-        print(f"nothing is measured yet: no {' or '.join(map(str, files))}", file=sys.stderr)
+        print(f"no measurements: no {' or '.join(map(str, files))}", file=sys.stderr)
         return 2
     print(write(groups, files))
     return 0
 
 
 def write(groups: dict[str, Any], files: list[Path]) -> str:
-    """Each JSON file and its page, predictions made anew; the page. Groups stand in the order of
-    `ENTRIES`.
+    """Predict all rows, write each JSON file and its page, and return the page.
+
+    Groups have the order of `ENTRIES`.
     """
     predict_rows(groups)
     names = [name for name in dict.fromkeys(entry.group for entry in ENTRIES) if name in groups]
@@ -340,11 +359,11 @@ def write(groups: dict[str, Any], files: list[Path]) -> str:
         "groups": {name: groups[name] for name in names},
     }
     notes = DOCS / f"{files[0].stem}.notes.md"
-    told = page(result, notes.read_text(encoding="utf-8") if notes.exists() else "")
+    page = render_page(result, notes.read_text(encoding="utf-8") if notes.exists() else "")
     for path in files:
         path.write_text(json.dumps(result, indent=1) + "\n")
-        path.with_suffix(".md").write_text(told)
-    return told
+        path.with_suffix(".md").write_text(page)
+    return page
 
 
 if __name__ == "__main__":

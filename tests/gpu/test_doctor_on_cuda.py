@@ -1,4 +1,4 @@
-"""The doctor: what the driver reports, rates within what the device can do, and a whole examination
+"""The doctor: reports of the driver, rates within the limits of the device, and a whole examination
 of one rank.
 """
 
@@ -22,7 +22,7 @@ from shardwright.hardware.catalog_loading import find_accelerator
 from shardwright.layout import Layout
 
 
-def test_products_come_near_the_data_sheet_and_not_above(device: torch.device) -> None:
+def test_matmul_rates_are_near_the_data_sheet_and_not_above(device: torch.device) -> None:
     size = 8192 if device.type == "cuda" else 256
     for precision in list_precisions(device):
         rate = time_matmul(precision, size, size, size, device)
@@ -38,40 +38,40 @@ def test_products_come_near_the_data_sheet_and_not_above(device: torch.device) -
 
 
 def test_copies(device: torch.device) -> None:
-    found = {rate.kind: rate.bytes_per_second for rate in time_copies(device)}
-    assert set(found) == (
+    rates = {rate.kind: rate.bytes_per_second for rate in time_copies(device)}
+    assert set(rates) == (
         {"memory", "to device", "from device"} if device.type == "cuda" else {"memory"}
     )
     if device.type == "cuda":
-        assert found["memory"] > found["to device"] > 1e9
+        assert rates["memory"] > rates["to device"] > 1e9
 
 
 def test_the_driver_reports_load(device: torch.device) -> None:
     if device.type == "cpu":
         pytest.skip("NVML reads NVIDIA's GPUs only")
     if importlib.util.find_spec("pynvml") is None:
-        gpu, silent = read_gpu(device, os.getpid())
-        assert silent == "nvidia-ml-py is not installed"
+        gpu, reason = read_gpu(device, os.getpid())
+        assert reason == "nvidia-ml-py is not installed"
         assert gpu.memory_bytes > gpu.free_bytes > 0
         return
-    at_rest, silent = read_gpu(device, os.getpid())
-    assert silent is None
+    idle, reason = read_gpu(device, os.getpid())
+    assert reason is None
     with run_under_load(device):
         loaded, _ = read_gpu(device, os.getpid())
-    assert at_rest.driver
+    assert idle.driver
     assert loaded.clock_mhz is not None
-    assert at_rest.power_watts is not None
+    assert idle.power_watts is not None
     assert loaded.power_watts is not None
-    assert loaded.power_watts > at_rest.power_watts
+    assert loaded.power_watts > idle.power_watts
 
 
 def test_one_rank_is_examined_and_calibrated(device: torch.device, tmp_path: Path) -> None:
     kind = "cuda" if device.type == "cuda" else "cpu"
-    # A rank that expires ends its process, here the tests'. A busy machine needs patience.
-    order = ExaminationRequest(
+    # A rank that times out ends its process, here that of the tests: allow for a busy machine.
+    request = ExaminationRequest(
         Layout(), (OutputFolder("runs", str(tmp_path), True),), timeout_seconds=240.0, device=kind
     )
-    diagnosis = examine(order, 1)
+    diagnosis = examine(request, 1)
     assert diagnosis is not None
     assert diagnosis.device_kind == device.type
     assert {"software", "host", "rates", "storage"} <= {

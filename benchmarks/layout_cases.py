@@ -1,5 +1,5 @@
-"""What `benchmarks.cuts` runs: models, layouts, precisions and recomputation on one and two CPU
-ranks. No torch.
+"""Cases of `benchmarks.layouts`: models, layouts, precisions and recomputation on one and two CPU
+ranks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 ZERO_1 = "dp_shard=2,zero_stage=1"
 ZERO_3 = "dp_shard=2,zero_stage=3"
 _PLAIN = ("", "dp_replicate=2", ZERO_3, "tp=2", "tp=2,sequence_parallel=false")
-_CUTS = (*_PLAIN, ZERO_1, "pp=2", "cp=2,cp_method=ring")
+_LAYOUTS = (*_PLAIN, ZERO_1, "pp=2", "cp=2,cp_method=ring")
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Entry:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's."""
+        """Shape of the model."""
         return read_config(MODELS[self.model])
 
     @property
     def batch(self) -> BatchPlan:
-        """Rows of a micro-batch are one; a pipeline's micro-batches are the accumulation."""
+        """Batch with one row per micro-batch; a pipeline's micro-batches are the accumulation."""
         data_ranks = self.layout.data_ranks
         return BatchPlan(
             TOKENS, GLOBAL_BATCH // MICRO_BATCHES, MICRO_BATCHES // data_ranks, data_ranks
@@ -80,12 +80,12 @@ class Entry:
 
     @property
     def plan(self) -> Plan:
-        """What the engine cuts by."""
+        """Plan for the engine."""
         return Plan(self.layout, self.batch, PrecisionSection(kind=self.precision), self.recompute)
 
     @property
     def candidate(self) -> Candidate:
-        """The same for the planner."""
+        """Candidate for the planner."""
         return Candidate(
             self.layout,
             TOKENS,
@@ -98,17 +98,17 @@ class Entry:
 
     @property
     def layout_name(self) -> str:
-        """As a table calls it."""
+        """Name of the layout in tables."""
         return "one process" if self.layout.world_size == 1 else str(self.layout)
 
     @property
     def forward_work(self) -> str:
-        """Entries that do the same work, to the rounding of their precision."""
+        """Name of the work; entries that share it give the same result up to rounding."""
         return f"{self.model} {self.precision}"
 
     @property
     def group(self) -> str:
-        """Entries that are built, calibrated and timed together: so many that it takes minutes. The
+        """Name of the entries that are built, calibrated and timed together, within minutes. The
         schedules are a group.
         """
         return (
@@ -118,7 +118,8 @@ class Entry:
         )
 
     def __str__(self) -> str:
-        return f"{self.forward_work} {self.layout_name}{' recompute' if self.recompute == 'full' else ''}"
+        suffix = " recompute" if self.recompute == "full" else ""
+        return f"{self.forward_work} {self.layout_name}{suffix}"
 
 
 def _entry(model: str, text: str, *also: Any) -> Entry:
@@ -132,10 +133,10 @@ ENTRIES: tuple[Entry, ...] = (
     *(_entry("dense", f"pp=2,schedule={schedule}") for schedule in SCHEDULES),
     *(_entry("dense", f"cp=2,cp_method={method}") for method in ("ring", "all_gather", "ulysses")),
     *(_entry("dense", text, "fp32", "full") for text in ("", ZERO_3)),
-    *(_entry("dense", text, "bf16") for text in _CUTS),
+    *(_entry("dense", text, "bf16") for text in _LAYOUTS),
     *(_entry("dense", text, "bf16", "full") for text in ("", ZERO_3)),
-    *(_entry("wide", text) for text in _CUTS),
-    *(_entry("wide", text, "bf16") for text in _CUTS),
+    *(_entry("wide", text) for text in _LAYOUTS),
+    *(_entry("wide", text, "bf16") for text in _LAYOUTS),
     *(_entry("moe", text) for text in ("", ZERO_3, "dp_shard=2,ep=2,zero_stage=3")),
     *(_entry("moe", text, "bf16") for text in ("", ZERO_3, "dp_shard=2,ep=2,zero_stage=3")),
 )
