@@ -14,13 +14,17 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from shardwright.layout import Layout
-from shardwright.placement import partition_stages
-from shardwright.planner.in_flight import count_passes_in_flight
-from shardwright.planner.memory import StageLoad
+from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.stage_assignment import StageRule, assign_by_running_sum, assign_evenly
-from shardwright.schedule import ActionTimes, Schedule, load_schedule, simulate_step_seconds
-from shardwright.schedule.registry import assign_stages
+from shardwright.planner.parameter_memory import StageLoad
+from shardwright.schedule import (
+    ActionTimes,
+    Schedule,
+    count_peak_activations,
+    load_schedule,
+    simulate_step_seconds,
+)
+from shardwright.schedule.registry import PIPELINE_SCHEDULES, assign_stages, count_stages_per_rank
 
 _SINGLE_STAGE_ROUNDS = (2, 3)
 _VIRTUAL_STAGE_ROUNDS = (4, 6)
@@ -193,15 +197,59 @@ class PipelineStages:
         return tuple(fullest.values())
 
 
+def count_passes_in_flight(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
+) -> tuple[int, ...]:
+    """Return, per rank, the peak number of passes through one stage whose activations are
+    saved.
+
+    A formula per named schedule: a search needs hundreds of schedules with thousands of actions
+    each. `schedule.count_peak_activations` counts on the schedule itself; a test compares both.
+
+    >>> count_passes_in_flight("1f1b", 4, 8), count_passes_in_flight("zbv", 2, 6)
+    ((4, 3, 2, 1), (4, 4))
+    """
+    if name not in PIPELINE_SCHEDULES or (name == "zbv" and num_micro_batches < 2 * num_ranks):
+        # A schedule from a file, or a ZBV schedule without its last micro-batches.
+        return _count_scheduled_passes(name, num_ranks, num_micro_batches, virtual_stages)
+    ranks = range(num_ranks)
+    if name == "gpipe":
+        return (num_micro_batches,) * num_ranks
+    if name == "1f1b":
+        return tuple(min(num_ranks - rank, num_micro_batches) for rank in ranks)
+    if name == "zb_h1":
+        return tuple(_count_zb_h1_passes(rank, num_ranks, num_micro_batches) for rank in ranks)
+    if name == "interleaved_1f1b":
+        virtual = count_stages_per_rank(name, virtual_stages)
+        warmups = ((virtual - 1) * num_ranks + 2 * (num_ranks - 1 - rank) for rank in ranks)
+        return tuple(min(warmup + 1, virtual * num_micro_batches) for warmup in warmups)
+    assert name in ("zbv", "dualpipev"), name
+    return (2 * num_ranks + (name == "dualpipev"),) * num_ranks
+
+
+def _count_zb_h1_passes(rank: int, num_ranks: int, num_micro_batches: int) -> int:
+    """Count forward passes before the first backward pass, plus one for each deferred weight
+    gradient."""
+    warmup = min(num_ranks - 1 - rank, num_micro_batches)
+    return warmup + min(num_micro_batches - warmup, rank + 1)
+
+
+@lru_cache(maxsize=512)
+def _count_scheduled_passes(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None
+) -> tuple[int, ...]:
+    return count_peak_activations(load_schedule(name, num_ranks, num_micro_batches, virtual_stages))
+
+
 def get_pipeline(
     facts: ModelFacts,
     layout: Layout,
     num_micro_batches: int,
     sequence_length: int,
-    rule: StageRule = "weighed",
+    engine: EngineModel = SHARDWRIGHT_ENGINE,
 ) -> PipelineStages:
-    """Return the cached pipeline of a layout, with one stage if pp is 1. `rule` assigns layers
-    to stages.
+    """Return the cached pipeline of a layout, with one stage if pp is 1. `engine` assigns
+    layers to stages.
 
     Raises:
         ScheduleError: the schedule does not support the number of micro-batches.
@@ -213,19 +261,23 @@ def get_pipeline(
         layout.virtual_stages,
         num_micro_batches,
         sequence_length,
-        rule,
+        engine,
     )
     pipeline = facts.pipeline_cache.get(key)
     if pipeline is None:
         pipeline = facts.pipeline_cache[key] = _build_pipeline(
-            facts, layout, num_micro_batches, sequence_length, rule
+            facts, layout, num_micro_batches, sequence_length, engine
         )
     assert isinstance(pipeline, PipelineStages)
     return pipeline
 
 
 def _build_pipeline(
-    facts: ModelFacts, layout: Layout, num_micro_batches: int, sequence_length: int, rule: StageRule
+    facts: ModelFacts,
+    layout: Layout,
+    num_micro_batches: int,
+    sequence_length: int,
+    engine: EngineModel,
 ) -> PipelineStages:
     if layout.pp == 1:
         only_stage = StageLayers(
@@ -235,59 +287,20 @@ def _build_pipeline(
             "1f1b", 1, num_micro_batches, None, PipelinePartition((only_stage,), 1)
         )
     ranks = assign_stages(layout.schedule, layout.pp, layout.virtual_stages)
-    key = ("stages", ranks, sequence_length, rule)
+    key = ("stages", ranks, sequence_length, engine)
     partition = facts.pipeline_cache.get(key)
     if partition is None:
-        stages = (
-            _partition_by_cost(facts, layout, sequence_length)
-            if rule == "weighed"
-            else _partition_by_rule(facts, ranks, rule)
+        stages = tuple(
+            StageLayers(
+                _count_layers(facts, stage.layers), stage.has_embedding, stage.has_head, stage.rank
+            )
+            for stage in engine.partition_layers(facts, layout, sequence_length)
         )
         partition = facts.pipeline_cache[key] = PipelinePartition(stages, layout.pp)
     assert isinstance(partition, PipelinePartition)
     return PipelineStages(
         layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages, partition
     )
-
-
-def _partition_by_cost(
-    facts: ModelFacts, layout: Layout, sequence_length: int
-) -> tuple[StageLayers, ...]:
-    """Partition the layers into stages as the trainer does."""
-    stages = partition_stages(facts.shape, layout, sequence_length)
-    assert stages is not None, layout
-    return tuple(
-        StageLayers(
-            _count_layers(facts, stage.layers), stage.has_embedding, stage.has_head, stage.rank
-        )
-        for stage in stages
-    )
-
-
-def _partition_by_rule(
-    facts: ModelFacts, ranks: Sequence[int], rule: StageRule
-) -> tuple[StageLayers, ...]:
-    """Partition the layers into stages as another framework does."""
-    if rule == "even":
-        counts = assign_evenly(facts.shape.num_layers, len(ranks))
-        last = len(ranks) - 1
-    else:
-        costs = [
-            sum(float(p.num_inputs * p.num_outputs) for p in facts.kinds[slot].matmuls)
-            for slot in facts.slot_of_layer
-        ]
-        counts, last = assign_by_running_sum(
-            costs, float(facts.head.num_inputs * facts.head.num_outputs), len(ranks)
-        )
-    begin = 0
-    stages = []
-    for stage, (count, rank) in enumerate(zip(counts, ranks, strict=True)):
-        layers = _count_layers(facts, range(begin, begin + count))
-        stages.append(
-            StageLayers(layers, has_embedding=stage == 0, has_head=stage == last, rank=rank)
-        )
-        begin += count
-    return tuple(stages)
 
 
 def _count_layers(facts: ModelFacts, layers: range) -> tuple[int, ...]:

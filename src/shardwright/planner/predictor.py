@@ -9,7 +9,7 @@ from shardwright.architecture import ModelShape
 from shardwright.hardware import Cluster
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import NetworkModel
-from shardwright.planner.compute import DeviceRates
+from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory import predict_memory
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
@@ -20,13 +20,8 @@ from shardwright.planner.pipeline import (
     is_simulated,
 )
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.step_time import (
-    LayerCosts,
-    StepCosts,
-    compute_stage_seconds,
-    count_turns,
-    predict_time,
-)
+from shardwright.planner.step_costs import LayerCosts, StepCosts
+from shardwright.planner.step_time import compute_stage_seconds, count_turns, predict_time
 
 
 def predict(
@@ -77,8 +72,9 @@ class Predictor:
     def get_pipeline_stages(self, candidate: Candidate) -> PipelineStages:
         """Return the stages of the candidate and their schedule."""
         steps = candidate.gradient_accumulation_steps
-        rule = candidate.conventions.stage_rule
-        return get_pipeline(self.facts, candidate.layout, steps, candidate.sequence_length, rule)
+        return get_pipeline(
+            self.facts, candidate.layout, steps, candidate.sequence_length, candidate.engine
+        )
 
     def compute_memory(self, candidate: Candidate, pipeline: PipelineStages) -> MemoryParts:
         """Compute the memory of the rank that needs the most."""

@@ -39,11 +39,11 @@ from shardwright.planner.bounds import (
 )
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.divisibility import list_schedules
-from shardwright.planner.memory import (
+from shardwright.planner.memory import predict_memory
+from shardwright.planner.parameter_memory import (
     PersistentMemory,
     StageLoad,
     compute_persistent_memory,
-    predict_memory,
 )
 from shardwright.planner.pipeline import PipelineStages, is_simulated
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
@@ -63,7 +63,7 @@ from shardwright.planner.search_state import (
     ScheduleOption,
     build_pipeline_options,
 )
-from shardwright.planner.step_time import LayerCosts
+from shardwright.planner.step_costs import LayerCosts
 
 EQUAL_STEP_SHARE = 0.03
 """Layouts whose step times differ by less than this share count as equal: predictions are no

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 
 from shardwright.layout import Layout
-from shardwright.planner.candidate import Candidate, FrameworkConventions
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory import StageLoad, predict_memory
+from shardwright.planner.memory import predict_memory
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.parameter_memory import StageLoad
 from shardwright.planner.prediction import MemoryParts
+from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS, find_framework_name
 from shardwright.planner.published.measurements import (
     PublishedRun,
@@ -54,7 +56,7 @@ def memory(
     load = StageLoad(tuple(kind.count for kind in facts.kinds))
     return predict_memory(
         facts,
-        Candidate(layout or Layout(), 64, conventions=engine, **candidate),
+        Candidate(layout or Layout(), 64, engine=engine, **candidate),
         load,
         NOTHING_BESIDE,
     )  # type: ignore[arg-type]
@@ -91,9 +93,7 @@ def test_bytes_of_a_parameter_in_half_precision_and_under_autocast() -> None:
     assert (tune.weights, tune.gradients, tune.optimizer) == (2 * num, 2 * num, 4 * num)
     assert (factory.weights, factory.gradients, factory.optimizer) == (4 * num, 4 * num, 8 * num)
     assert factory.gathered > 0  # casts
-    pure = case(
-        source="LLaMA-Factory", task="full", gpus=1, notes="pure_bf16"
-    ).candidate.conventions
+    pure = case(source="LLaMA-Factory", task="full", gpus=1, notes="pure_bf16").candidate.engine
     assert memory(pure, gradient_accumulation_steps=2).optimizer == 4 * num
 
 
@@ -102,22 +102,20 @@ def test_performance_recipes_sum_in_half_precision_and_others_in_fp32() -> None:
     somebody = case(source="a blog", tp=2)
     assert recipe.framework == somebody.framework == "megatron-core"
     assert (
-        recipe.candidate.conventions.gradient_bytes,
-        somebody.candidate.conventions.gradient_bytes,
+        recipe.candidate.engine.gradient_bytes,
+        somebody.candidate.engine.gradient_bytes,
     ) == (2.0, 4.0)
-    kept = case(
-        source="BLOOM", notes="BF16_Optimizer with fp32 grad accumulation"
-    ).candidate.conventions
+    kept = case(source="BLOOM", notes="BF16_Optimizer with fp32 grad accumulation").candidate.engine
     assert kept.gradient_bytes == 6.0
 
 
 def test_a_run_under_deepspeed_holds_what_deepspeed_holds() -> None:
     assert (
-        case(source="Hugging Face", notes="ZeRO-3").candidate.conventions
+        case(source="Hugging Face", notes="ZeRO-3").candidate.engine
         == FRAMEWORK_DEFAULTS["deepspeed"].conventions
     )
     assert (
-        case(source="Hugging Face", notes="FSDP").candidate.conventions
+        case(source="Hugging Face", notes="FSDP").candidate.engine
         == FRAMEWORK_DEFAULTS["huggingface"].conventions
     )
 
@@ -197,12 +195,12 @@ def test_sequences_wait_for_another_stream_only_where_there_is_room() -> None:
     roomy = case(**row, micro_batch=1)
     full = case(**row, micro_batch=32)
     assert [
-        candidate.conventions.num_unreleased_sequences > 0 for candidate in list_candidates(roomy)
+        candidate.engine.num_unreleased_sequences > 0 for candidate in list_candidates(roomy)
     ] == [True, False]
-    assert predict_run(roomy).candidate.conventions.num_unreleased_sequences > 0
-    assert predict_run(full).candidate.conventions.num_unreleased_sequences == 0
+    assert predict_run(roomy).candidate.engine.num_unreleased_sequences > 0
+    assert predict_run(full).candidate.engine.num_unreleased_sequences == 0
     pipelined = case(**row | {"tp": 4, "pp": 2}, micro_batch=1)
-    assert pipelined.candidate.conventions.num_unreleased_sequences == 0
+    assert pipelined.candidate.engine.num_unreleased_sequences == 0
 
 
 def test_layers_that_stay_in_bf16_keep_what_they_keep_there() -> None:

@@ -10,11 +10,13 @@ from shardwright.errors import InputError
 from shardwright.hardware.measured_profile import CollectiveRate, MatmulRate, MeasuredProfile
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, Efficiency, predict
-from shardwright.planner.candidate import FrameworkConventions, LowRankAdapter
+from shardwright.planner.candidate import LowRankAdapter
 from shardwright.planner.communication import NetworkModel, StridedGroup
-from shardwright.planner.compute import DeviceRates, compute_end_seconds, compute_layer_seconds
+from shardwright.planner.compute import compute_end_seconds, compute_layer_seconds
+from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.pipeline import StageSeconds, get_pipeline, simulate_stages
+from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.schedule import ActionTimes, build_schedule
 from shardwright.schedule import simulate as simulate_schedule
 from tests.unit.planner import models
@@ -73,9 +75,7 @@ def test_tensors_gathered_one_by_one_wait_for_their_ring_each() -> None:
     blocks, tensors = (
         predict(
             models.shape("llama"),
-            Candidate(
-                layout, 128, conventions=FrameworkConventions(should_gather_per_tensor=apart)
-            ),
+            Candidate(layout, 128, engine=FrameworkConventions(should_gather_per_tensor=apart)),
             models.cluster(8),
             slow,
         ).time
@@ -293,7 +293,7 @@ def test_whole_experts_multiply_as_much_as_cut_ones_in_wider_products(tp: int) -
         compute_layer_seconds(
             facts,
             kind,
-            Candidate(layout, 512, 1, conventions=engine),
+            Candidate(layout, 512, 1, engine=engine),
             DeviceRates(models.cluster(8), IDEAL, "bf16"),
         )
         for engine in (FrameworkConventions(has_unsharded_experts=True), FrameworkConventions())

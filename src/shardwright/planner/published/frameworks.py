@@ -15,7 +15,7 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.hardware import Accelerator
 from shardwright.layout import Layout
 from shardwright.layout.degrees import ZeroStage
-from shardwright.planner.candidate import FrameworkConventions
+from shardwright.planner.published.conventions import FrameworkConventions
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,7 @@ class FrameworkDefaults:
     links: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-_MIXED_PRECISION = FrameworkConventions(
-    weight_bytes=2.0, master_bytes=4.0, should_cast_at_use=False, stage_rule="even"
-)
+_MIXED_PRECISION = FrameworkConventions(weight_bytes=2.0, master_bytes=4.0, stage_rule="even")
 """Half-precision weights beside fp32 master weights that are sharded with the optimizer
 states."""
 
@@ -97,7 +95,6 @@ def _use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
         weight_bytes=2.0,
         gradient_bytes=2.0,
         has_half_precision_states=True,
-        should_cast_at_use=False,
     )
 
 
@@ -234,7 +231,6 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
             "litgpt",
             weight_bytes=2.0,
             gradient_bytes=2.0,
-            should_cast_at_use=False,
             num_gated_tensors=4.0,
             num_norm_tensors=3.0,
             should_load_unsharded=True,

@@ -31,6 +31,7 @@ from shardwright.planner.candidate import (
     Precision,
     ReferenceKind,
 )
+from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.published.frameworks import (
     FRAMEWORK_DEFAULTS,
     FrameworkDefaults,
@@ -83,6 +84,12 @@ class PublishedRun:
     the most."""
     features: tuple[str, ...] = ()
     """Kernels and settings with efficiencies of their own, as named in `efficiencies.yaml`."""
+
+    @property
+    def conventions(self) -> FrameworkConventions:
+        """Conventions of the row's framework."""
+        assert isinstance(self.candidate.engine, FrameworkConventions)
+        return self.candidate.engine
 
 
 def extract_configuration(row: Mapping[str, str]) -> dict[str, str]:
@@ -437,7 +444,7 @@ def _build_candidate(
         num_fp4_layers=int(row["notes.fp4_layers"]) + 1 if row["notes.fp4_layers"] else None,
         loss_chunk_tokens=1024 if row["notes.chunked_loss"] else None,
         should_reduce_in_bf16=row["notes.mixed_precision"] == "PURE",
-        conventions=engine,
+        engine=engine,
     )
 
 
