@@ -78,17 +78,6 @@ def predict_memory(
     return replace(peak, reserve=reserve, driver=driver)
 
 
-def compute_pass_activation_bytes(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad
-) -> float:
-    """Compute the activation bytes of one pass through a rank's layers."""
-    return sum(
-        count * get_layer_activations(facts, kind, candidate).saved_bytes
-        for kind, count in zip(facts.kinds, load.layers, strict=True)
-        if count
-    )
-
-
 def _count_process_groups(candidate: Candidate) -> int:
     layout = candidate.layout
     degrees = (

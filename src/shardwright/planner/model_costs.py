@@ -178,7 +178,7 @@ class ModelFacts:
             )
         return self._compute_flops_per_token(tokens) - saved
 
-    @lru_cache(maxsize=64)
+    @lru_cache(maxsize=64)  # noqa: B019 - facts are cached for the whole process
     def _compute_flops_per_token(self, sequence_length: int) -> float:
         return self.shape.count_flops_per_token(sequence_length)
 

@@ -20,8 +20,8 @@ from shardwright.planner.published.measurements import (
     read_published_runs,
     read_rows,
 )
+from shardwright.planner.published.model_catalogue import load_named_sizes
 from shardwright.planner.published.named_models import build_row_shape
-from shardwright.planner.published.named_sizes import load_named_sizes
 from shardwright.planner.published.predictions import list_candidates, predict_row
 
 ROW = {
