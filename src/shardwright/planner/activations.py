@@ -42,8 +42,9 @@ from shardwright.planner.model_costs import LayerKind, ModelFacts
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of one layer and one micro-batch: `kept` until its backward pass, `recomputed_bytes`
-    during it (0 without recomputation), and `gradient_bytes` at the peak of its backward pass."""
+    """Bytes of one layer and one micro-batch: `saved_bytes` until its backward pass,
+    `recomputed_bytes` during it (0 without recomputation), and `gradient_bytes` at the peak of
+    its backward pass."""
 
     saved_bytes: float
     recomputed_bytes: float

@@ -51,7 +51,7 @@ def build_groups(layout: Layout) -> dict[str, StridedGroup]:
 
 class NetworkModel:
     """Time model of collectives on a cluster. `num_bytes` is the message size as
-    `hardware.profile` defines it."""
+    `hardware.measured_profile` defines it."""
 
     def __init__(self, cluster: Cluster, efficiency: Efficiency) -> None:
         self.cluster = cluster

@@ -29,8 +29,8 @@ def predict(
 ) -> Prediction:
     """Predict memory and time of one optimizer step of `candidate` on `cluster`.
 
-    The candidate's layout must divide the model and the batch (see `planner.rules`). Its world
-    size may be smaller than the cluster; it then uses the first ranks.
+    The candidate's layout must divide the model and the batch (see `planner.divisibility`). Its
+    world size may be smaller than the cluster; it then uses the first ranks.
 
     Raises:
         InputError: the accelerator has no units for the precision, or the schedule does not

@@ -129,8 +129,8 @@ class _LayoutSearch:
         self._min_parallel_axes: int | None = None
 
     def run(self, num_layouts: int, max_extra_expansions: int) -> SearchResult:
-        for alike in self.space.list_degrees():
-            self._push_coarse(alike)
+        for variants in self.space.list_degrees():
+            self._push_coarse(variants)
         remaining = max_extra_expansions
         while self._heap:
             bound, num_axes, _, expand = heapq.heappop(self._heap)
@@ -261,21 +261,21 @@ class _LayoutSearch:
             return
         # The first rank's minimum over schedules with everything sharded, before the individual
         # options.
-        standing = self.costs.get_persistent_memory(
+        persistent_bytes = self.costs.get_persistent_memory(
             degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
         ).total_at_loss
-        for how in self.space.list_executions(degrees):
-            activations = self.costs.get_activations(degrees, how)
+        for execution in self.space.list_executions(degrees):
+            activations = self.costs.get_activations(degrees, execution)
             min_bytes = activations.compute_min_bytes(pipelines.num_passes)
-            if self._has_capacity_for_live(degrees, standing + min_bytes):
-                costs = self.costs.get_layer_costs(degrees, how)
+            if self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
+                costs = self.costs.get_layer_costs(degrees, execution)
                 bounds = {
                     each.key: each.compute_bound(costs, degrees.accumulation_steps)
                     for each in pipelines.distinct_bounds
                 }
                 seconds = min(bound.seconds for bound in bounds.values())
                 choice = PartialChoice(
-                    degrees, how, pipelines, costs, activations, min_bytes, bounds
+                    degrees, execution, pipelines, costs, activations, min_bytes, bounds
                 )
                 self._push(seconds, degrees, partial(self._expand_execution, choice))
 
@@ -287,11 +287,11 @@ class _LayoutSearch:
             return
         merged = merge_bounds(list(chosen.bounds.values()))
         for sharding in self.space.list_shardings(degrees):
-            standing = self.costs.get_persistent_memory(
+            persistent_bytes = self.costs.get_persistent_memory(
                 degrees, chosen.pipelines.first_rank_load, sharding
             ).total_at_loss
             if self._is_proven(degrees, sharding) or not self._has_capacity_for_live(
-                degrees, standing + chosen.min_activation_bytes
+                degrees, persistent_bytes + chosen.min_activation_bytes
             ):
                 continue
             weight_seconds, exposed_seconds = self.costs.get_data_bound(
@@ -375,7 +375,7 @@ class _LayoutSearch:
         candidate = self.space.build_candidate(chosen.degrees, chosen.execution, sharding, schedule)
         if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
             return
-        standing = self.costs.get_persistent_memory(
+        persistent = self.costs.get_persistent_memory(
             chosen.degrees, scheduled.first_rank_load, sharding
         )
         if not self._has_capacity_for(
@@ -384,7 +384,7 @@ class _LayoutSearch:
                 candidate,
                 scheduled.first_rank_load,
                 self.predictor.efficiency,
-                standing,
+                persistent,
             ).total
         ):
             return

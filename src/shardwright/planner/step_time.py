@@ -29,8 +29,8 @@ from shardwright.planner.traffic import NO_TRAFFIC
 def compute_stage_seconds(
     costs: StepCosts, pipeline: PipelineStages
 ) -> tuple[list[StageSeconds], float]:
-    """Return seconds of a micro-batch on each kind of stage (`PipelinePartition.kinds`), and of a
-    send to the next stage."""
+    """Return seconds of a micro-batch on each kind of stage (`PipelinePartition.stage_kinds`),
+    and of a send to the next stage."""
     kinds = _compute_stage_passes(costs, pipeline)
     return [stage_passes.stage_seconds for stage_passes in kinds], compute_send_seconds(
         costs.facts, costs.candidate, costs.network, costs.groups
