@@ -13,12 +13,8 @@ from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory import predict_memory
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
-from shardwright.planner.pipeline import (
-    PipelineStages,
-    bound_simulation,
-    get_pipeline,
-    is_simulated,
-)
+from shardwright.planner.pipeline import PipelineStages, get_pipeline
+from shardwright.planner.pipeline_simulation import bound_simulation, is_simulated
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.step_costs import LayerCosts, StepCosts
 from shardwright.planner.step_time import compute_stage_seconds, count_turns, predict_time

@@ -31,7 +31,7 @@ from shardwright.planner.bounds import compute_overhead, merge_bounds
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.choice_costs import ChoiceCosts
 from shardwright.planner.memory import predict_memory
-from shardwright.planner.pipeline import is_simulated
+from shardwright.planner.pipeline_simulation import is_simulated
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search_result import (

@@ -11,7 +11,7 @@ from shardwright.planner.compute import LayerSeconds, compute_end_seconds, compu
 from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.memory_traffic import count_weight_traffic_bytes
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import StageSeconds
+from shardwright.planner.pipeline_simulation import StageSeconds
 from shardwright.planner.traffic import (
     NO_TRAFFIC,
     LayerTraffic,

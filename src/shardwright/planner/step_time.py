@@ -1,7 +1,7 @@
 """Seconds of one optimizer step: stage passes, schedule, communication, update.
 
 The cost of a micro-batch on a stage is a sum over its layers. The waiting between stages is
-simulated on the schedule that will run (`planner.pipeline`). Data-parallel communication
+simulated on the schedule that will run (`planner.pipeline_simulation`). Data-parallel communication
 overlaps with the compute of a stage as far as it fits.
 """
 
@@ -20,7 +20,8 @@ from shardwright.planner.data_parallel_time import (
 )
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import PipelineStages, StageSeconds, simulate_pipeline
+from shardwright.planner.pipeline import PipelineStages
+from shardwright.planner.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwright.planner.prediction import TimeParts
 from shardwright.planner.step_costs import StagePasses, StepCosts
 from shardwright.planner.traffic import NO_TRAFFIC

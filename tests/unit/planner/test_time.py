@@ -15,7 +15,8 @@ from shardwright.planner.communication import NetworkModel, StridedGroup
 from shardwright.planner.compute import compute_end_seconds, compute_layer_seconds
 from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import StageSeconds, get_pipeline, simulate_stages
+from shardwright.planner.pipeline import get_pipeline
+from shardwright.planner.pipeline_simulation import StageSeconds, simulate_stages
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.schedule import ActionTimes, build_schedule
 from shardwright.schedule import simulate as simulate_schedule
