@@ -62,13 +62,13 @@ def build_row_candidate(
         # Interleaving needs complete rounds of micro-batches. A row without them used another
         # schedule.
         layout = replace(layout, schedule="1f1b", virtual_stages=None)
-    engine = build_conventions(
+    conventions = build_conventions(
         row, framework, layout, find_node(row["gpu"] or DEFAULT_ACCELERATOR).accelerator
     )
     _, has_unsharded_experts = resolve_expert_parallel(
         row, read_integer(row, "ep") or 1, layout.tp, layout.fsdp
     )
-    engine = replace(engine, has_unsharded_experts=has_unsharded_experts)
+    conventions = replace(conventions, has_unsharded_experts=has_unsharded_experts)
     return Candidate(
         layout=layout,
         sequence_length=read_integer(row, "seq_len") or DEFAULT_SEQUENCE_LENGTH,
@@ -87,7 +87,7 @@ def build_row_candidate(
         num_fp4_layers=int(row["notes.fp4_layers"]) + 1 if row["notes.fp4_layers"] else None,
         loss_chunk_tokens=1024 if row["notes.chunked_loss"] else None,
         should_reduce_in_bf16=row["notes.mixed_precision"] == "PURE",
-        engine=engine,
+        engine=conventions,
     )
 
 

@@ -27,7 +27,7 @@ def build_conventions(
     """Return the conventions of a row's framework: those of its release, changed by the row's
     notes."""
     is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
-    release_engine = (framework.conventions_since_2025 if is_recent else None) or (
+    of_release = (framework.conventions_since_2025 if is_recent else None) or (
         (
             framework.earlier_conventions
             if layout.pp == 1
@@ -36,27 +36,32 @@ def build_conventions(
         if _is_earlier_round(layout)
         else None
     )
-    engine = release_engine or framework.conventions
-    if engine.name == "huggingface" and re.search(
+    conventions = of_release or framework.conventions
+    if conventions.name == "huggingface" and re.search(
         r"(?i)zero|deepspeed|\bds", row["notes.sharding"]
     ):
-        engine = FRAMEWORK_DEFAULTS["deepspeed"].conventions
-    if row["notes.half_weights"] and engine.weight_bytes is None:
-        engine = use_pure_bf16(engine)
+        conventions = FRAMEWORK_DEFAULTS["deepspeed"].conventions
+    if row["notes.half_weights"] and conventions.weight_bytes is None:
+        conventions = use_pure_bf16(conventions)
     if row["notes.mixed_precision"] == "PURE":
-        engine = replace(engine, reduce_bytes=2.0)
+        conventions = replace(conventions, reduce_bytes=2.0)
     if "RMS kernel" in row["notes.kernel"]:
-        engine = replace(engine, num_norm_tensors=2.0)  # the fused kernel's input and output
-    if engine.name == "megatron-core" and is_performance_recipe(
+        # The fused kernel's input and output.
+        conventions = replace(conventions, num_norm_tensors=2.0)
+    if conventions.name == "megatron-core" and is_performance_recipe(
         row["notes.framework"], row["source"]
     ):
-        engine = replace(engine, gradient_bytes=2.0, reduce_bytes=2.0)
-    if engine.name == "deepspeed" and re.search(_ZERO_3_OF_2021_PATTERN, row["source"].lower()):
-        engine = replace(engine, should_gather_per_tensor=True)
-    if row["notes.gradients"] and engine.gradient_bytes:
-        unsummed_bytes = engine.gradient_bytes if engine.has_separate_gradient_sum else 0.0
-        engine = replace(engine, gradient_bytes=4.0 + unsummed_bytes, reduce_bytes=4.0)
-    return engine
+        conventions = replace(conventions, gradient_bytes=2.0, reduce_bytes=2.0)
+    if conventions.name == "deepspeed" and re.search(
+        _ZERO_3_OF_2021_PATTERN, row["source"].lower()
+    ):
+        conventions = replace(conventions, should_gather_per_tensor=True)
+    if row["notes.gradients"] and conventions.gradient_bytes:
+        unsummed_bytes = (
+            conventions.gradient_bytes if conventions.has_separate_gradient_sum else 0.0
+        )
+        conventions = replace(conventions, gradient_bytes=4.0 + unsummed_bytes, reduce_bytes=4.0)
+    return conventions
 
 
 def _is_earlier_round(layout: Layout) -> bool:
