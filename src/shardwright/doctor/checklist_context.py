@@ -16,7 +16,7 @@ from shardwright.launch.auto_layout import detect_cluster
 from shardwright.plan import Plan, resolve_plan
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.calibration import load_efficiencies
-from shardwright.planner.candidate import OPTIMIZER_STATE_BYTES
+from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import predict
 from shardwright.planner.problem import build_template

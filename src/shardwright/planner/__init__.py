@@ -1,20 +1,15 @@
 """Predict memory and time of training steps and find the best layout, without torch."""
 
-from shardwright.planner.candidate import (
-    SHARDWRIGHT_CONVENTIONS,
-    Candidate,
-    FrameworkConventions,
-    LowRankAdapter,
-)
+from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.engine_model import EngineModel
 from shardwright.planner.prediction import MemoryParts, Prediction, TimeParts
 from shardwright.planner.predictor import Predictor, predict
 
 __all__ = [
-    "SHARDWRIGHT_CONVENTIONS",
     "Candidate",
     "Efficiency",
-    "FrameworkConventions",
+    "EngineModel",
     "LowRankAdapter",
     "MemoryParts",
     "Prediction",

@@ -30,49 +30,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.layout.context_method import ContextMethod, choose_context_method
+from shardwright.planner.attention_activations import compute_attention_bytes, is_masked
 from shardwright.planner.backward_peak import (
     BlockTensorBytes,
     compute_norm_gradient_bytes,
-    compute_peak_gradient_bytes,
 )
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.engine_model import BlockBytes
 from shardwright.planner.model_costs import LayerKind, ModelFacts
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of one layer and one micro-batch: `kept` until its backward pass, `recomputed_bytes`
-    during it (0 without recomputation), and `gradient_bytes` at the peak of its backward pass."""
+    """Bytes of one layer and one micro-batch: `saved_bytes` until its backward pass,
+    `recomputed_bytes` during it (0 without recomputation), and `gradient_bytes` at the peak of
+    its backward pass."""
 
     saved_bytes: float
     recomputed_bytes: float
     gradient_bytes: float
-
-
-def count_micro_batch_tokens(candidate: Candidate) -> int:
-    """Count the tokens of one micro-batch on one rank."""
-    return candidate.micro_batch_size * candidate.sequence_length // candidate.layout.cp
-
-
-def resolve_context_method(facts: ModelFacts, candidate: Candidate) -> ContextMethod:
-    """Return the context-parallel method, with `auto` resolved by the trainer's rule."""
-    if candidate.layout.cp_method != "auto":
-        return candidate.layout.cp_method
-    shape = facts.shape
-    return choose_context_method(
-        candidate.layout,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        windows=tuple(layer.window for layer in shape.layers),
-        sequence_length=candidate.sequence_length,
-    ).method
-
-
-def count_residual_tokens(candidate: Candidate) -> float:
-    """Count the tokens of the residual stream on one rank."""
-    layout = candidate.layout
-    return count_micro_batch_tokens(candidate) / (layout.tp if layout.sequence_parallel else 1)
 
 
 def get_layer_activations(
@@ -94,8 +70,8 @@ def get_layer_activations(
         candidate.flash_attention,
         candidate.has_fused_norms,
         candidate.compile,
-        candidate.adapter if candidate.conventions.should_drop_frozen_inputs else None,
-        candidate.conventions,
+        candidate.adapted_roles,
+        candidate.engine,
     )
     cached = facts.activation_cache.get(key)
     if cached is None:
@@ -108,12 +84,13 @@ def _compute_layer_activations(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
 ) -> LayerActivations:
     shape = facts.shape
-    engine = candidate.conventions
+    engine = candidate.engine
+    tensors = engine.count_saved_tensors(candidate.adapted_roles)
     size = candidate.activation_bytes
-    stream = count_residual_tokens(candidate)
+    stream = candidate.residual_tokens
     residual = stream * shape.hidden_size * size
     matmul_input = _compute_column_input_bytes(candidate, facts)
-    attention = _AttentionBytes.compute(facts, kind, candidate)
+    attention = compute_attention_bytes(facts, kind, candidate)
     inner, inner_matmuls, inner_gradients = _compute_feed_forward_bytes(facts, kind, candidate)
 
     num_pre_norms = sum(
@@ -126,95 +103,54 @@ def _compute_layer_activations(
     fp32_factor = (
         max(size, 4) / size if shape.norm_offset != 0.0 and candidate.has_fused_norms else 1.0
     )
-    norm_tensors = engine.num_norm_tensors
-    num_inputs = 2
-    dropped = 0.0
-    if candidate.adapter is not None and engine.should_drop_frozen_inputs:
-        roles = set(candidate.adapter.roles)
-        norm_tensors = max(2.0, norm_tensors - 1.0)
-        num_inputs = bool(roles & {"query", "key", "value", "qkv"}) + bool(
-            roles & {"gate", "up", "gate_up"}
-        )
-        if "down" not in roles and not kind.shape.sparse:
-            dropped = (
-                count_micro_batch_tokens(candidate)
-                * shape.intermediate_size
-                / candidate.layout.tp
-                * size
-            )
     total = (
-        (norm_tensors - 1.0) * num_pre_norms + num_post_norms
+        (tensors.norm - 1.0) * num_pre_norms + num_post_norms
     ) * residual * fp32_factor + 4 * kind.num_norms * stream
-    total += num_inputs * matmul_input
-    if kind.shape.sparse and engine.should_track_backward_frees:
-        total += _compute_router_input_bytes(facts, candidate, matmul_input)
+    total += tensors.column_inputs * matmul_input
+    dropped = 0.0
+    if kind.shape.sparse:
+        experts = shape.experts
+        total += engine.compute_router_input_bytes(
+            candidate.micro_batch_tokens * shape.hidden_size * max(size, 4),
+            matmul_input,
+            has_shared_expert=experts is not None and experts.shared_intermediate_size > 0,
+            is_half_precision=size < 4,
+        )
+    elif tensors.dropped_inner:
+        inner_tokens = candidate.micro_batch_tokens * shape.intermediate_size
+        dropped = tensors.dropped_inner * (inner_tokens / candidate.layout.tp * size)
     total += attention.saved + inner - dropped
-    gradients = max(inner_gradients, attention.gradients) + 2 * residual
-    if engine.should_track_backward_frees:
-        gradients = _compute_peak_gradient_bytes(facts, kind, candidate)
+    gradients = engine.compute_block_gradient_bytes(
+        _build_block_tensors(facts, kind, candidate), max(inner_gradients, attention.gradients)
+    )
     if candidate.recompute == "none":
         return LayerActivations(total, 0.0, gradients)
     # The block's input is saved in any case.
     if candidate.recompute == "full":
         return LayerActivations(residual, total - residual, gradients)
-    # Selective: the block's input, the results of matmuls, and attention's output. Each branch
-    # ends with a matmul of the residual width.
-    if candidate.precision == "nvfp4" and not engine.should_save_fp4_matmuls:
-        saved = residual + attention.output
-        return LayerActivations(saved, max(0.0, total - saved), gradients)
-    eager = None if candidate.compile else engine.eager_selective_share
-    share = engine.selective_share if eager is None else eager
-    saved = residual + share * (
-        attention.matmul_results
-        + inner_matmuls
-        + 2 * _compute_branch_output_bytes(candidate, facts)
+    saved, recomputed = engine.compute_selective_bytes(
+        BlockBytes(
+            total,
+            residual,
+            attention.matmul_results + inner_matmuls,
+            _compute_branch_output_bytes(candidate, facts),
+            attention.output,
+        ),
+        is_fp4=candidate.precision == "nvfp4",
+        is_compiled=candidate.compile,
     )
-    # The result of attention's output projection is freed as soon as the block runs again:
-    # nothing else reads it.
-    freed = (
-        _compute_branch_output_bytes(candidate, facts)
-        if engine.should_track_backward_frees
-        else 0.0
-    )
-    return LayerActivations(
-        saved,
-        max(0.0, total - residual - freed - share * (attention.matmul_results + inner_matmuls)),
-        gradients,
-    )
+    return LayerActivations(saved, recomputed, gradients)
 
 
-def _compute_router_input_bytes(
-    facts: ModelFacts, candidate: Candidate, matmul_input_bytes: float
-) -> float:
-    """Compute the bytes that a sparse layer saves of its input beyond a dense layer.
-
-    The router saves its input in fp32. The experts save the rows sent to them instead of the
-    layer's input, which only a shared expert saves in the compute precision.
-    """
-    fp32_input = (
-        count_micro_batch_tokens(candidate)
-        * facts.shape.hidden_size
-        * max(candidate.activation_bytes, 4)
-    )
-    has_shared_expert = (
-        facts.shape.experts is not None and facts.shape.experts.shared_intermediate_size > 0
-    )
-    return (
-        fp32_input
-        if has_shared_expert and candidate.activation_bytes < 4
-        else 0.0
-        if has_shared_expert
-        else fp32_input - matmul_input_bytes
-    )
-
-
-def _compute_peak_gradient_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
-    """Compute the peak bytes of one block's backward pass beyond its saved activations."""
+def _build_block_tensors(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> BlockTensorBytes:
+    """Build the tensor sizes from which the peak of a block's backward pass follows."""
     shape = facts.shape
     layout = candidate.layout
     size = candidate.activation_bytes
-    tokens = count_micro_batch_tokens(candidate)
-    stream = count_residual_tokens(candidate) * shape.hidden_size * size
+    tokens = candidate.micro_batch_tokens
+    stream = candidate.residual_tokens * shape.hidden_size * size
     gathered = _compute_branch_output_bytes(candidate, facts)
     experts = shape.experts if kind.shape.sparse else None
     gated = shape.is_gated or experts is not None
@@ -231,19 +167,17 @@ def _compute_peak_gradient_bytes(facts: ModelFacts, kind: LayerKind, candidate: 
         # compute precision are freed by then.
         scores = tokens * heads * candidate.sequence_length * (2 * max(size, 4) - size)
     fused = shape.norm == "layer" or candidate.has_fused_norms
-    return compute_peak_gradient_bytes(
-        BlockTensorBytes(
-            stream=stream,
-            gathered=gathered,
-            inner=inner,
-            is_gated=gated,
-            routed=0.0 if experts is None else rows * shape.hidden_size * size,
-            should_gather_gradient=layout.tp > 1 and layout.sequence_parallel,
-            queries=tokens * shape.query_width / layout.tp * size,
-            keys=tokens * shape.head_dim * max(1.0, shape.num_kv_heads / layout.tp) * size,
-            scores=scores,
-            norm_gradient=compute_norm_gradient_bytes(stream, size, is_fused=fused),
-        )
+    return BlockTensorBytes(
+        stream=stream,
+        gathered=gathered,
+        inner=inner,
+        is_gated=gated,
+        routed=0.0 if experts is None else rows * shape.hidden_size * size,
+        should_gather_gradient=layout.tp > 1 and layout.sequence_parallel,
+        queries=tokens * shape.query_width / layout.tp * size,
+        keys=tokens * shape.head_dim * max(1.0, shape.num_kv_heads / layout.tp) * size,
+        scores=scores,
+        norm_gradient=compute_norm_gradient_bytes(stream, size, is_fused=fused),
     )
 
 
@@ -254,10 +188,11 @@ def compute_end_activation_bytes(facts: ModelFacts, candidate: Candidate) -> tup
     The embedding saves indices. The final norm saves its input. The chunked loss saves the
     gradient of the norm's output instead of the output; it is counted with the logits.
     """
-    tokens = count_micro_batch_tokens(candidate)
-    return 8.0 * tokens, count_residual_tokens(
-        candidate
-    ) * facts.shape.hidden_size * candidate.activation_bytes
+    tokens = candidate.micro_batch_tokens
+    return (
+        8.0 * tokens,
+        candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes,
+    )
 
 
 def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
@@ -271,18 +206,12 @@ def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float,
     shape = facts.shape
     size = candidate.activation_bytes
     tp = candidate.layout.tp
-    tokens = count_micro_batch_tokens(candidate)
+    tokens = candidate.micro_batch_tokens
     vocab = shape.vocab_size / tp
     hidden_gradient = tokens * shape.hidden_size * size
     weight = 0.0 if candidate.adapter is not None else vocab * shape.hidden_size
     if candidate.loss_chunk_tokens is None:
-        vocab_on_rank = shape.vocab_size if candidate.conventions.should_gather_logits else vocab
-        sharded_logit_bytes = candidate.conventions.sharded_logit_bytes if tp > 1 else None
-        return tokens * vocab_on_rank * (
-            candidate.conventions.logit_bytes
-            if sharded_logit_bytes is None
-            else sharded_logit_bytes
-        ), 0.0
+        return candidate.engine.compute_full_logit_bytes(tokens, shape.vocab_size, tp), 0.0
     chunk = min(candidate.loss_chunk_tokens, tokens)
     is_unscaled = shape.logit_scale == 1.0 and shape.final_soft_cap is None
     wide = max(size, 4)
@@ -290,13 +219,11 @@ def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float,
     if size == wide:
         per_logit = 2 * wide
     weight_gradient = weight * (wide + (size if size != wide else 0))
+    hidden = candidate.engine.num_chunked_loss_inputs * hidden_gradient
     # Later the hidden states' gradient becomes that of the last layer's output, which is
     # counted there.
-    sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
-    if candidate.conventions.should_track_backward_frees:
-        hidden_gradient *= 2  # every chunk also reads the hidden states
-    return chunk * vocab * per_logit + hidden_gradient + weight_gradient, weight * (
-        size if sharded else wide
+    return chunk * vocab * per_logit + hidden + weight_gradient, weight * (
+        size if candidate.is_sharded else wide
     )
 
 
@@ -304,7 +231,7 @@ def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float
     """Compute bytes that all layers of a micro-batch share: fp32 rotary tables, and masks where
     attention is not plainly causal."""
     shape = facts.shape
-    tokens = count_micro_batch_tokens(candidate)
+    tokens = candidate.micro_batch_tokens
     rows = candidate.micro_batch_size if candidate.document_tokens is not None else 1
     tables = sum(
         2 * rows * (candidate.sequence_length / candidate.layout.cp) * (rope.rotary_dim // 2) * 4
@@ -312,7 +239,7 @@ def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float
     )
     masks = 0.0
     for window in {layer.window for layer in shape.layers}:
-        if _is_masked(candidate, window):
+        if is_masked(candidate, window):
             masks += (
                 rows
                 * (tokens / candidate.micro_batch_size)
@@ -322,120 +249,17 @@ def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float
     return tables + masks
 
 
-def _is_masked(candidate: Candidate, window: int | None) -> bool:
-    return candidate.document_tokens is not None or (
-        window is not None and window < candidate.sequence_length
-    )
-
-
 def _compute_column_input_bytes(candidate: Candidate, facts: ModelFacts) -> float:
     """Compute the bytes of the saved input of column-parallel matmuls."""
-    is_gathered = candidate.conventions.should_save_gathered_sequence or candidate.layout.tp == 1
-    tokens = (
-        count_micro_batch_tokens(candidate) if is_gathered else count_residual_tokens(candidate)
-    )
+    is_gathered = candidate.engine.should_save_gathered_sequence or candidate.layout.tp == 1
+    tokens = candidate.micro_batch_tokens if is_gathered else candidate.residual_tokens
     return tokens * facts.shape.hidden_size * candidate.activation_bytes
 
 
 def _compute_branch_output_bytes(candidate: Candidate, facts: ModelFacts) -> float:
     """Compute the bytes of a row-parallel matmul's result before the tensor-parallel
     reduction."""
-    return (
-        count_micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
-    )
-
-
-@dataclass(frozen=True)
-class _AttentionBytes:
-    """Bytes of one layer's attention: all saved tensors, the results of matmuls and attention
-    among them, gradients in flight, and the kernel's output with its log-sum-exp."""
-
-    saved: float
-    matmul_results: float
-    gradients: float
-    output: float
-
-    @staticmethod
-    def compute(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> _AttentionBytes:
-        shape = facts.shape
-        size = candidate.activation_bytes
-        tp = candidate.layout.tp
-        tokens = count_micro_batch_tokens(candidate)
-        if shape.latent is not None:
-            return _compute_latent_attention_bytes(facts, candidate)
-        queries = shape.query_width / tp
-        keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
-        heads = shape.num_heads / tp
-        has_mask = _is_masked(candidate, kind.shape.window)
-        # The only CUDA kernel that takes a mask does not support grouped heads: keys and values
-        # are repeated to Q.
-        attended_keys = queries if has_mask else keys
-        if candidate.layout.cp > 1 and resolve_context_method(facts, candidate) == "all_gather":
-            attended_keys *= candidate.layout.cp
-        saved = (2 * queries + 2 * attended_keys) * size + 4 * heads
-        if shape.names.qkv is not None:
-            # Views of the fused result keep all of it alive beside the rotated queries and
-            # keys.
-            saved += (queries + keys) * size if kind.shape.rope is not None else 0.0
-        saved += candidate.conventions.num_rotary_tensors * (queries + keys) * size
-        if (
-            candidate.conventions.should_track_backward_frees
-            and candidate.layout.cp > 1
-            and resolve_context_method(facts, candidate) != "all_gather"
-        ):
-            # Ring attention saves its output in head order and in token order.
-            saved += queries * size
-        if shape.qk_norm is not None:
-            saved += (queries + keys) * size
-        matmul_results = (2 * queries + 2 * keys) * size + 4 * heads
-        saved *= tokens
-        matmul_results *= tokens
-        if shape.attention_soft_cap is not None or not candidate.flash_attention:
-            scores = tokens * heads * candidate.sequence_length
-            # Weights in fp32 and cast, keys repeated. `selective` saves the results of both
-            # matmuls too.
-            cast = size if size < 4 else 0
-            soft_cap = size if shape.attention_soft_cap is not None else 0
-            saved += (
-                scores * (max(size, 4) + cast + soft_cap)
-                + 2 * tokens * (queries - attended_keys) * size
-            )
-            matmul_results += scores * size
-        output = tokens * (queries * size + 4 * heads)
-        return _AttentionBytes(
-            saved, matmul_results, tokens * (2 * queries + 2 * keys) * size, output
-        )
-
-
-def _compute_latent_attention_bytes(facts: ModelFacts, candidate: Candidate) -> _AttentionBytes:
-    """Compute the bytes of latent attention: latents (before and after their norms), full
-    queries and keys, values and the output."""
-    shape = facts.shape
-    size = candidate.activation_bytes
-    tp = candidate.layout.tp
-    latent = shape.latent
-    assert latent is not None
-    tokens = count_micro_batch_tokens(candidate)
-    heads = shape.num_heads / tp
-    head_dim = latent.nope_dim + latent.rope_dim
-    latents = 2 * (latent.query_rank or 0) + 2 * latent.key_value_rank + latent.rope_dim
-    # Non-rotary keys, and values: the result of one matmul.
-    expanded = heads * (latent.nope_dim + latent.value_dim)
-    # Output, and concatenated queries and keys.
-    attended = heads * (2 * head_dim + latent.value_dim)
-    saved = tokens * ((latents + expanded + attended) * size + 4 * heads)
-    matmul_results = (
-        (latent.query_rank or 0)
-        + latent.key_value_rank
-        + latent.rope_dim
-        + heads * head_dim
-        + expanded
-        + heads * latent.value_dim
-    )
-    output = tokens * heads * (latent.value_dim * size + 4)
-    return _AttentionBytes(
-        saved, tokens * (matmul_results * size + 4 * heads), tokens * attended * size, output
-    )
+    return candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
 
 
 def _compute_feed_forward_bytes(
@@ -445,12 +269,11 @@ def _compute_feed_forward_bytes(
     them, and gradients in flight."""
     shape = facts.shape
     size = candidate.activation_bytes
-    engine = candidate.conventions
-    tokens = count_micro_batch_tokens(candidate)
+    tokens = candidate.micro_batch_tokens
     tp = candidate.layout.tp
     experts = shape.experts if kind.shape.sparse else None
     gated = shape.is_gated or experts is not None
-    tensors = engine.num_gated_tensors if gated else engine.num_ungated_tensors
+    tensors = candidate.engine.count_saved_tensors(candidate.adapted_roles).gated if gated else 2.0
     num_projections = 2.0 if gated else 1.0
     if experts is None:
         wide = tokens * shape.intermediate_size / tp * size

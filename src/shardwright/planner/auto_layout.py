@@ -64,12 +64,12 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
         return candidate.is_runnable
 
     resolved = settle_precision(recipe, choose_precision_on(cluster.accelerator))
-    question: PlanningProblem = replace(
+    problem: PlanningProblem = replace(
         build_problem(recipe, build_template(resolved), world_size), is_allowed=can_run
     )
     if training.global_batch_size is not None:
-        question = replace(
-            question,
+        problem = replace(
+            problem,
             micro_batch_sizes=None
             if training.micro_batch_size is None
             else (training.micro_batch_size,),
@@ -78,10 +78,10 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
             else (training.gradient_accumulation_steps,),
         )
     if "recompute" in recipe.model_fields_set:
-        question = replace(question, recompute_kinds=(recipe.recompute,))
-    result = search_layouts(Predictor(facts, cluster, efficiency), question, num_layouts=1)
+        problem = replace(problem, recompute_kinds=(recipe.recompute,))
+    result = search_layouts(Predictor(facts, cluster, efficiency), problem, num_layouts=1)
     if result.chosen is None:
-        larger = find_min_gpus(facts, cluster, efficiency, question)
+        larger = find_min_gpus(facts, cluster, efficiency, problem)
         remedy = "Shorten the sequence, unset recompute and micro_batch_size, or run `plan`"
         if larger is not None:
             remedy = f"Use {larger.num_gpus} devices: {larger.candidate.describe()}"

@@ -1,6 +1,6 @@
 """Lower bounds of time and memory of partial choices, by which the search prunes.
 
-Each is a bound of `step.predict_time` or `memory.predict_memory` for every way to complete the
+Each is a bound of `step_time.predict_time` or `memory.predict_memory` for every way to complete the
 choice, not an estimate: tests compare the search with an exhaustive one.
 """
 
@@ -12,16 +12,15 @@ from operator import mul
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.compute import compute_update_seconds
-from shardwright.planner.memory import StageLoad
-from shardwright.planner.pipeline import PipelinePartition, PipelineStages
-from shardwright.planner.predictor import Predictor
-from shardwright.planner.step_time import (
-    LayerCosts,
-    StepCosts,
+from shardwright.planner.data_parallel_time import (
     compute_rank_traffic,
     count_updated_elements,
     overlap_traffic,
 )
+from shardwright.planner.parameter_memory import StageLoad
+from shardwright.planner.pipeline import PipelinePartition, PipelineStages
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.step_costs import LayerCosts, StepCosts
 from shardwright.schedule.registry import has_split_backward
 
 

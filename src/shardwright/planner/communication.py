@@ -32,7 +32,7 @@ def build_groups(layout: Layout) -> dict[str, StridedGroup]:
     which ZeRO shards an expert.
 
     >>> build_groups(Layout(dp_shard=4, tp=8, zero_stage=3))["fsdp"]
-    Group(num_ranks=4, stride=8)
+    StridedGroup(num_ranks=4, stride=8)
     """
     tp = layout.tp
     cp = layout.cp
@@ -51,7 +51,7 @@ def build_groups(layout: Layout) -> dict[str, StridedGroup]:
 
 class NetworkModel:
     """Time model of collectives on a cluster. `num_bytes` is the message size as
-    `hardware.profile` defines it."""
+    `hardware.measured_profile` defines it."""
 
     def __init__(self, cluster: Cluster, efficiency: Efficiency) -> None:
         self.cluster = cluster

@@ -13,7 +13,8 @@ from shardwright.planner.divisibility import list_divisors
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rejections import explain_conflict
-from shardwright.planner.search import SearchResult, search_layouts
+from shardwright.planner.search import search_layouts
+from shardwright.planner.search_result import SearchResult
 from shardwright.planner.search_space import PlanningProblem
 from shardwright.units import format_bytes, format_seconds
 
@@ -80,8 +81,10 @@ def _explain_tensor_links(predictor: Predictor, problem: PlanningProblem) -> str
     return (
         f"Tensor parallelism over {inside} GPUs uses {cluster.intra.name} only: "
         f"its communication takes {_format_share(within, 'tensor')} of the step; "
-        f"over {outside} it also uses {cluster.inter.name}, {_format_share(across, 'tensor')} of the step "
-        f"({_format_tokens_per_second_per_gpu(within)} against {_format_tokens_per_second_per_gpu(across)} tokens/s per GPU)."
+        f"over {outside} it also uses {cluster.inter.name}, "
+        f"{_format_share(across, 'tensor')} of the step "
+        f"({_format_tokens_per_second_per_gpu(within)} against "
+        f"{_format_tokens_per_second_per_gpu(across)} tokens/s per GPU)."
     )
 
 

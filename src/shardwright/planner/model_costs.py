@@ -113,7 +113,7 @@ class ModelFacts:
         self.pipeline_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.pipeline`."""
         self.activation_cache: dict[tuple[object, ...], object] = {}
-        """Cache of `planner.activation_cache`."""
+        """Cache of `planner.activations`."""
 
     def _build_layer_kind(self, slot: int, layer: LayerShape, count: int) -> LayerKind:
         specs = [spec for spec in self.sample_parameters if spec.layer == slot]
@@ -166,7 +166,7 @@ class ModelFacts:
         )
 
     def compute_flops_per_token(self, tokens: int, *, is_frozen: bool = False) -> float:
-        """Compute `ModelShape.flops_per_token` for documents of `tokens`.
+        """Compute `ModelShape.count_flops_per_token` for documents of `tokens`.
 
         Frozen matrices need no weight gradient: 4 FLOPs per element instead of 6.
         """
@@ -188,7 +188,8 @@ class ModelFacts:
         return compute_mean_visible_keys(tokens, kind.shape.window)
 
     def count_elements(self, layout: Layout) -> ParameterElementsByPart:
-        """Count the elements on the rank of a stage with the most, from `placement.place`."""
+        """Count the elements on the rank of a stage with the most, from
+        `placement.build_parameter_layouts`."""
         key = (layout.tp, layout.ep, layout.fsdp, layout.zero_stage >= 1)
         if key not in self._element_counts:
             self._element_counts[key] = self._count_elements(layout)

@@ -1,46 +1,20 @@
-"""Pipeline of a candidate: layers per stage, micro-batches in flight, and simulated time.
+"""Pipeline of a candidate: layers per stage and micro-batches in flight.
 
-Builds and simulates the schedule that will run (`shardwright.schedule`). With many
-micro-batches its steady state repeats: such a schedule is extrapolated from two shorter ones by
-the time of one additional round.
+Follows the schedule that will run (`shardwright.schedule`).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 from shardwright.layout import Layout
-from shardwright.placement import partition_stages
-from shardwright.planner.in_flight import count_passes_in_flight
-from shardwright.planner.memory import StageLoad
+from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.stage_assignment import StageRule, assign_by_running_sum, assign_evenly
-from shardwright.schedule import ActionTimes, Schedule, load_schedule, simulate_step_seconds
-from shardwright.schedule.registry import assign_stages
-
-_SINGLE_STAGE_ROUNDS = (2, 3)
-_VIRTUAL_STAGE_ROUNDS = (4, 6)
-"""Micro-batches per rank of the two shorter schedules: with one stage per rank, and with
-several, which reach steady state later. The result is within 0.4% of the full schedule if
-stages differ by 8%."""
-
-
-class StageSeconds(NamedTuple):
-    """Seconds of one micro-batch through a stage. `weight_gradient` is the part of `backward`
-    that a schedule may defer."""
-
-    forward: float
-    backward: float
-    weight_gradient: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of forward and backward."""
-        return self.forward + self.backward
+from shardwright.planner.parameter_memory import StageLoad
+from shardwright.schedule import count_peak_activations, load_schedule
+from shardwright.schedule.registry import PIPELINE_SCHEDULES, assign_stages, count_stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -193,15 +167,59 @@ class PipelineStages:
         return tuple(fullest.values())
 
 
+def count_passes_in_flight(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
+) -> tuple[int, ...]:
+    """Return, per rank, the peak number of passes through one stage whose activations are
+    saved.
+
+    A formula per named schedule: a search needs hundreds of schedules with thousands of actions
+    each. `schedule.count_peak_activations` counts on the schedule itself; a test compares both.
+
+    >>> count_passes_in_flight("1f1b", 4, 8), count_passes_in_flight("zbv", 2, 6)
+    ((4, 3, 2, 1), (4, 4))
+    """
+    if name not in PIPELINE_SCHEDULES or (name == "zbv" and num_micro_batches < 2 * num_ranks):
+        # A schedule from a file, or a ZBV schedule without its last micro-batches.
+        return _count_scheduled_passes(name, num_ranks, num_micro_batches, virtual_stages)
+    ranks = range(num_ranks)
+    if name == "gpipe":
+        return (num_micro_batches,) * num_ranks
+    if name == "1f1b":
+        return tuple(min(num_ranks - rank, num_micro_batches) for rank in ranks)
+    if name == "zb_h1":
+        return tuple(_count_zb_h1_passes(rank, num_ranks, num_micro_batches) for rank in ranks)
+    if name == "interleaved_1f1b":
+        virtual = count_stages_per_rank(name, virtual_stages)
+        warmups = ((virtual - 1) * num_ranks + 2 * (num_ranks - 1 - rank) for rank in ranks)
+        return tuple(min(warmup + 1, virtual * num_micro_batches) for warmup in warmups)
+    assert name in ("zbv", "dualpipev"), name
+    return (2 * num_ranks + (name == "dualpipev"),) * num_ranks
+
+
+def _count_zb_h1_passes(rank: int, num_ranks: int, num_micro_batches: int) -> int:
+    """Count forward passes before the first backward pass, plus one for each deferred weight
+    gradient."""
+    warmup = min(num_ranks - 1 - rank, num_micro_batches)
+    return warmup + min(num_micro_batches - warmup, rank + 1)
+
+
+@lru_cache(maxsize=512)
+def _count_scheduled_passes(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None
+) -> tuple[int, ...]:
+    return count_peak_activations(load_schedule(name, num_ranks, num_micro_batches, virtual_stages))
+
+
 def get_pipeline(
     facts: ModelFacts,
     layout: Layout,
     num_micro_batches: int,
     sequence_length: int,
-    rule: StageRule = "weighed",
+    engine: EngineModel = SHARDWRIGHT_ENGINE,
 ) -> PipelineStages:
-    """Return the cached pipeline of a layout, with one stage if pp is 1. `rule` assigns layers
-    to stages.
+    """Return the cached pipeline of a layout, with one stage if pp is 1. `engine` assigns
+    layers to stages.
 
     Raises:
         ScheduleError: the schedule does not support the number of micro-batches.
@@ -213,19 +231,23 @@ def get_pipeline(
         layout.virtual_stages,
         num_micro_batches,
         sequence_length,
-        rule,
+        engine,
     )
     pipeline = facts.pipeline_cache.get(key)
     if pipeline is None:
         pipeline = facts.pipeline_cache[key] = _build_pipeline(
-            facts, layout, num_micro_batches, sequence_length, rule
+            facts, layout, num_micro_batches, sequence_length, engine
         )
     assert isinstance(pipeline, PipelineStages)
     return pipeline
 
 
 def _build_pipeline(
-    facts: ModelFacts, layout: Layout, num_micro_batches: int, sequence_length: int, rule: StageRule
+    facts: ModelFacts,
+    layout: Layout,
+    num_micro_batches: int,
+    sequence_length: int,
+    engine: EngineModel,
 ) -> PipelineStages:
     if layout.pp == 1:
         only_stage = StageLayers(
@@ -235,13 +257,14 @@ def _build_pipeline(
             "1f1b", 1, num_micro_batches, None, PipelinePartition((only_stage,), 1)
         )
     ranks = assign_stages(layout.schedule, layout.pp, layout.virtual_stages)
-    key = ("stages", ranks, sequence_length, rule)
+    key = ("stages", ranks, sequence_length, engine)
     partition = facts.pipeline_cache.get(key)
     if partition is None:
-        stages = (
-            _partition_by_cost(facts, layout, sequence_length)
-            if rule == "weighed"
-            else _partition_by_rule(facts, ranks, rule)
+        stages = tuple(
+            StageLayers(
+                _count_layers(facts, stage.layers), stage.has_embedding, stage.has_head, stage.rank
+            )
+            for stage in engine.partition_layers(facts, layout, sequence_length)
         )
         partition = facts.pipeline_cache[key] = PipelinePartition(stages, layout.pp)
     assert isinstance(partition, PipelinePartition)
@@ -250,185 +273,8 @@ def _build_pipeline(
     )
 
 
-def _partition_by_cost(
-    facts: ModelFacts, layout: Layout, sequence_length: int
-) -> tuple[StageLayers, ...]:
-    """Partition the layers into stages as the trainer does."""
-    stages = partition_stages(facts.shape, layout, sequence_length)
-    assert stages is not None, layout
-    return tuple(
-        StageLayers(
-            _count_layers(facts, stage.layers), stage.has_embedding, stage.has_head, stage.rank
-        )
-        for stage in stages
-    )
-
-
-def _partition_by_rule(
-    facts: ModelFacts, ranks: Sequence[int], rule: StageRule
-) -> tuple[StageLayers, ...]:
-    """Partition the layers into stages as another framework does."""
-    if rule == "even":
-        counts = assign_evenly(facts.shape.num_layers, len(ranks))
-        last = len(ranks) - 1
-    else:
-        costs = [
-            sum(float(p.num_inputs * p.num_outputs) for p in facts.kinds[slot].matmuls)
-            for slot in facts.slot_of_layer
-        ]
-        counts, last = assign_by_running_sum(
-            costs, float(facts.head.num_inputs * facts.head.num_outputs), len(ranks)
-        )
-    begin = 0
-    stages = []
-    for stage, (count, rank) in enumerate(zip(counts, ranks, strict=True)):
-        layers = _count_layers(facts, range(begin, begin + count))
-        stages.append(
-            StageLayers(layers, has_embedding=stage == 0, has_head=stage == last, rank=rank)
-        )
-        begin += count
-    return tuple(stages)
-
-
 def _count_layers(facts: ModelFacts, layers: range) -> tuple[int, ...]:
     counts = [0] * len(facts.kinds)
     for layer in layers:
         counts[facts.slot_of_layer[layer]] += 1
     return tuple(counts)
-
-
-def simulate_pipeline(
-    pipeline: PipelineStages, seconds: Sequence[StageSeconds], send_seconds: float
-) -> float:
-    """Return seconds from the first forward to the last backward pass. `seconds` are per kind
-    of stage (`PipelinePartition.stage_kinds`)."""
-    makespan = simulate_stages(
-        pipeline, tuple(seconds[kind] for kind in pipeline.partition.kind_of_stage), send_seconds
-    )
-    if pipeline.num_ranks > 1:
-        _SIMULATIONS.setdefault(
-            _build_schedule_key(pipeline), deque(maxlen=_MAX_SIMULATIONS)
-        ).append((tuple(seconds), send_seconds, makespan))
-    return makespan
-
-
-def simulate_stages(
-    pipeline: PipelineStages, seconds: Sequence[StageSeconds], send_seconds: float
-) -> float:
-    """Return the same as `simulate_pipeline`, with `seconds` per stage."""
-    if pipeline.num_ranks == 1:
-        return pipeline.num_micro_batches * sum(stage.total for stage in seconds)
-    schedule = (
-        pipeline.schedule,
-        pipeline.num_ranks,
-        pipeline.num_micro_batches,
-        pipeline.virtual_stages,
-    )
-    return _simulate_schedule(*schedule, tuple(seconds), send_seconds)
-
-
-@lru_cache(maxsize=4096)
-def _simulate_schedule(
-    name: str,
-    num_ranks: int,
-    num_micro_batches: int,
-    virtual_stages: int | None,
-    seconds: tuple[StageSeconds, ...],
-    send_seconds: float,
-) -> float:
-    """Simulate a schedule. Cached, because layouts that differ only in ZeRO often have the same
-    times."""
-    times = ActionTimes(
-        tuple(stage.forward for stage in seconds),
-        tuple(stage.backward - stage.weight_gradient for stage in seconds),
-        tuple(stage.weight_gradient for stage in seconds),
-        (send_seconds,) * (len(seconds) - 1),
-    )
-    return _extrapolate(
-        lambda micro_batches: simulate_step_seconds(
-            _load_schedule(name, num_ranks, micro_batches, virtual_stages), times
-        ),
-        num_ranks,
-        num_micro_batches,
-        has_one_stage_per_rank=len(seconds) == num_ranks,
-    )
-
-
-def is_simulated(pipeline: PipelineStages) -> bool:
-    """Return True if `bound_simulation` has an earlier simulation of the pipeline's
-    schedule."""
-    return pipeline.num_ranks > 1 and _build_schedule_key(pipeline) in _SIMULATIONS
-
-
-def bound_simulation(
-    pipeline: PipelineStages, seconds: Sequence[StageSeconds], send_seconds: float
-) -> float:
-    """Return a lower bound of `simulate_pipeline`, from earlier simulations of the same schedule. 0
-    if there are none.
-
-    A step's time grows with every pass and scales with all of them: if each part is at least a
-    share of its earlier value, so is the step.
-    """
-    if pipeline.num_ranks == 1:
-        return 0.0
-    best = 0.0
-    for earlier_seconds, earlier_send, makespan in _SIMULATIONS.get(
-        _build_schedule_key(pipeline), ()
-    ):
-        share = send_seconds / earlier_send if earlier_send > 0 else float("inf")
-        for now, earlier in zip(seconds, earlier_seconds, strict=True):
-            share = min(share, now[0] / earlier[0], now[2] / earlier[2] if earlier[2] else share)
-            # A schedule may split the backward pass: both parts must be at least the share.
-            share = min(share, (now[1] - now[2]) / (earlier[1] - earlier[2]))
-            if share * makespan <= best:
-                break
-        else:
-            best = share * makespan
-    return best
-
-
-_SIMULATIONS: dict[tuple[object, ...], deque[tuple[tuple[StageSeconds, ...], float, float]]] = {}
-"""Latest simulations per schedule and partition: seconds of the kinds of stages, of a send, and
-of the step."""
-_MAX_SIMULATIONS = 12
-
-
-def _build_schedule_key(pipeline: PipelineStages) -> tuple[object, ...]:
-    partition = pipeline.partition
-    return (
-        pipeline.schedule,
-        pipeline.num_ranks,
-        pipeline.num_micro_batches,
-        pipeline.virtual_stages,
-        partition.kind_of_stage,
-    )
-
-
-def _extrapolate(
-    measure: Callable[[int], float],
-    num_ranks: int,
-    num_micro_batches: int,
-    *,
-    has_one_stage_per_rank: bool,
-) -> float:
-    """Extrapolate a quantity that grows linearly with rounds of micro-batches, from two
-    schedules in steady state."""
-    short, long = (
-        rounds * num_ranks
-        for rounds in (_SINGLE_STAGE_ROUNDS if has_one_stage_per_rank else _VIRTUAL_STAGE_ROUNDS)
-    )
-    rest = num_micro_batches % num_ranks
-    if num_micro_batches <= long + rest:
-        return measure(num_micro_batches)
-    # Both have the same remainder of a round, so that their end equals the end of this
-    # schedule.
-    low = measure(short + rest)
-    high = measure(long + rest)
-    return low + (high - low) / (long - short) * (num_micro_batches - short - rest)
-
-
-@lru_cache(maxsize=512)
-def _load_schedule(
-    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None
-) -> Schedule:
-    return load_schedule(name, num_ranks, num_micro_batches, virtual_stages)

@@ -116,23 +116,23 @@ def plan_recipe(
     predictor = Predictor(facts, cluster, efficiency)
     # Raise for an unsupported precision before the search starts.
     predictor.get_rates(template.precision)
-    question = build_problem(recipe, template, cluster.num_gpus)
-    result = search_layouts(predictor, question, num_layouts=num_layouts)
+    problem = build_problem(recipe, template, cluster.num_gpus)
+    result = search_layouts(predictor, problem, num_layouts=num_layouts)
     candidate = build_recipe_candidate(recipe, template, cluster.num_gpus)
     conflict = explain_missing_candidate(recipe, template, cluster.num_gpus)
     if candidate is not None:
-        conflict = explain_conflict(predictor, question, candidate)
+        conflict = explain_conflict(predictor, problem, candidate)
     return PlanningResult(
         predictions=tuple(result.predictions[:num_layouts]),
         chosen=result.chosen,
         recipe_prediction=None if candidate is None or conflict else predictor.predict(candidate),
-        rejections=tuple(find_rejections(predictor, question)),
-        scale_points=tuple(scale_devices(facts, cluster, efficiency, question, gpu_counts)),
-        explanation=tuple(explain(predictor, question, result)) if should_explain else (),
+        rejections=tuple(find_rejections(predictor, problem)),
+        scale_points=tuple(scale_devices(facts, cluster, efficiency, problem, gpu_counts)),
+        explanation=tuple(explain(predictor, problem, result)) if should_explain else (),
         effort=SearchEffort(result.num_proven, result.num_predicted, result.num_too_large),
         remedy=None
         if result.chosen
-        else _find_remedy(facts, cluster, efficiency, predictor, question),
+        else _find_remedy(facts, cluster, efficiency, predictor, problem),
         precision_reason=None if choice is None else choice.reason,
         is_chosen_for_margin=result.best_with_margin is not None,
         recipe_conflict=conflict,

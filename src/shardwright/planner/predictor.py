@@ -9,24 +9,15 @@ from shardwright.architecture import ModelShape
 from shardwright.hardware import Cluster
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import NetworkModel
-from shardwright.planner.compute import DeviceRates
+from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory import predict_memory
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
-from shardwright.planner.pipeline import (
-    PipelineStages,
-    bound_simulation,
-    get_pipeline,
-    is_simulated,
-)
+from shardwright.planner.pipeline import PipelineStages, get_pipeline
+from shardwright.planner.pipeline_simulation import bound_simulation, is_simulated
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.step_time import (
-    LayerCosts,
-    StepCosts,
-    compute_stage_seconds,
-    count_turns,
-    predict_time,
-)
+from shardwright.planner.step_costs import LayerCosts, StepCosts
+from shardwright.planner.step_time import compute_stage_seconds, count_turns, predict_time
 
 
 def predict(
@@ -34,8 +25,8 @@ def predict(
 ) -> Prediction:
     """Predict memory and time of one optimizer step of `candidate` on `cluster`.
 
-    The candidate's layout must divide the model and the batch (see `planner.rules`). Its world
-    size may be smaller than the cluster; it then uses the first ranks.
+    The candidate's layout must divide the model and the batch (see `planner.divisibility`). Its
+    world size may be smaller than the cluster; it then uses the first ranks.
 
     Raises:
         InputError: the accelerator has no units for the precision, or the schedule does not
@@ -77,8 +68,9 @@ class Predictor:
     def get_pipeline_stages(self, candidate: Candidate) -> PipelineStages:
         """Return the stages of the candidate and their schedule."""
         steps = candidate.gradient_accumulation_steps
-        rule = candidate.conventions.stage_rule
-        return get_pipeline(self.facts, candidate.layout, steps, candidate.sequence_length, rule)
+        return get_pipeline(
+            self.facts, candidate.layout, steps, candidate.sequence_length, candidate.engine
+        )
 
     def compute_memory(self, candidate: Candidate, pipeline: PipelineStages) -> MemoryParts:
         """Compute the memory of the rank that needs the most."""

@@ -24,50 +24,31 @@ import gc
 import heapq
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from math import prod
 
-from shardwright.planner.activations import get_layer_activations
-from shardwright.planner.bounds import (
-    DataTrafficBound,
-    PipelineBoundModel,
-    PipelineKey,
-    compute_overhead,
-    merge_bounds,
-)
+from shardwright.planner.bounds import compute_overhead, merge_bounds
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.divisibility import list_schedules
-from shardwright.planner.memory import (
-    PersistentMemory,
-    StageLoad,
-    compute_persistent_memory,
-    predict_memory,
-)
-from shardwright.planner.pipeline import PipelineStages, is_simulated
+from shardwright.planner.choice_costs import ChoiceCosts
+from shardwright.planner.memory import predict_memory
+from shardwright.planner.pipeline_simulation import is_simulated
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.predictor import Predictor
+from shardwright.planner.search_result import (
+    EQUAL_STEP_SHARE,
+    SearchResult,
+    build_layout_key,
+    measure_complexity,
+)
 from shardwright.planner.search_space import (
     CHEAPEST_EXECUTION,
     Degrees,
-    ExecutionChoice,
     PlanningProblem,
     SearchSpace,
     ShardingChoice,
 )
-from shardwright.planner.search_state import (
-    MicroBatchActivations,
-    PartialChoice,
-    PipelineOptions,
-    ScheduleOption,
-    build_pipeline_options,
-)
-from shardwright.planner.step_time import LayerCosts
-
-EQUAL_STEP_SHARE = 0.03
-"""Layouts whose step times differ by less than this share count as equal: predictions are no
-more precise, and less partitioning is simpler."""
+from shardwright.planner.search_state import PartialChoice, PipelineOptions, ScheduleOption
+from shardwright.planner.step_costs import LayerCosts
 
 MAX_EXTRA_EXPANSIONS = 200
 """Choices expanded for the rest of the table after the fastest is known. After that, only
@@ -76,61 +57,6 @@ simpler ones that are as fast as the best."""
 EXTRA_EXPANSION_FACTOR = 4
 """Factor of `MAX_EXTRA_EXPANSIONS` while the search has found fewer layouts than the table has
 rows, as few fit."""
-
-
-@dataclass
-class SearchResult:
-    """Search result, best first, one prediction per `build_layout_key`, and search statistics."""
-
-    predictions: list[Prediction] = field(default_factory=list)
-    num_proven: int = 0
-    """Number of leading predictions that no unexplored layout can precede."""
-    num_predicted: int = 0
-    num_too_large: int = 0
-    min_needed_bytes: float = float("inf")
-    """Smallest memory among candidates that did not fit."""
-    best_with_margin: Prediction | None = None
-    """Best layout within the memory margin, if the best of all is tight. Not necessarily among
-    `predictions`."""
-
-    @property
-    def chosen(self) -> Prediction | None:
-        """Recommended layout. It is tight only if no layout fits with the memory margin."""
-        return self.best_with_margin or self.best
-
-    @property
-    def best(self) -> Prediction | None:
-        """Layout with the least partitioning among those within `EQUAL_STEP_SHARE` of the fastest;
-        of equal ones the fastest."""
-        if not self.predictions:
-            return None
-        limit = self.predictions[0].time.step * (1 + EQUAL_STEP_SHARE)
-        fastest = [prediction for prediction in self.predictions if prediction.time.step <= limit]
-        return min(
-            fastest,
-            key=lambda prediction: (measure_complexity(prediction.candidate), prediction.time.step),
-        )
-
-
-def measure_complexity(candidate: Candidate) -> tuple[int, int, int, int]:
-    """Return a candidate's complexity: axes of model parallelism in use, the product of their
-    degrees, ZeRO stage, recomputation."""
-    layout = candidate.layout
-    degrees = (layout.pp, layout.tp, layout.cp, layout.ep)
-    num_axes = sum(degree > 1 for degree in degrees)
-    return (
-        num_axes,
-        prod(degrees),
-        layout.zero_stage,
-        ("none", "selective", "full").index(candidate.recompute),
-    )
-
-
-def build_layout_key(candidate: Candidate) -> tuple[int, ...]:
-    """Return the key that distinguishes layouts in the table: degrees and ZeRO stage, without
-    details."""
-    layout = candidate.layout
-    return layout.pp, layout.tp, layout.cp, layout.ep, layout.zero_stage
 
 
 def search_layouts(
@@ -193,6 +119,7 @@ class _LayoutSearch:
         self.problem = problem
         self.facts = predictor.facts
         self.space = SearchSpace(predictor.facts, problem, predictor.cluster.domain_size)
+        self.costs = ChoiceCosts(predictor, problem, self.space)
         self.result = SearchResult()
         self._straggler_factor, self._fixed_seconds = compute_overhead(predictor, problem.num_gpus)
         self._counter = count()
@@ -200,18 +127,10 @@ class _LayoutSearch:
         self._predicted: dict[tuple[int, ...], Prediction] = {}
         self._proven: dict[tuple[int, ...], Prediction] = {}
         self._min_parallel_axes: int | None = None
-        self._costs: dict[tuple[object, ...], LayerCosts] = {}
-        self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
-        self._min_activations: dict[tuple[object, ...], list[MicroBatchActivations]] = {}
-        self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
-        self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
-        self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
-        self._distinct_bounds: dict[tuple[object, ...], list[PipelineBoundModel]] = {}
-        self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
 
     def run(self, num_layouts: int, max_extra_expansions: int) -> SearchResult:
-        for alike in self.space.list_degrees():
-            self._push_coarse(alike)
+        for variants in self.space.list_degrees():
+            self._push_coarse(variants)
         remaining = max_extra_expansions
         while self._heap:
             bound, num_axes, _, expand = heapq.heappop(self._heap)
@@ -296,11 +215,11 @@ class _LayoutSearch:
     def _bound_seconds(self, variants: tuple[Degrees, ...], largest: Degrees) -> float:
         """Return the minimum seconds of all variants, from the cost per row of the largest
         micro-batch."""
-        costs = self._get_layer_costs(largest, CHEAPEST_EXECUTION)
+        costs = self.costs.get_layer_costs(largest, CHEAPEST_EXECUTION)
         rows = variants[0].micro_batch_size * variants[0].accumulation_steps
         # Of the largest one's time: the first micro-batch may be the smallest.
         share = variants[0].micro_batch_size / largest.micro_batch_size
-        pipelines = self._list_distinct_bounds(variants)
+        pipelines = self.costs.list_distinct_bounds(variants)
         return min(
             (
                 bounds.compute_seconds(costs, rows / largest.micro_batch_size, share)
@@ -309,26 +228,11 @@ class _LayoutSearch:
             default=float("inf"),
         )
 
-    def _list_distinct_bounds(self, variants: tuple[Degrees, ...]) -> list[PipelineBoundModel]:
-        """List the distinct pipeline bounds of all micro-batch variants."""
-        key = (variants[0].pp, tuple(degrees.accumulation_steps for degrees in variants))
-        bounds = self._distinct_bounds.get(key)
-        if bounds is None:
-            options = [
-                pipelines
-                for degrees in variants
-                if (pipelines := self._get_pipeline_options(degrees)) is not None
-            ]
-            bounds = self._distinct_bounds[key] = list(
-                {b.key: b for pipelines in options for b in pipelines.distinct_bounds}.values()
-            )
-        return bounds
-
     def _expand_variants(self, variants: tuple[Degrees, ...]) -> None:
         for degrees in variants:
-            pipelines = self._get_pipeline_options(degrees)
+            pipelines = self.costs.get_pipeline_options(degrees)
             if pipelines is not None and self._has_capacity_for_degrees(degrees):
-                costs = self._get_layer_costs(degrees, CHEAPEST_EXECUTION)
+                costs = self.costs.get_layer_costs(degrees, CHEAPEST_EXECUTION)
                 min_seconds = min(
                     bounds.compute_seconds(costs, degrees.accumulation_steps)
                     for bounds in pipelines.distinct_bounds
@@ -336,27 +240,15 @@ class _LayoutSearch:
                 self._push(min_seconds, degrees, partial(self._expand_degrees, degrees, pipelines))
 
     def _has_capacity_for_degrees(self, degrees: Degrees) -> bool:
-        pipelines = self._get_pipeline_options(degrees)
+        pipelines = self.costs.get_pipeline_options(degrees)
         if pipelines is None:
             return False
-        key = (degrees.tp, degrees.cp, degrees.micro_batch_size)
-        alternatives = self._min_activations.get(key)
-        if alternatives is None:
-            executions = [
-                CHEAPEST_EXECUTION._replace(recompute=recompute)
-                for recompute in self.problem.recompute_kinds
-            ]
-            alternatives = self._min_activations[key] = [
-                self._get_activations(degrees, execution) for execution in executions
-            ]
-        activation_bytes = min(
-            alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives
-        )
+        activation_bytes = self.costs.compute_min_activation_bytes(degrees, pipelines)
         return self._has_capacity_for_live(
             degrees, activation_bytes
         ) and self._has_capacity_for_live(
             degrees,
-            self._get_persistent_memory(
+            self.costs.get_persistent_memory(
                 degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
             ).total_at_loss
             + activation_bytes,
@@ -369,79 +261,23 @@ class _LayoutSearch:
             return
         # The first rank's minimum over schedules with everything sharded, before the individual
         # options.
-        standing = self._get_persistent_memory(
+        persistent_bytes = self.costs.get_persistent_memory(
             degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
         ).total_at_loss
-        for how in self.space.list_executions(degrees):
-            activations = self._get_activations(degrees, how)
+        for execution in self.space.list_executions(degrees):
+            activations = self.costs.get_activations(degrees, execution)
             min_bytes = activations.compute_min_bytes(pipelines.num_passes)
-            if self._has_capacity_for_live(degrees, standing + min_bytes):
-                costs = self._get_layer_costs(degrees, how)
+            if self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
+                costs = self.costs.get_layer_costs(degrees, execution)
                 bounds = {
                     each.key: each.compute_bound(costs, degrees.accumulation_steps)
                     for each in pipelines.distinct_bounds
                 }
                 seconds = min(bound.seconds for bound in bounds.values())
                 choice = PartialChoice(
-                    degrees, how, pipelines, costs, activations, min_bytes, bounds
+                    degrees, execution, pipelines, costs, activations, min_bytes, bounds
                 )
                 self._push(seconds, degrees, partial(self._expand_execution, choice))
-
-    def _get_pipeline_options(self, degrees: Degrees) -> PipelineOptions | None:
-        """Return the schedules that can run, None if there are none."""
-        key = (degrees.pp, degrees.accumulation_steps)
-        if key not in self._schedules:
-            options = []
-            for name, virtual in list_schedules(self.facts, degrees.pp, degrees.accumulation_steps):
-                candidate = self.space.build_candidate(
-                    degrees, CHEAPEST_EXECUTION, schedule=(name, virtual)
-                )
-                pipeline = self.predictor.get_pipeline_stages(candidate)
-                options.append(
-                    ScheduleOption(
-                        self._get_pipeline_bounds(pipeline),
-                        pipeline.build_rank_load(0),
-                        name,
-                        virtual,
-                    )
-                )
-            self._schedules[key] = (
-                build_pipeline_options(options, is_single_stage=degrees.pp == 1)
-                if options
-                else None
-            )
-        return self._schedules[key]
-
-    def _get_pipeline_bounds(self, pipeline: PipelineStages) -> PipelineBoundModel:
-        bounds = PipelineBoundModel(pipeline)
-        return self._bounds.setdefault(bounds.key, bounds)
-
-    def _get_layer_costs(self, degrees: Degrees, execution: ExecutionChoice) -> LayerCosts:
-        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size, execution)
-        costs = self._costs.get(key)
-        if costs is None:
-            costs = self._costs[key] = self.predictor.compute_layer_costs(
-                self.space.build_candidate(degrees, execution)
-            )
-        return costs
-
-    def _get_activations(
-        self, degrees: Degrees, execution: ExecutionChoice
-    ) -> MicroBatchActivations:
-        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
-        activations = self._activations.get(key)
-        if activations is None:
-            candidate = self.space.build_candidate(degrees, execution)
-            layers = [
-                get_layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds
-            ]
-            backward_bytes = tuple(
-                layer.recomputed_bytes + layer.gradient_bytes for layer in layers
-            )
-            activations = self._activations[key] = MicroBatchActivations(
-                tuple(layer.saved_bytes for layer in layers), backward_bytes
-            )
-        return activations
 
     # Level 3: ZeRO.
 
@@ -451,14 +287,14 @@ class _LayoutSearch:
             return
         merged = merge_bounds(list(chosen.bounds.values()))
         for sharding in self.space.list_shardings(degrees):
-            standing = self._get_persistent_memory(
+            persistent_bytes = self.costs.get_persistent_memory(
                 degrees, chosen.pipelines.first_rank_load, sharding
             ).total_at_loss
             if self._is_proven(degrees, sharding) or not self._has_capacity_for_live(
-                degrees, standing + chosen.min_activation_bytes
+                degrees, persistent_bytes + chosen.min_activation_bytes
             ):
                 continue
-            weight_seconds, exposed_seconds = self._get_data_bound(
+            weight_seconds, exposed_seconds = self.costs.get_data_bound(
                 degrees, sharding, merged.min_layers
             ).compute_seconds(degrees.accumulation_steps, merged)
             seconds = merged.seconds + weight_seconds + exposed_seconds
@@ -467,40 +303,6 @@ class _LayoutSearch:
                 degrees,
                 partial(self._expand_sharding, chosen, sharding, weight_seconds, exposed_seconds),
             )
-
-    def _get_data_bound(
-        self, degrees: Degrees, sharding: ShardingChoice, min_layers: tuple[int, ...]
-    ) -> DataTrafficBound:
-        key = (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding, min_layers)
-        bound = self._data_bounds.get(key)
-        if bound is None:
-            bound = self._data_bounds[key] = DataTrafficBound(
-                self.predictor,
-                self.space.build_candidate(degrees, CHEAPEST_EXECUTION, sharding),
-                min_layers,
-            )
-        return bound
-
-    def _get_persistent_memory(
-        self, degrees: Degrees, load: StageLoad, sharding: ShardingChoice
-    ) -> PersistentMemory:
-        """Return the cached memory of a rank that persists between steps."""
-        key = (
-            degrees.tp,
-            degrees.cp,
-            degrees.ep,
-            degrees.data_ranks,
-            degrees.accumulation_steps > 1,
-            load.layers,
-            load.has_head,
-            sharding,
-        )
-        memory = self._persistent.get(key)
-        if memory is None:
-            memory = self._persistent[key] = compute_persistent_memory(
-                self.facts, self.space.build_candidate(degrees, CHEAPEST_EXECUTION, sharding), load
-            )
-        return memory
 
     def _is_proven(self, degrees: Degrees, sharding: ShardingChoice) -> bool:
         return (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding.zero_stage) in self._proven
@@ -546,7 +348,7 @@ class _LayoutSearch:
             )
             if self._has_capacity_for_live(
                 degrees,
-                self._get_persistent_memory(degrees, load, sharding).total_at_loss
+                self.costs.get_persistent_memory(degrees, load, sharding).total_at_loss
                 + activation_bytes,
             ):
                 seconds = (
@@ -573,14 +375,16 @@ class _LayoutSearch:
         candidate = self.space.build_candidate(chosen.degrees, chosen.execution, sharding, schedule)
         if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
             return
-        standing = self._get_persistent_memory(chosen.degrees, scheduled.first_rank_load, sharding)
+        persistent = self.costs.get_persistent_memory(
+            chosen.degrees, scheduled.first_rank_load, sharding
+        )
         if not self._has_capacity_for(
             predict_memory(
                 self.facts,
                 candidate,
                 scheduled.first_rank_load,
                 self.predictor.efficiency,
-                standing,
+                persistent,
             ).total
         ):
             return

@@ -103,20 +103,20 @@ class SearchSpace:
         """Yield the first choices. Those that differ only in the split of a rank's rows come
         together, smallest micro-batch first."""
         facts = self.facts
-        question = self.problem
-        for tp in list_divisors(question.num_gpus):
+        problem = self.problem
+        for tp in list_divisors(problem.num_gpus):
             if tp > facts.shape.num_heads or explain_tensor_conflict(facts, tp):
                 continue
-            for cp in list_divisors(question.num_gpus // tp):
+            for cp in list_divisors(problem.num_gpus // tp):
                 if not self._list_sequence_methods(tp, cp):
                     continue
-                for pp in list_divisors(question.num_gpus // tp // cp):
+                for pp in list_divisors(problem.num_gpus // tp // cp):
                     if pp > facts.shape.num_layers:
                         break
-                    data_ranks = question.num_gpus // tp // cp // pp
+                    data_ranks = problem.num_gpus // tp // cp // pp
                     for ep, variants in product(
                         self._list_expert_degrees(data_ranks * cp),
-                        list_batches(question, data_ranks),
+                        list_batches(problem, data_ranks),
                     ):
                         yield tuple(
                             Degrees(pp, tp, cp, ep, data_ranks, micro_batch, steps)

@@ -6,9 +6,9 @@ from operator import mul
 from typing import NamedTuple
 
 from shardwright.planner.bounds import PipelineBoundModel, PipelineKey, PipelineTimeBound
-from shardwright.planner.memory import StageLoad
+from shardwright.planner.parameter_memory import StageLoad
 from shardwright.planner.search_space import Degrees, ExecutionChoice
-from shardwright.planner.step_time import LayerCosts
+from shardwright.planner.step_costs import LayerCosts
 
 
 class ScheduleOption(NamedTuple):

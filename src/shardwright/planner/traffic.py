@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
-from shardwright.planner.activations import count_micro_batch_tokens, resolve_context_method
+from shardwright.planner.attention_activations import resolve_context_method
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import NetworkModel, StridedGroup
-from shardwright.planner.compute import LayerSeconds, count_expert_tensor_ranks
+from shardwright.planner.compute import LayerSeconds
 from shardwright.planner.model_costs import LayerKind, ModelFacts, ParameterElements
 
 
@@ -119,16 +119,14 @@ def _compute_tensor_seconds(
 ) -> tuple[float, float]:
     if group.num_ranks == 1:
         return 0.0, 0.0
-    size = (
-        count_micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
-    )
+    size = candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
     hops = network.efficiency.hop_seconds * (group.num_ranks - 1)
     if not candidate.layout.sequence_parallel:
         both = 2 * (network.time_all_reduce(group, size) + 2 * hops)
         return both, both
     gather = network.time_all_gather(group, size) + hops
     scatter = network.time_reduce_scatter(group, size) + hops
-    repeated_gathers = 0.0 if candidate.conventions.should_save_gathered_sequence else 2 * gather
+    repeated_gathers = 0.0 if candidate.engine.should_save_gathered_sequence else 2 * gather
     return 2 * (gather + scatter), 2 * (gather + scatter) + repeated_gathers
 
 
@@ -140,9 +138,7 @@ def compute_end_traffic(
     group = groups["tp"]
     if group.num_ranks == 1:
         return 0.0, 0.0
-    size = (
-        count_micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
-    )
+    size = candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
     if not candidate.layout.sequence_parallel:
         return network.time_all_reduce(group, size), network.time_all_reduce(group, size)
     both = network.time_all_gather(group, size) + network.time_reduce_scatter(group, size)
@@ -158,7 +154,7 @@ def _compute_context_seconds(
     tp = candidate.layout.tp
     if cp == 1:
         return 0.0, 0.0, False
-    per_token = candidate.activation_bytes * count_micro_batch_tokens(candidate)
+    per_token = candidate.activation_bytes * candidate.micro_batch_tokens
     keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
     method = resolve_context_method(facts, candidate)
     if method == "ulysses":
@@ -186,45 +182,15 @@ def _compute_expert_seconds(
 ) -> float:
     """Compute seconds of one direction: rows sent to their experts, and results sent back."""
     experts = facts.shape.experts
-    spread = count_expert_tensor_ranks(candidate)
+    spread = candidate.engine.count_expert_tensor_ranks(candidate.layout.tp)
     if experts is None or not kind.shape.sparse or groups["ep"].num_ranks * spread == 1:
         return 0.0
     group = StridedGroup(groups["ep"].num_ranks * spread, groups["ep"].stride // spread)
     per_row = facts.shape.hidden_size * candidate.activation_bytes
-    tokens = count_micro_batch_tokens(candidate) / spread
-    num_draws = experts.experts_per_token
-    if not candidate.conventions.has_node_dispatch:
-        return 2 * network.time_all_to_all(group, tokens * num_draws * per_row)
-    gathered = 0.0
-    if candidate.layout.sequence_parallel and spread == 1:
-        # Each tensor-parallel rank sends the rows of its part of the sequence, and all ranks
-        # with a shard of an expert receive all of its rows.
-        rows = tokens * num_draws * per_row
-        gathered = network.time_all_gather(groups["tp"], rows) + network.time_reduce_scatter(
-            groups["tp"], rows
-        )
-        tokens /= candidate.layout.tp
-
-    def count_reached(places: float) -> float:
-        """Return the expected number of places, with equal numbers of experts, that have an
-        expert of a token."""
-        return places * (1 - (1 - 1 / places) ** num_draws)
-
-    # A token is sent once to each domain, and within it to each rank, that has one of its
-    # experts: those that k draws hit, or those of the groups it may use.
-    domains = group.num_ranks / network.cluster.count_ranks_per_domain(
-        group.num_ranks, group.stride
-    )
-    num_domains_reached = count_reached(domains)
-    max_domains = max(
-        experts.groups_per_token * domains / experts.num_groups,
-        min(domains, experts.groups_per_token),
-    )
-    if experts.num_groups > 1:
-        num_domains_reached = min(num_domains_reached, max_domains)
-    crossing = tokens * num_domains_reached * (domains - 1) / domains * per_row
-    return gathered + 2 * network.time_dispatch(
-        group, tokens * count_reached(group.num_ranks) * per_row, crossing
+    tokens = candidate.micro_batch_tokens / spread
+    sequence_group = groups["tp"] if candidate.layout.sequence_parallel and spread == 1 else None
+    return candidate.engine.time_expert_exchange(
+        network, group, experts, tokens, per_row, sequence_group
     )
 
 
@@ -263,10 +229,8 @@ def compute_data_traffic(
     one group of them, and of embedding and head."""
     layout = candidate.layout
     layers, group, ends = parts
-    gather_size = candidate.conventions.gather_bytes or float(candidate.activation_bytes)
-    reduce_size = candidate.conventions.reduce_bytes or (
-        2.0 if candidate.should_reduce_in_bf16 else float(candidate.master_bytes)
-    )
+    gather_size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
+    reduce_size = candidate.reduce_bytes
     if layout.zero_stage == 0 or layout.fsdp == 1:
         all_ranks = StridedGroup(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
         total = network.time_all_reduce(all_ranks, (layers.local + ends.local) * reduce_size)

@@ -13,12 +13,14 @@ from shardwright.model.decoder import Decoder
 from shardwright.model.forward_context import build_forward_context
 from shardwright.placement import build_parameter_layouts, partition_stages
 from shardwright.planner.activations import get_layer_activations
-from shardwright.planner.candidate import Candidate, FrameworkConventions, LowRankAdapter
+from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory import StageLoad, predict_memory
+from shardwright.planner.memory import predict_memory
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.parameter_memory import StageLoad
 from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.predictor import Predictor
+from shardwright.planner.published.conventions import FrameworkConventions
 from tests.unit.planner import models
 
 NO_OVERHEAD = Efficiency(
@@ -193,12 +195,11 @@ def test_a_framework_with_half_precision_weights_and_fp32_masters() -> None:
         weight_bytes=2.0,
         master_bytes=4.0,
         gradient_bytes=4.0,
-        should_cast_at_use=False,
         has_unsharded_gradients=True,
     )
     parts = predict_memory(
         facts,
-        Candidate(Layout(dp_shard=4, zero_stage=1), 128, conventions=conventions),
+        Candidate(Layout(dp_shard=4, zero_stage=1), 128, engine=conventions),
         load,
         NO_OVERHEAD,
     )

@@ -19,11 +19,11 @@ from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search import (
+from shardwright.planner.search import search_layouts
+from shardwright.planner.search_result import (
     EQUAL_STEP_SHARE,
     build_layout_key,
     measure_complexity,
-    search_layouts,
 )
 from shardwright.planner.search_space import PlanningProblem
 from shardwright.schedule import PIPELINE_SCHEDULES

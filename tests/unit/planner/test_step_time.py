@@ -10,11 +10,14 @@ from shardwright.errors import InputError
 from shardwright.hardware.measured_profile import CollectiveRate, MatmulRate, MeasuredProfile
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, Efficiency, predict
-from shardwright.planner.candidate import FrameworkConventions, LowRankAdapter
+from shardwright.planner.candidate import LowRankAdapter
 from shardwright.planner.communication import NetworkModel, StridedGroup
-from shardwright.planner.compute import DeviceRates, compute_end_seconds, compute_layer_seconds
+from shardwright.planner.compute import compute_end_seconds, compute_layer_seconds
+from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import StageSeconds, get_pipeline, simulate_stages
+from shardwright.planner.pipeline import get_pipeline
+from shardwright.planner.pipeline_simulation import StageSeconds, simulate_stages
+from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.schedule import ActionTimes, build_schedule
 from shardwright.schedule import simulate as simulate_schedule
 from tests.unit.planner import models
@@ -76,7 +79,7 @@ def test_separately_gathered_tensors_pay_the_latency_each() -> None:
         predict(
             models.read_shape("llama"),
             Candidate(
-                layout, 128, conventions=FrameworkConventions(should_gather_per_tensor=per_tensor)
+                layout, 128, engine=FrameworkConventions(should_gather_per_tensor=per_tensor)
             ),
             models.make_cluster(8),
             slow,
@@ -299,7 +302,7 @@ def test_whole_and_sharded_experts_take_equal_time_in_products(tp: int) -> None:
         compute_layer_seconds(
             facts,
             kind,
-            Candidate(layout, 512, 1, conventions=conventions),
+            Candidate(layout, 512, 1, engine=conventions),
             DeviceRates(models.make_cluster(8), IDEAL, "bf16"),
         )
         for conventions in (

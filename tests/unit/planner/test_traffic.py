@@ -10,9 +10,10 @@ import pytest
 
 from shardwright.layout import CpMethod, Layout
 from shardwright.planner import Efficiency
-from shardwright.planner.candidate import Candidate, FrameworkConventions
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import NetworkModel, StridedGroup, build_groups
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.traffic import (
     _compute_context_seconds,
     _compute_expert_seconds,
@@ -89,7 +90,7 @@ def predict_dispatch(
     facts = ModelFacts(models.read_shape("qwen3_moe"))
     network: Any = RecordingNetwork(per_node)
     kind = next(kind for kind in facts.kinds if kind.shape.sparse)
-    candidate = Candidate(layout, TOKENS, ROWS, conventions=conventions)
+    candidate = Candidate(layout, TOKENS, ROWS, engine=conventions)
     others = _compute_expert_seconds(facts, kind, candidate, network, build_groups(layout))
     return network.messages[0], others
 

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwright.config.recipe import RecomputeKind
-from shardwright.hardware import Accelerator
-from shardwright.layout import Layout
 from shardwright.layout.degrees import ZeroStage
-from shardwright.planner.candidate import FrameworkConventions
+from shardwright.planner.published.conventions import FrameworkConventions
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class FrameworkDefaults:
 
     conventions: FrameworkConventions
     earlier_conventions: FrameworkConventions | None = None
-    """Conventions of the release behind the earlier published rows (`_is_earlier_round`), without a
+    """Conventions of the release behind the earlier published rows (`row_conventions`), without a
     pipeline."""
     earlier_pipelined_conventions: FrameworkConventions | None = None
     """The same with a pipeline, whose sends limit how far the host runs ahead."""
@@ -59,9 +57,7 @@ class FrameworkDefaults:
     links: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-_MIXED_PRECISION = FrameworkConventions(
-    weight_bytes=2.0, master_bytes=4.0, should_cast_at_use=False, stage_rule="even"
-)
+_MIXED_PRECISION = FrameworkConventions(weight_bytes=2.0, master_bytes=4.0, stage_rule="even")
 """Half-precision weights beside fp32 master weights that are sharded with the optimizer
 states."""
 
@@ -89,7 +85,7 @@ _HUGGING_FACE = FrameworkConventions(
 )
 
 
-def _use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
+def use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
     """Return conventions with weights, gradients and states in bf16 only: 8 bytes per
     parameter."""
     return replace(
@@ -97,7 +93,6 @@ def _use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
         weight_bytes=2.0,
         gradient_bytes=2.0,
         has_half_precision_states=True,
-        should_cast_at_use=False,
     )
 
 
@@ -147,7 +142,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
     ),
     "megatron-core": FrameworkDefaults(
         # Gradients are summed in fp32 with bf16, but NVIDIA's performance recipes disable that
-        # (`engine_of`).
+        # (`build_conventions`).
         replace(
             _MIXED_PRECISION,
             name="megatron-core",
@@ -234,7 +229,6 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
             "litgpt",
             weight_bytes=2.0,
             gradient_bytes=2.0,
-            should_cast_at_use=False,
             num_gated_tensors=4.0,
             num_norm_tensors=3.0,
             should_load_unsharded=True,
@@ -283,7 +277,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
     "axolotl": FrameworkDefaults(
         # `bf16: true` loads and trains weights in bf16. Its examples recompute, and materialise
         # all logits.
-        _use_pure_bf16(replace(_HUGGING_FACE, name="axolotl")),
+        use_pure_bf16(replace(_HUGGING_FACE, name="axolotl")),
         zero_stage=3,
         should_replicate_adapted=True,
         recompute="full",
@@ -293,7 +287,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         # `dtype: bf16` applies to weights, gradients and states. The loss projects, casts and
         # reduces an eighth of the rows at a time (LinearCrossEntropyLoss): bf16, fp32 and
         # log-softmax of those logits.
-        _use_pure_bf16(
+        use_pure_bf16(
             FrameworkConventions(
                 "torchtune",
                 num_gated_tensors=4.0,
@@ -310,7 +304,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
     "automodel": FrameworkDefaults(
         # NeMo Automodel: transformers' models in bf16 under FSDP2, with its own kernels for
         # norms, gates and the loss.
-        _use_pure_bf16(
+        use_pure_bf16(
             FrameworkConventions("automodel", nf4_bytes=_DOUBLE_QUANTISED_BYTES, logit_bytes=4.0)
         ),
         zero_stage=3,
@@ -408,58 +402,3 @@ def is_performance_recipe(*texts: str) -> bool:
     (`peft.target_modules = ["linear_qkv"]`).
     """
     return any(re.search(_PERFORMANCE_RECIPE_PATTERN, text.lower()) for text in texts)
-
-
-_ZERO_3_OF_2021_PATTERN = r"2104\.04473|megatron-lm"
-"""Paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor at a time. Later
-releases gather a bucket at a time."""
-
-
-def build_conventions(
-    row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout, accelerator: Accelerator
-) -> FrameworkConventions:
-    """Return the conventions of a row's framework: those of its release, changed by the row's
-    notes."""
-    is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
-    release_engine = (framework.conventions_since_2025 if is_recent else None) or (
-        (
-            framework.earlier_conventions
-            if layout.pp == 1
-            else framework.earlier_pipelined_conventions
-        )
-        if _is_earlier_round(layout)
-        else None
-    )
-    engine = release_engine or framework.conventions
-    if engine.name == "huggingface" and re.search(
-        r"(?i)zero|deepspeed|\bds", row["notes.sharding"]
-    ):
-        engine = FRAMEWORK_DEFAULTS["deepspeed"].conventions
-    if row["notes.half_weights"] and engine.weight_bytes is None:
-        engine = _use_pure_bf16(engine)
-    if row["notes.mixed_precision"] == "PURE":
-        engine = replace(engine, reduce_bytes=2.0)
-    if "RMS kernel" in row["notes.kernel"]:
-        engine = replace(engine, num_norm_tensors=2.0)  # the fused kernel's input and output
-    if engine.name == "megatron-core" and is_performance_recipe(
-        row["notes.framework"], row["source"]
-    ):
-        engine = replace(engine, gradient_bytes=2.0, reduce_bytes=2.0)
-    if engine.name == "deepspeed" and re.search(_ZERO_3_OF_2021_PATTERN, row["source"].lower()):
-        engine = replace(engine, should_gather_per_tensor=True)
-    if row["notes.gradients"] and engine.gradient_bytes:
-        unsummed_bytes = engine.gradient_bytes if engine.has_separate_gradient_sum else 0.0
-        engine = replace(engine, gradient_bytes=4.0 + unsummed_bytes, reduce_bytes=4.0)
-    return engine
-
-
-def _is_earlier_round(layout: Layout) -> bool:
-    """Return True if a row of nanotron's table predates the persistent buffers of gathered
-    sequences.
-
-    The table has two rounds: scripts/scaling_benchmarks.py skips configurations of the first
-    round, except for pipelines older than a certain job. By their memory, pipelines of more
-    than two stages on up to 128 GPUs were not measured again, except for those with tensor
-    parallelism over four nodes, which the first round did not contain.
-    """
-    return layout.pp == 1 or (layout.pp > 2 and layout.tp <= 16 and layout.world_size <= 128)

@@ -26,7 +26,7 @@ def normalise_number(text: str, *, is_binary: bool = False) -> str:
 
     >>> normalise_number("8,192"), normalise_number("4M tokens"), normalise_number("n/a")
     ('8192', '4000000', '')
-    >>> normalise_number("8K", powers_of_two=True)
+    >>> normalise_number("8K", is_binary=True)
     '8192'
     """
     match = _NUMBER.match(text.strip().lower())

@@ -35,7 +35,10 @@ NOTE_PATTERNS: dict[str, str] = {
         r"|(?:micro|device)[_ -]?batch(?:[_ -]?size)?|\bmbs"
         rf"|batch(?:[_ -]?size)? per (?:gpu|device)){_IS_PATTERN}(\d+)"
     ),
-    "grad_accum": rf"(?i)(?:grad(?:ient)?[_ -]?acc(?:um\w*)?(?:[_ -]?steps?)?|\bGAS?){_IS_PATTERN}(\d+)",
+    "grad_accum": (
+        r"(?i)(?:grad(?:ient)?[_ -]?acc(?:um\w*)?(?:[_ -]?steps?)?|\bGAS?)"
+        rf"{_IS_PATTERN}(\d+)"
+    ),
     "expert_width": r"MoE expert FFN=(\d+)",
     "async_tp": r"(AsyncTP|TP-comm overlap)",
     "scaling": r"\b(rowwise|tensorwise|MXFP8|NVFP4|FP8-CS|FP8-MX)\b",

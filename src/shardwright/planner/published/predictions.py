@@ -62,9 +62,8 @@ def compute_reported_memory_bytes(
         facts = get_model_facts(run.shape)
         candidate = prediction.candidate
         steps = candidate.gradient_accumulation_steps
-        rule = candidate.conventions.stage_rule
         first = get_pipeline(
-            facts, candidate.layout, steps, candidate.sequence_length, rule
+            facts, candidate.layout, steps, candidate.sequence_length, candidate.engine
         ).build_rank_load(0)
         parts = predict_memory(facts, candidate, first, _find_efficiency(run, efficiencies))
     return {"allocated": parts.live, "reserved": parts.reserved, "device": parts.total}[
@@ -121,7 +120,5 @@ def list_candidates(run: PublishedRun) -> Iterator[Candidate]:
             continue
         candidate = replace(stated, micro_batch_size=size, gradient_accumulation_steps=steps)
         yield candidate
-        if candidate.conventions.num_unreleased_sequences:
-            yield replace(
-                candidate, conventions=replace(candidate.conventions, num_unreleased_sequences=0.0)
-            )
+        if run.conventions.num_unreleased_sequences:
+            yield replace(candidate, engine=replace(run.conventions, num_unreleased_sequences=0.0))

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 
 from shardwright.layout import Layout
-from shardwright.planner.candidate import Candidate, FrameworkConventions
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory import StageLoad, predict_memory
+from shardwright.planner.memory import predict_memory
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.parameter_memory import StageLoad
 from shardwright.planner.prediction import MemoryParts
+from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS, find_framework_name
 from shardwright.planner.published.measurements import (
     PublishedRun,
@@ -55,7 +57,7 @@ def predict_parts(
     load = StageLoad(tuple(kind.count for kind in facts.kinds))
     return predict_memory(
         facts,
-        Candidate(layout or Layout(), 64, conventions=conventions, **candidate),
+        Candidate(layout or Layout(), 64, engine=conventions, **candidate),
         load,
         NO_OVERHEAD,
     )  # type: ignore[arg-type]
@@ -102,7 +104,7 @@ def test_bytes_of_a_parameter_in_half_precision_and_under_autocast() -> None:
     assert llama_factory.gathered > 0  # casts
     pure_bf16 = read_case(
         source="LLaMA-Factory", task="full", gpus=1, notes="pure_bf16"
-    ).candidate.conventions
+    ).candidate.engine
     assert predict_parts(pure_bf16, gradient_accumulation_steps=2).optimizer == 4 * num
 
 
@@ -111,22 +113,22 @@ def test_performance_recipes_accumulate_in_half_precision_and_others_in_fp32() -
     other = read_case(source="a blog", tp=2)
     assert recipe.framework == other.framework == "megatron-core"
     assert (
-        recipe.candidate.conventions.gradient_bytes,
-        other.candidate.conventions.gradient_bytes,
+        recipe.candidate.engine.gradient_bytes,
+        other.candidate.engine.gradient_bytes,
     ) == (2.0, 4.0)
     with_fp32 = read_case(
         source="BLOOM", notes="BF16_Optimizer with fp32 grad accumulation"
-    ).candidate.conventions
+    ).candidate.engine
     assert with_fp32.gradient_bytes == 6.0
 
 
 def test_a_run_with_deepspeed_has_the_conventions_of_deepspeed() -> None:
     assert (
-        read_case(source="Hugging Face", notes="ZeRO-3").candidate.conventions
+        read_case(source="Hugging Face", notes="ZeRO-3").candidate.engine
         == FRAMEWORK_DEFAULTS["deepspeed"].conventions
     )
     assert (
-        read_case(source="Hugging Face", notes="FSDP").candidate.conventions
+        read_case(source="Hugging Face", notes="FSDP").candidate.engine
         == FRAMEWORK_DEFAULTS["huggingface"].conventions
     )
 
@@ -210,13 +212,13 @@ def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
     with_space = read_case(**row, micro_batch=1)
     full = read_case(**row, micro_batch=32)
     assert [
-        candidate.conventions.num_unreleased_sequences > 0
+        candidate.engine.num_unreleased_sequences > 0
         for candidate in list_candidates(with_space)
     ] == [True, False]
-    assert predict_run(with_space).candidate.conventions.num_unreleased_sequences > 0
-    assert predict_run(full).candidate.conventions.num_unreleased_sequences == 0
+    assert predict_run(with_space).candidate.engine.num_unreleased_sequences > 0
+    assert predict_run(full).candidate.engine.num_unreleased_sequences == 0
     pipelined = read_case(**row | {"tp": 4, "pp": 2}, micro_batch=1)
-    assert pipelined.candidate.conventions.num_unreleased_sequences == 0
+    assert pipelined.candidate.engine.num_unreleased_sequences == 0
 
 
 def test_layers_in_bf16_save_bf16_activations() -> None:

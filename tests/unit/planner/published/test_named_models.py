@@ -7,8 +7,8 @@ import re
 import pytest
 
 from shardwright.errors import InputError
+from shardwright.planner.published.model_catalogue import load_named_sizes
 from shardwright.planner.published.named_models import build_row_shape
-from shardwright.planner.published.named_sizes import load_named_sizes
 from tests.unit.planner.published.rows import ROW
 
 

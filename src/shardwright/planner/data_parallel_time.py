@@ -1,0 +1,154 @@
+"""Seconds of data-parallel communication in a step: exposed, and overlapped with compute."""
+
+from __future__ import annotations
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.communication import NetworkModel
+from shardwright.planner.model_costs import ParameterElements
+from shardwright.planner.parameter_memory import StageLoad, count_adapter_elements
+from shardwright.planner.step_costs import StepCosts
+from shardwright.planner.traffic import DataTraffic, compute_data_traffic
+
+
+def _sum_rank_parameters(
+    costs: StepCosts, load: StageLoad
+) -> tuple[ParameterElements, ParameterElements, ParameterElements]:
+    """Return a rank's parameters: all its layers, one group of them, and embedding and head."""
+    facts = costs.facts
+    by_part = facts.count_elements(costs.candidate.layout)
+    layers = ParameterElements()
+    group = ParameterElements()
+    for layer, count in zip(by_part.layers, load.layers, strict=True):
+        layers = layers.add(layer.multiply(count))
+        if count and layer.local > group.local:
+            group = layer
+    ends = ParameterElements()
+    if load.has_embedding or (load.has_head and facts.shape.tied_embeddings):
+        ends = ends.add(by_part.embedding)
+    if load.has_head:
+        ends = ends.add(by_part.head)
+    return (
+        layers,
+        group.multiply(min(costs.candidate.layout.wrap_blocks, max(1, sum(load.layers)))),
+        ends,
+    )
+
+
+def count_updated_elements(costs: StepCosts, load: StageLoad) -> float:
+    """Count the parameters that the rank updates."""
+    zero = costs.candidate.layout.zero_stage
+    if costs.candidate.adapter is not None:
+        adapters = count_adapter_elements(costs.facts, costs.candidate, load)
+        return adapters.sharded if zero >= 1 else adapters.local
+    layers, _, ends = _sum_rank_parameters(costs, load)
+    return layers.sharded + ends.sharded if zero >= 1 else layers.local + ends.local
+
+
+def compute_data_seconds(
+    costs: StepCosts, load: StageLoad, forward_seconds: float, backward_seconds: float
+) -> tuple[float, float]:
+    """Compute the seconds of data-parallel communication in a step: exposed, and overlapped
+    with compute.
+
+    Forward passes overlap with gathers, backward passes with gathers and reductions. The first
+    gather and the last reduction are exposed.
+    """
+    candidate = costs.candidate
+    return overlap_traffic(
+        candidate,
+        costs.network,
+        compute_rank_traffic(costs, load),
+        candidate.gradient_accumulation_steps,
+        forward_seconds,
+        backward_seconds,
+    )
+
+
+def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
+    """Compute the data-parallel communication of a stage. Zero with one data rank."""
+    candidate = costs.candidate
+    network = costs.network
+    layout = costs.candidate.layout
+    if layout.dp_replicate * layout.fsdp == 1:
+        return DataTraffic()
+    parts = _sum_rank_parameters(costs, load)
+    num_groups = candidate.engine.count_gather_groups(
+        num_block_groups=-(-sum(load.layers) // layout.wrap_blocks),
+        num_tensors=sum(
+            count * kind.num_tensors
+            for count, kind in zip(load.layers, costs.facts.kinds, strict=True)
+        ),
+    )
+    if candidate.adapter is not None:
+        adapters = count_adapter_elements(costs.facts, candidate, load)
+        frozen = (
+            parts
+            if layout.zero_stage == 3
+            else (ParameterElements(), ParameterElements(), ParameterElements())
+        )
+        gathers = compute_data_traffic(frozen, num_groups, candidate, network, costs.groups)
+        reductions = compute_data_traffic(
+            (adapters, ParameterElements(), ParameterElements()),
+            num_groups,
+            candidate,
+            network,
+            costs.groups,
+        )
+        return DataTraffic(
+            gathers.gather_seconds,
+            reductions.reduce_seconds,
+            gathers.first_gather_seconds,
+            reductions.last_reduce_seconds,
+            reductions.replica_reduce_seconds,
+        )
+    return compute_data_traffic(parts, num_groups, candidate, network, costs.groups)
+
+
+def overlap_traffic(
+    candidate: Candidate,
+    network: NetworkModel,
+    traffic: DataTraffic,
+    num_micro_batches: int,
+    forward_seconds: float,
+    backward_seconds: float,
+) -> tuple[float, float]:
+    """Return exposed and overlapped seconds of `traffic` in a step of `num_micro_batches`
+    micro-batches with passes of this length."""
+    stage = candidate.layout.zero_stage
+    share = network.efficiency.data_overlap
+    sharded = candidate.is_sharded
+    gathers_forward = num_micro_batches if stage == 3 and sharded else 1 if sharded else 0
+    gathers_backward = num_micro_batches if stage == 3 and sharded else 0
+    reduces_always = sharded and candidate.engine.should_reduce_each_micro_batch(stage)
+    reductions = num_micro_batches if reduces_always else 1
+    exposed = hidden = 0.0
+
+    def overlap(window: float, seconds: float, exposed_part: float, num_passes: int) -> None:
+        nonlocal exposed, hidden
+        covered = min(share * seconds, max(0.0, window), max(0.0, seconds - exposed_part))
+        exposed += num_passes * (seconds - covered)
+        hidden += num_passes * covered
+
+    if gathers_forward:
+        overlap(
+            forward_seconds, traffic.gather_seconds, traffic.first_gather_seconds, gathers_forward
+        )
+    # The last backward pass also overlaps with the reduction over replicas, the others (stage
+    # 3, or 2) with their own gathers and reductions.
+    gather = traffic.gather_seconds - traffic.first_gather_seconds if gathers_backward else 0.0
+    if reductions > 1:
+        overlap(
+            backward_seconds,
+            gather + traffic.reduce_seconds,
+            traffic.last_reduce_seconds,
+            reductions - 1,
+        )
+    elif gathers_backward > 1:
+        overlap(backward_seconds, gather, 0.0, gathers_backward - 1)
+    overlap(
+        backward_seconds,
+        gather + traffic.reduce_seconds + traffic.replica_reduce_seconds,
+        traffic.last_reduce_seconds,
+        1,
+    )
+    return exposed, hidden

@@ -1,0 +1,271 @@
+"""Formulas of shardwright's own engine at the points where training frameworks differ.
+
+The planner calls them through `Candidate.engine`. `planner.published.conventions` overrides them
+for other frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from shardwright.architecture.expert_shape import ExpertShape
+from shardwright.config.recipe import RecomputeKind
+from shardwright.layout import Layout
+from shardwright.layout.pipeline_stages import PipelineStage
+from shardwright.placement import partition_stages
+from shardwright.planner.backward_peak import BlockTensorBytes, compute_peak_gradient_bytes
+from shardwright.planner.communication import NetworkModel, StridedGroup
+from shardwright.planner.model_costs import ModelFacts, ParameterElements
+
+OptimizerKind = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd", "sgd_momentum"]
+
+OPTIMIZER_STATE_BYTES: dict[OptimizerKind, float] = {
+    "adamw": 8.0,
+    "adamw_8bit": 2.0 + 8.0 / 256,
+    "adafactor": 0.0,
+    "muon": 4.0,
+    "sgd": 0.0,
+    "sgd_momentum": 4.0,
+}
+"""Bytes of optimizer state per trained parameter, without master weights (8-bit: one fp32 scale
+per block of 256 for each moment).
+
+Not counted: Adafactor's two vectors per matrix, and Muon's larger AdamW states (8 bytes) of the
+embedding and head.
+"""
+
+_NF4_BYTES = 0.5 + 4.0 / 64
+"""Bytes per element of a frozen NF4 matrix: 4 bits, and an fp32 scale per block of 64."""
+
+
+class SavedTensors(NamedTuple):
+    """Numbers of tensors that a block saves for its backward pass."""
+
+    norm: float = 2.0
+    """Per norm, of model width: its input (the residual stream) and its output (the matmuls'
+    input)."""
+    column_inputs: int = 2
+    """Shared inputs of column-parallel matmuls: one per branch."""
+    gated: float = 3.0
+    """Of feed-forward width in a gated feed-forward: gate, up, product."""
+    dropped_inner: int = 0
+    """Of feed-forward width, counted above, that a dense block does not save."""
+    rotary: float = 0.0
+    """Copies of queries and keys in the rotary embedding."""
+    ring_outputs: float = 1.0
+    """Additional outputs of ring attention, saved in head order and in token order."""
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a block's tensors: all saved ones, the residual stream, results of matmuls and
+    attention, a branch's output, and the attention kernel's output."""
+
+    total: float
+    residual: float
+    matmul_results: float
+    branch_output: float
+    attention_output: float
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """Memory, precision and communication of shardwright's engine. Bytes are per parameter
+    unless a method states otherwise."""
+
+    # Weights.
+
+    @property
+    def has_master_weights(self) -> bool:
+        """True if the weights between steps are the master weights, which are cast or gathered
+        in the compute precision at use."""
+        return True
+
+    @property
+    def weight_shard_stage(self) -> int:
+        """Lowest ZeRO stage that shards the weights: all parameters are FSDP2's from stage 1."""
+        return 1
+
+    def get_weight_bytes(self, master_bytes: int) -> float:
+        """Return the bytes of a trained weight between steps."""
+        return master_bytes
+
+    def compute_quantised_weight_bytes(
+        self, num_matrix_elements: float, num_other_elements: float, activation_bytes: int
+    ) -> float:
+        """Compute the total bytes of a frozen model in NF4 and of its unquantised parameters."""
+        return num_other_elements * activation_bytes + num_matrix_elements * _NF4_BYTES
+
+    def compute_loading_bytes(self, unsharded_bytes: float, zero_stage: int) -> float:
+        """Compute total bytes that remain allocated after a frozen model is loaded."""
+        return 0.0
+
+    def get_gather_bytes(self, activation_bytes: int) -> float:
+        """Return the bytes of a gathered parameter, in transfer and in memory."""
+        return float(activation_bytes)
+
+    def should_recompute_casts(self, recompute: RecomputeKind) -> bool:
+        """Return True if casts of replicated weights are repeated rather than saved."""
+        return recompute != "none"
+
+    # Gradients and optimizer states.
+
+    def get_gradient_bytes(self, master_bytes: int) -> float:
+        """Return the bytes of an accumulated gradient."""
+        return float(master_bytes)
+
+    def get_reduce_bytes(self, master_bytes: int, *, should_reduce_in_bf16: bool) -> float:
+        """Return the bytes of a gradient element in reductions."""
+        return 2.0 if should_reduce_in_bf16 else float(master_bytes)
+
+    def get_optimizer_bytes(self, optimizer: OptimizerKind, master_bytes: int) -> float:
+        """Return the bytes of optimizer states, and of master weights beside the weights."""
+        return OPTIMIZER_STATE_BYTES[optimizer] * (2 if master_bytes == 8 else 1)
+
+    @property
+    def has_gradient_buffers(self) -> bool:
+        """True if buffers of unsharded gradients persist for the whole run."""
+        return False
+
+    def should_store_unsharded_gradients(self, zero_stage: int, *, is_accumulated: bool) -> bool:
+        """Return True if gradients are unsharded until their last micro-batch."""
+        return zero_stage == 0 or (zero_stage == 1 and is_accumulated)
+
+    def should_reduce_each_micro_batch(self, zero_stage: int) -> bool:
+        """Return True if sharded gradients are reduced after each micro-batch."""
+        return zero_stage >= 2
+
+    def compute_micro_batch_gradient_bytes(self, num_elements: float) -> float:
+        """Compute total bytes of one micro-batch's gradients beside their sums. Here they are
+        added as they are computed."""
+        return 0.0
+
+    def compute_pending_gradient_bytes(self, num_bytes: float) -> float:
+        """Return total gradient bytes not yet allocated at the peak of the first layer's backward
+        pass, of `num_bytes` that are allocated during or after it."""
+        return num_bytes
+
+    def compute_late_allocation_bytes(
+        self,
+        layout: Layout,
+        trained: ParameterElements,
+        *,
+        gradient_bytes: float,
+        peak_gradient_bytes: float,
+        peak_logit_bytes: float,
+        activation_bytes: float,
+    ) -> float:
+        """Compute total bytes allocated after the peak because no freed block is large enough
+        or belongs to that stream. Given are total bytes, those at the peak and of a pass."""
+        return 0.0
+
+    # Activations, in total bytes of one micro-batch.
+
+    def count_saved_tensors(self, adapted_roles: tuple[str, ...] | None) -> SavedTensors:
+        """Count the tensors that a block saves. `adapted_roles` have adapters, None without."""
+        return SavedTensors()
+
+    @property
+    def should_save_gathered_sequence(self) -> bool:
+        """True if sequence parallelism saves the gathered input of column-parallel matmuls
+        rather than gathering it again."""
+        return True
+
+    def compute_router_input_bytes(
+        self,
+        fp32_input_bytes: float,
+        matmul_input_bytes: float,
+        *,
+        has_shared_expert: bool,
+        is_half_precision: bool,
+    ) -> float:
+        """Compute the bytes that a sparse layer saves of its input beyond a dense layer.
+
+        The router saves its input in fp32. The experts save the rows sent to them instead of
+        the layer's input, which only a shared expert saves in the compute precision.
+        """
+        if has_shared_expert:
+            return fp32_input_bytes if is_half_precision else 0.0
+        return fp32_input_bytes - matmul_input_bytes
+
+    def compute_block_gradient_bytes(
+        self, block: BlockTensorBytes, branch_gradient_bytes: float
+    ) -> float:
+        """Compute the peak bytes of a block's backward pass beyond its saved tensors.
+        `branch_gradient_bytes`: all gradients of the larger branch."""
+        return compute_peak_gradient_bytes(block)
+
+    def compute_selective_bytes(
+        self, block: BlockBytes, *, is_fp4: bool, is_compiled: bool
+    ) -> tuple[float, float]:
+        """Return bytes that `recompute: selective` saves and recomputes.
+
+        It saves the block's input, the results of matmuls, and attention's output. Each branch
+        ends with a matmul of the residual width. The result of attention's output projection is
+        freed as soon as the block runs again: nothing else reads it.
+        """
+        saved = block.residual + (block.matmul_results + 2 * block.branch_output)
+        recomputed = block.total - block.residual - block.branch_output - block.matmul_results
+        return saved, max(0.0, recomputed)
+
+    def choose_largest_backward(self, layers: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Return recomputed and gradient bytes of the layer with the largest sum of both."""
+        return max([(0.0, 0.0), *layers], key=sum)
+
+    def compute_sequence_buffer_bytes(self, gathered_bytes: float) -> float:
+        """Compute bytes of gathered sequences that outlive their use. `gathered_bytes`: one."""
+        return 0.0
+
+    def compute_full_logit_bytes(self, tokens: int, vocab_size: int, tp: int) -> float:
+        """Compute bytes at the loss if it materialises all logits at once: 8 per logit."""
+        return tokens * (vocab_size / tp) * 8.0
+
+    @property
+    def num_chunked_loss_inputs(self) -> int:
+        """Tensors of the hidden states' size in the chunked loss: their gradient, and the hidden
+        states, which every chunk reads."""
+        return 2
+
+    # Time.
+
+    def get_score_bytes(self, activation_bytes: int) -> float:
+        """Return bytes moved per attention score without a fused kernel: about ten passes, in
+        fp32 and the compute precision."""
+        return 8 + 6 * activation_bytes
+
+    def count_gather_groups(self, num_block_groups: int, num_tensors: int) -> int:
+        """Count the calls that gather a rank's parameters: one per group of blocks."""
+        return num_block_groups
+
+    def count_expert_tensor_ranks(self, tp: int) -> int:
+        """Return over how many tensor-parallel ranks whole experts are distributed. 1 if each
+        expert is sharded instead."""
+        return 1
+
+    def time_expert_exchange(
+        self,
+        network: NetworkModel,
+        group: StridedGroup,
+        experts: ExpertShape,
+        tokens: float,
+        row_bytes: int,
+        sequence_group: StridedGroup | None,
+    ) -> float:
+        """Return seconds to send a rank's rows to their experts and the results back.
+
+        `sequence_group` are the tensor-parallel ranks among which the sequence of sharded experts
+        is sharded, None if it is not.
+        """
+        return 2 * network.time_all_to_all(group, tokens * experts.experts_per_token * row_bytes)
+
+    def partition_layers(
+        self, facts: ModelFacts, layout: Layout, sequence_length: int
+    ) -> Sequence[PipelineStage]:
+        """Partition the layers into pipeline stages."""
+        stages = partition_stages(facts.shape, layout, sequence_length)
+        assert stages is not None, layout
+        return stages
+
+
+SHARDWRIGHT_ENGINE = EngineModel()

@@ -1,0 +1,216 @@
+"""Bytes that one layer's operations move through memory, and the matmuls with their rows.
+
+Legend: N tokens of the micro-batch on this rank, S of them in its residual stream, D hidden
+size, F feed-forward width, Q and K widths of queries and of keys.
+"""
+
+from __future__ import annotations
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
+
+
+def count_dispatched_rows(facts: ModelFacts, candidate: Candidate) -> float:
+    """Count the rows that the rank sends to experts, equal to those it receives."""
+    experts = facts.shape.experts
+    assert experts is not None
+    return (
+        candidate.micro_batch_tokens
+        * experts.experts_per_token
+        / candidate.engine.count_expert_tensor_ranks(candidate.layout.tp)
+    )
+
+
+def list_matmuls(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> list[tuple[Matmul, float]]:
+    """List the matmuls of a layer with their rows on this rank."""
+    tokens = candidate.micro_batch_tokens
+    products: list[tuple[Matmul, float]] = [(product, float(tokens)) for product in kind.matmuls]
+    if kind.expert_matmuls:
+        experts = facts.shape.experts
+        assert experts is not None
+        local_experts = experts.num_experts / candidate.layout.ep
+        # Rows of all ranks that share the experts, spread evenly over the local ones. If
+        # tensor-parallel ranks hold whole experts, each rank has fewer experts with the same
+        # number of rows each.
+        rows = tokens * experts.experts_per_token / local_experts
+        products += [(product, rows) for product in kind.expert_matmuls]
+    return products
+
+
+def count_matmul_calls(
+    facts: ModelFacts, kind: LayerKind, matmul: Matmul, candidate: Candidate
+) -> float:
+    """Count the matmuls of this shape on the rank: one per local expert, otherwise 1."""
+    if matmul not in kind.expert_matmuls:
+        return 1.0
+    experts = facts.shape.experts
+    assert experts is not None
+    return experts.num_experts / (
+        candidate.layout.ep * candidate.engine.count_expert_tensor_ranks(candidate.layout.tp)
+    )
+
+
+def count_elementwise_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
+    """Count bytes that a layer's elementwise operations read and write, forward and backward,
+    as the model implements them.
+
+    A norm reads and writes S D (backward: reads twice, writes once, and once more for the
+    weight). A residual sum moves 3 S D, rotary embeddings 3 N (Q + K), a gate 5 N F, and 11 N F
+    backward.
+    """
+    shape = facts.shape
+    size = candidate.activation_bytes
+    tp = candidate.layout.tp
+    tokens = candidate.micro_batch_tokens
+    stream = candidate.residual_tokens
+    width = stream * shape.hidden_size
+    heads = tokens * (shape.query_width + shape.kv_width) / tp
+    experts = shape.experts if kind.shape.sparse else None
+    inner = tokens * shape.intermediate_size / tp
+    dispatched = 0.0
+    if experts is not None:
+        rows = tokens * experts.experts_per_token
+        inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
+        # Rows are gathered, weighted and added back.
+        dispatched = count_dispatched_rows(facts, candidate) * shape.hidden_size
+        if experts.expert_bias:
+            # Biases added to rows and a clamped gate are separate operations: forward they read
+            # and write about nine tensors of the inner width, backward twice as many, and two
+            # of the model's width.
+            dispatched += dispatched / 3
+            inner += rows * experts.intermediate_size / tp * 1.8
+    gated = shape.is_gated or experts is not None
+    forward = (
+        width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * dispatched
+    )
+    backward = (
+        width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * dispatched
+    )
+    return forward * size, backward * size
+
+
+def count_adapter_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
+    """Count bytes that adapters move beside their matrices, forward and backward. Their matmuls
+    are so narrow that they are memory-bound.
+
+    Forward: the input is read; the second matmul's result is written, scaled, and added to the
+    matrix's output. Backward: the scaled gradient is written and read by two matmuls, the input
+    is read by a third, and its gradient is written and added.
+    """
+    adapter = candidate.adapter
+    tp = candidate.layout.tp
+    if adapter is None:
+        return 0.0, 0.0
+    forward = backward = 0.0
+    for product, rows in list_matmuls(facts, kind, candidate):
+        if product.role not in adapter.roles:
+            continue
+        rows *= count_matmul_calls(facts, kind, product, candidate)
+        num_in = (
+            rows * product.num_inputs / (tp if product.sharding in ("rows", "expert_rows") else 1)
+        )
+        num_out = (
+            rows
+            * product.num_outputs
+            / (tp if product.sharding in ("columns", "expert_columns") else 1)
+        )
+        forward += num_in + 6 * num_out
+        backward += 5 * num_in + 4 * num_out
+    return forward * candidate.activation_bytes, backward * candidate.activation_bytes
+
+
+_DEQUANTISATION_BYTES = 6.0
+"""Bytes moved per NF4 weight of a matmul: 4 bits read, looked up and written, scaled by scales
+that are quantised too."""
+
+
+def count_dequantisation_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Count bytes moved in one pass through a layer to dequantise all of its frozen NF4
+    matrices (QLoRA)."""
+    adapter = candidate.adapter
+    if adapter is None or not adapter.quantised:
+        return 0.0
+    elements = sum(
+        float(product.num_inputs * product.num_outputs)
+        * count_matmul_calls(facts, kind, product, candidate)
+        for product in (*kind.matmuls, *kind.expert_matmuls)
+        if product.role not in adapter.unquantised
+    )
+    return elements / candidate.layout.tp * _DEQUANTISATION_BYTES
+
+
+_QUANTISATION_BYTES = 4.0
+"""Bytes moved per element of a low-precision matmul's input: read in bf16, written once by rows
+and once by columns, for the transposed matmul of the backward pass."""
+_QUANTISING_ROLES = (
+    "query",
+    "qkv",
+    "gate",
+    "gate_up",
+    "attention_out",
+    "down",
+    "query_latent",
+    "key_value",
+    "projection",
+)
+"""Roles whose input is not already quantised for an earlier matmul: keys and values share the
+queries', up shares the gate's."""
+
+
+def count_quantisation_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
+    """Count bytes moved to quantise a layer's operands: inputs in the forward pass, output
+    gradients in the backward pass.
+
+    Weights are quantised once per step and not counted.
+    """
+    tp = candidate.layout.tp
+    forward = backward = 0.0
+    for product, rows in list_matmuls(facts, kind, candidate):
+        if product.role == "router":
+            continue
+        elements = rows * count_matmul_calls(facts, kind, product, candidate)
+        width_in = float(product.num_inputs)
+        width_out = float(product.num_outputs)
+        is_unsharded = (
+            product.sharding.startswith("expert")
+            and candidate.engine.count_expert_tensor_ranks(candidate.layout.tp) > 1
+        )
+        if not is_unsharded and product.sharding in ("columns", "expert_columns"):
+            width_out /= tp
+        elif not is_unsharded and product.sharding in ("rows", "expert_rows"):
+            width_in /= tp
+        if product.role in _QUANTISING_ROLES or product.sharding.startswith("expert"):
+            forward += elements * width_in
+        backward += elements * width_out
+    return forward * _QUANTISATION_BYTES, backward * _QUANTISATION_BYTES
+
+
+def count_weight_traffic_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
+    """Count bytes moved for weights rather than tokens: casts at use, copies from gathers and
+    to reductions, sums of gradients."""
+    layout = candidate.layout
+    size = candidate.activation_bytes
+    master = candidate.master_bytes
+    if candidate.adapter is not None:
+        return 0.0, 0.0
+    elements = facts.count_elements(layout).layers[kind.slot]
+    gradient_bytes = candidate.engine.get_gradient_bytes(master)
+    if candidate.is_sharded:
+        if layout.zero_stage == 3:
+            return elements.local * 2 * size, elements.local * (3 * size + master)
+        return 0.0, elements.local * (size + gradient_bytes)
+    if candidate.engine.has_master_weights and size != master:
+        return elements.local_matrices * (master + size), elements.local_matrices * (
+            size + 3 * master
+        )
+    return 0.0, elements.local * 2 * master

@@ -1,0 +1,298 @@
+"""Bytes of parameters on a rank: weights, gradients and optimizer states, and gathered copies.
+
+Parts that persist between steps follow the trainer's `placement.build_parameter_layouts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import ModelFacts, ParameterElements
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """Layers and activations of one pipeline rank: layers per kind (of all its stages),
+    embedding, head, and micro-batches in flight.
+
+    `num_in_flight` counts micro-batches whose activations are saved at once, in passes through all
+    layers of the rank: a rank with two stages that saves three passes through one of them has
+    1.5.
+    """
+
+    layers: tuple[int, ...]
+    has_embedding: bool = True
+    has_head: bool = True
+    num_in_flight: float = 1.0
+    num_stages: int = 1
+
+
+class PersistentMemory(NamedTuple):
+    """Bytes that persist between steps, and element counts for the peaks of a step."""
+
+    weights: float
+    gradients: float
+    """Accumulated gradients of all micro-batches, unsharded or sharded according to the ZeRO
+    stage."""
+    reduced_gradients: float
+    """Reduced gradient shard, beside the unsharded gradients that it is computed from."""
+    updated_gradients: float
+    """Gradients that the update reads."""
+    optimizer: float
+    parameters: ParameterElements
+    trained_parameters: ParameterElements
+    total_at_loss: float
+    """Bytes at the loss without activations, but with gathered parameters: independent of
+    micro-batch, recomputation and schedule."""
+
+
+def _sum_parameters(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> ParameterElements:
+    elements = facts.count_elements(candidate.layout)
+    total = ParameterElements()
+    for layer, count in zip(elements.layers, load.layers, strict=True):
+        total = total.add(layer.multiply(count))
+    if load.has_embedding or (load.has_head and facts.shape.tied_embeddings):
+        total = total.add(elements.embedding)
+    return total.add(elements.head) if load.has_head else total
+
+
+def count_adapter_elements(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad
+) -> ParameterElements:
+    """Count the elements of a rank's low-rank matrices A [rank, in] and B [out, rank], sharded
+    like their matrix."""
+    adapter = candidate.adapter
+    layout = candidate.layout
+    assert adapter is not None
+    total = ParameterElements()
+    for kind, count in zip(facts.kinds, load.layers, strict=True):
+        for product in (*kind.matmuls, *kind.expert_matmuls):
+            if product.role not in adapter.roles:
+                continue
+            num_in = product.num_inputs / (layout.tp if product.sharding == "rows" else 1)
+            num_out = product.num_outputs / (layout.tp if product.sharding == "columns" else 1)
+            shards = layout.fsdp if layout.zero_stage >= 1 else 1
+            shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * adapter.rank
+            num_matrices = (
+                facts.shape.experts.num_experts / layout.ep
+                if facts.shape.experts and product in kind.expert_matmuls
+                else 1
+            )
+            total = total.add(
+                ParameterElements(adapter.rank * (num_in + num_out), shard).multiply(
+                    count * num_matrices
+                )
+            )
+    return total
+
+
+def compute_persistent_memory(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad
+) -> PersistentMemory:
+    """Compute the memory of a rank that persists between steps."""
+    engine = candidate.engine
+    stage = candidate.layout.zero_stage
+    parameters = _sum_parameters(facts, candidate, load)
+    master = candidate.master_bytes
+    trained = (
+        parameters if candidate.adapter is None else count_adapter_elements(facts, candidate, load)
+    )
+    weights = _compute_weight_bytes(facts, candidate, load, parameters, trained)
+    if candidate.reference == "frozen":
+        weights *= 2  # the reference is sharded like the model
+    is_unsharded = engine.should_store_unsharded_gradients(
+        stage, is_accumulated=candidate.gradient_accumulation_steps > 1
+    )
+    gradients = (trained.local if is_unsharded else trained.sharded) * engine.get_gradient_bytes(
+        master
+    )
+    has_separate_shard = is_unsharded and stage >= 1 and engine.has_master_weights
+    reduced = trained.sharded * master if has_separate_shard else 0.0
+    updated = reduced or gradients
+    optimizer = engine.get_optimizer_bytes(candidate.optimizer, master) * (
+        trained.local if stage == 0 else trained.sharded
+    )
+    if candidate.offload == "optimizer":
+        optimizer = 0.0
+    elif candidate.offload == "parameters":
+        weights = optimizer = gradients = reduced = updated = 0.0
+    at_loss = weights + optimizer + compute_gradient_bytes_at_loss(candidate, gradients)
+    if candidate.is_sharded:  # cast copies count with the micro-batches in flight
+        at_loss += compute_gathered_bytes(
+            facts, candidate, load, parameters, should_include_root=False
+        )
+    return PersistentMemory(
+        weights, gradients, reduced, updated, optimizer, parameters, trained, at_loss
+    )
+
+
+def _compute_weight_bytes(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    parameters: ParameterElements,
+    trained: ParameterElements,
+) -> float:
+    engine = candidate.engine
+    layout = candidate.layout
+    adapter = candidate.adapter
+    elements = (
+        parameters.sharded if layout.zero_stage >= engine.weight_shard_stage else parameters.local
+    )
+    if adapter is None:
+        return elements * engine.get_weight_bytes(candidate.master_bytes)
+    # Frozen weights are in the compute precision.
+    size = candidate.activation_bytes
+    if not adapter.quantised:
+        frozen = elements * size + engine.compute_loading_bytes(
+            parameters.local * size, layout.zero_stage
+        )
+    else:
+        by_part = facts.count_elements(layout)
+        matrices = sum(
+            layer.local_matrices * count
+            for layer, count in zip(by_part.layers, load.layers, strict=True)
+        )
+        for kind, count in zip(facts.kinds, load.layers, strict=True):
+            unquantised = [
+                product for product in kind.matmuls if product.role in adapter.unquantised
+            ]
+            matrices -= (
+                count
+                * sum(product.num_inputs * product.num_outputs for product in unquantised)
+                / layout.tp
+            )
+        matrices *= elements / parameters.local if parameters.local else 0.0  # 0 without layers
+        frozen = engine.compute_quantised_weight_bytes(matrices, elements - matrices, size)
+    return (
+        frozen
+        + (trained.sharded if layout.zero_stage >= 1 else trained.local) * candidate.master_bytes
+    )
+
+
+def compute_updated_gradient_bytes(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad
+) -> float:
+    """Compute the bytes of gradients that the update reads."""
+    return compute_persistent_memory(facts, candidate, load).updated_gradients
+
+
+def count_group_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Count the elements of the largest group of blocks that is gathered together."""
+    by_part = facts.count_elements(candidate.layout)
+    present = [
+        layer.local for layer, count in zip(by_part.layers, load.layers, strict=True) if count
+    ]
+    return max(present, default=0.0) * min(candidate.layout.wrap_blocks, sum(load.layers))
+
+
+def count_root_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Count the elements gathered with the root module: embedding and head of the stage."""
+    by_part = facts.count_elements(candidate.layout)
+    elements = (
+        by_part.embedding.local
+        if load.has_embedding or (load.has_head and facts.shape.tied_embeddings)
+        else 0.0
+    )
+    return elements + (by_part.head.local if load.has_head else 0.0)
+
+
+def compute_gathered_bytes(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    parameters: ParameterElements,
+    *,
+    should_include_root: bool,
+) -> float:
+    """Compute the bytes of gathered or cast parameters in the compute precision."""
+    layout = candidate.layout
+    engine = candidate.engine
+    size = engine.get_gather_bytes(candidate.activation_bytes)
+    if candidate.adapter is not None and candidate.adapter.quantised and layout.zero_stage < 3:
+        # A quantised matrix is dequantised for its matmul, one at a time.
+        return (
+            max(
+                (p.num_inputs * p.num_outputs / layout.tp for k in facts.kinds for p in k.matmuls),
+                default=0.0,
+            )
+            * size
+        )
+    root_bytes = count_root_elements(facts, candidate, load) * size if should_include_root else 0.0
+    if layout.zero_stage == 3 and candidate.is_sharded:
+        num_prefetched = min(layout.prefetch_depth, layout.max_gathers_in_flight - 1)
+        groups = min(1 + num_prefetched, -(-sum(load.layers) // layout.wrap_blocks) or 1)
+        return groups * count_group_elements(facts, candidate, load) * size + root_bytes
+    if not engine.has_master_weights:
+        return 0.0
+    if candidate.is_sharded:
+        return parameters.local * size
+    if size == candidate.master_bytes or candidate.adapter is not None:
+        return 0.0
+    # Casts are saved for the backward pass with the activations of their layer, once per
+    # micro-batch in flight. Under recomputation, which repeats them, only those of one layer
+    # exist.
+    if engine.should_recompute_casts(candidate.recompute):
+        return count_group_elements(facts, candidate, load) * size + root_bytes
+    layers = parameters.local_matrices - count_root_elements(facts, candidate, load)
+    return max(0.0, layers) * size * load.num_in_flight + root_bytes
+
+
+def compute_gradient_bytes_at_loss(candidate: Candidate, gradients: float) -> float:
+    """Compute gradient bytes of earlier micro-batches, and of buffers that persist for the
+    whole run."""
+    is_accumulated = candidate.gradient_accumulation_steps > 1
+    has_buckets = _has_buckets(candidate)
+    if is_accumulated and has_buckets and candidate.engine.has_master_weights:
+        return 2.0 * gradients  # DDP accumulates earlier micro-batches outside its buckets
+    has_buffers = is_accumulated or has_buckets or candidate.engine.has_gradient_buffers
+    return gradients if has_buffers else 0.0
+
+
+def _has_buckets(candidate: Candidate) -> bool:
+    """Return True if gradients are views of persistent buckets (DDP)."""
+    return candidate.layout.zero_stage == 0 and candidate.layout.dp_replicate > 1
+
+
+def compute_reduction_bytes(candidate: Candidate, num_elements: float) -> float:
+    """Compute bytes of a group's gradients in reduction: in the compute precision, and a copy
+    in the reduction's precision."""
+    if candidate.adapter is not None:
+        return 0.0
+    if candidate.is_sharded:
+        gather_bytes = candidate.engine.get_gather_bytes(candidate.activation_bytes)
+        return num_elements * (gather_bytes + candidate.reduce_bytes)
+    if _has_buckets(candidate) and candidate.should_reduce_in_bf16:
+        return 2.0 * candidate.layout.bucket_size_bytes
+    return 0.0
+
+
+def compute_pending_reduction_bytes(candidate: Candidate, num_elements: float) -> float:
+    """Compute bytes of a group's gradients during the reduction, after their original is
+    freed."""
+    if candidate.is_sharded and candidate.adapter is None:
+        return num_elements * candidate.reduce_bytes
+    return compute_reduction_bytes(candidate, num_elements)
+
+
+def compute_pending_gradient_bytes(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad, persistent: PersistentMemory
+) -> float:
+    """Compute gradient bytes not yet allocated at the peak of the first layer's backward pass:
+    its own and the embedding's.
+
+    Zero if gradients of earlier micro-batches or buckets exist already.
+    """
+    if (
+        compute_gradient_bytes_at_loss(candidate, persistent.gradients)
+        or not persistent.trained_parameters.local
+    ):
+        return 0.0
+    by_part = facts.count_elements(candidate.layout)
+    pending = count_group_elements(facts, candidate, load)
+    pending += 0.0 if facts.shape.tied_embeddings else by_part.embedding.local
+    return candidate.engine.compute_pending_gradient_bytes(
+        persistent.gradients * min(1.0, pending / persistent.trained_parameters.local)
+    )

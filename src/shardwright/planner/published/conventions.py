@@ -1,0 +1,401 @@
+"""Memory, precision and communication of other training frameworks, as changes of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.architecture.expert_shape import ExpertShape
+from shardwright.config.recipe import RecomputeKind
+from shardwright.layout import Layout
+from shardwright.layout.pipeline_stages import PipelineStage
+from shardwright.planner.backward_peak import BlockTensorBytes
+from shardwright.planner.communication import NetworkModel, StridedGroup
+from shardwright.planner.engine_model import (
+    OPTIMIZER_STATE_BYTES,
+    BlockBytes,
+    EngineModel,
+    OptimizerKind,
+    SavedTensors,
+)
+from shardwright.planner.model_costs import ModelFacts, ParameterElements
+from shardwright.schedule.registry import assign_stages
+
+StageRule = Literal["weighed", "even", "running_sum"]
+"""`weighed` is shardwright's own rule (`placement.partition_stages`). `even` counts layers, as
+Megatron-Core, DeepSpeed and torchtitan do. `running_sum` is nanotron's: a stage takes layers
+until their cost exceeds its share of the total."""
+
+_REUSED_ACTIVATION_SHARE = 0.1
+"""Share of the memory of freed activations that a micro-batch's gradients can reuse: blocks
+have other sizes, and are partly in use."""
+
+
+@dataclass(frozen=True)
+class FrameworkConventions(EngineModel):
+    """Memory, precision and communication conventions of a training framework.
+
+    Bytes are per parameter. `weight_bytes` is what stays on the rank between steps (None:
+    master weights in fp32, or fp64, which are cast at use). `master_bytes` is a second copy
+    that is sharded with the optimizer states. `gradient_bytes` is the accumulated gradient
+    (None: same as the master weights). Peaks of the backward pass, read from allocators, are
+    modelled as the largest gradients beside all saved tensors of a block.
+    """
+
+    name: str = "shardwright"
+    weight_bytes: float | None = None
+    master_bytes: float = 0.0
+    gradient_bytes: float | None = None
+    has_half_precision_states: bool = False
+    """Optimizer states in half precision, like the weights."""
+    gather_bytes: float | None = None
+    """Bytes per parameter gathered by zero_stage 3, in transfer and in memory. None: compute
+    precision."""
+    reduce_bytes: float | None = None
+    """Bytes per gradient element in reductions. None: fp32, or 2 with `precision.reduce_dtype:
+    bf16`."""
+    nf4_bytes: float = 0.5 + 4.0 / 64
+    """Bytes per element of a frozen NF4 matrix: 4 bits, and an fp32 scale per block of 64."""
+    should_drop_frozen_inputs: bool = False
+    """Inputs of matmuls and norms without an adapter are not saved: only gradients of frozen
+    weights would need them."""
+    unquantised_bytes: float | None = None
+    """Bytes per frozen parameter that stays unquantised beside NF4 matrices. None: compute
+    precision."""
+    has_separate_gradient_sum: bool = False
+    """With fp32 gradient accumulation, the half-precision gradients stay in memory beside their
+    sums."""
+    micro_batch_gradient_bytes: float = 0.0
+    """Bytes per parameter of one micro-batch's gradients, live beside the sums to which they
+    are added. Few fit into the memory that freed activations leave."""
+    has_separate_gradient_stream: bool = False
+    """Gradient shards are allocated on the stream of their reduction, which cannot reuse memory
+    of freed activations."""
+    update_copy_bytes: float = 0.0
+    """Bytes per updated parameter of gradients that the update first copies into one tensor,
+    which also needs memory of its own."""
+    has_unsharded_gradients: bool = False
+    """zero_stage 1 stores unsharded gradients even without accumulation (buffers that persist
+    for the whole run)."""
+    num_gated_tensors: float = 3.0
+    """Saved tensors of feed-forward width in a gated feed-forward: gate, up, product. 4 if the
+    activation is saved too."""
+    num_norm_tensors: float = 2.0
+    """Saved tensors of model width per norm: its input (the residual stream) and its output
+    (the matmuls' input)."""
+    num_rotary_tensors: float = 0.0
+    """Saved copies of queries and keys in the rotary embedding."""
+    selective_share: float = 1.0
+    """Share of the results of matmuls and attention that `recompute: selective` saves.
+    torchtitan saves every second matmul's."""
+    eager_selective_share: float | None = None
+    """The same share without compilation. None: the same value."""
+    should_save_gathered_sequence: bool = True
+    """Under sequence parallelism the gathered input of column-parallel matmuls is saved rather
+    than gathered again."""
+    num_sequence_buffers: float = 0.0
+    """Number of gathered sequences for which sequence parallelism has a buffer that persists
+    for the whole run."""
+    num_unreleased_sequences: float = 0.0
+    """Number of gathered sequences whose memory is not reusable yet because another stream may
+    still read them: the host runs ahead of the device by that many. If memory is full, it waits
+    instead."""
+    score_bytes: float | None = None
+    """Bytes moved per attention score without a fused kernel. None: eager operations, in fp32
+    with casts."""
+    logit_bytes: float = 8.0
+    """Bytes per logit if the loss materialises all of them at once (`loss_chunk_tokens`
+    None)."""
+    sharded_logit_bytes: float | None = None
+    """Bytes per logit if tensor-parallel ranks shard the vocabulary. None: the same value."""
+    should_save_fp4_matmuls: bool = True
+    """True if `recompute: selective` saves the results of 4-bit matmuls. A list of operators
+    that omits them recomputes them."""
+    should_gather_logits: bool = False
+    """Tensor-parallel ranks gather the logits of the whole vocabulary before the loss."""
+    should_load_unsharded: bool = False
+    """Every rank loads unsharded weights before sharding them, and the allocator never releases
+    that memory."""
+    has_node_dispatch: bool = False
+    """Tokens for several experts of one node are sent to that node once (DeepEP, HybridEP)."""
+    has_unsharded_experts: bool = False
+    """Experts are distributed over the tensor-parallel ranks too, each one unsharded. Each rank
+    sends the rows of its part of the sequence."""
+    stage_rule: StageRule = "weighed"
+    """Rule that assigns layers to pipeline stages."""
+    should_gather_per_tensor: bool = False
+    """zero_stage 3 gathers and reduces each tensor separately, not a block at a time."""
+    should_defer_stage_2: bool = False
+    """zero_stage 2 reduces gradients once per step, not once per micro-batch."""
+
+    @property
+    def has_master_weights(self) -> bool:
+        return self.weight_bytes is None
+
+    @property
+    def weight_shard_stage(self) -> int:
+        return 1 if self.weight_bytes is None else 3
+
+    def get_weight_bytes(self, master_bytes: int) -> float:
+        return master_bytes if self.weight_bytes is None else self.weight_bytes
+
+    def compute_quantised_weight_bytes(
+        self, num_matrix_elements: float, num_other_elements: float, activation_bytes: int
+    ) -> float:
+        other_bytes = activation_bytes if self.unquantised_bytes is None else self.unquantised_bytes
+        return num_other_elements * other_bytes + num_matrix_elements * self.nf4_bytes
+
+    def compute_loading_bytes(self, unsharded_bytes: float, zero_stage: int) -> float:
+        return unsharded_bytes if self.should_load_unsharded and zero_stage == 3 else 0.0
+
+    def get_gather_bytes(self, activation_bytes: int) -> float:
+        return float(activation_bytes) if self.gather_bytes is None else self.gather_bytes
+
+    def should_recompute_casts(self, recompute: RecomputeKind) -> bool:
+        return recompute == "full"
+
+    def get_gradient_bytes(self, master_bytes: int) -> float:
+        return float(master_bytes) if self.gradient_bytes is None else self.gradient_bytes
+
+    def get_reduce_bytes(self, master_bytes: int, *, should_reduce_in_bf16: bool) -> float:
+        if self.reduce_bytes is not None:
+            return self.reduce_bytes
+        return super().get_reduce_bytes(master_bytes, should_reduce_in_bf16=should_reduce_in_bf16)
+
+    def get_optimizer_bytes(self, optimizer: OptimizerKind, master_bytes: int) -> float:
+        state_bytes = OPTIMIZER_STATE_BYTES[optimizer] * (2 if master_bytes == 8 else 1)
+        if self.has_half_precision_states and optimizer != "adamw_8bit":
+            state_bytes /= 2
+        return state_bytes + self.master_bytes
+
+    @property
+    def has_gradient_buffers(self) -> bool:
+        return self.has_unsharded_gradients
+
+    def should_store_unsharded_gradients(self, zero_stage: int, *, is_accumulated: bool) -> bool:
+        if zero_stage == 1 and self.has_unsharded_gradients:
+            return True
+        is_deferred = zero_stage == 2 and self.should_defer_stage_2 and is_accumulated
+        return is_deferred or super().should_store_unsharded_gradients(
+            zero_stage, is_accumulated=is_accumulated
+        )
+
+    def should_reduce_each_micro_batch(self, zero_stage: int) -> bool:
+        return zero_stage == 3 or (zero_stage == 2 and not self.should_defer_stage_2)
+
+    def compute_micro_batch_gradient_bytes(self, num_elements: float) -> float:
+        return num_elements * self.micro_batch_gradient_bytes
+
+    def compute_pending_gradient_bytes(self, num_bytes: float) -> float:
+        return 0.0
+
+    def compute_late_allocation_bytes(
+        self,
+        layout: Layout,
+        trained: ParameterElements,
+        *,
+        gradient_bytes: float,
+        peak_gradient_bytes: float,
+        peak_logit_bytes: float,
+        activation_bytes: float,
+    ) -> float:
+        is_sharded = layout.zero_stage >= 1 and layout.fsdp > 1
+        late_shards = (
+            max(0.0, gradient_bytes - peak_gradient_bytes)
+            if self.has_separate_gradient_stream and is_sharded
+            else 0.0
+        )
+        fresh = self.compute_micro_batch_gradient_bytes(trained.local)
+        if fresh:
+            fresh = max(0.0, gradient_bytes + fresh - peak_gradient_bytes)
+        if fresh:
+            fresh *= fresh / (fresh + _REUSED_ACTIVATION_SHARE * activation_bytes)
+        update_copies = self.update_copy_bytes * (
+            trained.sharded if layout.zero_stage else trained.local
+        )
+        # The freed logits leave blocks of the copies' size.
+        return late_shards + fresh + max(0.0, update_copies - peak_logit_bytes)
+
+    def count_saved_tensors(self, adapted_roles: tuple[str, ...] | None) -> SavedTensors:
+        tensors = SavedTensors(
+            norm=self.num_norm_tensors,
+            gated=self.num_gated_tensors,
+            rotary=self.num_rotary_tensors,
+            ring_outputs=0.0,
+        )
+        if adapted_roles is None or not self.should_drop_frozen_inputs:
+            return tensors
+        roles = set(adapted_roles)
+        return tensors._replace(
+            norm=max(2.0, self.num_norm_tensors - 1.0),
+            column_inputs=bool(roles & {"query", "key", "value", "qkv"})
+            + bool(roles & {"gate", "up", "gate_up"}),
+            dropped_inner=int("down" not in roles),
+        )
+
+    def compute_router_input_bytes(
+        self,
+        fp32_input_bytes: float,
+        matmul_input_bytes: float,
+        *,
+        has_shared_expert: bool,
+        is_half_precision: bool,
+    ) -> float:
+        return 0.0
+
+    def compute_block_gradient_bytes(
+        self, block: BlockTensorBytes, branch_gradient_bytes: float
+    ) -> float:
+        return branch_gradient_bytes + 2 * block.stream
+
+    def compute_selective_bytes(
+        self, block: BlockBytes, *, is_fp4: bool, is_compiled: bool
+    ) -> tuple[float, float]:
+        if is_fp4 and not self.should_save_fp4_matmuls:
+            saved = block.residual + block.attention_output
+            return saved, max(0.0, block.total - saved)
+        eager_share = None if is_compiled else self.eager_selective_share
+        share = self.selective_share if eager_share is None else eager_share
+        saved = block.residual + share * (block.matmul_results + 2 * block.branch_output)
+        return saved, max(0.0, block.total - block.residual - share * block.matmul_results)
+
+    def choose_largest_backward(self, layers: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        return (
+            max((recomputed for recomputed, _ in layers), default=0.0),
+            max((gradients for _, gradients in layers), default=0.0),
+        )
+
+    def compute_sequence_buffer_bytes(self, gathered_bytes: float) -> float:
+        return (self.num_sequence_buffers + self.num_unreleased_sequences) * gathered_bytes
+
+    def compute_full_logit_bytes(self, tokens: int, vocab_size: int, tp: int) -> float:
+        vocab_on_rank = vocab_size if self.should_gather_logits else vocab_size / tp
+        sharded_bytes = self.sharded_logit_bytes if tp > 1 else None
+        return (
+            tokens * vocab_on_rank * (self.logit_bytes if sharded_bytes is None else sharded_bytes)
+        )
+
+    @property
+    def num_chunked_loss_inputs(self) -> int:
+        return 1
+
+    def get_score_bytes(self, activation_bytes: int) -> float:
+        if self.score_bytes is not None:
+            return self.score_bytes
+        return super().get_score_bytes(activation_bytes)
+
+    def count_gather_groups(self, num_block_groups: int, num_tensors: int) -> int:
+        return num_tensors if self.should_gather_per_tensor else num_block_groups
+
+    def count_expert_tensor_ranks(self, tp: int) -> int:
+        return tp if self.has_unsharded_experts else 1
+
+    def time_expert_exchange(
+        self,
+        network: NetworkModel,
+        group: StridedGroup,
+        experts: ExpertShape,
+        tokens: float,
+        row_bytes: int,
+        sequence_group: StridedGroup | None,
+    ) -> float:
+        if not self.has_node_dispatch:
+            return super().time_expert_exchange(
+                network, group, experts, tokens, row_bytes, sequence_group
+            )
+        num_draws = experts.experts_per_token
+        gathered = 0.0
+        if sequence_group is not None:
+            # Each tensor-parallel rank sends the rows of its part of the sequence, and all ranks
+            # with a shard of an expert receive all of its rows.
+            num_bytes = tokens * num_draws * row_bytes
+            gathered = network.time_all_gather(
+                sequence_group, num_bytes
+            ) + network.time_reduce_scatter(sequence_group, num_bytes)
+            tokens /= sequence_group.num_ranks
+        # A token is sent once to each domain, and within it to each rank, that has one of its
+        # experts: those that k draws hit, or those of the groups it may use.
+        domains = group.num_ranks / network.cluster.count_ranks_per_domain(
+            group.num_ranks, group.stride
+        )
+        num_domains_reached = _count_places_reached(domains, num_draws)
+        if experts.num_groups > 1:
+            max_domains = max(
+                experts.groups_per_token * domains / experts.num_groups,
+                min(domains, experts.groups_per_token),
+            )
+            num_domains_reached = min(num_domains_reached, max_domains)
+        num_bytes = tokens * _count_places_reached(group.num_ranks, num_draws) * row_bytes
+        crossing = tokens * num_domains_reached * (domains - 1) / domains * row_bytes
+        return gathered + 2 * network.time_dispatch(group, num_bytes, crossing)
+
+    def partition_layers(
+        self, facts: ModelFacts, layout: Layout, sequence_length: int
+    ) -> Sequence[PipelineStage]:
+        if self.stage_rule == "weighed":
+            return super().partition_layers(facts, layout, sequence_length)
+        ranks = assign_stages(layout.schedule, layout.pp, layout.virtual_stages)
+        if self.stage_rule == "even":
+            counts = assign_evenly(facts.shape.num_layers, len(ranks))
+            head_stage = len(ranks) - 1
+        else:
+            costs = [
+                sum(float(p.num_inputs * p.num_outputs) for p in facts.kinds[slot].matmuls)
+                for slot in facts.slot_of_layer
+            ]
+            counts, head_stage = assign_by_running_sum(
+                costs, float(facts.head.num_inputs * facts.head.num_outputs), len(ranks)
+            )
+        begin = 0
+        stages = []
+        for index, (count, rank) in enumerate(zip(counts, ranks, strict=True)):
+            stages.append(
+                PipelineStage(index, rank, begin, begin + count, index == 0, index == head_stage)
+            )
+            begin += count
+        return stages
+
+
+def _count_places_reached(places: float, num_draws: int) -> float:
+    """Return the expected number of places, with equal numbers of experts, that have an expert
+    of a token."""
+    return places * (1 - (1 - 1 / places) ** num_draws)
+
+
+def assign_evenly(num_layers: int, num_stages: int) -> list[int]:
+    """Return layers per stage in equal numbers. If that is impossible, embedding and head count
+    as one layer each.
+
+    A further remainder goes to the middle stages, whose ranks have neither embedding nor head.
+
+    >>> assign_evenly(8, 4), assign_evenly(126, 16)[:3], assign_evenly(30, 4), assign_evenly(61, 8)
+    ([2, 2, 2, 2], [7, 8, 8], [7, 8, 8, 7], [7, 8, 8, 8, 8, 8, 7, 7])
+    """
+    layers_per_stage, rest = divmod(num_layers, num_stages)
+    if rest == num_stages - 2 and num_stages > 2:
+        return [layers_per_stage, *[layers_per_stage + 1] * (num_stages - 2), layers_per_stage]
+    if rest == num_stages - 1:
+        return [*[layers_per_stage + 1] * (num_stages - 1), layers_per_stage]
+    return [layers_per_stage + (1 <= stage <= rest) for stage in range(num_stages)]
+
+
+def assign_by_running_sum(
+    layer_costs: Sequence[float], head_cost: float, num_stages: int
+) -> tuple[list[int], int]:
+    """Return layers per stage, and the stage of the head. The embedding has no cost, and late
+    stages may be empty.
+
+    >>> assign_by_running_sum([1.0] * 8, 2.0, 4), assign_by_running_sum([1.0] * 2, 4.0, 8)
+    (([3, 3, 2, 0], 3), ([1, 1, 0, 0, 0, 0, 0, 0], 2))
+    """
+    share = (sum(layer_costs) + head_cost) / num_stages
+    counts = [0] * num_stages
+    stage = 0
+    assigned_cost = 0.0
+    for cost in layer_costs:
+        counts[stage] += 1
+        assigned_cost += cost
+        if assigned_cost > (stage + 1) * share:
+            stage += 1
+    return counts, stage

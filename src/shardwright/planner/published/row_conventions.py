@@ -1,0 +1,76 @@
+"""Conventions of a published row: those of its framework's release, changed by its notes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardwright.hardware import Accelerator
+from shardwright.layout import Layout
+from shardwright.planner.published.conventions import FrameworkConventions
+from shardwright.planner.published.frameworks import (
+    FRAMEWORK_DEFAULTS,
+    FrameworkDefaults,
+    is_performance_recipe,
+    use_pure_bf16,
+)
+
+_ZERO_3_OF_2021_PATTERN = r"2104\.04473|megatron-lm"
+"""Paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor at a time. Later
+releases gather a bucket at a time."""
+
+
+def build_conventions(
+    row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout, accelerator: Accelerator
+) -> FrameworkConventions:
+    """Return the conventions of a row's framework: those of its release, changed by the row's
+    notes."""
+    is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
+    of_release = (framework.conventions_since_2025 if is_recent else None) or (
+        (
+            framework.earlier_conventions
+            if layout.pp == 1
+            else framework.earlier_pipelined_conventions
+        )
+        if _is_earlier_round(layout)
+        else None
+    )
+    conventions = of_release or framework.conventions
+    if conventions.name == "huggingface" and re.search(
+        r"(?i)zero|deepspeed|\bds", row["notes.sharding"]
+    ):
+        conventions = FRAMEWORK_DEFAULTS["deepspeed"].conventions
+    if row["notes.half_weights"] and conventions.weight_bytes is None:
+        conventions = use_pure_bf16(conventions)
+    if row["notes.mixed_precision"] == "PURE":
+        conventions = replace(conventions, reduce_bytes=2.0)
+    if "RMS kernel" in row["notes.kernel"]:
+        # The fused kernel's input and output.
+        conventions = replace(conventions, num_norm_tensors=2.0)
+    if conventions.name == "megatron-core" and is_performance_recipe(
+        row["notes.framework"], row["source"]
+    ):
+        conventions = replace(conventions, gradient_bytes=2.0, reduce_bytes=2.0)
+    if conventions.name == "deepspeed" and re.search(
+        _ZERO_3_OF_2021_PATTERN, row["source"].lower()
+    ):
+        conventions = replace(conventions, should_gather_per_tensor=True)
+    if row["notes.gradients"] and conventions.gradient_bytes:
+        unsummed_bytes = (
+            conventions.gradient_bytes if conventions.has_separate_gradient_sum else 0.0
+        )
+        conventions = replace(conventions, gradient_bytes=4.0 + unsummed_bytes, reduce_bytes=4.0)
+    return conventions
+
+
+def _is_earlier_round(layout: Layout) -> bool:
+    """Return True if a row of nanotron's table predates the persistent buffers of gathered
+    sequences.
+
+    The table has two rounds: scripts/scaling_benchmarks.py skips configurations of the first
+    round, except for pipelines older than a certain job. By their memory, pipelines of more
+    than two stages on up to 128 GPUs were not measured again, except for those with tensor
+    parallelism over four nodes, which the first round did not contain.
+    """
+    return layout.pp == 1 or (layout.pp > 2 and layout.tp <= 16 and layout.world_size <= 128)

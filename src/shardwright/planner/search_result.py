@@ -1,0 +1,68 @@
+"""Result of a search, and the order of equally fast layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.prediction import Prediction
+
+EQUAL_STEP_SHARE = 0.03
+"""Layouts whose step times differ by less than this share count as equal: predictions are no
+more precise, and less partitioning is simpler."""
+
+
+@dataclass
+class SearchResult:
+    """Search result, best first, one prediction per `build_layout_key`, and search statistics."""
+
+    predictions: list[Prediction] = field(default_factory=list)
+    num_proven: int = 0
+    """Number of leading predictions that no unexplored layout can precede."""
+    num_predicted: int = 0
+    num_too_large: int = 0
+    min_needed_bytes: float = float("inf")
+    """Smallest memory among candidates that did not fit."""
+    best_with_margin: Prediction | None = None
+    """Best layout within the memory margin, if the best of all is tight. Not necessarily among
+    `predictions`."""
+
+    @property
+    def chosen(self) -> Prediction | None:
+        """Recommended layout. It is tight only if no layout fits with the memory margin."""
+        return self.best_with_margin or self.best
+
+    @property
+    def best(self) -> Prediction | None:
+        """Layout with the least partitioning among those within `EQUAL_STEP_SHARE` of the fastest;
+        of equal ones the fastest."""
+        if not self.predictions:
+            return None
+        limit = self.predictions[0].time.step * (1 + EQUAL_STEP_SHARE)
+        fastest = [prediction for prediction in self.predictions if prediction.time.step <= limit]
+        return min(
+            fastest,
+            key=lambda prediction: (measure_complexity(prediction.candidate), prediction.time.step),
+        )
+
+
+def measure_complexity(candidate: Candidate) -> tuple[int, int, int, int]:
+    """Return a candidate's complexity: axes of model parallelism in use, the product of their
+    degrees, ZeRO stage, recomputation."""
+    layout = candidate.layout
+    degrees = (layout.pp, layout.tp, layout.cp, layout.ep)
+    num_axes = sum(degree > 1 for degree in degrees)
+    return (
+        num_axes,
+        prod(degrees),
+        layout.zero_stage,
+        ("none", "selective", "full").index(candidate.recompute),
+    )
+
+
+def build_layout_key(candidate: Candidate) -> tuple[int, ...]:
+    """Return the key that distinguishes layouts in the table: degrees and ZeRO stage, without
+    details."""
+    layout = candidate.layout
+    return layout.pp, layout.tp, layout.cp, layout.ep, layout.zero_stage

@@ -1,0 +1,188 @@
+"""Costs of a micro-batch on a stage: compute and communication of its layers, embedding, loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardwright.layout import Layout
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.communication import NetworkModel, build_groups
+from shardwright.planner.compute import LayerSeconds, compute_end_seconds, compute_layer_seconds
+from shardwright.planner.device_rates import DeviceRates
+from shardwright.planner.memory_traffic import count_weight_traffic_bytes
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.pipeline_simulation import StageSeconds
+from shardwright.planner.traffic import (
+    NO_TRAFFIC,
+    LayerTraffic,
+    compute_end_traffic,
+    compute_layer_traffic,
+)
+
+_NUM_TENSOR_COLLECTIVES_PER_PASS = 4
+"""Tensor-parallel collectives in one direction through a layer: two before and two after its
+matmuls."""
+
+
+def _compute_pipelined_wait_seconds(layout: Layout, network: NetworkModel) -> float:
+    """Compute the additional seconds of a layer's tensor-parallel collectives, in one
+    direction, under pipeline parallelism."""
+    if layout.pp == 1 or layout.tp == 1:
+        return 0.0
+    return (
+        _NUM_TENSOR_COLLECTIVES_PER_PASS
+        * (layout.tp - 1)
+        * network.efficiency.pipelined_hop_seconds
+    )
+
+
+class StagePasses(NamedTuple):
+    """Seconds of one micro-batch on one stage: compute and communication, forward and
+    backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight_gradient: float = 0.0
+    traffic_forward: LayerTraffic = NO_TRAFFIC
+    traffic_backward: LayerTraffic = NO_TRAFFIC
+
+    @property
+    def stage_seconds(self) -> StageSeconds:
+        """Seconds for the schedule's simulation, with exposed communication."""
+        return StageSeconds(
+            self.forward + self.traffic_forward.exposed,
+            self.backward + self.traffic_backward.exposed,
+            min(self.weight_gradient, self.backward),
+        )
+
+
+class LayerCosts:
+    """Costs of layers, embedding and head for one micro-batch: the part of a candidate's cost
+    that is independent of pp, ZeRO and accumulation."""
+
+    def __init__(
+        self, facts: ModelFacts, candidate: Candidate, rates: DeviceRates, network: NetworkModel
+    ) -> None:
+        groups = build_groups(candidate.layout)
+        self.layers: list[tuple[LayerSeconds, LayerTraffic, LayerTraffic]] = []
+        for kind in facts.kinds:
+            seconds = compute_layer_seconds(facts, kind, candidate, rates)
+            forward_traffic, backward_traffic = compute_layer_traffic(
+                facts, kind, candidate, network, groups, seconds
+            )
+            self.layers.append(
+                (
+                    seconds.apply_host_delay(forward_traffic.exposed, backward_traffic.exposed),
+                    forward_traffic,
+                    backward_traffic,
+                )
+            )
+        self.embedding_seconds, self.head_seconds = compute_end_seconds(facts, candidate, rates)
+        self.end_forward_seconds, self.end_backward_seconds = compute_end_traffic(
+            facts, candidate, network, groups
+        )
+        per_layer = [
+            kind.count * seconds.total
+            for kind, (seconds, _, _) in zip(facts.kinds, self.layers, strict=True)
+        ]
+        self.compute_seconds = sum(per_layer) + self.embedding_seconds + self.head_seconds
+        """Compute seconds of a micro-batch through the whole model."""
+        exposed = (
+            kind.count * (forward.exposed + backward.exposed)
+            for kind, (_, forward, backward) in zip(facts.kinds, self.layers, strict=True)
+        )
+        self.total_seconds = (
+            self.compute_seconds
+            + sum(exposed)
+            + (
+                self.end_forward_seconds + self.end_backward_seconds
+                if candidate.layout.tp > 1
+                else 0.0
+            )
+        )
+        """The same with the communication of tp, cp and ep."""
+        contention = network.efficiency.contention
+        self.forward_seconds = tuple(
+            seconds.forward + forward_traffic.exposed + contention * forward_traffic.hidden
+            for seconds, forward_traffic, _ in self.layers
+        )
+        backward_seconds = (
+            seconds.total
+            - seconds.forward
+            + backward_part.exposed
+            + contention * backward_part.hidden
+            for seconds, _, backward_part in self.layers
+        )
+        self.pass_seconds = tuple(map(float.__add__, self.forward_seconds, backward_seconds))
+        """Seconds of forward and backward of a layer of each kind, with exposed communication
+        and the slowdown by overlapped communication."""
+
+
+class StepCosts:
+    """Costs of one candidate's layers, shared by all of its stages."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        candidate: Candidate,
+        rates: DeviceRates,
+        network: NetworkModel,
+        layer_costs: LayerCosts | None = None,
+    ) -> None:
+        self.facts = facts
+        self.candidate = candidate
+        self.rates = rates
+        self.network = network
+        self.groups = build_groups(candidate.layout)
+        self._layer_costs = layer_costs
+        self.pipeline_wait = LayerTraffic(
+            tensor=_compute_pipelined_wait_seconds(candidate.layout, network)
+        )
+        self.weight_seconds = [
+            tuple(map(rates.time_copy, count_weight_traffic_bytes(facts, kind, candidate)))
+            for kind in facts.kinds
+        ]
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        """Costs of the layers, computed on first use."""
+        if self._layer_costs is None:
+            self._layer_costs = LayerCosts(self.facts, self.candidate, self.rates, self.network)
+        return self._layer_costs
+
+    def compute_stage(
+        self, layers: tuple[int, ...], *, has_embedding: bool, has_head: bool
+    ) -> StagePasses:
+        """Compute one micro-batch on a stage with `layers` of each kind."""
+        forward = backward = weights = 0.0
+        traffic_forward = traffic_backward = NO_TRAFFIC
+        costs = self.layer_costs
+        for (seconds, layer_forward, layer_backward), weight_seconds, count in zip(
+            costs.layers, self.weight_seconds, layers, strict=True
+        ):
+            if count:
+                forward += count * (seconds.forward + weight_seconds[0])
+                backward += count * (seconds.backward + seconds.recompute + weight_seconds[1])
+                weights += count * seconds.weight_gradient
+                if layer_forward is not NO_TRAFFIC:
+                    waits = self.pipeline_wait.multiply(count)
+                    traffic_forward = traffic_forward.add(layer_forward.multiply(count)).add(waits)
+                    traffic_backward = traffic_backward.add(layer_backward.multiply(count)).add(
+                        waits
+                    )
+        if has_embedding:
+            forward += costs.embedding_seconds / 2
+            backward += costs.embedding_seconds / 2
+        if has_head:
+            # The loss computes its gradients in the forward pass. It counts as backward, which
+            # starts there, as schedules expect.
+            backward += costs.head_seconds
+        if self.candidate.layout.tp > 1:
+            ends = (has_embedding + has_head) / 2
+            traffic_forward = traffic_forward.add(
+                LayerTraffic(tensor=costs.end_forward_seconds * ends)
+            )
+            traffic_backward = traffic_backward.add(
+                LayerTraffic(tensor=costs.end_backward_seconds * ends)
+            )
+        return StagePasses(forward, backward, weights, traffic_forward, traffic_backward)
