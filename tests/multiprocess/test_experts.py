@@ -222,7 +222,7 @@ def note_the_order(zero_stage: Any) -> list[str]:
         noted.append("wait")
         wait(work)
 
-    shared = decoder.get_submodule("model.layers.1.mlp.shared_experts.down_proj")
+    shared = decoder.get_submodule("layers.1.mlp.shared_experts.down")
     shared.register_forward_hook(lambda *_arguments: noted.append("shared"))
     shared.register_full_backward_hook(lambda *_arguments: noted.append("shared"))
     ids_BT = torch.arange(24).view(2, 12)

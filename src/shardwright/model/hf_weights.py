@@ -66,7 +66,7 @@ class WeightsFolder:
         self._files = {name: _open_file(self.path / name) for name in _list_weight_files(self.path)}
         self._file_of: dict[str, str] = {}
         for file_name, file in self._files.items():
-            for tensor_name in file.keys():
+            for tensor_name in file.keys():  # noqa: SIM118  # a safetensors handle, not a dict
                 first_file = self._file_of.setdefault(tensor_name, file_name)
                 if first_file != file_name:
                     raise WeightsError(

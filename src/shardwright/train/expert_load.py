@@ -64,11 +64,13 @@ def update_balance_biases(decoder: Decoder, routers_LE3: Tensor) -> None:
     if rate == 0.0:
         return
     for block in decoder.blocks:
-        mixture = getattr(block, block.names.mlp)
-        if isinstance(mixture, MixtureOfExperts) and mixture.balance_bias is not None:
+        if not isinstance(block.mlp, MixtureOfExperts):
+            continue
+        bias_E = block.mlp.router.balance_bias
+        if bias_E is not None:
             tokens_E = routers_LE3[block.layer_index, :-3]
             missing_E = (tokens_E.mean() - tokens_E).sign()
-            mixture.balance_bias.add_(missing_E.to(mixture.balance_bias.dtype), alpha=rate)
+            bias_E.add_(missing_E.to(bias_E.dtype), alpha=rate)
 
 
 @dataclass
@@ -122,8 +124,8 @@ class ExpertLoadMonitor:
         tokens = loads.tokens_by_layer[layer]
         share = tokens[expert] / max(1, sum(tokens))
         return (
-            f"expert {expert} of layer {layer} is overloaded: over the last {self.WINDOW_STEPS} steps "
-            f"it received {mean:.1f} times its even share, in this step "
+            f"expert {expert} of layer {layer} is overloaded: over the last {self.WINDOW_STEPS} "
+            f"steps it received {mean:.1f} times its even share, in this step "
             f"{tokens[expert]} of {sum(tokens)} choices "
             f"({share:.0%}; even is {1 / len(tokens):.0%})"
         )

@@ -18,7 +18,7 @@ from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout
 from shardwright.model import nf4
-from shardwright.model.grouped_matmul import grouped_matmul
+from shardwright.model.grouped_matmul import multiply_grouped
 from shardwright.placement import check_layout
 
 BITSANDBYTES = (
@@ -106,7 +106,7 @@ def test_the_product_of_experts_is_that_of_dequantised_matrices() -> None:
     x = torch.randn(9, 64, generator=generator, requires_grad=True)
     weight = nf4.unpack(packed, 64, torch.float32)
     ours = nf4.multiply_packed_experts(x, packed, counts, 64)
-    plain = grouped_matmul(x, weight, counts, transposed=True)
+    plain = multiply_grouped(x, weight, counts, transposed=True)
     assert torch.equal(ours, plain)
     one, other = (torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, plain))
     torch.testing.assert_close(one, other)
