@@ -154,7 +154,7 @@ def test_router_losses_by_hand() -> None:
     for mixture in mixtures(decoder):
         mixture.router.register_forward_hook(
             lambda _module, _arguments, logits: seen.append(logits)
-        )  # type: ignore[union-attr]
+        )
     loss = decoder(ids, labels_BT=ids, row_weight=row_weight)
     total = loss
     balances = []
