@@ -13,7 +13,7 @@ import torch
 
 from shardwright.architecture import read_config
 from shardwright.model import Decoder
-from shardwright.model.grouped_matmul import grouped_matmul
+from shardwright.model.grouped_matmul import multiply_grouped
 from shardwright.model.routing import ExpertRules
 from shardwright.model.weight_init import initialise_parameter
 
@@ -66,7 +66,7 @@ def test_grouped_products(
     x_MD = torch.randn(sum(counts), 64, generator=generator).to(device, dtype).requires_grad_()
     size = (4, 96, 64) if transposed else (4, 64, 96)
     weight = torch.randn(size, generator=generator).to(device, dtype).requires_grad_()
-    out_MF = grouped_matmul(
+    out_MF = multiply_grouped(
         x_MD, weight, torch.tensor(counts, device=device), transposed=transposed
     )
     out_MF.square().sum().backward()

@@ -177,7 +177,7 @@ def record_order(zero_stage: Any) -> list[str]:
         log.append("wait")
         wait(work)
 
-    shared = decoder.get_submodule("model.layers.1.mlp.shared_experts.down_proj")
+    shared = decoder.get_submodule("layers.1.mlp.shared_experts.down")
     shared.register_forward_hook(lambda *_arguments: log.append("shared"))
     shared.register_full_backward_hook(lambda *_arguments: log.append("shared"))
     ids_BT = torch.arange(24).view(2, 12)

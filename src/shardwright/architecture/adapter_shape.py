@@ -69,7 +69,7 @@ def add_adapter_parameters(
     Args:
         is_in_out: returns True for a matrix (or experts' matrices) stored `[in, out]`.
     """
-    for _, members in groupby(specs, key=lambda spec: spec.name.rpartition(".")[0]):
+    for _, members in groupby(specs, key=_get_layer_name):
         module_specs = list(members)
         yield from module_specs
         for spec in module_specs:
@@ -79,6 +79,13 @@ def add_adapter_parameters(
                 and get_module_name(spec) in adapters.modules
             ):
                 yield from _build_adapter_parts(spec, adapters, is_in_out=is_in_out(spec))
+
+
+def _get_layer_name(spec: ParameterSpec) -> str:
+    """Return the name that a matrix and its bias share."""
+    if spec.role in EXPERT_ROLES:
+        return spec.name.removesuffix("_bias")
+    return spec.name.rpartition(".")[0]
 
 
 def _build_adapter_parts(

@@ -1,4 +1,4 @@
-"""Module names of each family, as in files written by `save_pretrained`. Torch-free."""
+"""Names of our decoder's modules in Hugging Face files, per family. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 class ModuleNames:
     """Module names of one family; None if the family has no such module.
 
-    A decoder registers its modules, and `ModelShape.parameters` lists them, in the order of
-    execution: norm before attention, attention, norm after it, norm before the feed-forward,
-    feed-forward, norm after it. `expert_files` are the names of one expert's gate, up and down
-    projections in weight files; empty if files contain the stacked tensors.
+    A field has the name of the decoder's attribute; its value is the name in files written by
+    `save_pretrained`. A decoder registers its modules, and `ModelShape.list_parameters` lists
+    them, in the order of execution: norm before attention, attention, norm after it, norm before
+    the feed-forward, feed-forward, norm after it. `expert_files` are the names of one expert's
+    gate, up and down projections in weight files; empty if files contain the stacked tensors.
     """
 
     root: str = "model"
@@ -52,6 +53,25 @@ class ModuleNames:
     post_attention_norm: str | None = None
     pre_mlp_norm: str | None = "post_attention_layernorm"
     post_mlp_norm: str | None = None
+
+    def to_hf_name(self, path: str) -> str:
+        """Translate a parameter's path in our decoder to its Hugging Face name.
+
+        The stacked matrix of all experts is a module with a weight here, one tensor there.
+
+        >>> LLAMA.to_hf_name("layers.0.attention.query.weight")
+        'model.layers.0.self_attn.q_proj.weight'
+        >>> LLAMA.to_hf_name("layers.0.mlp.experts.down.bias")
+        'model.layers.0.mlp.experts.down_proj_bias'
+        """
+        *modules, leaf = path.split(".")
+        if "experts" in modules:
+            stack: str = getattr(self, f"expert_{modules.pop()}")
+            leaf = stack if leaf == "weight" else f"{stack}_{leaf}"
+        else:
+            leaf = getattr(self, leaf, leaf)
+        root = () if modules[0] == "head" else (self.root,)
+        return ".".join((*root, *(getattr(self, module, module) for module in modules), leaf))
 
 
 LLAMA = ModuleNames()

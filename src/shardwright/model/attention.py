@@ -7,6 +7,7 @@ head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,6 @@ class Attention(nn.Module):
         super().__init__()
         self.layer_index = index
         self.layer = shape.layers[index]
-        self.names = shape.names
         self.head_dim = shape.head_dim
         self.qk_norm = shape.qk_norm
         self.qkv_layout = shape.qkv_layout
@@ -39,35 +39,28 @@ class Attention(nn.Module):
         self.num_kv_heads = shape.num_kv_heads
         self.soft_cap = shape.attention_soft_cap
         self.dropout_rate = shape.attention_dropout
-        self.has_sinks = shape.attention_sinks
+        self.has_fused_qkv = shape.names.qkv is not None
+        self.sinks = nn.Parameter(torch.empty(shape.num_heads)) if shape.attention_sinks else None
         self.add_projections(shape)
 
     def add_projections(self, shape: ModelShape) -> None:
-        """Register projections, norms and sinks, in the order of the weight files."""
-        names = shape.names
+        """Add projections and norms, in the order of the weight files."""
         width = shape.hidden_size
-        transposed = shape.matrix_layout == "in_out"
         q_width = shape.query_width
         kv_width = shape.kv_width
-        sizes = {names.query: q_width, names.key: kv_width, names.value: kv_width}
-        if names.qkv is not None:
-            sizes = {names.qkv: q_width + 2 * kv_width}
-        for name, num_out in sizes.items():
-            self.add_module(
-                name, Linear(width, num_out, bias=shape.qkv_bias, transposed=transposed)
-            )
-        self.add_module(
-            names.attention_out,
-            Linear(q_width, width, bias=shape.attention_out_bias, transposed=transposed),
-        )
+        linear = partial(Linear, transposed=shape.matrix_layout == "in_out")
+        if self.has_fused_qkv:
+            self.qkv = linear(width, q_width + 2 * kv_width, bias=shape.qkv_bias)
+        else:
+            self.query = linear(width, q_width, bias=shape.qkv_bias)
+            self.key = linear(width, kv_width, bias=shape.qkv_bias)
+            self.value = linear(width, kv_width, bias=shape.qkv_bias)
+        self.attention_out = linear(q_width, width, bias=shape.attention_out_bias)
         if shape.qk_norm is not None:
-            is_per_head = shape.qk_norm == "head"
-            for name, full_width in ((names.query_norm, q_width), (names.key_norm, kv_width)):
-                norm_width = shape.head_dim if is_per_head else full_width
-                self.add_module(name, RMSNorm(norm_width, shape.norm_eps, shape.norm_offset))
-        if shape.attention_sinks:
-            assert names.sinks is not None
-            self.register_parameter(names.sinks, nn.Parameter(torch.empty(shape.num_heads)))
+            if shape.qk_norm == "head":
+                q_width = kv_width = shape.head_dim
+            self.query_norm = RMSNorm(q_width, shape.norm_eps, shape.norm_offset)
+            self.key_norm = RMSNorm(kv_width, shape.norm_eps, shape.norm_offset)
 
     def forward(
         self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None
@@ -86,26 +79,24 @@ class Attention(nn.Module):
         if context.cache is not None:
             k_BKSE, v_BKSE = context.cache.extend(self.layer_index, k_BKSE, v_BKSE)
         out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context, dropout)
-        project_out = getattr(self, self.names.attention_out)
-        return project_out(
+        out: Tensor = self.attention_out(
             out_BHTE.transpose(1, 2).flatten(2),
             None if tensor is None else tensor.reduce_output,
             dropout,
         )
+        return out
 
     def _project(
         self, x_BTD: Tensor, tensor_parallel: TensorParallelHooks | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values of this rank's heads."""
-        names = self.names
         head_dim = self.head_dim
-        if names.qkv is None:
-            q, k, v = (
-                getattr(self, name)(x_BTD, None, dropout)
-                for name in (names.query, names.key, names.value)
-            )
+        if not self.has_fused_qkv:
+            q = self.query(x_BTD, None, dropout)
+            k = self.key(x_BTD, None, dropout)
+            v = self.value(x_BTD, None, dropout)
         else:
-            fused = getattr(self, names.qkv)(x_BTD, None, dropout)
+            fused = self.qkv(x_BTD, None, dropout)
             if self.qkv_layout == "heads":
                 q, k, v = fused.unflatten(-1, (-1, 3 * head_dim)).chunk(3, dim=-1)
                 return q, k, v
@@ -116,16 +107,12 @@ class Attention(nn.Module):
             )
             q, k, v = fused.split([q_width, kv_width, kv_width], dim=-1)
         if self.qk_norm == "full":
-            q = getattr(self, names.query_norm)(
-                q, self._build_mean_square(tensor_parallel, self.num_heads)
-            )
-            k = getattr(self, names.key_norm)(
-                k, self._build_mean_square(tensor_parallel, self.num_kv_heads)
-            )
+            q = self.query_norm(q, self._build_mean_square(tensor_parallel, self.num_heads))
+            k = self.key_norm(k, self._build_mean_square(tensor_parallel, self.num_kv_heads))
         q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in (q, k, v))
         if self.qk_norm == "head":
-            q = getattr(self, names.query_norm)(q)
-            k = getattr(self, names.key_norm)(k)
+            q = self.query_norm(q)
+            k = self.key_norm(k)
         return q, k, v
 
     def _build_mean_square(
@@ -154,7 +141,7 @@ class Attention(nn.Module):
         dropout = dropout if self.dropout_rate > 0.0 else None
         if (
             self.soft_cap is not None
-            or self.has_sinks
+            or self.sinks is not None
             or dropout is not None
             or context.has_explicit_attention
         ):
@@ -181,11 +168,6 @@ class Attention(nn.Module):
         )
 
     def _build_settings(self) -> AttentionSettings:
-        sinks_H = (
-            getattr(self, self.names.sinks)
-            if self.names.sinks is not None and self.has_sinks
-            else None
-        )
         layer = self.layer
         return AttentionSettings(
             self.layer_index,
@@ -193,7 +175,7 @@ class Attention(nn.Module):
             layer.window,
             self.soft_cap,
             self.dropout_rate,
-            sinks_H,
+            self.sinks,
         )
 
     def _attend_explicitly(
@@ -232,11 +214,33 @@ class Attention(nn.Module):
 
     def _softmax(self, scores_BHTS: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the softmax over keys; a sink adds one logit per head to the denominator."""
-        if not self.has_sinks:
+        if self.sinks is None:
             return torch.softmax(scores_BHTS, dim=-1, dtype=dtype)
-        assert self.names.sinks is not None
-        sinks_H = getattr(self, self.names.sinks).to(scores_BHTS.dtype)
+        sinks_H = self.sinks.to(scores_BHTS.dtype)
         sinks_BHT1 = sinks_H[:, None, None].expand(*scores_BHTS.shape[:-1], 1)
         return torch.softmax(torch.cat([scores_BHTS, sinks_BHT1], dim=-1), dim=-1, dtype=dtype)[
             ..., :-1
         ]
+
+
+def describe_attention(shape: ModelShape, *, has_explicit_attention: bool) -> str:
+    """Describe in one line the implementation of attention and the reason for it."""
+    if has_explicit_attention:
+        return "explicit products, as configured (model.attention: explicit)"
+    if shape.attention_sinks:
+        return "explicit products: the fused kernels do not support sinks"
+    if shape.attention_soft_cap is not None:
+        return (
+            "explicit products: the fused kernels do not support a soft cap "
+            f"({shape.attention_soft_cap:g})"
+        )
+    path = "fused kernels"
+    windows = sorted({layer.window for layer in shape.layers if layer.window is not None})
+    if windows:
+        path += f", with a mask for windows of {', '.join(map(str, windows))} tokens"
+    if shape.attention_dropout > 0.0:
+        path += (
+            "; explicit products in training, because the kernels do not support our dropout "
+            f"(rate {shape.attention_dropout:g})"
+        )
+    return path

@@ -23,8 +23,10 @@ RecomputeRunner = Callable[..., Tensor]
 """(function, *arguments) -> result of the function, which the backward pass recomputes."""
 
 
-def build_norm(shape: ModelShape) -> nn.Module:
-    """Build a norm over the model's width."""
+def build_norm(shape: ModelShape, *, is_absent: bool = False) -> nn.Module:
+    """Build a norm over the model's width, or the identity if the family has none here."""
+    if is_absent:
+        return nn.Identity()
     if shape.norm == "layer":
         return LayerNorm(shape.hidden_size, shape.norm_eps)
     return RMSNorm(shape.hidden_size, shape.norm_eps, shape.norm_offset)
@@ -41,22 +43,19 @@ class Block(nn.Module):
         super().__init__()
         names = shape.names
         self.layer_index = index
-        self.names = names
         self.has_parallel_residual = shape.parallel_residual
         self.residual_scale = shape.residual_scale
         self.dropout_rate = shape.residual_dropout
-        self._add_norm(names.pre_attention_norm, shape)
-        self.add_module(
-            names.attention,
-            Attention(shape, index) if shape.latent is None else LatentAttention(shape, index),
+        self.pre_attention_norm = build_norm(shape, is_absent=names.pre_attention_norm is None)
+        self.attention = (
+            Attention(shape, index) if shape.latent is None else LatentAttention(shape, index)
         )
-        self._add_norm(names.post_attention_norm, shape)
-        self._add_norm(names.pre_mlp_norm, shape)
-        self.is_sparse = shape.layers[index].sparse
-        self.add_module(
-            names.mlp, MixtureOfExperts(shape, index) if self.is_sparse else FeedForward(shape)
+        self.post_attention_norm = build_norm(shape, is_absent=names.post_attention_norm is None)
+        self.pre_mlp_norm = build_norm(shape, is_absent=names.pre_mlp_norm is None)
+        self.mlp: MixtureOfExperts | FeedForward = (
+            MixtureOfExperts(shape, index) if shape.layers[index].sparse else FeedForward(shape)
         )
-        self._add_norm(names.post_mlp_norm, shape)
+        self.post_mlp_norm = build_norm(shape, is_absent=names.post_mlp_norm is None)
         self._recompute_runner: RecomputeRunner | None = None
         self._forward_function: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = (
             self.forward_with_recompute
@@ -65,7 +64,9 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
         # The layer's number is used here and not in the compiled computation, which the
         # compiler would otherwise specialise to each number.
-        dropout = None if context.dropout is None else context.dropout.for_layer(self.layer_index)
+        dropout = (
+            None if context.dropout is None else context.dropout.select_layer(self.layer_index)
+        )
         if context.cache is not None:
             # Generation: nothing to recompute, and shapes change with every token, so compiling
             # does not pay.
@@ -86,45 +87,30 @@ class Block(nn.Module):
         return self._recompute_runner(self.compute, x_BTD, context, dropout)
 
     def compute(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
-        """Compute the block; `dropout_rate` has this layer's masks."""
-        names = self.names
-        normed = self._apply_norm(names.pre_attention_norm, x_BTD)
-        attention_out = self._apply_norm(
-            names.post_attention_norm, getattr(self, names.attention)(normed, context, dropout)
-        )
+        """Compute the block; `dropout` has this layer's masks."""
         local_dropout = (
             None if dropout is None else dropout.select_local_tokens(context.tensor_parallel)
         )
+        attention_out = self.attention(self.pre_attention_norm(x_BTD), context, dropout)
+        attention_out = self.post_attention_norm(attention_out)
         attention_out = self._apply_dropout(attention_out, DropoutSite.ATTENTION_OUT, local_dropout)
         if self.has_parallel_residual:
-            mlp_out = self._apply_mlp(self._apply_norm(names.pre_mlp_norm, x_BTD), context, dropout)
-            return (
-                self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)
-                + attention_out
-                + x_BTD
-            )
+            mlp_out = self._apply_mlp(self.pre_mlp_norm(x_BTD), context, dropout)
+            mlp_out = self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)
+            return mlp_out + attention_out + x_BTD
         x_BTD = self._add_residual(x_BTD, attention_out)
-        mlp_out = self._apply_mlp(self._apply_norm(names.pre_mlp_norm, x_BTD), context, dropout)
-        mlp_out = self._apply_dropout(
-            self._apply_norm(names.post_mlp_norm, mlp_out), DropoutSite.FEED_FORWARD, local_dropout
-        )
+        mlp_out = self._apply_mlp(self.pre_mlp_norm(x_BTD), context, dropout)
+        mlp_out = self.post_mlp_norm(mlp_out)
+        mlp_out = self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)
         return self._add_residual(x_BTD, mlp_out)
 
     def _apply_mlp(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
-        module = getattr(self, self.names.mlp)
         out_BTD: Tensor = (
-            module(x_BTD, context, dropout)
-            if self.is_sparse
-            else module(x_BTD, context.tensor_parallel, dropout)
+            self.mlp(x_BTD, context, dropout)
+            if isinstance(self.mlp, MixtureOfExperts)
+            else self.mlp(x_BTD, context.tensor_parallel, dropout)
         )
         return out_BTD
-
-    def _add_norm(self, name: str | None, shape: ModelShape) -> None:
-        if name is not None:
-            self.add_module(name, build_norm(shape))
-
-    def _apply_norm(self, name: str | None, x_BTD: Tensor) -> Tensor:
-        return x_BTD if name is None else getattr(self, name)(x_BTD)
 
     def _add_residual(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
         if self.residual_scale == 1.0:

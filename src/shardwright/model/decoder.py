@@ -1,4 +1,7 @@
-"""Configurable decoder with the parameter names and shapes of Hugging Face files.
+"""Configurable decoder. Its parameters have the names and shapes of Hugging Face files.
+
+Modules have plain attribute names; `named_parameters` and state dicts translate them to the
+names of the family (`architecture.module_names`), the only ones used outside the decoder.
 
 Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 """
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ModelShape
 from shardwright.layout import PipelineStage
+from shardwright.model.attention import describe_attention
 from shardwright.model.block import Block, RecomputeRunner, build_norm
 from shardwright.model.dropout import DropoutKey, DropoutSite
 from shardwright.model.forward_context import build_default_positions, build_forward_context
@@ -28,7 +32,7 @@ from shardwright.model.head import (
 )
 from shardwright.model.kv_cache import KeyValueCache
 from shardwright.model.linear import Linear
-from shardwright.model.moe import Experts
+from shardwright.model.moe import ExpertStack
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.routing import ExpertRules, RouterTotals, RoutingContext
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
@@ -88,6 +92,8 @@ class Decoder(nn.Module):
         self.has_explicit_attention = attention == "explicit"
         self.loss_function: LossFunction = loss_function or compute_full_logits_loss
         self._add_modules(shape)
+        self.register_state_dict_post_hook(_rename_to_hf)
+        self.register_load_state_dict_pre_hook(_rename_from_hf)
         if shape.adapters is not None:
             for parameter in self.parameters():
                 parameter.requires_grad_(False)
@@ -96,55 +102,44 @@ class Decoder(nn.Module):
     def _add_modules(self, shape: ModelShape) -> None:
         """Add the modules of the shape, without adapters."""
         names = shape.names
-        root = nn.Module()
-        self.add_module(names.root, root)
-        root.add_module(
-            names.embedding, Embedding(shape.vocab_size, shape.hidden_size, shape.padding_row)
+        width = shape.hidden_size
+        self.embedding = Embedding(shape.vocab_size, width, shape.padding_row)
+        self.positions = (
+            None if names.positions is None else Embedding(shape.max_position_embeddings, width)
         )
-        if names.positions is not None:
-            root.add_module(
-                names.positions, Embedding(shape.max_position_embeddings, shape.hidden_size)
-            )
         # Keyed by layer, so that parameters of a pipeline stage have the whole model's names.
-        layers = nn.ModuleDict(
+        self.layers = nn.ModuleDict(
             {str(index): Block(shape, index) for index in range(shape.num_layers)}
         )
-        root.add_module(names.layers, layers)
-        root.add_module(names.final_norm, build_norm(shape))
+        self.final_norm: nn.Module | None = build_norm(shape)
         if not shape.tied_embeddings:
-            self.add_module(names.head, Head(shape.vocab_size, shape.hidden_size))
+            self.head = Head(shape.vocab_size, width)
         logger.info(
             "attention: %s",
             describe_attention(shape, has_explicit_attention=self.has_explicit_attention),
         )
 
-    @property
-    def root(self) -> nn.Module:
-        """Module that contains everything except the head."""
-        return self.get_submodule(self.shape.names.root)
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters by their Hugging Face names, in the order of the modules."""
+        start = f"{prefix}." if prefix else ""
+        for path, parameter in super().named_parameters("", recurse, remove_duplicate):
+            yield start + self._to_hf_name(path), parameter
+
+    def _to_hf_name(self, path: str) -> str:
+        """Translate a parameter's path in this module to its Hugging Face name."""
+        return self.shape.names.to_hf_name(path)
 
     @property
     def blocks(self) -> list[Block]:
         """Blocks in order; FSDP wraps their `forward`."""
-        layers = self.root.get_submodule(self.shape.names.layers)
-        return [block for block in layers.children() if isinstance(block, Block)]
+        return [block for block in self.layers.values() if isinstance(block, Block)]
 
     @property
     def head_weight(self) -> Tensor:
         """Projection to the vocabulary, `[V, D]`; the embedding's table if they are tied."""
-        names = self.shape.names
-        owner = (
-            self.root.get_submodule(names.embedding)
-            if self.shape.tied_embeddings
-            else self.get_submodule(names.head)
-        )
-        weight: Tensor = owner.weight  # type: ignore[assignment]
-        return weight
-
-    @property
-    def final_norm(self) -> nn.Module | None:
-        """Norm after the last block; None on a pipeline stage without it."""
-        return getattr(self.root, self.shape.names.final_norm, None)
+        return self.embedding.weight if self.shape.tied_embeddings else self.head.weight
 
     def _add_adapters(self, adapters: AdapterShape) -> None:
         """Add the adapters, the only trainable parameters, and quantise the frozen matrices."""
@@ -152,21 +147,19 @@ class Decoder(nn.Module):
             spec.name for spec in self.shape.list_parameters() if spec.packed_matrix is not None
         }
         for index, block in enumerate(self.blocks):
-            prefix = f"{self.shape.names.root}.{self.shape.names.layers}.{index}."
             number = 0
-            for name, module in list(block.named_modules()):
-                if isinstance(module, Linear):
-                    if f"{prefix}{name}" in adapters.modules:
+            for path, module in list(block.named_modules()):
+                if not isinstance(module, Linear | ExpertStack):
+                    continue
+                name = self._to_hf_name(f"layers.{index}.{path}.weight")
+                if name.removesuffix(".weight") in adapters.modules:
+                    if isinstance(module, Linear):
                         module.add_adapter(adapters, number)
                         number += 1
-                    if f"{prefix}{name}.weight" in packed:
-                        module.quantise()
-                elif isinstance(module, Experts):
-                    for stack in (module.gate_up_name, module.down_name):
-                        if f"{prefix}{name}.{stack}" in adapters.modules:
-                            module.add_adapter(adapters, stack)
-                        if f"{prefix}{name}.{stack}" in packed:
-                            module.quantise(stack)
+                    else:
+                        module.add_adapter(adapters)
+                if name in packed:
+                    module.quantise()
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -178,7 +171,7 @@ class Decoder(nn.Module):
         adapted = [
             module
             for module in self.modules()
-            if isinstance(module, Linear | Experts) and module.adapters is not None
+            if isinstance(module, Linear | ExpertStack) and module.adapters is not None
         ]
         for module in adapted:
             module.is_adapter_enabled = False
@@ -206,23 +199,19 @@ class Decoder(nn.Module):
 
     def select_stages(self, stages: Sequence[PipelineStage]) -> None:
         """Remove the modules outside `stages`; the remaining parameters keep their names."""
-        names = self.shape.names
-        root = self.root
-        layers = root.get_submodule(names.layers)
-        assert isinstance(layers, nn.ModuleDict)
         for index in range(self.shape.num_layers):
             if not any(index in stage.layers for stage in stages):
-                del layers[str(index)]
+                del self.layers[str(index)]
         has_embedding = any(stage.has_embedding for stage in stages)
         has_head = any(stage.has_head for stage in stages)
-        if not has_embedding and not (has_head and self.shape.tied_embeddings):
-            delattr(root, names.embedding)
-        if not has_embedding and names.positions is not None:
-            delattr(root, names.positions)
+        if not has_embedding:
+            self.positions = None
+            if not (has_head and self.shape.tied_embeddings):
+                del self.embedding
         if not has_head:
-            delattr(root, names.final_norm)
+            self.final_norm = None
             if not self.shape.tied_embeddings:
-                delattr(self, names.head)
+                del self.head
 
     def forward(
         self,
@@ -336,7 +325,8 @@ class Decoder(nn.Module):
         if context.routing is not None:
             self.router_totals.add(context.routing)
         if stage is None or stage.has_head:
-            x_BTD = self.root.get_submodule(self.shape.names.final_norm)(x_BTD)
+            assert self.final_norm is not None
+            x_BTD = self.final_norm(x_BTD)
         return x_BTD
 
     def _build_routing_context(self, row_weight: Tensor | float | None) -> RoutingContext | None:
@@ -400,44 +390,35 @@ class Decoder(nn.Module):
         tensor_parallel: TensorParallelHooks | None = None,
     ) -> Tensor:
         """Compute scaled token embeddings, plus learned positions, in the compute precision."""
-        names = self.shape.names
-        root = self.root
-        x_BTD: Tensor = root.get_submodule(names.embedding)(input_ids_BT, tensor_parallel)
+        x_BTD: Tensor = self.embedding(input_ids_BT, tensor_parallel)
         if self.compute_dtype is not None:
             x_BTD = x_BTD.to(self.compute_dtype)
         if tensor_parallel is not None:
             x_BTD = tensor_parallel.reduce_output(x_BTD)
             positions_BT = tensor_parallel.select_local_tokens(positions_BT)
-        if names.positions is not None:
-            x_BTD = x_BTD + root.get_submodule(names.positions)(positions_BT).to(x_BTD.dtype)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT).to(x_BTD.dtype)
         if self.shape.embedding_scale != 1.0:
             x_BTD = x_BTD * self.shape.embedding_scale
         return x_BTD
 
 
+def _rename_to_hf(decoder: Any, tensors: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Rename the entries of a state dict that begin with `prefix`, in place and in order."""
+    for key in list(tensors):
+        name = key.removeprefix(prefix)
+        is_ours = key.startswith(prefix)
+        tensors[prefix + decoder._to_hf_name(name) if is_ours else key] = tensors.pop(key)
+
+
+def _rename_from_hf(decoder: Any, tensors: dict[str, Any], prefix: str, *_others: Any) -> None:
+    """Rename entries of a state dict to paths in the decoder, in place."""
+    for path, _ in nn.Module.named_parameters(decoder):
+        name = prefix + decoder._to_hf_name(path)
+        if name in tensors:
+            tensors[prefix + path] = tensors.pop(name)
+
+
 def _select_tokens(x_BT: Tensor, token_indices_T: Tensor | None) -> Tensor:
     """Select columns of a tensor of rows; None selects all."""
     return x_BT if token_indices_T is None else x_BT[:, token_indices_T]
-
-
-def describe_attention(shape: ModelShape, *, has_explicit_attention: bool) -> str:
-    """Describe in one line the implementation of attention and the reason for it."""
-    if has_explicit_attention:
-        return "explicit products, as configured (model.attention: explicit)"
-    if shape.attention_sinks:
-        return "explicit products: the fused kernels do not support sinks"
-    if shape.attention_soft_cap is not None:
-        return (
-            "explicit products: the fused kernels do not support a soft cap "
-            f"({shape.attention_soft_cap:g})"
-        )
-    path = "fused kernels"
-    windows = sorted({layer.window for layer in shape.layers if layer.window is not None})
-    if windows:
-        path += f", with a mask for windows of {', '.join(map(str, windows))} tokens"
-    if shape.attention_dropout > 0.0:
-        path += (
-            "; explicit products in training, because the kernels do not support our dropout "
-            f"(rate {shape.attention_dropout:g})"
-        )
-    return path

@@ -67,7 +67,7 @@ class Dropout:
             else Dropout(tensor_parallel.select_local_tokens(self.keys_BT))
         )
 
-    def for_layer(self, index: int) -> Dropout:
+    def select_layer(self, index: int) -> Dropout:
         """Derive the masks of layer `index`."""
         return Dropout(_mix(self.keys_BT ^ _to_int32(index + 1)))
 

@@ -16,7 +16,7 @@ _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROW_ALIGNMENT_BYTES = 16
 
 
-def grouped_matmul(x_MD: Tensor, weight: Tensor, counts_E: Tensor, *, transposed: bool) -> Tensor:
+def multiply_grouped(x_MD: Tensor, weight: Tensor, counts_E: Tensor, *, transposed: bool) -> Tensor:
     """Multiply each row by its expert's matrix, `[M, F]`; rows are sorted by expert.
 
     The first counts[0] rows belong to expert 0. `weight` is `[E, F, D]` if `transposed`, else
@@ -29,12 +29,12 @@ def grouped_matmul(x_MD: Tensor, weight: Tensor, counts_E: Tensor, *, transposed
     (`F.grouped_mm` does not compile for float32, and the loop reads numbers from the device)
     and rehearsed on fake tensors.
     """
-    out_MF: Tensor = _grouped_matmul(x_MD, weight, counts_E, transposed)
+    out_MF: Tensor = _multiply(x_MD, weight, counts_E, transposed)
     return out_MF
 
 
 @torch.library.custom_op("shardwright::grouped_product", mutates_args=())
-def _grouped_matmul(
+def _multiply(
     x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
     matrices_EDF = weight.transpose(1, 2) if transposed else weight
@@ -59,8 +59,8 @@ def _weight_gradient(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> 
     return gradient_EDF
 
 
-@_grouped_matmul.register_fake
-def _fake_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+@_multiply.register_fake
+def _fake_multiply(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1] if transposed else weight.shape[2])
 
 
@@ -76,13 +76,13 @@ def _save_for_backward(
     ctx.save_for_backward(x, weight, counts)
 
 
-def _grouped_matmul_backward(
+def _compute_gradients(
     ctx: Any, gradient: Tensor
 ) -> tuple[Tensor | None, Tensor | None, None, None]:
     x_MD, weight, counts_E = ctx.saved_tensors
     gradient_MF = gradient.contiguous()
     x_gradient = (
-        _grouped_matmul(gradient_MF, weight, counts_E, not ctx.is_transposed)
+        _multiply(gradient_MF, weight, counts_E, not ctx.is_transposed)
         if ctx.needs_input_grad[0]
         else None
     )
@@ -93,7 +93,7 @@ def _grouped_matmul_backward(
     return x_gradient, weight_gradient, None, None
 
 
-_grouped_matmul.register_autograd(_grouped_matmul_backward, setup_context=_save_for_backward)
+_multiply.register_autograd(_compute_gradients, setup_context=_save_for_backward)
 
 
 def _is_grouped_mm_supported(dtype: torch.dtype, shape: Sequence[int]) -> bool:

@@ -4,8 +4,8 @@ transformers' class computes the forward pass. Loss and normaliser, precision, r
 packed documents are ours, and so is all that uses parameter names: sharding, gradient sums and
 norms, checkpoints and export.
 
-Legend: B rows, T tokens of a row, N = B x T, R documents, L tokens of the longest, D hidden, V
-vocabulary.
+Legend: B rows, T tokens of a row, N = B x T, R documents, L tokens of the longest, S supervised
+tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from shardwright.architecture import AdapterShape, HFShape, ModelShape
 from shardwright.errors import ArchitectureError, RecipeError
 from shardwright.model.block import RecomputeRunner
 from shardwright.model.decoder import Decoder
+from shardwright.model.document_rows import IGNORED_LABEL, split_documents
 from shardwright.model.head import LossFunction, RowLoss
-from shardwright.model.hf_model import build_hf_module
+from shardwright.model.hf_module import build_hf_module
 from shardwright.model.linear import Linear
 from shardwright.model.routing import ExpertRules
-
-IGNORED_LABEL = -100
 
 
 def build_decoder(
@@ -69,6 +68,7 @@ class HFDecoder(Decoder):
         assert isinstance(shape, HFShape), shape.family
         with torch.device("cpu"):  # buffers have values, which a meta device would lose
             module = build_hf_module(shape, eager=self.has_explicit_attention)
+        self.final_norm = None  # the modules after the blocks are not known
         # Not registered as a submodule: its children are added below, so that parameters keep
         # the names of the weight files.
         object.__setattr__(self, "_module", module)
@@ -91,7 +91,8 @@ class HFDecoder(Decoder):
             with torch.device("meta"):
                 module.lora_A = Linear(module.in_features, adapters.rank, bias=False)
                 module.lora_B = Linear(adapters.rank, module.out_features, bias=False)
-            module.forward = _build_adapted_forward(module, adapters.scale)  # type: ignore[method-assign, assignment]
+            adapted_forward = _build_adapted_forward(module, adapters.scale)
+            module.forward = adapted_forward  # type: ignore[method-assign, assignment]
             self._adapted_modules.append(module)
 
     @contextmanager
@@ -105,15 +106,9 @@ class HFDecoder(Decoder):
             for module in self._adapted_modules:
                 module.is_adapter_disabled = False
 
-    @property
-    def root(self) -> nn.Module:
-        """Module that contains everything."""
-        return self
-
-    @property
-    def final_norm(self) -> nn.Module | None:
-        """None: the modules after the blocks are not known."""
-        return None
+    def _to_hf_name(self, path: str) -> str:
+        """Return the path: transformers' modules have the names of the files."""
+        return path
 
     @property
     def blocks(self) -> list[Any]:
@@ -365,59 +360,6 @@ def _build_adapted_forward(module: Any, scale: float) -> Callable[[Tensor], Tens
 def _return_input(x: Tensor) -> Tensor:
     """Replace the head's forward pass: the loss computes the product, in chunks."""
     return x
-
-
-class DocumentRows(NamedTuple):
-    """Map from the tokens of packed rows to rows of single documents.
-
-    Token n of the flat batch is token `column_N[n]` of row `row_N[n]`; row -1 is for omitted
-    documents.
-    """
-
-    row_N: Tensor
-    column_N: Tensor
-    num_rows: int
-    num_columns: int
-    shape: torch.Size
-
-    def scatter_to_rows(self, x_BT: Tensor, fill: int) -> Tensor:
-        """Rearrange ids or labels of a batch into rows of documents, `[R, L]`."""
-        x_RL = x_BT.new_full((self.num_rows, self.num_columns), fill)
-        is_included = self.row_N >= 0
-        x_RL[self.row_N[is_included], self.column_N[is_included]] = x_BT.flatten()[is_included]
-        return x_RL
-
-    def gather_from_rows(self, x_RLV: Tensor) -> Tensor:
-        """Rearrange results of the documents into the packed rows, `[B, T, V]`."""
-        return x_RLV[self.row_N, self.column_N].view(*self.shape, -1)
-
-
-def split_documents(document_ids_BT: Tensor, labels_BT: Tensor | None) -> DocumentRows:
-    """Split packed rows into one row per document.
-
-    With labels, documents without supervised tokens, such as padding, are omitted. One row
-    always remains: under ZeRO every rank has to run.
-    """
-    begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    begins_N = begins_BT.flatten()
-    number_N = begins_N.cumsum(0) - 1
-    starts_R = begins_N.nonzero().squeeze(1)
-    column_N = torch.arange(len(number_N), device=number_N.device) - starts_R[number_N]
-    num_documents = len(starts_R)
-    if labels_BT is None:
-        return DocumentRows(
-            number_N, column_N, num_documents, int(column_N.max()) + 1, document_ids_BT.shape
-        )
-    is_supervised_R = torch.zeros(num_documents, dtype=torch.bool, device=number_N.device)
-    is_supervised_R[number_N[labels_BT.flatten() != IGNORED_LABEL]] = True
-    is_supervised_R[0] |= ~is_supervised_R.any()
-    new_number_R = torch.where(is_supervised_R, is_supervised_R.cumsum(0) - 1, -1)
-    row_N = new_number_R[number_N]
-    # At least two tokens: with one token a recurrent class does not use its decay parameters.
-    # If a parameter is unused on some ranks only, ranks no longer sum the same gradients.
-    length = max(2, int(column_N[row_N >= 0].max()) + 1)
-    return DocumentRows(row_N, column_N, int(is_supervised_R.sum()), length, document_ids_BT.shape)
 
 
 class Float64Mode(TorchFunctionMode):

@@ -25,45 +25,37 @@ class LatentAttention(Attention):
     """Attention with keys and values from one latent per token; the cache stores latents."""
 
     def add_projections(self, shape: ModelShape) -> None:
-        """Register projections and norms, in the order of the weight files."""
+        """Add projections and norms, in the order of the weight files."""
         latent = shape.latent
-        names = shape.names
         width = shape.hidden_size
         bias = shape.attention_out_bias
         assert latent is not None
         self.latent = latent
         if latent.query_rank is None:
-            self.add_module(names.query, Linear(width, shape.query_width, bias=False))
+            self.query = Linear(width, shape.query_width, bias=False)
         else:
-            self.add_module(names.query_latent, Linear(width, latent.query_rank, bias=bias))
-            self.add_module(names.query_latent_norm, RMSNorm(latent.query_rank, LATENT_NORM_EPS))
-            self.add_module(
-                names.query_from_latent, Linear(latent.query_rank, shape.query_width, bias=False)
-            )
-        self.add_module(
-            names.key_value_latent,
-            Linear(width, latent.key_value_rank + latent.rope_dim, bias=bias),
-        )
-        self.add_module(
-            names.key_value_latent_norm, RMSNorm(latent.key_value_rank, LATENT_NORM_EPS)
-        )
+            self.query_latent = Linear(width, latent.query_rank, bias=bias)
+            self.query_latent_norm = RMSNorm(latent.query_rank, LATENT_NORM_EPS)
+            self.query_from_latent = Linear(latent.query_rank, shape.query_width, bias=False)
+        rank = latent.key_value_rank
+        self.key_value_latent = Linear(width, rank + latent.rope_dim, bias=bias)
+        self.key_value_latent_norm = RMSNorm(rank, LATENT_NORM_EPS)
         heads_width = shape.num_heads * (latent.nope_dim + latent.value_dim)
-        self.add_module(names.key_value, Linear(latent.key_value_rank, heads_width, bias=False))
-        self.add_module(names.attention_out, Linear(shape.value_width, width, bias=bias))
+        self.key_value = Linear(rank, heads_width, bias=False)
+        self.attention_out = Linear(shape.value_width, width, bias=bias)
 
     def forward(
         self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None
     ) -> Tensor:
-        names = self.names
         latent = self.latent
         tensor = context.tensor_parallel
         if tensor is not None:
             x_BTD = tensor.prepare_input(x_BTD)
         queries = self._project_queries(x_BTD, dropout).unflatten(-1, (-1, self.head_dim))
         q_nope, q_rope = queries.split([latent.nope_dim, latent.rope_dim], dim=-1)
-        compressed = getattr(self, names.key_value_latent)(x_BTD, None, dropout)
+        compressed = self.key_value_latent(x_BTD, None, dropout)
         latent_BTL, k_rope_BTR = compressed.split([latent.key_value_rank, latent.rope_dim], dim=-1)
-        latent_BTL = getattr(self, names.key_value_latent_norm)(latent_BTL)
+        latent_BTL = self.key_value_latent_norm(latent_BTL)
         q_rope = self._rotate(q_rope, context)
         k_rope_BT1R = self._rotate(k_rope_BTR.unsqueeze(2), context)
         latent_B1SL = latent_BTL.unsqueeze(1)
@@ -79,22 +71,19 @@ class LatentAttention(Attention):
         if padding > 0:
             v_BHSV = F.pad(v_BHSV, (0, padding))
         out_BHTV = self._attend(q_BHTE, k_BHSE, v_BHSV, context, dropout)[..., : latent.value_dim]
-        project_out = getattr(self, names.attention_out)
-        return project_out(
+        out: Tensor = self.attention_out(
             out_BHTV.transpose(1, 2).flatten(2),
             None if tensor is None else tensor.reduce_output,
             dropout,
         )
+        return out
 
     def _project_queries(self, x_BTD: Tensor, dropout: Dropout | None) -> Tensor:
-        names = self.names
         if self.latent.query_rank is None:
-            queries: Tensor = getattr(self, names.query)(x_BTD, None, dropout)
+            queries: Tensor = self.query(x_BTD, None, dropout)
             return queries
-        latent = getattr(self, names.query_latent_norm)(
-            getattr(self, names.query_latent)(x_BTD, None, dropout)
-        )
-        queries = getattr(self, names.query_from_latent)(latent, None, dropout)
+        latent = self.query_latent_norm(self.query_latent(x_BTD, None, dropout))
+        queries = self.query_from_latent(latent, None, dropout)
         return queries
 
     def _rotate(self, x_BTHR: Tensor, context: ForwardContext) -> Tensor:
@@ -112,7 +101,7 @@ class LatentAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         """Compute keys `[B, H, S, E]` and values `[B, H, S, V]` of all heads."""
         latent = self.latent
-        key_value = getattr(self, self.names.key_value)(latent_BSL, None, dropout)
+        key_value = self.key_value(latent_BSL, None, dropout)
         key_value = key_value.unflatten(-1, (-1, latent.nope_dim + latent.value_dim))
         k_nope, v_BHSV = key_value.transpose(1, 2).split(
             [latent.nope_dim, latent.value_dim], dim=-1

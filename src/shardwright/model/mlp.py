@@ -71,20 +71,19 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: ModelShape, intermediate_size: int | None = None) -> None:
         super().__init__()
-        self.names = names = shape.names
         self.activation = shape.activation
         width = shape.hidden_size
-        transposed = shape.matrix_layout == "in_out"
         inner = shape.intermediate_size if intermediate_size is None else intermediate_size
-        for name in [names.gate_up] if names.gate_up else [names.gate, names.up]:
-            if name is not None:
-                num_out = 2 * inner if name == names.gate_up else inner
-                self.add_module(
-                    name, Linear(width, num_out, bias=shape.mlp_bias, transposed=transposed)
-                )
-        self.add_module(
-            names.down, Linear(inner, width, bias=shape.mlp_bias, transposed=transposed)
-        )
+        linear = partial(Linear, bias=shape.mlp_bias, transposed=shape.matrix_layout == "in_out")
+        self.is_fused = shape.names.gate_up is not None
+        self.is_gated = shape.is_gated
+        if self.is_fused:
+            self.gate_up = linear(width, 2 * inner)
+        else:
+            if self.is_gated:
+                self.gate = linear(width, inner)
+            self.up = linear(width, inner)
+        self.down = linear(inner, width)
 
     def forward(
         self,
@@ -108,18 +107,13 @@ class FeedForward(nn.Module):
 
         `reduce_output` sums it over the ranks.
         """
-        names = self.names
-
-        def project(name: str) -> Tensor:
-            projection: Tensor = getattr(self, name)(x_BTD, None, dropout)
-            return projection
-
-        if names.gate_up is not None:
-            gate_BTF, up_BTF = project(names.gate_up).chunk(2, dim=-1)
+        if self.is_fused:
+            gate_BTF, up_BTF = self.gate_up(x_BTD, None, dropout).chunk(2, dim=-1)
             inner_BTF = apply_gate(self.activation, gate_BTF, up_BTF)
-        elif names.gate is not None:
-            inner_BTF = apply_gate(self.activation, project(names.gate), project(names.up))
+        elif self.is_gated:
+            gate_BTF = self.gate(x_BTD, None, dropout)
+            inner_BTF = apply_gate(self.activation, gate_BTF, self.up(x_BTD, None, dropout))
         else:
-            inner_BTF = ACTIVATION_FUNCTIONS[self.activation](project(names.up))
-        out_BTD: Tensor = getattr(self, names.down)(inner_BTF, reduce_output, dropout)
+            inner_BTF = ACTIVATION_FUNCTIONS[self.activation](self.up(x_BTD, None, dropout))
+        out_BTD: Tensor = self.down(inner_BTF, reduce_output, dropout)
         return out_BTD

@@ -18,7 +18,7 @@ from shardwright.architecture.nf4_layout import compute_row_bytes
 from shardwright.model import nf4
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
-from shardwright.model.grouped_matmul import gather_rows, grouped_matmul, scatter_rows
+from shardwright.model.grouped_matmul import gather_rows, multiply_grouped, scatter_rows
 from shardwright.model.mlp import FeedForward, apply_gate
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.routing import (
@@ -33,22 +33,22 @@ from shardwright.model.routing import (
 
 
 class Router(nn.Module):
-    """Linear layer from tokens to expert logits; the train step updates its balance bias."""
+    """Linear layer from tokens to expert logits.
+
+    `balance_bias`, `[E]`, is added to the scores for the choice of experts; the train step
+    updates it. None if the family has none.
+    """
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
         num_experts = experts.num_experts
         self.weight = nn.Parameter(torch.empty(num_experts, shape.hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if experts.router_bias else None
-        self.balance_bias_name = shape.names.balance_bias if experts.balance_bias else None
-        if self.balance_bias_name is not None:
-            balance_bias = nn.Parameter(torch.empty(num_experts), requires_grad=False)
-            self.register_parameter(self.balance_bias_name, balance_bias)
-
-    @property
-    def balance_bias(self) -> Tensor | None:
-        """Bias added to the scores for the choice of experts, `[E]`, or None."""
-        return None if self.balance_bias_name is None else getattr(self, self.balance_bias_name)
+        self.balance_bias = (
+            nn.Parameter(torch.empty(num_experts), requires_grad=False)
+            if experts.balance_bias
+            else None
+        )
 
     def forward(self, x_ND: Tensor) -> Tensor:
         # In fp32 or fp64: small differences decide the choice of experts (Switch Transformer,
@@ -59,109 +59,84 @@ class Router(nn.Module):
         )
 
 
-class Experts(nn.Module):
-    """Gated feed-forwards with stacked matrices: `[E, 2F, D]` and `[E, D, F]`, or transposed.
+class ExpertStack(nn.Module):
+    """One matrix of every expert, `[E, out, in]`, or `[E, in, out]` if `is_transposed`.
 
     After `add_adapter` each expert computes with W + scale x B A: A `[E, R, in]`, B `[E, out, R]`,
     for both layouts of W.
     """
 
-    parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
     adapters: AdapterShape | None = None
     is_adapter_enabled: bool = True
+
+    def __init__(self, experts: ExpertShape, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.is_transposed = experts.matrix_layout == "in_out"
+        self.num_experts = experts.num_experts
+        self.num_in = num_in
+        self.num_out = num_out
+        sides = (num_in, num_out) if self.is_transposed else (num_out, num_in)
+        self.weight = nn.Parameter(torch.empty(self.num_experts, *sides))
+        self.bias = (
+            nn.Parameter(torch.empty(self.num_experts, num_out)) if experts.expert_bias else None
+        )
+
+    def add_adapter(self, adapters: AdapterShape) -> None:
+        """Add an adapter to every expert's matrix."""
+        self.adapters = adapters
+        self.lora_A = nn.Parameter(torch.empty(self.num_experts, adapters.rank, self.num_in))
+        self.lora_B = nn.Parameter(torch.empty(self.num_experts, self.num_out, adapters.rank))
+
+    def quantise(self) -> None:
+        """Freeze the weights and store them as bytes (`nf4`)."""
+        assert not self.is_transposed, "quantisation blocks lie along a product's inputs"
+        shape = (self.num_experts, self.num_out, compute_row_bytes(self.num_in))
+        self.weight = nn.Parameter(
+            torch.empty(shape, dtype=torch.uint8, device=self.weight.device), requires_grad=False
+        )
+
+    def forward(self, x_MD: Tensor, counts_E: Tensor, *, bias_factor: float = 1.0) -> Tensor:
+        """Multiply each row by its expert's matrix, `[M, out]`."""
+        if self.weight.dtype == torch.uint8:
+            out_MF = nf4.multiply_packed_experts(x_MD, self.weight, counts_E, self.num_in)
+        else:
+            weight = self.weight.to(x_MD.dtype)
+            out_MF = multiply_grouped(x_MD, weight, counts_E, transposed=not self.is_transposed)
+        if self.adapters is not None and self.is_adapter_enabled:
+            a_ERD = self.lora_A.to(x_MD.dtype)
+            b_EFR = self.lora_B.to(x_MD.dtype)
+            low_MR = multiply_grouped(x_MD, a_ERD, counts_E, transposed=True)
+            update_MF = multiply_grouped(low_MR, b_EFR, counts_E, transposed=True)
+            out_MF = out_MF + update_MF * self.adapters.scale
+        if self.bias is None:
+            return out_MF
+        bias_EF = self.bias.to(x_MD.dtype)
+        bias_MF = bias_EF.repeat_interleave(counts_E, dim=0, output_size=x_MD.shape[0])
+        return out_MF + (bias_MF if bias_factor == 1.0 else bias_MF * bias_factor)
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards of all experts, each product computed by a stack of matrices."""
+
+    parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
         self.shape = experts
         self.activation = shape.activation
-        self.gate_up_name = shape.names.expert_gate_up
-        self.down_name = shape.names.expert_down
-        self.adapted_names: set[str] = set()
-        self.num_in: dict[str, int] = {}
-        num_experts = experts.num_experts
         width = shape.hidden_size
         inner = experts.intermediate_size
-        for name, num_in, num_out in (
-            (self.gate_up_name, width, 2 * inner),
-            (self.down_name, inner, width),
-        ):
-            sides = (num_out, num_in) if experts.matrix_layout == "out_in" else (num_in, num_out)
-            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *sides)))
-            if experts.expert_bias:
-                self.register_parameter(
-                    f"{name}_bias", nn.Parameter(torch.empty(num_experts, num_out))
-                )
-
-    def add_adapter(self, adapters: AdapterShape, name: str) -> None:
-        """Add an adapter to one of the two stacks."""
-        self.adapters = adapters
-        self.adapted_names.add(name)
-        num_experts, num_out, num_in = getattr(self, name).shape
-        if self.shape.matrix_layout == "in_out":
-            num_out, num_in = num_in, num_out
-        self.register_parameter(
-            f"{name}_lora_A", nn.Parameter(torch.empty(num_experts, adapters.rank, num_in))
-        )
-        self.register_parameter(
-            f"{name}_lora_B", nn.Parameter(torch.empty(num_experts, num_out, adapters.rank))
-        )
-
-    def quantise(self, name: str) -> None:
-        """Freeze one of the two stacks and store it as bytes (`nf4`)."""
-        assert self.shape.matrix_layout == "out_in", (
-            "quantisation blocks lie along a product's inputs"
-        )
-        weight = getattr(self, name)
-        self.num_in[name] = weight.shape[2]
-        shape = (*weight.shape[:2], compute_row_bytes(weight.shape[2]))
-        setattr(
-            self,
-            name,
-            nn.Parameter(
-                torch.empty(shape, dtype=torch.uint8, device=weight.device), requires_grad=False
-            ),
-        )
+        self.gate_up = ExpertStack(experts, width, 2 * inner)
+        self.down = ExpertStack(experts, inner, width)
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Apply each row's expert, `[M, D]`."""
-        gate_up_M2F = self._multiply(self.gate_up_name, x_MD, counts_E)
+        inner_MF = self._apply_gate(self.gate_up(x_MD, counts_E))
         # Tensor-parallel ranks compute partial sums, so only the first adds the bias. The
         # others multiply it by 0: DDP needs every parameter in the graph.
         is_first = self.parallel_hooks.tensor is None or self.parallel_hooks.tensor.rank == 0
-        return self._multiply(
-            self.down_name,
-            self._apply_gate(gate_up_M2F),
-            counts_E,
-            bias_factor=1.0 if is_first else 0.0,
-        )
-
-    def _multiply(
-        self, name: str, x_MD: Tensor, counts_E: Tensor, *, bias_factor: float = 1.0
-    ) -> Tensor:
-        weight = getattr(self, name)
-        if weight.dtype == torch.uint8:
-            out_MF = nf4.multiply_packed_experts(x_MD, weight, counts_E, self.num_in[name])
-        else:
-            out_MF = grouped_matmul(
-                x_MD,
-                weight.to(x_MD.dtype),
-                counts_E,
-                transposed=self.shape.matrix_layout == "out_in",
-            )
-        if self.adapters is not None and self.is_adapter_enabled and name in self.adapted_names:
-            a_ERD, b_EFR = (
-                getattr(self, f"{name}_{part}").to(x_MD.dtype) for part in ("lora_A", "lora_B")
-            )
-            low_MR = grouped_matmul(x_MD, a_ERD, counts_E, transposed=True)
-            out_MF = (
-                out_MF
-                + grouped_matmul(low_MR, b_EFR, counts_E, transposed=True) * self.adapters.scale
-            )
-        if not self.shape.expert_bias:
-            return out_MF
-        bias_EF = getattr(self, f"{name}_bias").to(x_MD.dtype)
-        bias_MF = bias_EF.repeat_interleave(counts_E, dim=0, output_size=x_MD.shape[0])
-        return out_MF + (bias_MF if bias_factor == 1.0 else bias_MF * bias_factor)
+        out_MD: Tensor = self.down(inner_MF, counts_E, bias_factor=1.0 if is_first else 0.0)
+        return out_MD
 
     def _apply_gate(self, gate_up_M2F: Tensor) -> Tensor:
         if self.shape.gate_up_layout == "interleaved":
@@ -186,19 +161,10 @@ class MixtureOfExperts(nn.Module):
         assert shape.experts is not None
         self.layer_index = index
         self.shape = shape.experts
-        self.names = shape.names
-        self.add_module(self.names.router, Router(shape, self.shape))
-        self.add_module(self.names.experts, Experts(shape, self.shape))
+        self.router = Router(shape, self.shape)
+        self.experts = Experts(shape, self.shape)
         if self.shape.shared_intermediate_size:
-            self.add_module(
-                self.names.shared_experts, FeedForward(shape, self.shape.shared_intermediate_size)
-            )
-
-    @property
-    def balance_bias(self) -> Tensor | None:
-        """Bias added to the scores for the choice of experts, `[E]`, or None."""
-        router: Router = getattr(self, self.names.router)
-        return router.balance_bias
+            self.shared_experts = FeedForward(shape, self.shape.shared_intermediate_size)
 
     def forward(
         self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None
@@ -210,9 +176,7 @@ class MixtureOfExperts(nn.Module):
         routing = self.route(x_BTD, context)
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:
-            shared = partial(
-                getattr(self, self.names.shared_experts).compute, x_BTD, None, dropout
-            )
+            shared = partial(self.shared_experts.compute, x_BTD, None, dropout)
         routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
         out_BTD = routed_ND.view_as(x_BTD)
         out_BTD = out_BTD if shared_BTD is None else out_BTD + shared_BTD
@@ -232,14 +196,14 @@ class MixtureOfExperts(nn.Module):
         if routing.has_drops:
             slots_M = slots_M[: int(counts_E.sum())]  # drops sort last
         rows_MD = gather_rows(x_ND, slots_M, copies)
-        experts = getattr(self, self.names.experts)
         hooks = self.parallel_hooks.expert
         if hooks is None or hooks.degree == 1:
-            out_MD = experts(rows_MD, counts_E)
+            out_MD = self.experts(rows_MD, counts_E)
             overlapped = None if overlapped_compute is None else overlapped_compute()
         else:
             dispatched = hooks.dispatch(rows_MD, counts_E, overlapped_compute)
-            out_MD = hooks.combine(experts(dispatched.rows_RD, dispatched.counts_e), dispatched)
+            out_RD = self.experts(dispatched.rows_RD, dispatched.counts_e)
+            out_MD = hooks.combine(out_RD, dispatched)
             overlapped = dispatched.overlapped_output
         out_NKD = scatter_rows(out_MD, slots_M, num_tokens * copies).unflatten(
             0, (num_tokens, copies)
@@ -248,10 +212,9 @@ class MixtureOfExperts(nn.Module):
 
     def route(self, x_BTD: Tensor, context: ForwardContext) -> Routing:
         """Choose experts; in training also count, limit to capacity, and add router losses."""
-        router: Router = getattr(self, self.names.router)
-        logits_NE = router(x_BTD.flatten(0, 1))
+        logits_NE = self.router(x_BTD.flatten(0, 1))
         experts_NK, weights_NK, probabilities_NE = choose_experts(
-            self.shape, logits_NE, router.balance_bias
+            self.shape, logits_NE, self.router.balance_bias
         )
         training = context.routing
         if training is None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwright.architecture import ParameterSpec
 from shardwright.architecture.nf4_layout import BLOCK_ELEMENTS, compute_code_bytes, count_columns
-from shardwright.model.grouped_matmul import grouped_matmul
+from shardwright.model.grouped_matmul import multiply_grouped
 
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -148,7 +148,7 @@ class _PackedLinear(torch.autograd.Function):
 def multiply_packed_experts(
     x_MD: Tensor, packed_EFP: Tensor, counts_E: Tensor, num_in: int
 ) -> Tensor:
-    """Multiply each row by its expert's packed matrix, `[M, F]`, as `grouped_matmul` does."""
+    """Multiply each row by its expert's packed matrix, `[M, F]`, as `multiply_grouped` does."""
     product: Tensor = _PackedExpertLinear.apply(
         x_MD, packed_EFP, counts_E, count_columns(packed_EFP.shape[2], num_in)
     )
@@ -164,7 +164,7 @@ class _PackedExpertLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.columns = columns
         ctx.save_for_backward(packed_EFP, counts_E)
-        return grouped_matmul(
+        return multiply_grouped(
             x_MD, unpack(packed_EFP, columns, x_MD.dtype), counts_E, transposed=True
         )
 
@@ -174,7 +174,7 @@ class _PackedExpertLinear(torch.autograd.Function):
         gradient_MF = gradients[0].contiguous()
         weight_EFD = unpack(packed_EFP, ctx.columns, gradient_MF.dtype)
         return (
-            grouped_matmul(gradient_MF, weight_EFD, counts_E, transposed=False),
+            multiply_grouped(gradient_MF, weight_EFD, counts_E, transposed=False),
             None,
             None,
             None,

@@ -143,7 +143,11 @@ def apply_layout(
                 bucket_size_bytes=layout.bucket_size_bytes,
                 reduce_dtype=precision.reduce,
                 device=device,
-                excluded_names=excluded_names,
+                excluded={
+                    parameter
+                    for name, parameter in decoder.named_parameters()
+                    if name in excluded_names
+                },
             )
     if precision.reduce != precision.param and trainable and not sharded and replica_group is None:
         logger.info(
@@ -225,12 +229,14 @@ def _shard_parameters(
     coordinates: dict[str, int],
 ) -> None:
     """Replace parameters that tp or ep shards by ones of this rank's shape, without memory."""
-    for name, parameter in list(decoder.named_parameters()):
-        shape = compute_local_shape(layouts[name], layout, coordinates, with_zero=False)
-        if shape != tuple(parameter.shape):
-            owner, _, leaf = name.rpartition(".")
-            local = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
-            setattr(decoder.get_submodule(owner), leaf, local)
+    names = {parameter: name for name, parameter in decoder.named_parameters()}
+    for module in decoder.modules():
+        for attribute, parameter in list(module.named_parameters(recurse=False)):
+            parameter_layout = layouts[names[parameter]]
+            shape = compute_local_shape(parameter_layout, layout, coordinates, with_zero=False)
+            if shape != tuple(parameter.shape):
+                local = parameter.new_empty(shape)
+                setattr(module, attribute, nn.Parameter(local, parameter.requires_grad))
 
 
 @torch.no_grad()

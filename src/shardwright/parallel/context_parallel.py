@@ -156,7 +156,7 @@ class ContextParallel:
         if scores.dropout is not None:
             assert context.dropout_key is not None
             places_T = torch.arange(parts[0].shape[2] * self.degree)
-            dropout = Dropout.from_key(context.dropout_key, places_T, parts[0].device).for_layer(
+            dropout = Dropout.from_key(context.dropout_key, places_T, parts[0].device).select_layer(
                 settings.layer
             )
             scores = replace(scores, dropout=dropout)

@@ -18,7 +18,7 @@ def apply_ddp(
     bucket_size_bytes: int,
     reduce_dtype: torch.dtype,
     device: torch.device,
-    excluded_names: Collection[str] = (),
+    excluded: Collection[nn.Parameter] = (),
 ) -> DistributedDataParallel:
     """Wrap a module whose weights are already equal on every rank.
 
@@ -29,12 +29,20 @@ def apply_ddp(
     Args:
         reduce_dtype: bf16 halves the bytes sent and rounds the sum; anything else sums in the
             gradients' own dtype.
-        excluded_names: names of parameters that are not reduced over `group`.
+        excluded: parameters that are not reduced over `group`.
     """
     # PyTorch has no public way to exclude parameters; DDP's own tests use this one. Buffers,
     # which only models run by transformers have, are computed equally on every rank: DDP need
-    # not broadcast them.
-    ignored = [*excluded_names, *(name for name, _ in module.named_buffers())]
+    # not broadcast them. DDP reads both the names that our decoder gives its parameters and
+    # their paths in the module.
+    ignored = [name for name, _ in module.named_buffers()]
+    ignored += [name for name, parameter in module.named_parameters() if parameter in excluded]
+    ignored += [
+        f"{path}.{attribute}"
+        for path, submodule in module.named_modules()
+        for attribute, parameter in submodule.named_parameters(recurse=False)
+        if parameter in excluded
+    ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     wrapped = DistributedDataParallel(
         module,

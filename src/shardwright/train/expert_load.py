@@ -64,11 +64,13 @@ def update_balance_biases(decoder: Decoder, routers_LE3: Tensor) -> None:
     if rate == 0.0:
         return
     for block in decoder.blocks:
-        mixture = getattr(block, block.names.mlp)
-        if isinstance(mixture, MixtureOfExperts) and mixture.balance_bias is not None:
+        if not isinstance(block.mlp, MixtureOfExperts):
+            continue
+        bias_E = block.mlp.router.balance_bias
+        if bias_E is not None:
             tokens_E = routers_LE3[block.layer_index, :-3]
             missing_E = (tokens_E.mean() - tokens_E).sign()
-            mixture.balance_bias.add_(missing_E.to(mixture.balance_bias.dtype), alpha=rate)
+            bias_E.add_(missing_E.to(bias_E.dtype), alpha=rate)
 
 
 @dataclass

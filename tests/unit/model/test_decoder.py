@@ -58,6 +58,7 @@ def test_parameters_are_those_of_the_shape_in_order(case: str) -> None:
         (name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()
     ] == listed
     assert list(decoder.state_dict()) == [name for name, _ in listed]  # no buffers
+    decoder.load_state_dict(decoder.state_dict())
     assert all(parameter.is_meta for parameter in decoder.parameters())
     for absent, owner in decoder.shape.tied_names.items():
         assert absent not in dict(listed)

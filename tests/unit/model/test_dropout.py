@@ -30,7 +30,9 @@ def draw_mask(
     width: int = 128,
 ) -> Tensor:
     rows, tokens = masks.keys_BT.shape
-    return (masks.for_layer(layer).drop(torch.ones(rows, tokens, width), rate, site) != 0).double()
+    return (
+        masks.select_layer(layer).drop(torch.ones(rows, tokens, width), rate, site) != 0
+    ).double()
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])

@@ -20,9 +20,11 @@ from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout
 from shardwright.layout_rules import check_layout
-from shardwright.model.hf_decoder import build_decoder, split_documents
+from shardwright.model.document_rows import split_documents
+from shardwright.model.hf_decoder import build_decoder
 from shardwright.model.hf_folder import write_hf_folder
-from shardwright.model.hf_model import load_hf_folder, read_model_shape
+from shardwright.model.hf_model import read_model_shape
+from shardwright.model.hf_module import load_hf_folder
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy

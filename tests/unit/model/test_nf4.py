@@ -19,7 +19,7 @@ from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout
 from shardwright.layout_rules import check_layout
 from shardwright.model import nf4
-from shardwright.model.grouped_matmul import grouped_matmul
+from shardwright.model.grouped_matmul import multiply_grouped
 
 BITSANDBYTES = (
     "1ff1ff2ee2ee2ed3dd3dc4cc4bb4bb5aa5aa6996996886887887777777777777"
@@ -108,7 +108,7 @@ def test_the_product_of_experts_equals_that_of_dequantised_matrices() -> None:
     x = torch.randn(9, 64, generator=generator, requires_grad=True)
     weight = nf4.unpack(packed, 64, torch.float32)
     packed_out = nf4.multiply_packed_experts(x, packed, counts, 64)
-    plain_out = grouped_matmul(x, weight, counts, transposed=True)
+    plain_out = multiply_grouped(x, weight, counts, transposed=True)
     assert torch.equal(packed_out, plain_out)
     packed_gradient, plain_gradient = (
         torch.autograd.grad(out.square().sum(), x)[0] for out in (packed_out, plain_out)

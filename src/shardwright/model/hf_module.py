@@ -1,0 +1,154 @@
+"""Modules of transformers' classes: configuration, construction, loading.
+
+The only file of this package that imports transformers, inside functions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.architecture import MODEL_FAMILIES, HFShape
+from shardwright.config.model import ModelSection
+from shardwright.errors import ArchitectureError
+
+
+def build_hf_module(shape: HFShape, *, eager: bool = False) -> nn.Module:
+    """Build the class's module with parameters on the meta device and real buffers.
+
+    Args:
+        eager: use explicit attention products in place of fused kernels.
+    """
+    section = (
+        ModelSection(config=dict(shape.config))
+        if shape.code_folder is None
+        else ModelSection(path=shape.code_folder, trust_remote_code=True)
+    )
+    config = load_configuration(dict(shape.config), section)
+    if shape.is_dropout_disabled:
+        disable_dropout(config)
+    config.use_cache = False
+    return instantiate(config, shape.code_folder, _register_parameters_on_meta(), eager=eager)
+
+
+def load_hf_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Load a folder's model in float32 with transformers, and its report on the tensors.
+
+    Uses eager attention: for gemma2, older versions choose a kernel that ignores its soft caps.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+        "trust_remote_code": trust_remote_code,
+    }
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    return loaded
+
+
+def load_configuration(content: dict[str, Any], section: ModelSection) -> Any:
+    """Load transformers' configuration object for a config.json."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    family = content.get("model_type")
+    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            return CONFIG_MAPPING[str(family)].from_dict(dict(content))
+        except Exception as error:  # whatever their validators raise
+            raise ArchitectureError(
+                f"transformers refuses this configuration: {error}",
+                field="model_type",
+                got=family,
+            ) from error
+    if "auto_map" in content and section.path is not None:
+        if not section.trust_remote_code:
+            raise ArchitectureError(
+                "this model is defined by Python code in its folder, "
+                "which would run with your rights",
+                field="model.trust_remote_code",
+                got=section.path,
+                remedy="Read that code; if you trust it, set model.trust_remote_code: true",
+            )
+        return AutoConfig.from_pretrained(
+            section.path, trust_remote_code=True, local_files_only=True
+        )
+    raise ArchitectureError(
+        "neither our decoder nor transformers supports this family of language models",
+        field="model_type",
+        got=repr(family),
+        allowed=f"{', '.join(sorted(MODEL_FAMILIES))}, "
+        "or any causal language model of transformers",
+        remedy="For your own class, save it with its code (auto_map) and set "
+        "model.trust_remote_code: true",
+    )
+
+
+def instantiate(
+    config: Any, code: str | None, context: AbstractContextManager[Any], *, eager: bool = False
+) -> nn.Module:
+    """Build the module of a configuration; `code` is the folder of its own Python code."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"trust_remote_code": code is not None, "dtype": torch.float32}
+    if eager:
+        options["attn_implementation"] = "eager"
+    with context, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about token ids and kernels
+        try:
+            module: nn.Module = AutoModelForCausalLM.from_config(config, **options)
+        except Exception as error:  # constructors may raise anything
+            raise ArchitectureError(
+                f"transformers cannot build it: {type(error).__name__}: {error}",
+                field="model_type",
+                got=config.model_type,
+            ) from error
+    return module
+
+
+@contextmanager
+def _register_parameters_on_meta() -> Iterator[None]:
+    """Move parameters to the meta device as they are registered; buffers stay.
+
+    transformers computes buffers only when it builds a module: under `torch.device("meta")`
+    their values would be lost.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(
+                parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+            )
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def list_dropout_rates(config: Any) -> dict[str, float]:
+    """List a configuration's dropout fields with rates above 0."""
+    inert = ("classifier", "summary", "first_dropout")
+    rates = {
+        name: value
+        for name, value in config.to_dict().items()
+        if "drop" in name and not any(word in name for word in inert)
+    }
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0.0}
+
+
+def disable_dropout(config: Any) -> None:
+    """Set a configuration's dropout rates to 0."""
+    for name in list_dropout_rates(config):
+        setattr(config, name, 0.0)
