@@ -36,7 +36,7 @@ from shardwright.checkpoint.storage_path import BLOCK_BYTES
 from shardwright.checkpoint.tensor_loading import load_checkpoint
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.units import format_bytes
-from shardwright.verify.rank_pool import RankPool
+from shardwright.verification.rank_pool import RankPool
 
 RANKS = 2
 WIDTH = 1024

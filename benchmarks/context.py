@@ -36,9 +36,9 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh, ring_attention, ulysses
-from shardwright.plan import BatchPlan, Plan
-from shardwright.train.step import StepTimes, accumulate_gradients, update_parameters
-from shardwright.verify.rank_pool import RankPool
+from shardwright.plans import BatchPlan, Plan
+from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.verification.rank_pool import RankPool
 
 LAYOUTS = {
     "one process, two threads": Layout(),

@@ -28,10 +28,10 @@ from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.layout import RankGrid
 from shardwright.optim import compute_learning_rate
-from shardwright.train.run_checks import ValidatedRun, validate_run
-from shardwright.train.setup import build_state
-from shardwright.train.step import accumulate_gradients, update_parameters
-from shardwright.verify.rank_pool import RankPool
+from shardwright.training.run_checks import ValidatedRun, validate_run
+from shardwright.training.setup import build_state
+from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.verification.rank_pool import RankPool
 
 STEPS = 50
 LAYOUTS = {

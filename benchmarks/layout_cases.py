@@ -12,8 +12,8 @@ from shardwright.config.layout import LayoutSection
 from shardwright.config.recipe_loading import parse_layout
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, resolve_layout
-from shardwright.plan import BatchPlan, Plan
 from shardwright.planner import Candidate
+from shardwright.plans import BatchPlan, Plan
 
 TOKENS = 512
 GLOBAL_BATCH = 8

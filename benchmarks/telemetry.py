@@ -39,15 +39,15 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.comm_timing import time_wait, use_timer
-from shardwright.plan import BatchPlan, Plan
+from shardwright.plans import BatchPlan, Plan
 from shardwright.telemetry.event_logger import EventLogger, open_event_logger
 from shardwright.telemetry.meter import measure_throughput
-from shardwright.train.profiling import StepProfiler
-from shardwright.train.rank_metrics import RankMetrics, RankStepTimes
-from shardwright.train.rank_sync import RankSync
-from shardwright.train.setup import TrainingState
-from shardwright.train.step import StepTimes, accumulate_gradients, update_parameters
-from shardwright.verify.rank_pool import RankPool
+from shardwright.training.profiling import StepProfiler
+from shardwright.training.rank_metrics import RankMetrics, RankStepTimes
+from shardwright.training.rank_sync import RankSync
+from shardwright.training.setup import TrainingState
+from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.verification.rank_pool import RankPool
 
 LAYOUTS = {
     "zero_stage 3": Layout(dp_shard=2, zero_stage=3),

@@ -33,9 +33,9 @@ import torch
 from benchmarks.conditions import read_conditions
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.loader import collate
-from shardwright.train.run_checks import validate_run
-from shardwright.train.setup import build_state
-from shardwright.train.step import accumulate_gradients, update_parameters
+from shardwright.training.run_checks import validate_run
+from shardwright.training.setup import build_state
+from shardwright.training.step import accumulate_gradients, update_parameters
 
 TOLERANCE = 1e-4
 BATCH = 32

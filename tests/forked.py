@@ -55,8 +55,8 @@ IMPORTS = (
     "torch.nn.parallel",
     "transformers",
     "shardwright.cli.train",
-    "shardwright.train.run",
-    "shardwright.verify.cell",
+    "shardwright.training.run",
+    "shardwright.verification.cell",
 )
 """Modules that the server imports."""
 READ_ON_IMPORT = (

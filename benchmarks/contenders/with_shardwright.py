@@ -29,16 +29,16 @@ from shardwright.launch.devices import choose_rank_device
 from shardwright.launch.rank_claim import join_ranks
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.launch.stop_signals import StopRequest
-from shardwright.plan import resolve_plan
+from shardwright.plans import resolve_plan
 from shardwright.telemetry.event_log import Event, EventWriter, StepEvent
 from shardwright.telemetry.event_logger import LOG_FILE_NAME, EventLogger
 from shardwright.telemetry.sinks import LogFile, PlainLines
-from shardwright.train.checkpointing import RunCheckpointer
-from shardwright.train.loop import TrainingLoop
-from shardwright.train.rank_context import RankContext
-from shardwright.train.rank_sync import RankSync
-from shardwright.train.run_checks import ValidatedRun
-from shardwright.train.setup import build_state, measure_ceiling
+from shardwright.training.checkpointing import RunCheckpointer
+from shardwright.training.loop import TrainingLoop
+from shardwright.training.rank_context import RankContext
+from shardwright.training.rank_sync import RankSync
+from shardwright.training.run_checks import ValidatedRun
+from shardwright.training.setup import build_state, measure_ceiling
 from shardwright.watchdog import monitor
 from shardwright.watchdog.monitor import WatchdogClient
 

@@ -19,7 +19,7 @@ from shardwright.config import load_recipe as load_recipe_file
 from shardwright.config.recipe_loading import apply_overrides, parse_layout, validate_recipe
 from shardwright.errors import InputError
 from shardwright.layout_rules import check_layout
-from shardwright.plan import PrecisionChoice, resolve_degrees, resolve_plan
+from shardwright.plans import PrecisionChoice, resolve_degrees, resolve_plan
 
 if TYPE_CHECKING:
     from shardwright.hardware import Cluster
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from shardwright.model.hf_folder import ExportedFolder
     from shardwright.planner.candidate import LowRankAdapter, Precision
     from shardwright.planner.planning_result import PlanningResult
-    from shardwright.rehearse.rank_rehearsal import RankRehearsal
-    from shardwright.rehearse.rehearsal import Rehearsal
+    from shardwright.rehearsal.rank_rehearsal import RankRehearsal
+    from shardwright.rehearsal.rehearsal import Rehearsal
     from shardwright.report.recorded_run import Run
-    from shardwright.train.run import ProgressOpener
-    from shardwright.verify.cases import VerificationDtype
-    from shardwright.verify.verification import CellResult, VerificationReport
+    from shardwright.training.run import ProgressOpener
+    from shardwright.verification.cases import VerificationDtype
+    from shardwright.verification.verification import CellResult, VerificationReport
 
 __all__ = [
     "Recipe",
@@ -193,7 +193,7 @@ def rehearse(
     check_layout(shape, layout, batch.sequence_length)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.launch.auto_layout import choose_planned_precision
-    from shardwright.rehearse.rehearsal import rehearse as rehearse_plan
+    from shardwright.rehearsal.rehearsal import rehearse as rehearse_plan
 
     choice = choose_planned_precision(loaded)
     on_start(choice)
@@ -238,14 +238,14 @@ def verify(
     loaded = load_recipe(recipe)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.launch.auto_layout import choose_planned_precision
-    from shardwright.verify.cases import (
+    from shardwright.verification.cases import (
         choose_cases,
         choose_hf_cases,
         choose_layouts,
         shrink_shape,
     )
-    from shardwright.verify.rank_pool import RankPool
-    from shardwright.verify.verification import verify as verify_layouts
+    from shardwright.verification.rank_pool import RankPool
+    from shardwright.verification.verification import verify as verify_layouts
 
     chosen_dtypes = choose_dtypes(dtypes)
     chosen_layouts = choose_layouts(layouts, max_ranks, loaded.layout)
@@ -301,7 +301,7 @@ def train(
         loaded = resolve_auto_layout(loaded, world_size)
     resolve_degrees(loaded, world_size)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
-    from shardwright.train.run import train as train_recipe
+    from shardwright.training.run import train as train_recipe
 
     summary = train_recipe(
         loaded,
@@ -461,7 +461,7 @@ def choose_dtypes(requested: Sequence[str]) -> list[VerificationDtype]:
     Raises:
         InputError: a dtype that is not supported.
     """
-    from shardwright.verify.cases import VERIFICATION_DTYPES
+    from shardwright.verification.cases import VERIFICATION_DTYPES
 
     unknown = [name for name in requested if name not in VERIFICATION_DTYPES]
     if unknown:

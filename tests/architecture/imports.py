@@ -15,13 +15,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "files", "units"),
     ("config", "hardware", "telemetry"),
     ("architecture", "layout", "schedule"),
-    ("plan", "placement"),
+    ("plans", "placement"),
     ("layout_rules",),
     ("model", "numerics", "optim", "data", "checkpoint", "planner", "cluster", "convert"),
     ("parallel", "report", "watchdog"),
     ("launch",),
-    ("train", "inference"),
-    ("verify", "rehearse", "doctor"),
+    ("training", "inference"),
+    ("verification", "rehearsal", "doctor"),
+    ("api",),
     ("cli",),
     ("__main__",),
 )
@@ -82,7 +83,7 @@ def list_imports() -> list[Import]:
 
 
 def get_package(module: str) -> str | None:
-    """Return the package of a module: `train` for `shardwright.train.loop`.
+    """Return the package of a module: `train` for `shardwright.training.loop`.
 
     Return None for other libraries and for `shardwright` itself.
     """

@@ -68,8 +68,24 @@ BANNED_IN_TEXT = (
 
 RIDDLE_OPENINGS = ("What", "Who", "Whose", "Whom", "Whether", "How", "Where", "Which", "That")
 """First words that make a docstring a riddle; it states what a function does, or names a thing."""
-PREPOSITIONS = ("Of", "By", "For", "In", "On", "From", "To", "At", "With", "Under", "Beside", "Within")
-NOT_VERBS = frozenset("of by for in on from to at with under the a an is_it".split()) - {"to", "from"}
+PREPOSITIONS = (
+    "Of",
+    "By",
+    "For",
+    "In",
+    "On",
+    "From",
+    "To",
+    "At",
+    "With",
+    "Under",
+    "Beside",
+    "Within",
+)
+NOT_VERBS = frozenset("of by for in on from to at with under the a an is_it".split()) - {
+    "to",
+    "from",
+}
 PARTICIPLES = frozenset(
     "told spelled begun written found held kept made given known seen shown taken left built drawn"
     " sent lost done gone said asked chosen grown hidden worn".split()
@@ -192,7 +208,9 @@ def check_docstrings(path: Path, tree: ast.Module) -> Iterator[Violation]:
         if words[0] in RIDDLE_OPENINGS:
             yield Violation(path, line, f"docstring opens with {words[0]!r}", doc[:60])
         if is_attribute and words[0] in PREPOSITIONS and len(words) < FEWEST_WORDS + 2:
-            yield Violation(path, line, "attribute docstring is a bare preposition phrase", doc[:60])
+            yield Violation(
+                path, line, "attribute docstring is a bare preposition phrase", doc[:60]
+            )
         if len(words) < FEWEST_WORDS and restates(name, words):
             yield Violation(path, line, "docstring restates the name", f"{name}: {doc}")
 
@@ -212,9 +230,7 @@ def stem(word: str) -> str:
 def iterate_docstrings(tree: ast.Module) -> Iterator[tuple[str, int, str, bool]]:
     """Yield (name, line, text, is_attribute) of every docstring, those of attributes included."""
     for node in ast.walk(tree):
-        if not isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        ):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         name = getattr(node, "name", "")
         if doc := ast.get_docstring(node):

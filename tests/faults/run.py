@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwright.cli.main import main
 from shardwright.launch.launcher import launch_ranks
 from shardwright.launch.stop_signals import StopRequest
-from shardwright.train import run
+from shardwright.training import run
 
 
 def launch_ranks_with_faults(
@@ -22,7 +22,7 @@ def launch_ranks_with_faults(
     hang_reports: Path | None = None,
 ) -> None:
     """Launch the same ranks with faults."""
-    assert module == "shardwright.train.worker"
+    assert module == "shardwright.training.worker"
     launch_ranks(num_ranks, "tests.faults.worker", arguments, stop, hang_reports)
 
 

@@ -22,7 +22,7 @@ from shardwright.telemetry.event_log import (
     WarningEvent,
     read_events,
 )
-from shardwright.train.run import train
+from shardwright.training.run import train
 from tests.faults.conftest import STEPS, assert_same_end, read_final_state
 
 

@@ -101,7 +101,7 @@ WAITING_STEPS = """
 import sys, time
 from pathlib import Path
 marks = Path(sys.argv.pop(1))
-from shardwright.train import loop
+from shardwright.training import loop
 step = loop.TrainingLoop._run_step
 def wait_and_step(self):
     (marks / f"at-work-{self.rank_environment.rank}").touch()

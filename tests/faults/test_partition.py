@@ -31,7 +31,7 @@ SLOW_STEPS = """
 import fcntl, sys, time
 fcntl.flock = lambda *_: None  # no lock, as on some network file systems
 pause = float(sys.argv.pop(1))
-from shardwright.train import loop
+from shardwright.training import loop
 step = loop.TrainingLoop._run_step
 def slow(self):
     time.sleep(pause)

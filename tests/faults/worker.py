@@ -1,4 +1,4 @@
-"""A rank with faults: `shardwright.train.worker` with the faults of a plan, from deaths to wrong
+"""A rank with faults: `shardwright.training.worker` with the faults of a plan, from deaths to wrong
 numbers.
 
 The plan is a JSON list in the environment, each fault {"rank", "step", "place", "signals"}. Each
@@ -104,7 +104,7 @@ def install_faults(faults: Faults) -> None:
 
     from shardwright.checkpoint import background_save, commit
     from shardwright.checkpoint.disk import Disk
-    from shardwright.train import loop, step_policy
+    from shardwright.training import loop, step_policy
 
     def start_step(loop_instance: loop.TrainingLoop, *_: object) -> None:
         faults.step = loop_instance.state.step
@@ -157,7 +157,7 @@ def install_data_faults(faults: Faults, loop_instance: Any) -> None:
 
 def install_update_faults(faults: Faults, loop: Any, step_policy: Any) -> None:
     """Install the faults between the backward pass and the update, and after it."""
-    from shardwright.train.step import StepLoss, StepUpdate
+    from shardwright.training.step import StepLoss, StepUpdate
 
     def flip(loop_instance: Any, *_: object) -> None:
         if faults.take_due_faults("flip"):
@@ -190,7 +190,7 @@ def install_hangs(faults: Faults) -> None:
     """Install the faults that stop this rank or slow it down."""
     import torch.distributed as dist
 
-    from shardwright.train import loop
+    from shardwright.training import loop
 
     if faults.take_due_faults("hold"):
         # PyDLL keeps the interpreter's lock where CDLL does not; no signal wakes a thread that
@@ -221,7 +221,7 @@ def install_hangs(faults: Faults) -> None:
 
 if __name__ == "__main__":
     install_faults(Faults())
-    from shardwright.train.worker import main
+    from shardwright.training.worker import main
 
     status = main()
     sys.stdout.flush()

@@ -33,9 +33,9 @@ from shardwright.optim.state import (
 from shardwright.parallel import ParallelModel, apply_layout
 from shardwright.parallel.fsdp import apply_fsdp
 from shardwright.parallel.mesh import Mesh
-from shardwright.plan import BatchPlan, Plan
-from shardwright.train.run import train
-from shardwright.train.step import accumulate_gradients, update_parameters
+from shardwright.plans import BatchPlan, Plan
+from shardwright.training.run import train
+from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.gpu.conftest import measure_peak_bytes
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
 from shardwright.layout import Layout
-from shardwright.verify.cases import VerificationCase, VerificationDtype
-from shardwright.verify.cell import MutationContext
-from shardwright.verify.verification import VerificationReport, verify
+from shardwright.verification.cases import VerificationCase, VerificationDtype
+from shardwright.verification.cell import MutationContext
+from shardwright.verification.verification import VerificationReport, verify
 from tests.multiprocess.models import build_recipe
 from tests.multiprocess.pool import RankPool
 

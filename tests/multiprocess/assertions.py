@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.verify.verification import VerificationReport
+from shardwright.verification.verification import VerificationReport
 
 
 def assert_detected(report: VerificationReport, quantity: str) -> None:

@@ -22,7 +22,7 @@ from shardwright.parallel.attention_kernels import CpuFlashKernel, ScoreSettings
 from shardwright.parallel.block_mask import RowChunks
 from shardwright.parallel.ring_attention import RowAttentionSettings, attend_row
 from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
-from shardwright.rehearse.collective_recorder import CollectiveRecorder
+from shardwright.rehearsal.collective_recorder import CollectiveRecorder
 
 RATE = 0.25
 

@@ -16,8 +16,8 @@ from shardwright.layout import Layout, ParameterLayout
 from shardwright.model.linear import Linear
 from shardwright.parallel import apply
 from shardwright.parallel.gradient_reduction import PendingReduction
-from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
-from shardwright.verify.cell import MutationContext
+from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
+from shardwright.verification.cell import MutationContext
 from tests.multiprocess.adapter_cells import AdapterCell, verify_adapter_cell
 from tests.multiprocess.assertions import assert_clean, assert_detected
 from tests.multiprocess.models import GPT2, TENSOR_LLAMA

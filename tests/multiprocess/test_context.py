@@ -17,9 +17,9 @@ from shardwright.data.loader import MicroBatch
 from shardwright.errors import LayoutError, RankFailed
 from shardwright.layout import Layout
 from shardwright.model import KeyValueCache
-from shardwright.train.step import accumulate_gradients
-from shardwright.verify.cases import VerificationCase
-from shardwright.verify.verification import verify
+from shardwright.training.step import accumulate_gradients
+from shardwright.verification.cases import VerificationCase
+from shardwright.verification.verification import verify
 from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import SEED, TOKENS, build, distance, micro_batches

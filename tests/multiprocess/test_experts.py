@@ -18,10 +18,10 @@ from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import apply_layout, build_mesh, expert_parallel, fsdp
-from shardwright.plan import BatchPlan, Plan
-from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
-from shardwright.verify.cell import MutationContext
-from shardwright.verify.verification import VerificationReport, verify
+from shardwright.plans import BatchPlan, Plan
+from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
+from shardwright.verification.cell import MutationContext
+from shardwright.verification.verification import VerificationReport, verify
 from tests.multiprocess.models import DEEPSEEK, GPT_OSS, MIXTRAL, build_recipe
 from tests.multiprocess.pool import RankPool
 

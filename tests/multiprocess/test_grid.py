@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.verify.grid import choose_covering_cells, list_cells
-from shardwright.verify.verification import GridCellResult, verify_grid
+from shardwright.verification.grid import choose_covering_cells, list_cells
+from shardwright.verification.verification import GridCellResult, verify_grid
 from tests.multiprocess.pool import RankPool
 
 MAX_RANKS = 4

@@ -17,8 +17,8 @@ from shardwright.errors import ExitCode
 from shardwright.layout import Layout
 from shardwright.model.hf_model import read_model_shape
 from shardwright.telemetry.event_log import read_events, select_surviving_steps
-from shardwright.verify.cases import VerificationCase, choose_hf_cases
-from shardwright.verify.verification import verify
+from shardwright.verification.cases import VerificationCase, choose_hf_cases
+from shardwright.verification.verification import verify
 from tests.multiprocess.models import build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some

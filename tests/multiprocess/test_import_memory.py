@@ -22,7 +22,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import apply_layout, build_mesh
 from shardwright.parallel.parallel_model import get_local_tensor
-from shardwright.plan import BatchPlan, Plan
+from shardwright.plans import BatchPlan, Plan
 from tests.multiprocess.pool import RankPool
 
 CONFIG = {

@@ -24,9 +24,9 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.plan import BatchPlan, Plan
-from shardwright.train.step import StepTimes, accumulate_gradients, update_parameters
-from shardwright.verify.grid import GRID_MODELS
+from shardwright.plans import BatchPlan, Plan
+from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.verification.grid import GRID_MODELS
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 

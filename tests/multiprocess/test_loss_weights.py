@@ -13,10 +13,10 @@ import pytest
 from shardwright.architecture import read_recipe_shape
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
-from shardwright.train.step import TokenObjective
-from shardwright.verify.cases import VerificationCase, VerificationDtype
-from shardwright.verify.cell import MutationContext
-from shardwright.verify.verification import VerificationReport, verify
+from shardwright.training.step import TokenObjective
+from shardwright.verification.cases import VerificationCase, VerificationDtype
+from shardwright.verification.cell import MutationContext
+from shardwright.verification.verification import VerificationReport, verify
 from tests.multiprocess.assertions import assert_clean, assert_detected
 from tests.multiprocess.models import TENSOR_LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool

@@ -23,8 +23,8 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh, comm_timing
-from shardwright.plan import BatchPlan, Plan
-from shardwright.train.step import update_parameters
+from shardwright.plans import BatchPlan, Plan
+from shardwright.training.step import update_parameters
 from tests.multiprocess.pool import RankPool
 
 RANKS = 4

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import read_recipe_shape
-from shardwright.verify.cell import MutationContext
-from shardwright.verify.verification import VerificationReport, verify
+from shardwright.verification.cell import MutationContext
+from shardwright.verification.verification import VerificationReport, verify
 from tests.multiprocess.assertions import assert_clean, assert_detected
 from tests.multiprocess.models import build_recipe
 from tests.multiprocess.mutations.reductions import apply_no_mutation

@@ -37,10 +37,10 @@ from shardwright.optim.adafactor import Adafactor
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh, matrix_exchange
 from shardwright.parallel.gradient_reduction import narrow_to_box
 from shardwright.parallel.parallel_model import get_local_tensor
-from shardwright.plan import BatchPlan, Plan
-from shardwright.verify.cases import VerificationCase
-from shardwright.verify.cell import MutationContext
-from shardwright.verify.verification import verify
+from shardwright.plans import BatchPlan, Plan
+from shardwright.verification.cases import VerificationCase
+from shardwright.verification.cell import MutationContext
+from shardwright.verification.verification import verify
 from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
 from tests.multiprocess.pool import RankPool
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
-from shardwright.rehearse.collective_recorder import COLLECTIVE_NAMESPACES, parse_operator
-from shardwright.train.step import accumulate_gradients
+from shardwright.rehearsal.collective_recorder import COLLECTIVE_NAMESPACES, parse_operator
+from shardwright.training.step import accumulate_gradients
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import build, micro_batches

@@ -9,8 +9,8 @@ import pytest
 from shardwright.architecture import read_recipe_shape
 from shardwright.layout import Layout
 from shardwright.schedule import PIPELINE_SCHEDULES
-from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
-from shardwright.verify.verification import VerificationReport, verify
+from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
+from shardwright.verification.verification import VerificationReport, verify
 from tests.multiprocess.models import GPT2, LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
 

@@ -23,15 +23,15 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh, pipeline_parallel
 from shardwright.parallel.p2p_channels import P2PChannels
-from shardwright.plan import BatchPlan, Plan
+from shardwright.plans import BatchPlan, Plan
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
     build_schedule,
     check_schedule,
     write_schedule,
 )
-from shardwright.train.step import StepTimes, accumulate_gradients
-from shardwright.verify.cases import VerificationCase
+from shardwright.training.step import StepTimes, accumulate_gradients
+from shardwright.verification.cases import VerificationCase
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_pipeline import verify_layout

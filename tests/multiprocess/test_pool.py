@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import LayoutError, RankFailed
-from shardwright.verify import rank_pool
+from shardwright.verification import rank_pool
 from tests.multiprocess.pool import RankPool
 
 

@@ -21,13 +21,13 @@ from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import ExitCode
 from shardwright.layout import RankGrid
 from shardwright.telemetry.event_log import EvaluationEvent, read_events, select_surviving_steps
-from shardwright.train.evaluation import evaluate_loss
-from shardwright.train.preference_objective import PreferenceObjective
-from shardwright.train.run_checks import validate_run
-from shardwright.train.setup import build_state
-from shardwright.train.step import accumulate_gradients, update_parameters
+from shardwright.training.evaluation import evaluate_loss
+from shardwright.training.preference_objective import PreferenceObjective
+from shardwright.training.run_checks import validate_run
+from shardwright.training.setup import build_state
+from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.multiprocess.pool import RankPool
-from tests.unit.train.preference_data import preference_recipe
+from tests.unit.training.preference_data import preference_recipe
 
 STEPS = 3
 

@@ -21,10 +21,10 @@ from shardwright.model.nf4 import read_packed_slice
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout, build_mesh
 from shardwright.parallel.parallel_model import get_local_tensor
-from shardwright.plan import BatchPlan, Plan
-from shardwright.verify import reference
-from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
-from shardwright.verify.cell import MutationContext
+from shardwright.plans import BatchPlan, Plan
+from shardwright.verification import reference
+from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
+from shardwright.verification.cell import MutationContext
 from tests.multiprocess.adapter_cells import AdapterCell, verify_adapter_cell
 from tests.multiprocess.assertions import assert_clean, assert_detected
 from tests.multiprocess.pool import RankPool

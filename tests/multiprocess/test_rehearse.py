@@ -27,11 +27,11 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import create_state
-from shardwright.plan import BatchPlan, Plan
-from shardwright.rehearse import rank_rehearsal
-from shardwright.rehearse.collective_recorder import Collective, CollectiveRecorder
-from shardwright.rehearse.rank_rehearsal import RankRehearsal, rehearse_rank
-from shardwright.train.step import accumulate_gradients, update_parameters
+from shardwright.plans import BatchPlan, Plan
+from shardwright.rehearsal import rank_rehearsal
+from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
+from shardwright.rehearsal.rank_rehearsal import RankRehearsal, rehearse_rank
+from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.multiprocess.pool import RankPool
 
 _SIZES: dict[str, Any] = {

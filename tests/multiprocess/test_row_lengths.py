@@ -20,8 +20,8 @@ from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout, build_mesh
-from shardwright.plan import BatchPlan, Plan, compute_row_multiple
-from shardwright.train.step import accumulate_gradients, count_tokens_and_flops
+from shardwright.plans import BatchPlan, Plan, compute_row_multiple
+from shardwright.training.step import accumulate_gradients, count_tokens_and_flops
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 

@@ -20,9 +20,9 @@ from shardwright.config.recipe_loading import parse_layout, validate_recipe
 from shardwright.data.dataset import Sample
 from shardwright.errors import ExitCode, RecipeError
 from shardwright.inference.generation import SamplingSettings, complete_prompt
-from shardwright.train.run_checks import validate_run
-from shardwright.train.sample_texts import SampleText, choose_prompts, generate_texts
-from shardwright.train.setup import build_state
+from shardwright.training.run_checks import validate_run
+from shardwright.training.sample_texts import SampleText, choose_prompts, generate_texts
+from shardwright.training.setup import build_state
 from tests.multiprocess.pool import RankPool
 
 TOKENS = 12

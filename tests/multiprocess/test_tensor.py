@@ -21,9 +21,9 @@ from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.plan import BatchPlan, Plan
-from shardwright.verify.cases import VERIFICATION_DTYPES, VerificationCase
-from shardwright.verify.verification import verify
+from shardwright.plans import BatchPlan, Plan
+from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
+from shardwright.verification.verification import verify
 from tests.multiprocess.models import GPT2, TENSOR_LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.reference.cases import CASES

@@ -34,7 +34,7 @@ from shardwright.model import Decoder
 from shardwright.model.forward_context import build_forward_context
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.plan import BatchPlan, Plan
+from shardwright.plans import BatchPlan, Plan
 from tests.multiprocess.pool import RankPool
 
 HEADS = 4

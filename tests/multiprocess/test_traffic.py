@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, RankGrid
-from shardwright.rehearse.collective_recorder import (
+from shardwright.rehearsal.collective_recorder import (
     Collective,
     CollectiveRecorder,
     sum_bytes_by_axis,
 )
-from shardwright.train.step import accumulate_gradients
-from shardwright.verify.grid import GRID_MODELS
+from shardwright.training.step import accumulate_gradients
+from shardwright.verification.grid import GRID_MODELS
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import TOKENS, build, micro_batches
@@ -232,7 +232,7 @@ def test_experts_send_and_return_rows_in_both_passes(ranks: RankPool) -> None:
 
 
 def test_an_unknown_collective_is_an_error() -> None:
-    from shardwright.rehearse.collective_recorder import parse_operator
+    from shardwright.rehearsal.collective_recorder import parse_operator
 
     with pytest.raises(AssertionError, match="unknown collective gossip"):
         parse_operator("gossip", [torch.ones(1)])

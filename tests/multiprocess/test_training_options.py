@@ -26,9 +26,9 @@ from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.zero_mask import ZeroMask, keep_zeros
-from shardwright.plan import BatchPlan, Plan
-from shardwright.train.step import accumulate_gradients, update_parameters
-from shardwright.verify.uneven_data import UnevenDataset
+from shardwright.plans import BatchPlan, Plan
+from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.verification.uneven_data import UnevenDataset
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 

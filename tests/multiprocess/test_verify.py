@@ -13,13 +13,13 @@ from shardwright.architecture import read_recipe_shape
 from shardwright.cli.main import run
 from shardwright.config.layout import LayoutSection
 from shardwright.layout import Layout
-from shardwright.verify.cases import (
+from shardwright.verification.cases import (
     VERIFICATION_DTYPES,
     VerificationCase,
     choose_cases,
     choose_layouts,
 )
-from shardwright.verify.verification import VerificationReport, verify
+from shardwright.verification.verification import VerificationReport, verify
 from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
 from tests.multiprocess.pool import RankPool
 
@@ -164,7 +164,7 @@ def test_the_verb_fails_with_exit_code_1(
 ) -> None:
     # Ranks compute the errors; the parent decides whether they pass, and this test changes that.
     monkeypatch.setattr(
-        "shardwright.verify.comparison.ComparisonResult.passed", property(lambda _self: False)
+        "shardwright.verification.comparison.ComparisonResult.passed", property(lambda _self: False)
     )
     words = [
         "verify",

@@ -20,9 +20,9 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.comm_timing import PARALLELISMS, time_wait, use_timer
-from shardwright.plan import BatchPlan, Plan
-from shardwright.train.clock_sync import synchronise_clock
-from shardwright.train.step import accumulate_gradients
+from shardwright.plans import BatchPlan, Plan
+from shardwright.training.clock_sync import synchronise_clock
+from shardwright.training.step import accumulate_gradients
 from tests.multiprocess.models import LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_pipeline_execution import micro_batch

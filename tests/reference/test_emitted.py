@@ -17,7 +17,7 @@ import pytest
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.convert.emit import emit
 from shardwright.convert.emitted_config import EmitRequest
-from shardwright.plan import resolve_plan
+from shardwright.plans import resolve_plan
 
 pytestmark = pytest.mark.long
 HERE = Path(__file__).parent

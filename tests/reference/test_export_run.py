@@ -18,7 +18,7 @@ from shardwright.inference.export import (
     export_hf_folder,
 )
 from shardwright.inference.model_source import load_decoder, open_model_source
-from tests.unit.train.finished import make_run
+from tests.unit.training.finished import make_run
 
 
 @pytest.fixture(scope="module")

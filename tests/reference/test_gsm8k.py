@@ -15,7 +15,7 @@ from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.preparation import prepare_data
 from shardwright.data.sample_order import SampleOrder
 from shardwright.data.tokenizer import FastTokenizer
-from shardwright.plan import BatchPlan
+from shardwright.plans import BatchPlan
 
 pytestmark = pytest.mark.data
 BATCH = 8

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwright.config.training import TrainingSection
 from shardwright.errors import DataError, InputError
-from shardwright.plan import count_steps, resolve_batch
+from shardwright.plans import count_steps, resolve_batch
 
 size = st.integers(1, 9)
 

@@ -19,7 +19,7 @@ from shardwright.config.run import DeviceKind
 from shardwright.errors import CheckFailed, ExitCode, InputError
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.layout import Layout, resolve_layout
-from shardwright.plan import settle_precision
+from shardwright.plans import settle_precision
 
 if TYPE_CHECKING:
     from shardwright.config import Recipe

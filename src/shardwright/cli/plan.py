@@ -214,8 +214,8 @@ def _emit_layout(
     from shardwright.config.training import PrecisionKind
     from shardwright.convert.emit import emit
     from shardwright.convert.emitted_config import EmitRequest
-    from shardwright.plan import resolve_plan
     from shardwright.planner.auto_layout import apply_candidate
+    from shardwright.plans import resolve_plan
 
     candidate = chosen.candidate
     resolved = apply_candidate(recipe, candidate)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardwright.config import Recipe
-    from shardwright.plan import PrecisionChoice
-    from shardwright.rehearse.rank_rehearsal import RankRehearsal
-    from shardwright.rehearse.rehearsal import Rehearsal
+    from shardwright.plans import PrecisionChoice
+    from shardwright.rehearsal.rank_rehearsal import RankRehearsal
+    from shardwright.rehearsal.rehearsal import Rehearsal
 
 _MAX_PEAK_LINES = 12
 

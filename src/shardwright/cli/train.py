@@ -15,7 +15,7 @@ from shardwright.cli.options import JsonOutput, Overrides, RecipePath, enable_lo
 from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, InputError
 from shardwright.launch.rank_environment import detect_rank_environment
-from shardwright.plan import resolve_degrees
+from shardwright.plans import resolve_degrees
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def train_command(
         open_progress=show_data_progress,
     )
     if json_output and run is not None:
-        from shardwright.train.run_log import build_run_summary
+        from shardwright.training.run_log import build_run_summary
 
         summary = build_run_summary(run.path)
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")

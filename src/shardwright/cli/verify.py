@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from shardwright.plan import PrecisionChoice
-    from shardwright.verify.verification import CellResult, VerificationReport
+    from shardwright.plans import PrecisionChoice
+    from shardwright.verification.verification import CellResult, VerificationReport
 
 
 OptionalRecipePath = Annotated[
@@ -166,9 +166,9 @@ def verify_command(
 def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
     """Verify every cell of the grid; print each as a row when it is done."""
     from shardwright.cli.console import open_console
-    from shardwright.verify.grid import list_cells
-    from shardwright.verify.rank_pool import RankPool
-    from shardwright.verify.verification import SCHEMA_VERSION, GridCellResult, verify_grid
+    from shardwright.verification.grid import list_cells
+    from shardwright.verification.rank_pool import RankPool
+    from shardwright.verification.verification import SCHEMA_VERSION, GridCellResult, verify_grid
 
     if recipe is not None:
         raise InputError(

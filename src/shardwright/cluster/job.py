@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shardwright.config import Recipe
 from shardwright.errors import InputError, RunFailed
-from shardwright.plan import resolve_degrees
+from shardwright.plans import resolve_degrees
 
 _VARIABLE_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")

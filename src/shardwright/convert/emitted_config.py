@@ -10,7 +10,7 @@ from typing import Literal
 
 from shardwright.config import Recipe
 from shardwright.config.training import TrainingSection
-from shardwright.plan import Plan
+from shardwright.plans import Plan
 
 Offload = Literal["none", "optimizer", "parameters"]
 

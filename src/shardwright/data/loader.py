@@ -13,7 +13,7 @@ import torch
 
 from shardwright.data.dataset import IGNORED_LABEL, Sample, TokenDataset
 from shardwright.data.sample_order import SampleOrder
-from shardwright.plan import BatchPlan
+from shardwright.plans import BatchPlan
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from shardwright.data.preparation import PreparedData
 from shardwright.data.sample_order import SampleOrder
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import RecipeError
-from shardwright.plan import count_steps, resolve_batch, resolve_degrees
+from shardwright.plans import count_steps, resolve_batch, resolve_degrees
 
 _REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_BYTES = 4

@@ -20,8 +20,8 @@ from shardwright.errors import InputError
 from shardwright.launch.auto_layout import choose_precision_here
 from shardwright.layout_rules import check_layout
 from shardwright.model.hf_weights import WeightsFolder
-from shardwright.plan import settle_precision
-from shardwright.train.precision_choice import predict_precision
+from shardwright.plans import settle_precision
+from shardwright.training.precision_choice import predict_precision
 from shardwright.units import format_bytes, format_count
 
 _MAX_EPOCHS = 4.0

@@ -13,9 +13,9 @@ from shardwright.errors import InputError, LayoutError
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.launch.devices import should_use_cuda
 from shardwright.numerics.bf16 import choose_precision
-from shardwright.plan import PrecisionChoice
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.problem import choose_precision_on
+from shardwright.plans import PrecisionChoice
 from shardwright.units import format_bytes, format_count, format_seconds
 
 logger = logging.getLogger("shardwright")

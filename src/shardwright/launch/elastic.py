@@ -14,7 +14,7 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.errors import InputError, NonFiniteError, OutOfMemory, RunFailed, SaveFailed
 from shardwright.launch.stop_signals import StopRequest
-from shardwright.plan import resolve_degrees
+from shardwright.plans import resolve_degrees
 
 
 @dataclass(frozen=True)

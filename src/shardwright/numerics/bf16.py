@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from shardwright.plan import PrecisionChoice
+from shardwright.plans import PrecisionChoice
 
 _SIZES = (256, 512, 1024, 2048)
 _DECISIVE_RATIO = 4.0

@@ -53,7 +53,7 @@ from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
 from shardwright.placement import build_parameter_layouts, partition_stages
-from shardwright.plan import Plan
+from shardwright.plans import Plan
 
 logger = logging.getLogger(__name__)
 

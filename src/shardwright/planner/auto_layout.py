@@ -12,7 +12,6 @@ from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.hardware.measured_profile import load_profile
 from shardwright.layout_rules import check_layout
-from shardwright.plan import settle_precision
 from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
@@ -27,6 +26,7 @@ from shardwright.planner.problem import (
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
 from shardwright.planner.search import search_layouts
 from shardwright.planner.search_space import PlanningProblem
+from shardwright.plans import settle_precision
 from shardwright.units import format_bytes
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from shardwright.config.recipe import Recipe
 from shardwright.hardware import Cluster
-from shardwright.plan import settle_precision
 from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import LowRankAdapter, Precision
 from shardwright.planner.divisibility import list_divisors
@@ -32,6 +31,7 @@ from shardwright.planner.rejections import (
 from shardwright.planner.scaling import ScalePoint, find_min_gpus, scale_devices
 from shardwright.planner.search import search_layouts
 from shardwright.planner.search_space import PlanningProblem, SearchSpace
+from shardwright.plans import settle_precision
 from shardwright.units import format_bytes
 
 

@@ -11,7 +11,6 @@ from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.hardware import Accelerator
 from shardwright.layout import Layout, resolve_layout
-from shardwright.plan import PrecisionChoice, resolve_batch
 from shardwright.planner.candidate import (
     Candidate,
     LowRankAdapter,
@@ -20,6 +19,7 @@ from shardwright.planner.candidate import (
     ReferenceKind,
 )
 from shardwright.planner.search_space import PlanningProblem
+from shardwright.plans import PrecisionChoice, resolve_batch
 
 _MAX_LAYERS = 2048
 """Assigning layers to pipeline stages takes time quadratic in their number: about a minute for

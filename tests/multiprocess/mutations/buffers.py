@@ -14,8 +14,8 @@ from torch import Tensor
 from shardwright.layout import ParameterLayout
 from shardwright.numerics import gradient_clip
 from shardwright.parallel import ParallelModel, ddp
-from shardwright.train import step
-from shardwright.verify import cell
+from shardwright.training import step
+from shardwright.verification import cell
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwright.layout import ParameterLayout
 from shardwright.numerics import gradient_clip
 from shardwright.parallel import ParallelModel
-from shardwright.train import step
+from shardwright.training import step
 
 Gradients = Sequence[tuple[Tensor | None, ParameterLayout]]
 

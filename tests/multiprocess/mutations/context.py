@@ -17,7 +17,7 @@ from shardwright.model.dropout import Dropout, DropoutKey
 from shardwright.parallel import ParallelModel, attention_kernels, context_parallel, ring_attention
 from shardwright.parallel.attention_kernels import PartialAttention
 from shardwright.parallel.block_mask import RowChunks
-from shardwright.train import step
+from shardwright.training import step
 
 # Normaliser
 

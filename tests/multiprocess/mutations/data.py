@@ -15,8 +15,8 @@ from torch import Tensor
 from shardwright.data.loader import MicroBatch
 from shardwright.model import Block, Decoder
 from shardwright.model.dropout import Dropout, DropoutKey
-from shardwright.train import step
-from shardwright.verify import cell
+from shardwright.training import step
+from shardwright.verification import cell
 
 
 def _patch_dropout_key(change: Callable[[Tensor, int], Tensor]) -> Any:

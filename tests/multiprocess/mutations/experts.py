@@ -17,7 +17,7 @@ from shardwright.model.routing import RouterTotals, RoutingContext
 from shardwright.parallel import ParallelModel, apply, expert_parallel
 from shardwright.parallel.expert_parallel import TokenDispatcher
 from shardwright.parallel.parallel_model import get_local_tensor
-from shardwright.train import step
+from shardwright.training import step
 
 
 def _list_expert_gradients(model: ParallelModel) -> list[Tensor]:
@@ -114,7 +114,7 @@ def _scale_row_weight(factor: Any) -> Iterator[None]:
         with patch.object(model.decoder, "forward", weigh):
             return accumulate(model, micro_batches, **named)
 
-    with patch("shardwright.verify.cell.accumulate_gradients", accumulate_scaled):
+    with patch("shardwright.verification.cell.accumulate_gradients", accumulate_scaled):
         yield
 
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwright.data.loader import MicroBatch
 from shardwright.model import Decoder
 from shardwright.parallel import ParallelModel, ddp
-from shardwright.train import step
-from shardwright.verify import cell
+from shardwright.training import step
+from shardwright.verification import cell
 
 # Normaliser
 

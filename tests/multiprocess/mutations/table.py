@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shardwright.layout import Layout
-from shardwright.verify.cases import VerificationCase
-from shardwright.verify.cell import MutationContext
+from shardwright.verification.cases import VerificationCase
+from shardwright.verification.cell import MutationContext
 from tests.multiprocess import models
 from tests.multiprocess.mutations import (
     buffers,

@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
-from tests.unit.train.finished import make_run
+from tests.unit.training.finished import make_run
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from shardwright.convert.conversion import ConvertedRecipe, convert
 from shardwright.convert.emit import emit
 from shardwright.convert.emitted_config import EmitRequest
 from shardwright.errors import ExitCode, InputError
-from shardwright.plan import resolve_plan
+from shardwright.plans import resolve_plan
 
 OVERRIDES = ["model.path=model", "data.sources=corpus.txt", "training.sequence_length=64"]
 

@@ -16,7 +16,7 @@ from shardwright.config.recipe_loading import validate_recipe
 from shardwright.convert.emit import CONFIG_WRITERS, emit
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig
 from shardwright.errors import ExitCode
-from shardwright.plan import resolve_plan
+from shardwright.plans import resolve_plan
 from tests.unit.convert.argument_names import MEGATRON_CORE, MEGATRON_TRAINING, TORCHTITAN
 
 ROOT = Path(__file__).parents[3]

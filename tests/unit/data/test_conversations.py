@@ -22,7 +22,7 @@ from shardwright.data.packed_dataset import PackedDataset
 from shardwright.data.preparation import PreparedData, prepare_data
 from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import DataError, TokenizerError
-from shardwright.plan import BatchPlan
+from shardwright.plans import BatchPlan
 from tests.unit.data.chat_tokenizers import (
     CHATML,
     NO_END,

@@ -18,7 +18,7 @@ from shardwright.data.loader import (
 )
 from shardwright.data.packed_dataset import PackedDataset, pack_documents
 from shardwright.data.sample_order import SampleOrder
-from shardwright.plan import BatchPlan
+from shardwright.plans import BatchPlan
 
 LENGTH = 4
 WINDOWS = WindowDataset(np.arange(500, dtype=np.uint16), LENGTH, seed=1)

@@ -22,7 +22,7 @@ from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset, pack_documents
 from shardwright.data.sample_order import SampleOrder
 from shardwright.model.decoder import Decoder
-from shardwright.plan import BatchPlan
+from shardwright.plans import BatchPlan
 
 LENGTH = 48
 GLOBAL = 12

@@ -28,7 +28,7 @@ from shardwright.inference.exact_match import (
 from shardwright.model.decoder import Decoder
 from tests.unit.data.chat_tokenizers import CHATML, chat_folder, write_records
 from tests.unit.data.recipes import build_recipe
-from tests.unit.train.finished import make_run
+from tests.unit.training.finished import make_run
 
 PAIRS = [
     {"question": f"{a} + {b}?", "answer": f"the sum of {a} and {b}\n#### {a + b}"}

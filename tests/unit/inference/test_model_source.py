@@ -23,7 +23,7 @@ from shardwright.inference.model_source import (
     parse_dtype,
 )
 from shardwright.model.hf_folder import write_hf_folder
-from tests.unit.train.finished import ALPHABET, CONFIG, build_weights, make_run
+from tests.unit.training.finished import ALPHABET, CONFIG, build_weights, make_run
 
 SHAPE = read_config(CONFIG)
 

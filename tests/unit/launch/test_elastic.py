@@ -20,7 +20,7 @@ from shardwright.errors import (
 )
 from shardwright.launch.elastic import LaunchAttempt, find_smaller_world_size, run_with_restarts
 from shardwright.launch.stop_signals import StopRequest
-from tests.unit.train.finished import CONFIG
+from tests.unit.training.finished import CONFIG
 
 
 def build_recipe(folder: Path, *, layout: dict[str, Any] | None = None, **elastic: int) -> Recipe:

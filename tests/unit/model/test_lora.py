@@ -28,7 +28,7 @@ from shardwright.model.linear import Linear
 from shardwright.model.lora import compute_row_norms, initialise_adapter, merge_adapter
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout
-from shardwright.plan import BatchPlan, Plan
+from shardwright.plans import BatchPlan, Plan
 from tests.reference.cases import CASES
 
 FAMILIES = (

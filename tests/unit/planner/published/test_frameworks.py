@@ -212,8 +212,7 @@ def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
     with_space = read_case(**row, micro_batch=1)
     full = read_case(**row, micro_batch=32)
     assert [
-        candidate.engine.num_unreleased_sequences > 0
-        for candidate in list_candidates(with_space)
+        candidate.engine.num_unreleased_sequences > 0 for candidate in list_candidates(with_space)
     ] == [True, False]
     assert predict_run(with_space).candidate.engine.num_unreleased_sequences > 0
     assert predict_run(full).candidate.engine.num_unreleased_sequences == 0

@@ -1,0 +1,254 @@
+"""One rank's real training step on a fake process group and fake tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.architecture import ModelShape
+from shardwright.config import Recipe
+from shardwright.data.loader import MicroBatch
+from shardwright.layout import Bounds, RankGrid
+from shardwright.model.decoder import Decoder
+from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.precision import resolve_dtypes
+from shardwright.optim import build_optimizer
+from shardwright.optim.state import create_state
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.plans import Plan
+from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
+from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
+from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
+from shardwright.training.step import (
+    TOKEN_OBJECTIVE,
+    Objective,
+    accumulate_gradients,
+    update_parameters,
+)
+
+
+@dataclass(frozen=True)
+class RankRehearsal:
+    """Memory and collectives of one rank's step; tensor bytes, without allocator overhead."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    weights_bytes: int
+    gradients_bytes: int
+    """Bytes of gradients between the last backward pass and the update."""
+    optimizer_bytes: int
+    peak_bytes: int
+    contributions: tuple[MemoryContribution, ...]
+    collectives: tuple[Collective, ...]
+    seconds: float
+
+
+def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> RankRehearsal:
+    """Build this rank's part of the model, allocate optimizer states and run one training step.
+
+    Fake tensors have no values: every token counts as supervised and every gradient as finite.
+    """
+    began = time.perf_counter()
+    with _use_fake_group(rank, plan.layout.world_size):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        live = LiveMemoryTracker()
+        recorder = CollectiveRecorder()
+        model = _build_model(recipe, shape, plan, _FakeStorage(fake, live))
+        reference = None
+        if recipe.preference is not None and has_frozen_reference(recipe):
+            reference = _build_model(recipe, shape, plan, _FakeStorage(fake, live), is_frozen=True)
+        objective = _build_objective(recipe, model, reference)
+        with fake, live.track_resizes(), _StepTracker(live) as watch:
+            weights_bytes = live.register_tensors(
+                (parameter for _, parameter in model.named_parameters()), "weights"
+            )
+            if reference is not None:
+                weights_bytes += live.register_tensors(
+                    (parameter for _, parameter in reference.named_parameters()), "reference"
+                )
+            live.reset_peak()
+            bytes_before = live.live_bytes
+            optimizer = build_optimizer(
+                model.named_parameters(),
+                recipe.optimizer,
+                learning_rate=1e-4,
+                weight_decay=0.1,
+                model=model,
+            )
+            with use_phase(live, "moments"):
+                create_state(optimizer)
+            optimizer_bytes = live.live_bytes - bytes_before
+            watch.recorder = recorder
+            with use_phase(live, "step"):
+                batches = _build_micro_batches(plan, has_documents=has_several_documents(recipe))
+                accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
+                del batches  # they are not gradients, which are counted next
+            gradients_bytes = live.live_bytes - weights_bytes - optimizer_bytes
+            with use_phase(live, "update"):
+                update_parameters(
+                    model,
+                    optimizer,
+                    learning_rate=1e-4,
+                    max_grad_norm=recipe.training.max_grad_norm,
+                )
+    return RankRehearsal(
+        rank=rank,
+        coordinates=RankGrid(plan.layout).coordinates(rank),
+        weights_bytes=weights_bytes,
+        gradients_bytes=gradients_bytes,
+        optimizer_bytes=optimizer_bytes,
+        peak_bytes=live.peak_bytes,
+        contributions=tuple(live.list_contributions()),
+        collectives=tuple(recorder.collectives),
+        seconds=time.perf_counter() - began,
+    )
+
+
+@contextmanager
+def _use_fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """Use a process group whose collectives return at once; none for a single rank."""
+    if world_size == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _FakeStorage(AbstractContextManager[None]):
+    """Context in which the model gets fake storage; counts its bytes and DDP's buckets."""
+
+    def __init__(self, fake: FakeTensorMode, tracker: LiveMemoryTracker) -> None:
+        self._fake = fake
+        self._tracker = tracker
+        self._exit_stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._exit_stack.enter_context(self._fake)
+        self._exit_stack.enter_context(self._tracker)
+        self._exit_stack.enter_context(use_phase(self._tracker, "build"))
+
+    def __exit__(self, *_: object) -> None:
+        self._exit_stack.close()
+
+
+def has_several_documents(recipe: Recipe) -> bool:
+    """Return True if rows hold packed documents or the two responses of a preference pair."""
+    return recipe.data.packing == "documents" or recipe.preference is not None
+
+
+def _build_objective(
+    recipe: Recipe, model: ParallelModel, reference: ParallelModel | None
+) -> Objective:
+    """Build the recipe's objective, with the reference model if there is one."""
+    if recipe.preference is None:
+        return TOKEN_OBJECTIVE
+    if reference is not None:
+        reference.decoder.eval()
+    return PreferenceObjective(recipe.preference, model, reference, recipe.model.loss_chunk_tokens)
+
+
+def _build_model(
+    recipe: Recipe,
+    shape: ModelShape,
+    plan: Plan,
+    storage: AbstractContextManager[None] | None,
+    *,
+    is_frozen: bool = False,
+) -> ParallelModel:
+    """Build the model as the trainer does: shard it on the meta device, then fill it."""
+    precision = resolve_dtypes(plan.precision)
+    with torch.device("meta"):
+        decoder = Decoder(
+            shape,
+            attention=recipe.model.attention,
+            loss_function=partial(
+                chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
+            ),
+            compute_dtype=precision.compute,
+        )
+    if is_frozen:
+        decoder.requires_grad_(False)
+
+    def fill(_name: str, bounds: Bounds) -> Tensor:
+        return torch.empty([length for _, length in bounds], dtype=precision.param)
+
+    return apply_layout(
+        decoder,
+        plan,
+        build_mesh(plan.layout, "cpu"),
+        torch.device("cpu"),
+        read_slice=fill,
+        storage=storage,
+    )
+
+
+def _build_micro_batches(plan: Plan, *, has_documents: bool = False) -> list[MicroBatch]:
+    """Build micro-batches of the plan's sizes, all tokens supervised.
+
+    A row is one document, or two documents of half the length.
+    """
+    batch = plan.batch
+    shape = (batch.micro_batch_size, batch.sequence_length)
+    ids_BT = torch.zeros(shape, dtype=torch.int64)
+    positions_BT = torch.arange(batch.sequence_length).expand(shape)
+    samples_B = torch.arange(batch.micro_batch_size)
+    documents_BT = None
+    if has_documents:
+        half = batch.sequence_length // 2
+        documents_BT = (positions_BT >= half).long()
+        positions_BT = positions_BT % max(1, half)
+    num_supervised = batch.micro_batch_size * batch.sequence_length
+    rows = MicroBatch(ids_BT, ids_BT, positions_BT, documents_BT, samples_B, num_supervised)
+    return [rows] * batch.gradient_accumulation_steps
+
+
+class _StepTracker(TorchDispatchMode):
+    """Mode that replaces operators that need values, counts storages and records collectives.
+
+    One mode, because three would pass each operator through Python three times. More than half
+    of a step's operators are torch's queries for a tensor's device, which are answered here.
+    """
+
+    def __init__(self, tracker: LiveMemoryTracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+        self.recorder: CollectiveRecorder | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OPERATOR and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        result = _run_operator(func, args, kwargs or {})
+        self.tracker.record(func, result)
+        if self.recorder is not None:
+            self.recorder.record(func, args)
+        return result
+
+
+_DEVICE_OPERATOR = torch.ops.prim.device.default
+
+
+def _run_operator(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator; for operators that read values, return those of an ordinary step.
+
+    All tokens are supervised, every norm is 1 and every flag is False.
+    """
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return 1.0 if args[0].dtype.is_floating_point else 0
+    if func is torch.ops.aten.nonzero.default:
+        assert args[0].ndim == 1, "nonzero is only used to select supervised tokens"
+        return torch.arange(args[0].shape[0], device=args[0].device)[:, None]
+    return func(*args, **kwargs)

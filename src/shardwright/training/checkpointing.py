@@ -1,0 +1,344 @@
+"""Checkpoints of a run: contents, saving during training, resuming and rolling back."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.checkpoint.background_save import BackgroundSaver
+from shardwright.checkpoint.commit import RetentionPolicy, list_step_folders
+from shardwright.checkpoint.drift import FieldDifference, find_differences, split_allowed
+from shardwright.checkpoint.fence import SUPERSEDED_MESSAGE, FencedDisk
+from shardwright.checkpoint.local_tensors import ParameterShard
+from shardwright.checkpoint.object_store import get_disk
+from shardwright.checkpoint.rank_group import RankGroup
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.checkpoint.run_values import RunValues
+from shardwright.checkpoint.storage_path import StoragePath
+from shardwright.checkpoint.tensor_loading import (
+    VerifiedCheckpoint,
+    find_newest_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    read_run_values,
+)
+from shardwright.checkpoint.tensor_saving import SavedCheckpoint
+from shardwright.errors import CheckpointError, SaveFailed
+from shardwright.optim.sharded_optimizer import Moment
+from shardwright.optim.state import (
+    collect_optimizer_moments,
+    collect_optimizer_values,
+    load_optimizer_values,
+)
+from shardwright.training.rank_context import RankContext
+from shardwright.training.run_checks import FIXED_TRAINING_FIELDS, ValidatedRun
+from shardwright.training.setup import TrainingState
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN_DIFFERENCES = 20
+
+FIXED_FIELDS = {
+    "model": "its tensors have other shapes or meanings",
+    "global_batch_size": "the data cursor counts batches: samples would be repeated or left out",
+    "optimizer.name": "its states belong to another update rule",
+    "freeze": "its optimizer states belong to other parameters",
+    "adapters": "its tensors have other shapes or meanings",
+    "base": "adapters fit only the base weights that they were trained with",
+}
+"""Fields that `--allow-drift` cannot allow to change in a resumed run, and the reasons."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Complete checkpoint of the same run, its values, and the drift allowed by field name."""
+
+    checkpoint: VerifiedCheckpoint
+    values: RunValues
+    allowed: tuple[FieldDifference, ...] = ()
+
+
+def find_resume_point(
+    validated_run: ValidatedRun, folder: RunFolder, allow_drift: Sequence[str] = ()
+) -> ResumePoint | None:
+    """Find the checkpoint to resume from; None if the run ended before its first one.
+
+    Collective, called before any rank writes.
+
+    Args:
+        allow_drift: Fields that may have changed, named as in the error; `optimizer` includes
+            all fields below it.
+
+    Raises:
+        CheckpointError: The checkpoints are damaged, or the recipe has changed too much.
+    """
+    found = find_newest_checkpoint(folder.checkpoints)
+    if found is None:
+        if folder.has_checkpoints:
+            raise CheckpointError(
+                "no complete checkpoint to resume from",
+                field="run.dir",
+                got=str(folder.checkpoints),
+            )
+        return None
+    values = read_run_values(found)
+    allowed, refused = split_allowed(
+        find_differences(values.run.to_saved_json(), validated_run.drift_fields),
+        allow_drift,
+        FIXED_FIELDS,
+    )
+    if refused:
+        more = (
+            f"; {len(refused) - _MAX_SHOWN_DIFFERENCES} more"
+            if len(refused) > _MAX_SHOWN_DIFFERENCES
+            else ""
+        )
+        raise CheckpointError(
+            "the recipe differs from the run's: "
+            f"{'; '.join(refused[:_MAX_SHOWN_DIFFERENCES])}{more}",
+            field="--resume",
+            remedy="Undo the change, start a new run (--run-dir), "
+            "or resume anyway (--allow-drift FIELD)",
+        )
+    return ResumePoint(found, values, tuple(allowed))
+
+
+def list_changes(start: ResumePoint, validated_run: ValidatedRun) -> list[FieldDifference]:
+    """List the changes of the recipe that a resumed run may make; they are only reported."""
+    return find_differences(start.values.recipe, _collect_changeable_settings(validated_run))
+
+
+def _collect_changeable_settings(validated_run: ValidatedRun) -> dict[str, Any]:
+    """Collect the settings that a resumed run may change."""
+    recipe = validated_run.recipe
+    return {
+        "training": recipe.training.model_dump(mode="json", exclude=set(FIXED_TRAINING_FIELDS)),
+        "precision": recipe.precision.model_dump(mode="json"),
+        "recompute": recipe.recompute,
+    }
+
+
+class RunCheckpointer:
+    """Saving and restoring of a run's state. Collective: all ranks make the same calls.
+
+    Random state is not saved: initial weights, sample order and dropout are functions of seed,
+    step and token.
+    """
+
+    def __init__(self, context: RankContext, state: TrainingState) -> None:
+        self.context = context
+        self.state = state
+        self.drift: list[dict[str, Any]] = []
+        """Changes allowed so far, with their steps; copied to each checkpoint."""
+        fence = context.fence
+        disk = None if fence is None else FencedDisk(get_disk(context.folder.checkpoints), fence)
+        self._background = BackgroundSaver(
+            timeout_seconds=context.recipe.checkpoint.timeout_seconds, disk=disk
+        )
+        self._blocking_seconds = 0.0
+        self._stall_seconds = 0.0
+        # Only the update changes the saved state, so it waits for the copy of a running save.
+        self.state.optimizer.register_step_pre_hook(lambda *_: self._await_copy())
+
+    def collect_tensors(self) -> dict[str, ParameterShard]:
+        """Collect this rank's part of every tensor: weights `model.*`, states `optimizer.*`.
+
+        Under adapters the base is left out; `run.base` in the values identifies it.
+        """
+        model = self.state.model
+        adapted = self.context.validated_run.shape.adapters is not None
+        named = dict(model.named_parameters())
+        moments = {
+            f"model.{name}": Moment(parameter.detach(), name)
+            for name, parameter in named.items()
+            if not adapted or name in model.trainable
+        }
+        moments |= collect_optimizer_moments(self.state.optimizer, named.items())
+        return {
+            key: ParameterShard(
+                part.tensor,
+                model.layouts[part.parameter].shape if part.shape is None else part.shape,
+                model.local_boxes(part.parameter) if part.boxes is None else part.boxes,
+            )
+            for key, part in moments.items()
+        }
+
+    def collect_values(self) -> dict[str, Any]:
+        """Collect the state that is not tensors, as JSON."""
+        state = self.state
+        return {
+            "step": state.step,
+            "samples_seen": (state.step + state.skipped_data_steps)
+            * self.context.plan.batch.global_batch_size,
+            "steps_left_out": state.skipped_data_steps,
+            "skipped_in_a_row": state.num_consecutive_skips,
+            "best_loss": state.best_loss if math.isfinite(state.best_loss) else None,
+            "loss_scaler": None if state.scaler is None else state.scaler.state_dict(),
+            "layout": str(self.context.plan.layout),
+            "evaluation_due": state.is_evaluation_due,
+            "run": self.context.validated_run.drift_fields,
+            "recipe": _collect_changeable_settings(self.context.validated_run),
+            "drift": self.drift,
+        }
+
+    def save(self, *, is_best: bool, is_last: bool = False) -> None:
+        """Save this step; in the background unless the recipe disables it or it is the `is_last`.
+
+        Waits for a save that is still running. A failed save is only reported: older
+        checkpoints are intact, and training continues.
+
+        Raises:
+            SaveFailed: On every rank, if the last save failed, as the steps since the previous
+                checkpoint would be lost. Or another launch has claimed the run.
+        """
+        start_seconds = time.perf_counter()
+        section = self.context.recipe.checkpoint
+        step = self.state.step
+        waits = self._background.is_saving
+        self._finish_pending_save()
+        if waits:
+            logger.info(
+                "step %d waited %.3g s for the previous save",
+                step,
+                time.perf_counter() - start_seconds,
+            )
+        in_background = section.asynchronous and not is_last
+        try:
+            saved = (self._background.save if in_background else self._background.save_and_wait)(
+                self.context.folder.checkpoints,
+                step,
+                self.collect_tensors(),
+                self.collect_values(),
+                merged_values={"optimizer": collect_optimizer_values(self.state.optimizer)},
+                retention=RetentionPolicy(section.keep_last, section.keep_every),
+                is_best=is_best and section.keep_best,
+            )
+        except SaveFailed as error:
+            if is_last or SUPERSEDED_MESSAGE in str(error):
+                raise
+            self.context.log_warning(str(error))
+            return
+        self._blocking_seconds = self._stall_seconds = time.perf_counter() - start_seconds
+        if saved is not None:
+            self._log_checkpoint(saved, self._stall_seconds)
+
+    def _await_copy(self) -> None:
+        """Wait until the running save has copied the state."""
+        start_seconds = time.perf_counter()
+        self._background.wait_for_copy()
+        self._stall_seconds += time.perf_counter() - start_seconds
+
+    def poll(self) -> None:
+        """Log a save that has completed; called once per step."""
+        if not self._background.is_saving:
+            self._finish_pending_save()
+
+    def close(self, *, is_broken: bool = False) -> None:
+        """Wait for a running save; not if the run is `is_broken`, as a peer may be gone."""
+        if is_broken:
+            self._background.abandon()
+        else:
+            self._finish_pending_save()
+            self._background.close()
+
+    def _finish_pending_save(self) -> None:
+        """Wait for a running save and log its result."""
+        try:
+            saved = self._background.wait()
+        except SaveFailed as error:
+            if SUPERSEDED_MESSAGE in str(error):
+                raise
+            self.context.log_warning(str(error))
+        else:
+            if saved is not None:
+                self._log_checkpoint(saved, self._blocking_seconds + saved.seconds)
+
+    def _log_checkpoint(self, saved: SavedCheckpoint, seconds: float) -> None:
+        self.context.event_logger.log(
+            "checkpoint",
+            step=saved.step,
+            path=str(saved.path),
+            size_bytes=saved.num_bytes,
+            seconds=seconds,
+            stall_seconds=self._stall_seconds,
+        )
+
+    def restore(self, start: ResumePoint) -> None:
+        """Restore the state from a checkpoint that `find_resume_point` accepted."""
+        checkpoint = start.checkpoint
+        values = start.values
+        load_checkpoint(checkpoint, self.collect_tensors())
+        state = self.state
+        state.step = values.step
+        state.num_consecutive_skips = values.skipped_in_a_row
+        state.skipped_data_steps = values.steps_left_out
+        state.is_evaluation_due = values.evaluation_due
+        state.best_loss = math.inf if values.best_loss is None else values.best_loss
+        load_optimizer_values(
+            state.optimizer, values.optimizer.model_dump(), trainable=state.model.trainable
+        )
+        if state.scaler is not None and values.loss_scaler is not None:
+            state.scaler.load_state_dict(values.loss_scaler.model_dump())
+        before = [drift.model_dump() for drift in values.drift]
+        self.drift = [
+            *before,
+            *({"step": state.step, **difference.as_json()} for difference in start.allowed),
+        ]
+        self.context.event_logger.log("resumed", step=state.step, path=str(checkpoint.path))
+        if checkpoint.refused:
+            reasons = "; ".join(map(str, checkpoint.refused))
+            newest = checkpoint.refused[0].path.name
+            self.context.log_warning(
+                f"fell back from {newest} to {checkpoint.path.name}: {reasons}"
+            )
+        if start.allowed:
+            self.context.log_warning(
+                f"allowed differences from the run that saved: {'; '.join(map(str, start.allowed))}"
+            )
+
+    def roll_back(self, reason: str, *, min_steps_back: int) -> bool:
+        """Roll back to the newest complete checkpoint at least so many steps back.
+
+        Data read since then is skipped. Returns False if there is no such checkpoint.
+        """
+        self._finish_pending_save()
+        state = self.state
+        batch_size = self.context.plan.batch.global_batch_size
+        checkpoint = find_newest_before(
+            self.context.folder.checkpoints, state.step - min_steps_back
+        )
+        if checkpoint is None:
+            return False
+        from_step = state.step
+        read_until = state.step + state.skipped_data_steps
+        self.restore(ResumePoint(checkpoint, read_run_values(checkpoint)))
+        first = state.step + state.skipped_data_steps
+        state.skipped_data_steps = read_until - state.step
+        self.context.event_logger.log(
+            "rolled_back",
+            step=state.step,
+            reason=reason,
+            from_step=from_step,
+            path=str(checkpoint.path),
+            first_sample=first * batch_size,
+            num_samples=(read_until - first) * batch_size,
+        )
+        return True
+
+
+def find_newest_before(root: StoragePath, step: int) -> VerifiedCheckpoint | None:
+    """Find the newest complete checkpoint of at most `step`. Collective; same on all ranks."""
+    ranks = RankGroup()
+    folders = list_step_folders(root) if ranks.is_first else []
+    for name in ranks.broadcast_first(
+        [folder.path.name for folder in reversed(folders) if folder.step <= step]
+    ):
+        try:
+            return open_checkpoint(root / name)
+        except CheckpointError as error:  # same on every rank
+            logger.warning("%s", error)
+    return None

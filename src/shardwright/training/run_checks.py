@@ -1,0 +1,288 @@
+"""Checks before ranks start: layout, model, tokenizer, data, weights."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import logging
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from shardwright import placement
+from shardwright.architecture import ExpertShape, HFClassInit, HFShape, LatentShape, ModelShape
+from shardwright.config import Recipe
+from shardwright.data.model_data import prepare_for_model
+from shardwright.data.preparation import PreparedData
+from shardwright.data.source_files import ProgressCallback
+from shardwright.errors import RecipeError
+from shardwright.launch.auto_layout import choose_precision_here
+from shardwright.layout_rules import check_layout
+from shardwright.model.hf_model import read_model_shape
+from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.routing import ExpertRules, resolve_expert_rules
+from shardwright.optim import check_block_boundaries, require_torchao
+from shardwright.plans import Plan, PrecisionChoice, compute_row_multiple, count_steps, resolve_plan
+from shardwright.training.preference_objective import check_preference
+from shardwright.training.sample_texts import check_samples
+
+logger = logging.getLogger(__name__)
+
+FIXED_TRAINING_FIELDS = (
+    "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps",
+    "batch_scaling", "base_batch_size", "weight_decay", "max_grad_norm", "label_smoothing",
+    "neftune_noise_alpha",
+)  # fmt: skip
+"""Fields of the recipe's training section that a resumed run cannot change."""
+
+
+@dataclass(frozen=True)
+class ValidatedRun:
+    """Recipe that passed all checks, with everything that ranks build from.
+
+    Its precision is that of the plan, never `auto`.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    shape: ModelShape
+    data: PreparedData
+    total_steps: int
+    frozen_names: frozenset[str]
+
+    @property
+    def data_hash(self) -> str:
+        """Hash of the sample order: equal exactly if two runs see the same samples in order."""
+        parts = (
+            self.data.content_hash,
+            self.recipe.seed,
+            self.plan.batch.sequence_length,
+            self.plan.batch.global_batch_size,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    @property
+    def drift_fields(self) -> dict[str, Any]:
+        """Values that must not change when a run is resumed."""
+        recipe = self.recipe
+        batch = self.plan.batch
+        return {
+            **_describe_adapters(recipe, self.shape),
+            "model": _describe_shape(self.shape),
+            "tokenizer": self.data.tokenizer.content_hash,
+            "data": self.data.content_hash,
+            "seed": recipe.seed,
+            "sequence_length": batch.sequence_length,
+            "global_batch_size": batch.global_batch_size,
+            "optimizer": recipe.optimizer.model_dump(mode="json"),
+            "precision": recipe.precision.kind,
+            **(
+                {}
+                if recipe.preference is None
+                else {"preference": recipe.preference.model_dump(mode="json")}
+            ),
+            "freeze": sorted(self.frozen_names),
+            "training": recipe.training.model_dump(mode="json", include=set(FIXED_TRAINING_FIELDS)),
+        }
+
+
+def validate_run(
+    recipe: Recipe,
+    world_size: int,
+    *,
+    auto_precision: PrecisionChoice | None = None,
+    progress: ProgressCallback | None = None,
+) -> ValidatedRun:
+    """Check a recipe against its ranks, model, tokenizer and data; tokenise uncached data.
+
+    Args:
+        auto_precision: Precision that `precision: auto` stands for; None chooses the best one
+            for this machine's device.
+
+    Raises:
+        InputError: First problem found, with its field.
+    """
+    if recipe.precision.kind == "auto" and auto_precision is None:
+        auto_precision = choose_precision_here(recipe)
+    plan = resolve_plan(recipe, world_size, auto_precision)
+    recipe = recipe.model_copy(update={"precision": plan.precision})
+    check_preference(recipe)
+    shape, data = prepare_for_model(
+        recipe, partial(read_model_shape, section=recipe.model), progress=progress
+    )
+    check_layout(shape, plan.layout, plan.batch.sequence_length)
+    if recipe.model.is_pretrained:
+        assert recipe.model.path is not None
+        WeightsFolder(recipe.model.path).check(shape.base_shape)
+    _check_hf_model(recipe, shape)
+    check_samples(recipe, shape, data.tokenizer, has_validation_data=data.validation is not None)
+    rules = resolve_expert_rules(recipe.moe, shape)  # raises for rules that the model cannot use
+    plan = replace(
+        plan,
+        batch=replace(
+            plan.batch, row_multiple=_choose_row_multiple(recipe, plan, data.report.packing, rules)
+        ),
+    )
+    if recipe.model.keep_zeros and shape.adapters is not None:
+        raise RecipeError(
+            "adapters leave the model's zeros unchanged, but merging them makes the zeros nonzero",
+            field="model.keep_zeros",
+            got=True,
+            remedy="Remove it, or fine-tune without adapters",
+        )
+    frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
+    _check_optimizer(recipe, plan, shape, frozen)
+    return ValidatedRun(
+        recipe=recipe,
+        plan=plan,
+        shape=shape,
+        data=data,
+        total_steps=count_steps(recipe.training, len(data.train), plan.batch.global_batch_size),
+        frozen_names=frozen,
+    )
+
+
+def _choose_row_multiple(
+    recipe: Recipe, plan: Plan, packing: str, expert_rules: ExpertRules | None
+) -> int | None:
+    """Return the number of which row lengths are a multiple; None if all rows are full."""
+    if packing == "windows" or recipe.data.padding == "max_length":
+        return None
+    if recipe.model.compile:
+        logger.info(
+            "all rows are padded to training.sequence_length: "
+            "model.compile compiles blocks for one length"
+        )
+        return None
+    if expert_rules not in (None, ExpertRules()):
+        logger.info(
+            "all rows are padded to training.sequence_length: "
+            "balancing and capacity of experts count tokens per row"
+        )
+        return None
+    return compute_row_multiple(plan.layout, recipe.data.pad_to_multiple_of)
+
+
+def _check_optimizer(
+    recipe: Recipe, plan: Plan, shape: ModelShape, frozen_names: frozenset[str]
+) -> None:
+    """Check that the optimizer's package, matrices and whole blocks are available."""
+    trained = {
+        spec.name: spec
+        for spec in shape.list_parameters()
+        if spec.name not in frozen_names
+        and (shape.adapters is None or spec.adapter_part is not None)
+    }
+    if recipe.optimizer.name == "adamw_8bit":
+        require_torchao()
+        stages = placement.partition_stages(shape, plan.layout, plan.batch.sequence_length)
+        layouts = {
+            name: layout
+            for name, layout in placement.build_parameter_layouts(
+                shape, plan.layout, stages
+            ).items()
+            if name in trained
+        }
+        check_block_boundaries(layouts, plan.layout, recipe.optimizer.block_size)
+    if recipe.optimizer.name == "muon" and not any(
+        s.layer is not None and len(s.shape) > 1 for s in trained.values()
+    ):
+        raise RecipeError(
+            "no matrix of a block is trained, and Muon updates only those",
+            field="optimizer.name",
+            got="muon",
+            remedy="Use adamw, which updates every kind of parameter",
+        )
+
+
+def _check_hf_model(recipe: Recipe, shape: ModelShape) -> None:
+    """Raise for settings that transformers' own model code does not support."""
+    if not isinstance(shape, HFShape):
+        return
+    by_class = [spec.name for spec in shape.list_parameters() if isinstance(spec.init, HFClassInit)]
+    refusals = {
+        "model.compile": (recipe.model.compile, "its blocks cannot be compiled", "Remove it"),
+        "training.label_smoothing": (
+            recipe.training.label_smoothing > 0.0,
+            "its loss cannot be smoothed",
+            "Remove it",
+        ),
+        "training.neftune_noise_alpha": (
+            recipe.training.neftune_noise_alpha > 0.0,
+            "its embeddings cannot get noise",
+            "Remove it",
+        ),
+        "model.init": (
+            bool(by_class) and not recipe.model.is_pretrained,
+            f"only its own class can initialise {', '.join(by_class[:3])}",
+            "Save it once with transformers (from_config, save_pretrained) and start from that",
+        ),
+    }
+    for field, (refused, reason, remedy) in refusals.items():
+        if refused:
+            raise RecipeError(
+                f"{shape.family} runs through transformers' {shape.class_name}: {reason}",
+                field=field,
+                remedy=remedy,
+            )
+
+
+def _describe_adapters(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
+    """Describe the trained adapters and their base; empty for a model without adapters."""
+    if shape.adapters is None:
+        return {}
+    adapters = asdict(shape.adapters) | {"modules": sorted(shape.adapters.modules)}
+    base = "random"  # determined by the seed, which is recorded separately
+    if recipe.model.is_pretrained:
+        assert recipe.model.path is not None
+        base = WeightsFolder(recipe.model.path).fingerprint()
+    return {"adapters": adapters, "base": base}
+
+
+def _describe_shape(shape: ModelShape) -> dict[str, Any]:
+    """Describe the shape as JSON, equal for config.json files with the same meaning."""
+    if isinstance(shape, HFShape):
+        return shape.describe_identity()
+    described = {
+        field.name: getattr(shape, field.name)
+        for field in fields(shape)
+        if field.name not in ("config", "names", "adapters")
+    }
+    nested = {
+        name: [asdict(item) for item in value]
+        for name, value in described.items()
+        if isinstance(value, tuple)
+    }
+    return (
+        described
+        | nested
+        | {
+            name: asdict(value)
+            for name, value in described.items()
+            if isinstance(value, ExpertShape | LatentShape)
+        }
+    )
+
+
+def match_frozen(patterns: tuple[str, ...], names: list[str]) -> frozenset[str]:
+    """Return the names that match any of the patterns; raise if a pattern matches none.
+
+    >>> sorted(match_frozen(("*.bias",), ["a.weight", "a.bias"]))
+    ['a.bias']
+    """
+    frozen: set[str] = set()
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise RecipeError(
+                "matches no parameter",
+                field="model.freeze",
+                got=pattern,
+                allowed=f"a pattern such as {names[0]} or *.{names[-1].split('.')[-1]}",
+            )
+        frozen.update(matched)
+    if len(frozen) == len(names):
+        raise RecipeError(
+            "every parameter would be frozen", field="model.freeze", got=", ".join(patterns)
+        )
+    return frozenset(frozen)

@@ -1,0 +1,150 @@
+"""Log of a run: log file, warnings, the event of its start, and the summary of its events."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.errors import RunFailed
+from shardwright.numerics.bf16 import build_bf16_warning
+from shardwright.optim.learning_rate import compute_batch_scale
+from shardwright.telemetry.event_log import (
+    EvaluationEvent,
+    RunFinishedEvent,
+    StepEvent,
+    read_events,
+    select_surviving,
+)
+from shardwright.telemetry.event_logger import EventLogger
+from shardwright.training.rank_context import RankContext
+from shardwright.training.run_checks import ValidatedRun
+from shardwright.training.setup import describe_device, describe_versions
+
+logger = logging.getLogger("shardwright")
+
+
+class _WarningHandler(logging.Handler):
+    """Handler that writes warnings as events, on every rank."""
+
+    def __init__(self, event_logger: EventLogger) -> None:
+        super().__init__(logging.WARNING)
+        self.event_logger = event_logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # If the event file is not writable, the run fails at its next event, not in a log call.
+        with suppress(RunFailed):
+            self.event_logger.log("warning", message=record.getMessage())
+
+
+@contextmanager
+def log_to_run(event_logger: EventLogger, path: Path, *, rank: int) -> Iterator[None]:
+    """Send warnings to `event_logger` and, on rank 0, other messages to the file `path`."""
+    handlers: list[logging.Handler] = [_WarningHandler(event_logger)]
+    if rank == 0:
+        file = logging.FileHandler(path, encoding="utf-8")
+        file.setFormatter(
+            logging.Formatter("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+        )
+        file.addFilter(lambda record: record.levelno < logging.WARNING)  # events
+        handlers.append(file)
+    former = logger.level
+    logger.setLevel(logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(former)
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+def log_start(context: RankContext, step: int, matmul_flops_per_second: float) -> None:
+    """Log the `run_started` event, and warnings about settings that may surprise."""
+    validated_run = context.validated_run
+    plan = context.plan
+    world_size = context.rank_environment.world_size
+    context.event_logger.log(
+        "run_started",
+        step=step,
+        name=context.recipe.name,
+        recipe=context.recipe.model_dump(mode="json"),
+        plan=plan.as_dict(),
+        layout=str(plan.layout),
+        world_size=world_size,
+        total_steps=validated_run.total_steps,
+        global_batch_tokens=plan.batch.global_batch_tokens,
+        data_hash=validated_run.data_hash,
+        num_parameters=validated_run.shape.num_parameters,
+        versions=describe_versions(),
+        host=socket.gethostname(),
+        devices=(describe_device(context.device),) * world_size,
+        flops_per_token=validated_run.shape.count_flops_per_token(plan.batch.sequence_length),
+        matmul_flops_per_second=matmul_flops_per_second,
+    )
+    if context.is_main_rank:
+        for message in _list_warnings(validated_run, context.device):
+            context.log_warning(message)
+
+
+def _list_warnings(validated_run: ValidatedRun, device: torch.device) -> Iterator[str]:
+    """Yield warnings about settings that are valid but may surprise."""
+    if (
+        validated_run.plan.precision.kind == "bf16"
+        and (caution := build_bf16_warning(device)) is not None
+    ):
+        yield caution
+    counts = validated_run.data.report.train.counts
+    if counts.num_unknown:
+        share = counts.num_unknown / counts.num_tokens
+        yield (
+            "the tokenizer has no id for some of the text: "
+            f"{counts.num_unknown:,} of {counts.num_tokens:,} training tokens ({share:.1%}) "
+            "are its unknown token"
+        )
+    adapters = validated_run.shape.adapters
+    if adapters is not None:
+        beside = [
+            spec.adapted_matrix
+            for spec in validated_run.shape.list_parameters()
+            if spec.adapter_part is not None and spec.adapted_matrix is not None
+        ]
+        narrow = [spec for spec in beside if min(spec.shape[-2:]) < adapters.rank]
+        if narrow:
+            sizes = " x ".join(map(str, narrow[0].shape))
+            yield (
+                f"adapters.rank {adapters.rank} exceeds the rank of {narrow[0].name} ({sizes}): "
+                "the excess only uses memory"
+            )
+    scale = compute_batch_scale(
+        validated_run.recipe.training, validated_run.plan.batch.global_batch_size
+    )
+    if scale != 1.0:
+        peak = validated_run.recipe.training.learning_rate * scale
+        yield f"batch_scaling multiplies the learning rate by {scale:g}: its peak is {peak:g}"
+
+
+def build_run_summary(folder: Path) -> dict[str, Any]:
+    """Summarise the run from its events."""
+    log = select_surviving(read_events(folder))
+    steps = [event for event in log if isinstance(event, StepEvent)]
+    evaluations = [event for event in log if isinstance(event, EvaluationEvent)]
+    endings = [event for event in log if isinstance(event, RunFinishedEvent)]
+    return {
+        "run": str(folder),
+        "status": endings[-1].status if endings else "unknown",
+        "steps": steps[-1].step if steps else 0,
+        "train_loss": steps[-1].loss if steps else None,
+        "validation_loss": evaluations[-1].loss if evaluations else None,
+        "best_validation_loss": min((event.loss for event in evaluations), default=None),
+        "tokens_per_second": steps[-1].tokens_per_second if steps else None,
+        "total_tokens": endings[-1].total_tokens if endings else None,
+        "total_seconds": endings[-1].total_seconds if endings else None,
+    }

@@ -1,0 +1,224 @@
+"""Setup of a run on each rank: model on its devices, optimizer, objective, matmul rate."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import metadata
+
+import torch
+from torch import Tensor
+
+from shardwright import __version__
+from shardwright.model.hf_decoder import build_decoder
+from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.lora import initialise_adapter
+from shardwright.model.nf4 import read_dequantised_slice, read_packed_slice
+from shardwright.model.peft_folder import PeftFolder
+from shardwright.model.routing import resolve_expert_rules
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
+from shardwright.numerics.precision import LossScaler, resolve_dtypes
+from shardwright.optim import build_optimizer, compute_learning_rate
+from shardwright.parallel.apply import ParameterReader, apply_layout
+from shardwright.parallel.mesh import build_mesh
+from shardwright.parallel.parallel_model import ParallelModel
+from shardwright.parallel.zero_mask import keep_zeros
+from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
+from shardwright.training.run_checks import ValidatedRun
+from shardwright.training.step import TOKEN_OBJECTIVE, Objective
+
+logger = logging.getLogger("shardwright")
+
+
+_MAX_PRODUCTS = 4
+"""Number of matrix shapes whose rate is measured: the largest of the model."""
+
+
+@dataclass
+class TrainingState:
+    """State that changes during training. `step` counts completed optimizer steps."""
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None
+    step: int = 0
+    num_consecutive_skips: int = 0
+    best_loss: float = field(default=float("inf"))
+    skipped_data_steps: int = 0
+    """Data steps that rollbacks have skipped: step s reads the data of s plus this."""
+    objective: Objective = TOKEN_OBJECTIVE
+    """Loss that is trained."""
+    is_evaluation_due: bool = False
+    """True if a stop prevented the evaluation of this step; the resumed run starts with it."""
+
+
+def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Objective:
+    """Build the recipe's objective: token cross-entropy, or preferences against a reference.
+
+    A frozen reference has the initial weights of the run, also after a resume.
+    """
+    section = validated_run.recipe.preference
+    if section is None:
+        return TOKEN_OBJECTIVE
+    reference = None
+    if has_frozen_reference(validated_run.recipe):
+        frozen = frozenset(spec.name for spec in validated_run.shape.list_parameters())
+        reference = build_model(replace(validated_run, frozen_names=frozen), model.device)
+        reference.decoder.eval()
+    return PreferenceObjective(
+        section, model, reference, validated_run.recipe.model.loss_chunk_tokens
+    )
+
+
+def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelModel:
+    """Build the recipe's decoder under the plan; each rank reads only its own shards."""
+    recipe = validated_run.recipe
+    plan = validated_run.plan
+    precision = resolve_dtypes(plan.precision)
+    with torch.device("meta"):
+        decoder = build_decoder(
+            validated_run.shape,
+            attention=recipe.model.attention,
+            loss_function=partial(
+                chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
+            ),
+            compute_dtype=precision.compute,
+            expert_rules=resolve_expert_rules(recipe.moe, validated_run.shape),
+        )
+    decoder.label_smoothing = recipe.training.label_smoothing
+    # Of full rows: the padded length of a micro-batch depends on the other rows in it.
+    width = plan.batch.sequence_length * validated_run.shape.hidden_size
+    decoder.noise_size = recipe.training.neftune_noise_alpha / math.sqrt(width)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in validated_run.frozen_names)
+    return apply_layout(
+        decoder,
+        plan,
+        build_mesh(plan.layout, device.type),
+        device,
+        read_slice=build_weight_reader(validated_run, precision.param),
+        compile_blocks=recipe.model.compile,
+    )
+
+
+def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> ParameterReader:
+    """Build the reader of weight slices, from a folder or computed from name and seed."""
+    recipe = validated_run.recipe
+    shape = validated_run.shape
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    compute = resolve_dtypes(validated_run.plan.precision).compute
+    if recipe.model.is_pretrained:
+        assert recipe.model.path is not None
+        folder = WeightsFolder(recipe.model.path)
+        folder.check(shape.base_shape)
+    adapter_folder = None
+    if recipe.adapters is not None and recipe.adapters.path is not None:
+        adapter_folder = PeftFolder(recipe.adapters.path, shape)
+
+    def read_base(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
+        if recipe.model.is_pretrained:
+            return folder.read(name, narrow=narrow, dtype=dtype)
+        return initialise_parameter(
+            specs[name].packed_matrix or specs[name], recipe.seed, dtype=dtype, narrow=narrow
+        )
+
+    def read_stored(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
+        matrix = specs[name].packed_matrix
+        return (
+            read_base(name, narrow).to(compute)
+            if matrix is None
+            else read_dequantised_slice(matrix, narrow, read_base, dtype)
+        )
+
+    def read(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
+        spec = specs[name]
+        if spec.packed_matrix is not None:
+            return read_packed_slice(spec.packed_matrix, narrow, read_base)
+        if spec.adapted_matrix is None:
+            return read_base(name, narrow)
+        if adapter_folder is not None:
+            return adapter_folder.read(name, narrow, dtype)
+        in_out = shape.is_in_out(spec.adapted_matrix)
+        return initialise_adapter(
+            spec, recipe.seed, narrow, dtype=dtype, read_matrix=read_stored, in_out=in_out
+        )
+
+    return read
+
+
+def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingState:
+    """Build model, optimizer, loss scaler and objective at step 0."""
+    recipe = validated_run.recipe
+    model = build_model(validated_run, device)
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        recipe.optimizer,
+        learning_rate=compute_learning_rate(
+            0,
+            recipe.training,
+            validated_run.total_steps,
+            validated_run.plan.batch.global_batch_size,
+        ),
+        weight_decay=recipe.training.weight_decay,
+        model=model,
+    )
+    if recipe.model.keep_zeros:
+        zeros = keep_zeros(model, optimizer)
+        logger.info(
+            "keep_zeros: %.1f%% of the trained matrices stay zero", 100.0 * zeros.zero_fraction
+        )
+    scaler = LossScaler(recipe.precision) if recipe.precision.kind == "fp16" else None
+    return TrainingState(model, optimizer, scaler, objective=build_objective(validated_run, model))
+
+
+def measure_ceiling(validated_run: ValidatedRun, device: torch.device) -> float:
+    """Measure the FLOP/s of one device in the run's dtype, and free the GPU memory used."""
+    dtype = resolve_dtypes(validated_run.plan.precision).compute
+    flops_per_second = measure_matmul_flops_per_second(
+        device, dtype, list_model_products(validated_run)
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return flops_per_second
+
+
+def list_model_products(validated_run: ValidatedRun) -> tuple[Product, ...]:
+    """List the model's largest matrix products, at the tokens of one rank's micro-batch."""
+    layout = validated_run.plan.layout
+    batch = validated_run.plan.batch
+    num_tokens = max(1, batch.micro_batch_size * batch.sequence_length // layout.cp)
+    matrices = set()
+    for spec in validated_run.shape.list_parameters():
+        shape = (spec.packed_matrix or spec).shape
+        if len(shape) > 1 and spec.adapter_part is None:
+            rows, columns = shape[-2:]
+            matrices.add(
+                (columns, rows) if validated_run.shape.is_in_out(spec) else (rows, columns)
+            )
+    largest = sorted(matrices, key=lambda sizes: sizes[0] * sizes[1])[-_MAX_PRODUCTS:]
+    return tuple((num_tokens, outputs, inputs) for outputs, inputs in largest)
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the versions of the software that affects numerical results."""
+    return {
+        "shardwright": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+    }
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the name of the device, for a CPU with its number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' if threads != 1 else ''})"

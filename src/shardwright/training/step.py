@@ -1,0 +1,316 @@
+"""One optimizer step: gradients with one normaliser, gradient norm, clipping and update.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.data.loader import MicroBatch
+from shardwright.layout import AXES, DATA_AXES
+from shardwright.model import DropoutKey
+from shardwright.numerics import (
+    LossScaler,
+    compute_clip_coefficient,
+    compute_global_norm,
+    scale_,
+    synchronise_norm,
+)
+from shardwright.optim import set_learning_rate
+from shardwright.parallel import ParallelModel
+from shardwright.training.expert_load import update_balance_biases
+
+
+class Objective(Protocol):
+    """Training objective: the decoder's arguments for a summed loss, and the normaliser."""
+
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Add inputs to micro-batches that must be computed before the first forward pass."""
+        ...
+
+    def arguments(self, batch: MicroBatch) -> dict[str, Any]:
+        """Return the decoder's keyword arguments for a micro-batch on the device."""
+        ...
+
+    def count(self, batch: MicroBatch) -> float:
+        """Count the loss terms or sum their weights; the global sum is the normaliser."""
+        ...
+
+
+class TokenObjective:
+    """Cross-entropy of the supervised tokens, divided by their number or total weight."""
+
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return the micro-batches unchanged."""
+        return micro_batches
+
+    def arguments(self, batch: MicroBatch) -> dict[str, Any]:
+        """Return ids, positions, documents, labels and loss weights."""
+        return batch.build_model_arguments()
+
+    def count(self, batch: MicroBatch) -> float:
+        """Count the supervised tokens, or sum their loss weights."""
+        return batch.num_supervised if batch.weights_BT is None else batch.weight_sum
+
+
+TOKEN_OBJECTIVE = TokenObjective()
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Result of the forward passes of one step, summed over all ranks and micro-batches."""
+
+    loss_sum: Tensor
+    """Summed loss (in nats for supervised tokens), a scalar on the device."""
+    supervised_tokens: Tensor
+    """Number of supervised tokens, a scalar on the device."""
+    router_table: Tensor | None = None
+    """Router statistics of `RouterTotals.take`, on the device. None for dense models."""
+
+    normaliser: Tensor | None = None
+    """Normaliser if it is not the supervised tokens: pairs, or the sum of the loss weights."""
+
+    def mean(self) -> float:
+        """Return the loss per supervised token (nats) or per pair; synchronises the device."""
+        count = self.supervised_tokens if self.normaliser is None else self.normaliser
+        return float(self.loss_sum / _replace_zero_by_one(count))
+
+
+@dataclass(frozen=True)
+class StepUpdate:
+    """Result of the optimizer update. Identical on all ranks."""
+
+    gradient_norm: float
+    """L2 norm of the whole model's gradient before clipping; inf or nan if it was skipped."""
+    is_skipped: bool
+
+
+@dataclass
+class StepTimes:
+    """Times between marks of a step, summed by part in `seconds`.
+
+    On CUDA a mark is an event in the stream, which costs the host nothing; `seconds`
+    synchronises the device. `reduction` is the exposed part of the gradient reduction, after
+    the backward pass has reached the embeddings.
+    """
+
+    device: torch.device
+    _marks: list[tuple[str, float | torch.cuda.Event]] = field(default_factory=list)
+    _start_seconds: float = 0.0
+
+    def mark(self, part: str) -> None:
+        """End the interval since the last mark and assign it to `part`."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((part, event))
+        else:
+            self._marks.append((part, time.perf_counter()))
+
+    def reset(self) -> None:
+        """Forget the previous step and start timing."""
+        self._marks.clear()
+        self._start_seconds = time.perf_counter()
+        self.mark("")
+
+    def list_spans(self) -> list[tuple[str, float, float]]:
+        """List the intervals as (part, start, end), in seconds of this process's perf_counter.
+
+        On CUDA the device must be synchronised. Its clock is aligned with the host's at the
+        start of the step, when the device was idle.
+        """
+        spans = []
+        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+            spans.append((part, self._instant(before), self._instant(after)))
+        return spans
+
+    def _instant(self, mark: float | torch.cuda.Event) -> float:
+        if isinstance(mark, float):
+            return mark
+        first = self._marks[0][1]
+        assert isinstance(first, torch.cuda.Event)
+        return self._start_seconds + first.elapsed_time(mark) / 1000.0
+
+    def seconds(self) -> dict[str, float]:
+        """Return seconds of forward, backward, reduction, optimizer; under pp also waiting."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        total = dict.fromkeys(("forward", "backward", "reduction", "optimizer"), 0.0)
+        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+            total.setdefault(part, 0.0)
+            if isinstance(before, float):
+                assert isinstance(after, float)
+                total[part] += after - before
+            else:
+                assert isinstance(after, torch.cuda.Event)
+                total[part] += before.elapsed_time(after) / 1000.0
+        return total
+
+
+def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Sum the supervised tokens of a step over micro-batches and ranks, an int64 scalar."""
+    number = sum(batch.num_supervised for batch in micro_batches)
+    return model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device))
+
+
+def count_tokens_and_flops(
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    flops_per_token: Callable[[int], float],
+) -> tuple[int, float]:
+    """Count the tokens of a step over all ranks, including padding, and their mean model FLOPs.
+
+    Collective. FLOPs per token depend on the row length because of attention.
+
+    Args:
+        flops_per_token: Function from row length in tokens to FLOPs per token.
+    """
+    sizes = [batch.input_ids_BT.shape for batch in micro_batches]
+    tokens = sum(rows * length for rows, length in sizes)
+    flops = sum(rows * length * flops_per_token(length) for rows, length in sizes)
+    work = model.sum_over_batch(
+        torch.tensor([tokens, flops], dtype=torch.float64, device=model.device)
+    )
+    all_tokens, all_flops = work.tolist()
+    return int(all_tokens), all_flops / all_tokens
+
+
+def _count_objective(
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], objective: Objective
+) -> Tensor:
+    number = sum(objective.count(batch) for batch in micro_batches)
+    return model.sum_over_batch(torch.tensor(number, dtype=torch.float64, device=model.device))
+
+
+def _replace_zero_by_one(count: Tensor) -> Tensor:
+    """Replace a count of zero by one: without supervised tokens the mean is 0, not nan."""
+    return torch.where(count > 0, count, torch.ones_like(count))
+
+
+def accumulate_gradients(
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    seed: int,
+    step: int,
+    loss_scale: float = 1.0,
+    times: StepTimes | None = None,
+    objective: Objective = TOKEN_OBJECTIVE,
+) -> StepLoss:
+    """Compute the gradients of loss_sum / normaliser, times `loss_scale`, for a step.
+
+    The normaliser (supervised tokens, their weights, or pairs) is summed over all micro-batches
+    and ranks first. Every summed loss is divided by it and gradients are summed, so neither
+    accumulation nor ranks with few supervised tokens change the result. Router losses of a
+    sparse model are added as means over the step's rows times `loss_scale`, unless no token is
+    supervised.
+
+    Args:
+        micro_batches: Micro-batches of this rank; the same number on every rank.
+        seed: Seed of the run, for dropout.
+        step: Optimizer step, for dropout.
+        loss_scale: Loss scale of fp16; `update_parameters` divides by it.
+        times: Receives the marks of forward, backward and exposed reduction.
+        objective: Loss to train.
+    """
+    times = times or StepTimes(torch.device("cpu"))
+    times.reset()
+    tokens = count_supervised(model, micro_batches)
+    plain = objective is TOKEN_OBJECTIVE and all(
+        batch.weights_BT is None for batch in micro_batches
+    )
+    count = tokens if plain else _count_objective(model, micro_batches, objective)
+    scale = loss_scale / _replace_zero_by_one(count).to(torch.float64)
+    micro_batches = objective.prepare(micro_batches)
+    routing: dict[str, Tensor] = {}
+    if model.decoder.shape.experts is not None:
+        num_rows = (
+            sum(batch.input_ids_BT.shape[0] for batch in micro_batches) * model.layout.data_ranks
+        )
+        routing["row_weight"] = (tokens > 0) * torch.tensor(
+            loss_scale / num_rows, dtype=torch.float64, device=model.device
+        )
+
+    def arguments(batch: MicroBatch) -> dict[str, Any]:
+        dropout = DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None
+        return objective.arguments(batch) | routing | {"dropout": dropout}
+
+    loss_sum = model.forward_backward(micro_batches, arguments, scale, times.mark)
+    model.finish_gradients()
+    loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
+    routers = _sum_router_tables(model)
+    times.mark("reduction")
+    return StepLoss(loss_sum, tokens, routers, count)
+
+
+def _sum_router_tables(model: ParallelModel) -> Tensor | None:
+    """Sum router statistics over data and pipeline ranks; tensor-parallel ranks have copies."""
+    shape = model.decoder.shape
+    if shape.experts is None:
+        return None
+    table = model.decoder.router_totals.pop_table(
+        shape.num_layers, shape.experts.num_experts, model.device
+    )
+    return model.sum_over(table, ("pp", *DATA_AXES))
+
+
+def update_parameters(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    learning_rate: float,
+    max_grad_norm: float | None,
+    scaler: LossScaler | None = None,
+    router_table: Tensor | None = None,
+    times: StepTimes | None = None,
+) -> StepUpdate:
+    """Clip the gradients, update the parameters and drop the gradients.
+
+    The norm is summed over all shards, identical on all ranks, and non-finite on all if it is
+    so on one. All ranks then skip the update.
+
+    Args:
+        learning_rate: Learning rate of this step, for every parameter group.
+        max_grad_norm: Largest global gradient norm; None for no clipping.
+        scaler: Loss scaler of fp16, whose scale the gradients still contain.
+        router_table: `StepLoss.router_table`, for the update of the balance biases.
+        times: Receives the mark of the optimizer.
+    """
+    loss_scale = 1.0 if scaler is None else scaler.scale
+    gradients = model.list_gradients()
+    norm = (
+        compute_global_norm(
+            model.list_norm_gradients(),
+            model.sum_over,
+            stage_axes=model.stage_axes,
+            device=model.device,
+        )
+        / loss_scale
+    )
+    norm = synchronise_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
+    gradient_norm = float(norm)
+    skipped = not isfinite(gradient_norm)
+    if scaler is not None:
+        scaler.update(skipped)
+    if not skipped:
+        factor = 1.0 / loss_scale
+        if max_grad_norm is not None:
+            factor *= float(compute_clip_coefficient(norm, max_grad_norm))
+        if factor != 1.0:
+            scale_([gradient for gradient, _ in gradients if gradient is not None], factor)
+        set_learning_rate(optimizer, learning_rate)
+        optimizer.step()
+        if router_table is not None:
+            update_balance_biases(model.decoder, router_table)
+    optimizer.zero_grad(set_to_none=True)
+    if times is not None:
+        times.mark("optimizer")
+    return StepUpdate(gradient_norm, skipped)

@@ -1,0 +1,61 @@
+"""One rank of a run, started by `launch_ranks`: `python -m shardwright.training.worker RECIPE`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from shardwright.errors import ExitCode
+from shardwright.launch.rank_environment import detect_rank_environment
+from shardwright.launch.rank_outcome import get_launcher_pid, write_outcome, write_pid
+from shardwright.launch.stop_signals import listen_for_stop, stop_when_parent_exits
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--allow-drift", action="append", default=[])
+    parser.add_argument("--restart", help="reason for the restart of the ranks")
+    return parser
+
+
+def main() -> int:
+    """Train as one rank and write its outcome for the launcher, which reports it."""
+    ranks = detect_rank_environment()
+    assert ranks is not None, "this module is started by launch_ranks"
+    failure: BaseException | None = None
+    with listen_for_stop() as stop:
+        stop_when_parent_exits(stop, get_launcher_pid())
+        if write_pid(ranks.rank):
+            stop.cause = signal.SIGTERM
+        try:
+            from shardwright.config import load_recipe
+            from shardwright.training.run import train_rank
+
+            options = _build_parser().parse_args()
+            recipe = load_recipe(options.recipe)
+            train_rank(
+                recipe,
+                ranks,
+                stop,
+                resume=options.resume,
+                allow_drift=options.allow_drift,
+                restart=options.restart,
+            )
+        except BaseException as error:
+            failure = error
+    code = write_outcome(ranks.rank, failure)
+    # For the launcher a stopped rank succeeded; any other exit status ends all ranks.
+    return ExitCode.DONE if code == ExitCode.PREEMPTED else code
+
+
+if __name__ == "__main__":
+    # Threads of the process group may still wait for lost peers; exit without waiting for them.
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

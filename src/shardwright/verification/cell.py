@@ -1,0 +1,367 @@
+"""One rank's part of a cell: run the engine in a layout and compare with the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shardwright.config.training import OptimizerSection, PrecisionSection
+from shardwright.data.dataset import IGNORED_LABEL
+from shardwright.data.loader import MicroBatch, read_step_micro_batches
+from shardwright.layout import Layout, RankGrid
+from shardwright.model.hf_decoder import build_decoder
+from shardwright.numerics import LossScaler, chunked_cross_entropy
+from shardwright.optim import build_optimizer, set_learning_rate
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel.parallel_model import get_local_tensor
+from shardwright.plans import Plan, compute_row_multiple
+from shardwright.training.step import StepLoss, accumulate_gradients, update_parameters
+from shardwright.verification.comparison import (
+    TOLERANCES,
+    ComparisonResult,
+    compare_gradients,
+    compare_numbers,
+    compare_tensor,
+    compare_weights,
+    get_rank,
+)
+from shardwright.verification.reference import (
+    GRADIENT_STEPS,
+    LEARNING_RATES,
+    NUM_STEPS,
+    SGD_LEARNING_RATE,
+    WEIGHT_DECAY,
+    VerificationProblem,
+    build_initial_value,
+)
+
+_CHUNK_TOKENS = 7
+_LOSS_SCALE = 1024.0
+
+MutationContext = Callable[[], AbstractContextManager[object]]
+"""Factory of a context that adds a known bug to this process, for tests of the verifier."""
+
+
+def verify_cell(
+    problem: VerificationProblem,
+    layout: Layout,
+    reference_path: str,
+    mutation: MutationContext | None = None,
+) -> list[ComparisonResult]:
+    """Compare one layout in one case with the reference; runs on every rank of the layout."""
+    reference = load_file(Path(reference_path))
+    with nullcontext() if mutation is None else mutation():
+        model = _build_model(problem, layout)
+        initial = {
+            name: get_local_tensor(parameter).detach().clone()
+            for name, parameter in model.named_parameters()
+        }
+        findings = _verify_sgd(problem, layout, model, reference)
+        if problem.dtype == "float64":
+            with torch.no_grad():  # reuse the model: building it takes longer than a step
+                for name, parameter in model.named_parameters():
+                    get_local_tensor(parameter).copy_(initial[name])
+            findings += _verify_adamw(problem, layout, model, reference)
+        if should_verify_rule(problem):
+            findings += _verify_rule(problem, layout, reference)
+        if problem.optimizer.name == "adamw_8bit":
+            findings += _verify_quantised_rule(problem, layout)
+        findings += _verify_exceptional_steps(problem, layout, model)
+    return findings
+
+
+def _verify_sgd(
+    problem: VerificationProblem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
+) -> list[ComparisonResult]:
+    """Compare losses, raw gradients, norms, and weights after a few steps of unclipped SGD.
+
+    With plain SGD a wrong scale of the gradients shows in the weights.
+    """
+    allowed = TOLERANCES[problem.dtype]
+    section = OptimizerSection(name="sgd")
+    optimizer = build_optimizer(
+        model.named_parameters(), section, learning_rate=SGD_LEARNING_RATE, weight_decay=0.0
+    )
+    findings = []
+    losses = []
+    norms = []
+    routers = []
+    for step in range(NUM_STEPS):
+        loss = _accumulate_step(problem, layout, model, step)
+        if step in GRADIENT_STEPS:
+            findings.append(compare_gradients(model, reference, step, allowed))
+        result = update_parameters(
+            model,
+            optimizer,
+            learning_rate=SGD_LEARNING_RATE,
+            max_grad_norm=None,
+            router_table=loss.router_table,
+        )
+        losses.append(loss.mean())
+        norms.append(result.gradient_norm)
+        routers.append(torch.zeros(0) if loss.router_table is None else loss.router_table)
+    findings.append(compare_numbers("loss", losses, reference["loss"], allowed))
+    findings.append(compare_numbers("norm", norms, reference["norm"], allowed))
+    findings.append(
+        compare_tensor(
+            "routers", "loads and losses", torch.stack(routers), reference["routers"], 1.0, allowed
+        )
+    )
+    findings.append(compare_weights("weights after SGD", model, reference, "sgd", allowed))
+    return findings
+
+
+def _verify_adamw(
+    problem: VerificationProblem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
+) -> list[ComparisonResult]:
+    """Compare weights after AdamW steps with clipping, decay, loss scale and varying rates."""
+    allowed = TOLERANCES[problem.dtype]
+    section = problem.optimizer.model_copy(update={"name": "adamw"})
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        section,
+        learning_rate=LEARNING_RATES[0],
+        weight_decay=WEIGHT_DECAY,
+    )
+    scaler = LossScaler(PrecisionSection(kind="fp16", initial_loss_scale=_LOSS_SCALE))
+    max_grad_norms = reference["max_grad_norm"].tolist()
+    norms = []
+    rates = []
+    for step, rate in enumerate(LEARNING_RATES):
+        loss = _accumulate_step(problem, layout, model, step, loss_scale=scaler.scale)
+        limit = max_grad_norms[step]
+        result = update_parameters(
+            model,
+            optimizer,
+            learning_rate=rate,
+            max_grad_norm=limit,
+            scaler=scaler,
+            router_table=loss.router_table,
+        )
+        norms.append(result.gradient_norm)
+        rates += [abs(group["lr"] - rate) / rate for group in optimizer.param_groups]
+    return [
+        compare_numbers("norm under clipping", norms, reference["adamw_norm"], allowed),
+        ComparisonResult("learning rates", "worst parameter group", max(rates), 0.0),
+        compare_weights("weights after AdamW", model, reference, "adamw", allowed),
+    ]
+
+
+def should_verify_rule(problem: VerificationProblem) -> bool:
+    """Return True if the recipe's own update rule is compared with one process, too.
+
+    Rules that read whole rows or matrices are, in float64. `adamw_8bit` is not: gradients that
+    differ in the last bit may round to another code, and no tolerance of weights separates that
+    from a bug. `_verify_quantised_rule` compares its update bit by bit instead.
+    """
+    return problem.dtype == "float64" and problem.optimizer.name in ("muon", "adafactor")
+
+
+def add_rule_reference(problem: VerificationProblem, reference_path: str) -> None:
+    """Add the weights after a few steps of the recipe's own rule (`rule.NAME`) to a reference.
+
+    They are the engine's own on one process, not a plain implementation as for AdamW: here only
+    the effect of the layout counts; `tests/unit/optim/test_sharded_optimizer.py` tests the rule. Runs in one
+    process.
+    """
+    reference = load_file(Path(reference_path))
+    model = _run_rule(problem, Layout(), range(problem.batch.data_ranks))
+    reference |= {
+        f"rule.{name}": model.gather_parameter(name).detach().contiguous() for name in model.layouts
+    }
+    save_file(reference, Path(reference_path))
+
+
+def _run_rule(
+    problem: VerificationProblem, layout: Layout, data_ranks: Sequence[int]
+) -> ParallelModel:
+    """Train a model for a few steps with the recipe's rule on these data ranks' batches."""
+    model = _build_model(problem, layout)
+    rate = LEARNING_RATES[0]
+    named = model.named_parameters()
+    optimizer = build_optimizer(
+        named, problem.optimizer, learning_rate=rate, weight_decay=WEIGHT_DECAY, model=model
+    )
+    for step, rate in enumerate(LEARNING_RATES):
+        data = problem.dataset
+        batch = problem.batch
+        micro_batches = [
+            micro_batch
+            for data_rank in data_ranks
+            for micro_batch in read_step_micro_batches(data, data.order, batch, step, data_rank)
+        ]
+        loss = accumulate_gradients(model, micro_batches, seed=problem.seed, step=step)
+        update_parameters(
+            model, optimizer, learning_rate=rate, max_grad_norm=1.0, router_table=loss.router_table
+        )
+    return model
+
+
+def _verify_rule(
+    problem: VerificationProblem, layout: Layout, reference: dict[str, Tensor]
+) -> list[ComparisonResult]:
+    """Compare weights after a few steps of the recipe's rule with those of one process."""
+    model = _run_rule(problem, layout, [RankGrid(layout).data_rank(get_rank(layout))])
+    return [
+        compare_weights(
+            f"weights after {problem.optimizer.name}",
+            model,
+            reference,
+            "rule",
+            TOLERANCES[problem.dtype],
+        )
+    ]
+
+
+def _verify_quantised_rule(problem: VerificationProblem, layout: Layout) -> list[ComparisonResult]:
+    """Compare weights after steps of 8-bit AdamW with one process that gets the same gradients.
+
+    They must be equal bit by bit. Other comparisons of the cell cover the gradients. Both
+    together prove what a tolerance of the weights cannot prove
+    (docs/decisions/0052-quantised-moments-proven.md).
+    """
+    model = _build_model(problem, layout)
+    single = _build_model(problem, Layout())
+    options: dict[str, Any] = {"learning_rate": LEARNING_RATES[0], "weight_decay": WEIGHT_DECAY}
+    section = problem.optimizer
+    optimizer = build_optimizer(model.named_parameters(), section, model=model, **options)
+    single_optimizer = build_optimizer(single.named_parameters(), section, model=single, **options)
+    for step, rate in enumerate(LEARNING_RATES):
+        _accumulate_step(problem, layout, model, step)
+        for name, parameter in single.named_parameters():
+            parameter.grad = model.gather_gradient(name)
+        update_parameters(model, optimizer, learning_rate=rate, max_grad_norm=None)
+        set_learning_rate(single_optimizer, rate)
+        single_optimizer.step()
+    expected = {f"rule.{name}": single.gather_parameter(name).detach() for name in single.layouts}
+    return [compare_weights("weights after adamw_8bit", model, expected, "rule", 0.0)]
+
+
+def _verify_exceptional_steps(
+    problem: VerificationProblem, layout: Layout, model: ParallelModel
+) -> list[ComparisonResult]:
+    """Check three steps: a non-finite gradient on one rank, no supervised token, a usual step.
+
+    All ranks must skip the first. The current weights of the model do not matter.
+    """
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf.
+    inf_ranks = RankGrid(layout).group_of(layout.world_size - 1, ["pp"])
+    _accumulate_step(
+        problem, layout, model, 0, loss_scale=math.inf if get_rank(layout) in inf_ranks else 1.0
+    )
+    skipped_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    errors = [
+        not skipped_update.is_skipped,
+        math.isfinite(skipped_update.gradient_norm),
+        _has_changed(model, before),
+    ]
+    findings = [
+        ComparisonResult(
+            "skips together", f"rank {inf_ranks[-1]} not finite", float(sum(errors)), 0.0
+        )
+    ]
+
+    unsupervised = [
+        replace(
+            batch,
+            labels_BT=torch.full_like(batch.labels_BT, IGNORED_LABEL),
+            num_supervised=0,
+            weight_sum=0.0,
+        )
+        for batch in _read_micro_batches(problem, layout, 0)
+    ]
+    loss = accumulate_gradients(model, unsupervised, seed=problem.seed, step=0)
+    empty_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    errors = [
+        loss.mean() != 0.0,
+        empty_update.is_skipped,
+        empty_update.gradient_norm != 0.0,
+        _has_changed(model, before),
+    ]
+    findings.append(ComparisonResult("stands still", "nothing supervised", float(sum(errors)), 0.0))
+
+    _accumulate_step(problem, layout, model, 0)
+    usual_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    errors = [
+        usual_update.is_skipped,
+        not math.isfinite(usual_update.gradient_norm),
+        not _has_changed(model, before),
+    ]
+    findings.append(ComparisonResult("goes on", "after both", float(sum(errors)), 0.0))
+    return findings
+
+
+def _has_changed(model: ParallelModel, before: dict[str, Tensor]) -> bool:
+    """Return True if any bit of this rank's weights differs; nan differs."""
+    # torch.equal of DTensors is a collective, and pipeline ranks have different parameters.
+    return any(
+        not torch.equal(get_local_tensor(parameter), get_local_tensor(before[name]))
+        for name, parameter in model.named_parameters()
+    )
+
+
+def _build_model(problem: VerificationProblem, layout: Layout) -> ParallelModel:
+    """Build the model as the trainer does, from the meta device."""
+    shape = problem.case.apply_to_shape(problem.shape)
+    with torch.device("meta"):
+        decoder = build_decoder(
+            shape,
+            attention="explicit" if problem.attention == "explicit" else "auto",
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=_CHUNK_TOKENS),
+            compute_dtype=problem.torch_dtype,
+            expert_rules=problem.case.expert_rules,
+        )
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen_names)
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    precision = PrecisionSection(kind="fp32" if problem.dtype == "float32" else "fp64")
+    return apply_layout(
+        decoder,
+        Plan(layout, problem.batch, precision, problem.case.recompute),
+        build_mesh(layout, "cpu"),
+        torch.device("cpu"),
+        read_slice=lambda name, narrow: build_initial_value(problem, specs[name], narrow),
+    )
+
+
+def _read_micro_batches(
+    problem: VerificationProblem, layout: Layout, step: int
+) -> list[MicroBatch]:
+    """Read micro-batches truncated to their longest row, unlike those of the reference."""
+    dataset = problem.dataset
+    batch = problem.batch
+    if problem.shape.experts is None:  # router statistics count every token of a row
+        batch = replace(batch, row_multiple=compute_row_multiple(layout))
+    return read_step_micro_batches(
+        dataset, dataset.order, batch, step, RankGrid(layout).data_rank(get_rank(layout))
+    )
+
+
+def _accumulate_step(
+    problem: VerificationProblem,
+    layout: Layout,
+    model: ParallelModel,
+    step: int,
+    *,
+    loss_scale: float = 1.0,
+) -> StepLoss:
+    return accumulate_gradients(
+        model,
+        _read_micro_batches(problem, layout, step),
+        seed=problem.seed,
+        step=step,
+        loss_scale=loss_scale,
+    )

@@ -1,0 +1,279 @@
+"""Grid of verifications: three small models in layouts of one to four kinds of parallelism.
+
+A cell is a model, a layout and a case. `make verify-all` runs all cells; `choose_covering_cells`
+chooses a small subset with every pair of properties, for daily runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.errors import LayoutError
+from shardwright.layout import CpMethod, Layout
+from shardwright.layout.degrees import ZeroStage
+from shardwright.layout_rules import check_layout
+from shardwright.verification.cases import VerificationCase
+
+GRID_SEQUENCE_LENGTH = 16
+
+_LLAMA_CONFIG: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+GRID_MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "llama", "intermediate_size": 48, **_LLAMA_CONFIG},
+    "tied": {
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 64,
+    },
+    "moe": {
+        "model_type": "qwen3_moe",
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.0,
+        **_LLAMA_CONFIG,
+    },
+}
+"""Models of the grid: grouped-query attention; tied embeddings, fused projections and learned
+positions; experts and per-head norms."""
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
+CP_METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
+ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+
+GRID_CASES = (
+    VerificationCase(1, "none", dropout=False, documents=True),
+    VerificationCase(2, "full", dropout=True, documents=True),
+    VerificationCase(3, "selective", dropout=True, documents=False),
+    VerificationCase(1, "full", dropout=False, documents=False),
+    VerificationCase(2, "none", dropout=True, documents=False),
+    VerificationCase(3, "full", dropout=True, documents=False),
+    VerificationCase(1, "selective", dropout=True, documents=True),
+    VerificationCase(2, "selective", dropout=False, documents=True),
+    VerificationCase(3, "none", dropout=False, documents=True),
+)
+"""Cases with every pair of option values. The model sets `tied`; pipelines accumulate more."""
+
+CELLS_PER_LAYOUT = 2
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """Model, layout and case; `refusal` says why the model does not support the layout."""
+
+    model: str
+    layout: Layout
+    case: VerificationCase
+    refusal: str | None = None
+
+    @cached_property
+    def properties(self) -> frozenset[str]:
+        """Properties of model, layout and case, of which `choose_covering_cells` covers all
+        pairs.
+        """
+        layout = self.layout
+        case = self.case
+        properties = {
+            f"model {self.model}",
+            f"accumulation {min(case.accumulation, 3)}",
+            f"recompute {case.recompute}",
+        }
+        properties |= {
+            f"dropout {case.dropout}",
+            f"documents {case.documents}",
+            f"zero_stage {layout.zero_stage}",
+        }
+        properties |= {
+            axis
+            for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+            if layout.degree(axis) > 1
+        }
+        if layout.tp > 1:
+            properties.add(f"sequence_parallel {layout.sequence_parallel}")
+        if layout.pp > 1:
+            properties.add(layout.schedule)
+        if layout.cp > 1:
+            properties.add(layout.cp_method)
+        return frozenset(properties)
+
+
+def read_grid_shape(name: str) -> ModelShape:
+    """Read the shape of one of `GRID_MODELS`."""
+    return read_config(GRID_MODELS[name])
+
+
+def list_grid_layouts(max_ranks: int = 16) -> list[Layout]:
+    """List the layouts of 2 to `max_ranks` ranks, with one to four kinds of parallelism."""
+    every = [
+        *_list_single_axes(),
+        *_list_axis_pairs(),
+        *_list_axis_triples(),
+        *_list_full_layouts(),
+    ]
+    return [layout for layout in dict.fromkeys(every) if 1 < layout.world_size <= max_ranks]
+
+
+def _list_single_axes() -> Iterator[Layout]:
+    yield Layout(dp_replicate=2)
+    yield from (Layout(dp_shard=2, zero_stage=stage) for stage in ZERO_STAGES)
+    yield Layout(dp_shard=3, zero_stage=3)
+    yield from (
+        Layout(tp=degree, sequence_parallel=sequence)
+        for degree in (2, 4)
+        for sequence in (True, False)
+    )
+    yield from (Layout(pp=2, schedule=schedule) for schedule in SCHEDULES)
+    yield Layout(pp=4)
+    yield from (Layout(cp=2, cp_method=method) for method in CP_METHODS)
+    yield Layout(cp=2, zero_stage=3, cp_method="ring")
+    yield Layout(cp=4, zero_stage=1, cp_method="all_gather")
+    yield from (Layout(dp_shard=2, ep=2, zero_stage=stage) for stage in ZERO_STAGES)
+    yield Layout(dp_shard=4, ep=4, zero_stage=3)
+
+
+def _list_axis_pairs() -> Iterator[Layout]:
+    for stage in ZERO_STAGES:
+        yield Layout(dp_replicate=2, dp_shard=2, zero_stage=stage)
+        yield Layout(dp_shard=2, tp=2, zero_stage=stage, sequence_parallel=stage != 2)
+        yield Layout(dp_shard=2, cp=2, zero_stage=stage, cp_method=CP_METHODS[stage - 1])
+        yield Layout(dp_shard=4, ep=2, zero_stage=stage)
+        yield Layout(dp_shard=2, ep=2, tp=2, zero_stage=stage, sequence_parallel=stage != 1)
+    for number, schedule in enumerate(SCHEDULES):
+        yield Layout(dp_shard=2, pp=2, zero_stage=ZERO_STAGES[number % 3], schedule=schedule)
+        yield Layout(tp=2, pp=2, schedule=schedule, sequence_parallel=number % 2 == 0)
+    for number, method in enumerate(CP_METHODS):
+        yield Layout(tp=2, cp=2, cp_method=method, sequence_parallel=number != 1)
+        yield Layout(pp=2, cp=2, cp_method=method, schedule=SCHEDULES[2 * number + 1])
+    yield Layout(dp_replicate=2, tp=2)
+    yield Layout(dp_replicate=2, pp=2)
+    yield Layout(dp_replicate=2, cp=2, cp_method="ring")
+    yield Layout(cp=2, ep=2, zero_stage=1, cp_method="ring")
+    yield Layout(dp_shard=2, ep=2, pp=2, zero_stage=2)
+    yield Layout(dp_replicate=2, dp_shard=2, ep=2, zero_stage=3)
+
+
+def _list_axis_triples() -> Iterator[Layout]:
+    yield Layout(dp_replicate=2, dp_shard=2, tp=2, zero_stage=3)
+    yield Layout(dp_replicate=2, dp_shard=2, pp=2, zero_stage=1)
+    yield Layout(dp_replicate=2, dp_shard=2, cp=2, zero_stage=2, cp_method="all_gather")
+    yield Layout(dp_replicate=2, tp=2, pp=2)
+    yield Layout(dp_replicate=2, tp=2, cp=2, cp_method="ulysses", sequence_parallel=False)
+    yield Layout(dp_replicate=2, pp=2, cp=2, cp_method="ring", schedule="gpipe")
+    for stage, schedule in zip(ZERO_STAGES, ("zb_h1", "interleaved_1f1b", "1f1b"), strict=True):
+        yield Layout(dp_shard=2, tp=2, pp=2, zero_stage=stage, schedule=schedule)
+        yield Layout(dp_shard=2, tp=2, cp=2, zero_stage=stage, cp_method=CP_METHODS[stage - 1])
+        yield Layout(
+            dp_shard=2,
+            pp=2,
+            cp=2,
+            zero_stage=stage,
+            cp_method=CP_METHODS[stage % 3],
+            schedule=schedule,
+        )
+    yield Layout(tp=2, pp=2, cp=2, cp_method="ring")
+    yield Layout(tp=2, pp=2, cp=2, cp_method="all_gather", schedule="zbv", sequence_parallel=False)
+    yield Layout(dp_shard=2, ep=2, tp=2, pp=2, zero_stage=1)
+    yield Layout(dp_shard=2, cp=2, ep=4, zero_stage=3, cp_method="all_gather")
+    yield Layout(dp_shard=2, cp=2, tp=2, ep=2, zero_stage=2, cp_method="ring")
+    yield Layout(dp_shard=2, pp=4, zero_stage=1)
+    yield Layout(tp=4, pp=2)
+
+
+def _list_full_layouts() -> Iterator[Layout]:
+    yield Layout(dp_shard=2, tp=2, pp=2, cp=2, zero_stage=3, cp_method="ring")
+    yield Layout(dp_shard=2, tp=2, pp=2, cp=2, zero_stage=1, cp_method="ulysses", schedule="zb_h1")
+    yield Layout(dp_replicate=2, dp_shard=2, tp=2, pp=2, zero_stage=2, schedule="interleaved_1f1b")
+    yield Layout(dp_replicate=2, tp=2, pp=2, cp=2, cp_method="all_gather")
+    yield Layout(dp_replicate=2, dp_shard=2, tp=2, cp=2, zero_stage=3, cp_method="ring")
+    yield Layout(dp_shard=2, tp=2, pp=2, cp=2, ep=2, zero_stage=1, cp_method="ring")
+    yield Layout(dp_shard=2, tp=2, pp=2, cp=2, ep=4, zero_stage=3, cp_method="all_gather")
+
+
+def list_cells(max_ranks: int = 16) -> list[GridCell]:
+    """List the cells in order of execution; an unsupported layout is a cell with a refusal."""
+    cells = []
+    for number, (layout, model) in enumerate(
+        (layout, model) for layout in list_grid_layouts(max_ranks) for model in GRID_MODELS
+    ):
+        if layout.ep > 1 and model != "moe":
+            continue  # expert parallelism does not apply to models without experts
+        shape = read_grid_shape(model)
+        refusal = find_refusal(shape, layout)
+        for repetition in range(CELLS_PER_LAYOUT):
+            case = GRID_CASES[(number + 4 * repetition) % len(GRID_CASES)]
+            cells.append(GridCell(model, layout, _adapt_case(case, layout, shape), refusal))
+            if refusal is not None:
+                break
+    return cells
+
+
+def find_refusal(shape: ModelShape, layout: Layout) -> str | None:
+    """Return the error message if the model does not support this layout, else None."""
+    try:
+        check_layout(shape, layout, GRID_SEQUENCE_LENGTH)
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+def _adapt_case(case: VerificationCase, layout: Layout, shape: ModelShape) -> VerificationCase:
+    """Adapt a case to model and layout: micro-batches of pipelines, router options."""
+    case = replace(case, tied=shape.tied_embeddings)
+    if shape.experts is not None:
+        case = replace(
+            case,
+            router_losses=case.documents,
+            capacity_factor=0.8 if case.recompute == "selective" else None,
+        )
+    return (
+        case
+        if layout.pp == 1
+        else replace(case, accumulation=2 * layout.pp * (1 + case.accumulation % 2))
+    )
+
+
+def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
+    """Choose cells greedily until all pairs of properties are covered; small layouts first."""
+    uncovered = {pair for cell in cells for pair in _list_property_pairs(cell)}
+    chosen: list[GridCell] = []
+    while uncovered:
+        best = max(
+            cells,
+            key=lambda cell: (len(uncovered & _list_property_pairs(cell)), -cell.layout.world_size),
+        )
+        chosen.append(best)
+        uncovered -= _list_property_pairs(best)
+    return sorted(chosen, key=cells.index)
+
+
+def _list_property_pairs(cell: GridCell) -> set[tuple[str, str]]:
+    return set(combinations(sorted(cell.properties), 2))
+
+
+def group_by_reference(
+    cells: Iterable[GridCell],
+) -> dict[tuple[str, VerificationCase, int], list[GridCell]]:
+    """Group cells that share a reference: same model, case and number of data ranks."""
+    grouped: dict[tuple[str, VerificationCase, int], list[GridCell]] = {}
+    for cell in cells:
+        grouped.setdefault((cell.model, cell.case, cell.layout.data_ranks), []).append(cell)
+    return grouped

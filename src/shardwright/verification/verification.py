@@ -1,0 +1,298 @@
+"""Verification of all combinations of layout, case and dtype on worker ranks; its report."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.architecture import ModelShape
+from shardwright.config import Recipe
+from shardwright.config.training import OptimizerSection
+from shardwright.errors import InputError, RankFailed
+from shardwright.layout import Layout
+from shardwright.layout_rules import check_layout
+from shardwright.optim import check_block_boundaries, require_torchao
+from shardwright.placement import build_parameter_layouts, partition_stages
+from shardwright.plans import BatchPlan
+from shardwright.training.run_checks import match_frozen
+from shardwright.verification.cases import VerificationCase, VerificationDtype
+from shardwright.verification.cell import (
+    MutationContext,
+    add_rule_reference,
+    should_verify_rule,
+    verify_cell,
+)
+from shardwright.verification.comparison import ComparisonResult
+from shardwright.verification.grid import (
+    GRID_SEQUENCE_LENGTH,
+    GridCell,
+    group_by_reference,
+    read_grid_shape,
+)
+from shardwright.verification.rank_pool import RankPool
+from shardwright.verification.reference import VerificationProblem, write_reference
+
+SCHEMA_VERSION = 1
+MICRO_BATCH_SIZE = 2
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """Worst findings over all ranks of one layout, case and dtype, or why there are none."""
+
+    layout: Layout
+    case: VerificationCase
+    dtype: VerificationDtype
+    findings: tuple[ComparisonResult, ...]
+    failure: str | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """True if every comparison passed and there was at least one."""
+        return (
+            self.failure is None
+            and bool(self.findings)
+            and all(finding.passed for finding in self.findings)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return {
+            "layout": str(self.layout),
+            "world_size": self.layout.world_size,
+            "case": asdict(self.case),
+            "dtype": self.dtype,
+            "passed": self.passed,
+            "failure": self.failure,
+            "seconds": round(self.seconds, 3),
+            "findings": [
+                asdict(f) | {"error": _encode_number(f.error), "passed": f.passed}
+                for f in self.findings
+            ],
+        }
+
+
+def _encode_number(number: float) -> float | str:
+    """Encode inf and nan, which JSON lacks, as text."""
+    return number if abs(number) < float("inf") else str(number)
+
+
+@dataclass(repr=False)
+class VerificationReport:
+    """Model, sequence length and results of a verification."""
+
+    shape: ModelShape
+    sequence_length: int
+    cells: list[CellResult] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        failed = [cell for cell in self.cells if not cell.passed]
+        lines = [f"{len(self.cells) - len(failed)} of {len(self.cells)} cells equal one process"]
+        for cell in failed:
+            reason = cell.failure or ", ".join(
+                f"{finding.quantity} of {finding.subject}: error {finding.error:.2e}"
+                for finding in cell.findings
+                if not finding.passed
+            )
+            lines.append(f"{cell.layout}, {cell.dtype}, {cell.case}: {reason}")
+        return "\n".join(lines)
+
+    @property
+    def passed(self) -> bool:
+        """True if every cell passed and there was at least one."""
+        return bool(self.cells) and all(cell.passed for cell in self.cells)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "passed": self.passed,
+            "model": {
+                "family": self.shape.family,
+                "num_layers": self.shape.num_layers,
+                "hidden_size": self.shape.hidden_size,
+                "num_parameters": self.shape.num_parameters,
+            },
+            "sequence_length": self.sequence_length,
+            "micro_batch_size": MICRO_BATCH_SIZE,
+            "cells": [cell.as_dict() for cell in self.cells],
+        }
+
+
+@dataclass(frozen=True)
+class GridCellResult:
+    """Cell of the grid and its result; None if the model does not support the layout."""
+
+    cell: GridCell
+    result: CellResult | None
+
+    @property
+    def passed(self) -> bool:
+        """True if the cell passed or its layout was refused."""
+        return self.result is None or self.result.passed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return cell and result as JSON values."""
+        cell: dict[str, Any] = {
+            "model": self.cell.model,
+            "layout": str(self.cell.layout),
+            "refused": self.cell.refusal,
+        }
+        return cell if self.result is None else cell | self.result.as_dict()
+
+
+def verify_grid(
+    cells: Iterable[GridCell],
+    pool: RankPool,
+    *,
+    dtype: VerificationDtype = "float32",
+    on_row: Callable[[GridCellResult], None],
+) -> list[GridCellResult]:
+    """Run cells of the grid; layouts that read the same batch share a reference.
+
+    Args:
+        on_row: called with every row when it is finished.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
+        path = Path(folder, "reference.safetensors")
+        for (model, case, data_ranks), group in group_by_reference(cells).items():
+            problem = VerificationProblem(
+                shape=read_grid_shape(model),
+                frozen_names=frozenset(),
+                attention="auto",
+                optimizer=OptimizerSection(),
+                batch=BatchPlan(
+                    GRID_SEQUENCE_LENGTH, MICRO_BATCH_SIZE, case.accumulation, data_ranks
+                ),
+                case=case,
+                dtype=dtype,
+                seed=0,
+            )
+            if any(cell.refusal is None for cell in group):
+                pool.run(1, write_reference, problem, path)
+            for cell in group:
+                row = GridCellResult(
+                    cell,
+                    _run_cell(problem, cell.layout, path, pool, None)
+                    if cell.refusal is None
+                    else None,
+                )
+                rows.append(row)
+                on_row(row)
+    return rows
+
+
+def verify(
+    recipe: Recipe,
+    shape: ModelShape,
+    layouts: Sequence[Layout],
+    cases: Sequence[VerificationCase],
+    dtypes: Sequence[VerificationDtype],
+    *,
+    sequence_length: int,
+    pool: RankPool,
+    on_result: Callable[[CellResult], None] = lambda _cell: None,
+    mutation: MutationContext | None = None,
+) -> VerificationReport:
+    """Verify every combination of layout, case and dtype.
+
+    Args:
+        recipe: source of attention, optimizer, seed and frozen parameters, not of the data.
+        shape: the recipe's model, possibly shrunk.
+        sequence_length: tokens per row.
+        pool: pool that runs the ranks.
+        on_result: called with every result when it is finished.
+        mutation: known bug on every rank but not in the reference, for tests of the verifier.
+
+    Raises:
+        InputError: the model or a layout cannot run.
+    """
+    shape.check_sequence_length(sequence_length)
+    for layout in layouts:
+        check_layout(shape, layout, sequence_length)
+        if recipe.optimizer.name == "adamw_8bit":
+            require_torchao()
+            check_block_boundaries(
+                build_parameter_layouts(
+                    shape, layout, partition_stages(shape, layout, sequence_length)
+                ),
+                layout,
+                recipe.optimizer.block_size,
+            )
+    report = VerificationReport(shape, sequence_length)
+    frozen = (
+        match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
+        if recipe.model.freeze
+        else frozenset()
+    )
+    base = VerificationProblem(
+        shape=shape,
+        frozen_names=frozen,
+        attention=recipe.model.attention,
+        optimizer=recipe.optimizer,
+        batch=BatchPlan(sequence_length, MICRO_BATCH_SIZE, 1, 1),
+        case=cases[0],
+        dtype=dtypes[0],
+        seed=recipe.seed,
+    )
+    with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
+        for problem, group in _list_problems(base, layouts, cases, dtypes):
+            path = Path(folder, "reference.safetensors")
+            pool.run(1, write_reference, problem, path)
+            if should_verify_rule(problem):
+                pool.run(1, add_rule_reference, problem, str(path))
+            for layout in group:
+                cell = _run_cell(problem, layout, path, pool, mutation)
+                report.cells.append(cell)
+                on_result(cell)
+    return report
+
+
+def _list_problems(
+    base: VerificationProblem,
+    layouts: Sequence[Layout],
+    cases: Sequence[VerificationCase],
+    dtypes: Sequence[VerificationDtype],
+) -> Iterator[tuple[VerificationProblem, list[Layout]]]:
+    """Yield each reference to compute with its layouts: those of equally many data ranks."""
+    for data_ranks in dict.fromkeys(layout.data_ranks for layout in layouts):
+        group = [layout for layout in layouts if layout.data_ranks == data_ranks]
+        for dtype in dtypes:
+            for case in cases:
+                batch = replace(
+                    base.batch, data_ranks=data_ranks, gradient_accumulation_steps=case.accumulation
+                )
+                yield replace(base, batch=batch, case=case, dtype=dtype), group
+
+
+def _run_cell(
+    problem: VerificationProblem,
+    layout: Layout,
+    path: Path,
+    pool: RankPool,
+    mutation: MutationContext | None,
+) -> CellResult:
+    start = time.perf_counter()
+    findings: tuple[ComparisonResult, ...] = ()
+    failure: str | None = None
+    try:
+        by_rank = pool.run(layout.world_size, verify_cell, problem, layout, str(path), mutation)
+        findings = tuple(_find_worst(same) for same in zip(*by_rank, strict=True))
+    except RankFailed as error:
+        if isinstance(error.__cause__, InputError):
+            raise error.__cause__ from None
+        failure = str(error)
+    return CellResult(
+        layout, problem.case, problem.dtype, findings, failure, time.perf_counter() - start
+    )
+
+
+def _find_worst(findings: Sequence[ComparisonResult]) -> ComparisonResult:
+    """Find the rank's finding with the largest share of its allowed error."""
+    return max(findings, key=lambda finding: finding.severity)

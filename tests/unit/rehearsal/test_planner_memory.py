@@ -1,0 +1,157 @@
+"""The planner's bytes agree with the rehearsal's over models and layouts: weights and states within
+3%, the rest within 5%.
+
+The rehearsal is the reference: it runs the real step without its memory and equals real runs
+(tests/multiprocess/test_rehearse.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from tests.unit.planner import models
+
+from shardwright.architecture import read_recipe_shape
+from shardwright.config import Recipe
+from shardwright.config.recipe import RecomputeKind
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.layout import Layout
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.memory import predict_memory
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.parameter_memory import compute_updated_gradient_bytes
+from shardwright.planner.pipeline import get_pipeline
+from shardwright.planner.problem import build_template
+from shardwright.plans import BatchPlan, Plan
+from shardwright.rehearsal.rank_rehearsal import rehearse_rank
+
+TOKENS = 512
+ROWS = 4
+NO_OVERHEAD = Efficiency(
+    reserve_share=0.0, reserve_bytes=0.0, context_bytes=0.0, communicator_bytes=0.0
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to rehearse and predict; `sections` are further sections of the recipe."""
+
+    model: str
+    layout: Layout
+    steps: int = 1
+    recompute: RecomputeKind = "none"
+    kind: str = "bf16"
+    sections: dict[str, Any] = field(default_factory=dict)
+
+    def make_recipe(self) -> Recipe:
+        """Build a recipe with `ROWS` rows of `TOKENS` per micro-batch."""
+        return validate_recipe(
+            {
+                "model": {"config": models.CONFIGS[self.model], "loss_chunk_tokens": 128},
+                "data": {"sources": ["nowhere"]},
+                "precision": {"kind": self.kind},
+                "training": {
+                    "sequence_length": TOKENS,
+                    "micro_batch_size": ROWS,
+                    "learning_rate": 1e-3,
+                    "max_steps": 1,
+                },
+                **self.sections,
+            }
+        )
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.layout}-{self.steps}-{self.recompute}{'-'.join(('', *self.sections))}"
+
+
+LORA = {"adapters": {"rank": 8}}
+QLORA = {"adapters": {"rank": 8, "quantize": "nf4"}}
+PREFERENCES = {"preference": {"kind": "dpo"}}
+CASES = [
+    Case("llama", Layout(dp_replicate=2), steps=2),
+    Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2),
+    Case("llama", Layout(dp_shard=4, zero_stage=2), steps=2, recompute="selective"),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), recompute="full"),
+    Case("llama", Layout(tp=2)),
+    Case("llama", Layout(pp=2), steps=4),
+    Case("llama", Layout(cp=2, cp_method="ring", zero_stage=1)),
+    Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3)),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), sections=LORA),
+    Case("llama", Layout(), sections=QLORA),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), sections=PREFERENCES),
+    Case("qwen3_moe", Layout(dp_shard=2, zero_stage=3), recompute="full"),
+    Case("gpt2", Layout(dp_shard=2, zero_stage=1)),
+    Case("llama", Layout(tp=2, sequence_parallel=False)),
+]
+LONG_CASES = [
+    Case("llama", Layout(dp_replicate=2), sections=PREFERENCES, steps=2),
+    Case("llama", Layout(), sections=LORA | PREFERENCES),
+    Case("llama", Layout(pp=2), sections=PREFERENCES, steps=4),
+    Case("tied", Layout(dp_shard=2, zero_stage=3)),
+    Case("gemma2", Layout(), kind="fp32"),
+    Case("gpt2", Layout(tp=2, dp_replicate=2), kind="fp32"),
+    Case("llama", Layout(tp=4, dp_shard=2, zero_stage=3), recompute="full"),
+    Case("llama", Layout(pp=2, dp_shard=2, zero_stage=2, schedule="zbv"), steps=4),
+    Case("llama", Layout(cp=2, cp_method="all_gather", zero_stage=3)),
+    Case("llama", Layout(cp=2, cp_method="ulysses", zero_stage=3)),
+    Case("llama", Layout(), sections=LORA),
+    Case("llama", Layout(dp_shard=4, zero_stage=1), sections=LORA),
+    Case("qwen3_moe", Layout()),
+    Case("qwen3_moe", Layout(tp=2)),
+    Case("tied", Layout(dp_replicate=2), steps=2),
+    Case("tied", Layout(dp_shard=2, zero_stage=1), steps=2),
+    Case("gemma2", Layout(dp_shard=2, zero_stage=3)),
+    Case("llama", Layout(dp_replicate=2, dp_shard=2, zero_stage=3)),
+    Case("llama", Layout(pp=2, dp_shard=2, zero_stage=1, schedule="interleaved_1f1b"), steps=4),
+    Case("llama", Layout(pp=2), steps=4, recompute="full"),
+    Case("llama", Layout(), kind="fp32", recompute="selective"),
+    Case("gpt2", Layout(dp_shard=2, zero_stage=2), steps=2),
+    Case("gpt2", Layout(dp_replicate=2)),
+    Case("gpt2", Layout(), recompute="full"),
+    Case("gpt2", Layout(dp_shard=2, zero_stage=3), recompute="selective"),
+    Case("llama", Layout(tp=2, sequence_parallel=False), recompute="full"),
+    Case("llama", Layout(tp=2, dp_shard=2, zero_stage=3, sequence_parallel=False)),
+    Case("qwen3_moe", Layout(dp_shard=2, zero_stage=1)),
+    Case("qwen3_moe", Layout(dp_shard=2, zero_stage=2), steps=2, recompute="selective"),
+    Case("llama", Layout(), recompute="full"),
+    Case("llama", Layout(), recompute="selective"),
+    Case("llama", Layout(dp_shard=2, zero_stage=3), recompute="full"),
+    Case("gemma2", Layout(), recompute="full"),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)], ids=str
+)
+def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
+    recipe = case.make_recipe()
+    shape = read_recipe_shape(recipe)
+    plan = Plan(
+        case.layout,
+        BatchPlan(TOKENS, ROWS, case.steps, case.layout.data_ranks),
+        recipe.precision,
+        case.recompute,
+    )
+    report = rehearse_rank(recipe, shape, plan, 0)
+    facts = ModelFacts(shape.base_shape)
+    candidate = replace(
+        build_template(recipe),
+        layout=case.layout,
+        micro_batch_size=ROWS,
+        gradient_accumulation_steps=case.steps,
+        recompute=case.recompute,
+        has_fused_norms=False,  # a rehearsal runs as the CPU does
+    )
+    load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(0)
+    predicted = predict_memory(facts, candidate, load, NO_OVERHEAD)
+    assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
+    assert predicted.optimizer == pytest.approx(report.optimizer_bytes, rel=0.03)
+    assert compute_updated_gradient_bytes(facts, candidate, load) == pytest.approx(
+        report.gradients_bytes, rel=0.03
+    )
+    between_steps = report.weights_bytes + report.optimizer_bytes
+    assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(
+        report.peak_bytes - between_steps, rel=0.05
+    )

@@ -1,0 +1,239 @@
+"""Training loop in one process, on a short text."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.checkpoint.storage_path import parse_storage_path
+from shardwright.config import Recipe
+from shardwright.errors import CheckpointError, Preempted, SaveFailed
+from shardwright.inference.model_source import open_model_source
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    EvaluationEvent,
+    StepEvent,
+    WarningEvent,
+    read_events,
+    select_surviving,
+)
+from shardwright.training import checkpointing, step_policy
+from shardwright.training.checkpointing import RunCheckpointer
+from shardwright.training.run import train
+from shardwright.training.step import StepTimes
+from tests.unit.training.finished import ALPHABET, CONFIG
+
+
+def build_recipe(folder: Path, run: str = "run", **training: Any) -> Recipe:
+    """Build a recipe of two steps with an evaluation after each."""
+    (folder / "corpus.txt").write_text(ALPHABET * 20)
+    data = {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")}
+    return Recipe.model_validate(
+        {
+            "model": {"config": CONFIG},
+            "tokenizer": {"kind": "character"},
+            "data": data | {"validation_split": "tail", "validation_fraction": 0.2},
+            "precision": "fp32",
+            "training": {
+                "sequence_length": 8,
+                "micro_batch_size": 2,
+                "max_steps": 2,
+                "learning_rate": 1e-3,
+            }
+            | training,
+            "evaluation": {"every_steps": 1},
+            "run": {"dir": str(folder / run), "device": "cpu"},
+        }
+    )
+
+
+def test_step_time_includes_the_work_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optimizer kernels may still run when the host continues; reading the marks waits for them."""
+    lag_seconds = 0.3
+    read_marks = StepTimes.seconds
+
+    def wait(times: StepTimes) -> dict[str, float]:
+        time.sleep(lag_seconds)
+        return read_marks(times)
+
+    monkeypatch.setattr(StepTimes, "seconds", wait)
+    train(build_recipe(tmp_path))
+    steps = read_events(tmp_path / "run").filter_by_type(StepEvent)
+    assert [step.step for step in steps] == [1, 2]
+    for step in steps:
+        assert step.step_seconds >= lag_seconds
+        assert step.tokens_per_second <= step.tokens / lag_seconds
+
+
+def test_an_evaluation_that_a_stop_interrupted_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a stop during the evaluation of step 1, the resumed run starts with that evaluation.
+
+    Both curves equal those of an uninterrupted run.
+    """
+    train(build_recipe(tmp_path, "whole"))
+    evaluate = step_policy.evaluate
+
+    def stop_and_evaluate(*arguments: Any, is_last: bool) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments, is_last=is_last)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step_policy, "evaluate", stop_and_evaluate)
+        with pytest.raises(Preempted, match="saved at step 1 of 2"):
+            train(build_recipe(tmp_path))
+    assert read_events(tmp_path / "run").filter_by_type(EvaluationEvent) == []
+    train(build_recipe(tmp_path), resume=True)
+    curves = [
+        [
+            (event.step, event.loss)
+            for event in select_surviving(read_events(tmp_path / run))
+            if isinstance(event, EvaluationEvent)
+        ]
+        for run in ("whole", "run")
+    ]
+    assert [step for step, _ in curves[0]] == [1, 2]
+    assert curves[0] == curves[1]
+
+
+def test_resume_if_started_starts_or_resumes(tmp_path: Path) -> None:
+    first = train(build_recipe(tmp_path), resume_if_started=True)
+    assert first is not None
+    assert first["steps"] == 2
+    train(build_recipe(tmp_path, max_steps=3), resume_if_started=True)
+    events = read_events(tmp_path / "run")
+    assert [step.step for step in events.filter_by_type(StepEvent)] == [1, 2, 3]
+    assert not any("starts again" in event.message for event in events.filter_by_type(WarningEvent))
+
+
+def test_allowed_changes_on_resume_are_reported(tmp_path: Path) -> None:
+    train(build_recipe(tmp_path))
+    train(build_recipe(tmp_path, max_steps=3), resume=True)
+    messages = [
+        event.message for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)
+    ]
+    assert messages == ["changed since the checkpoint: training.max_steps: saved 2, now 3"]
+
+
+def test_drift_is_refused_by_field_and_allowed_by_name(tmp_path: Path) -> None:
+    train(build_recipe(tmp_path))
+    changed = build_recipe(
+        tmp_path, max_steps=3, learning_rate=2e-3, micro_batch_size=1
+    ).model_copy(update={"seed": 5})
+    rate = "training.learning_rate: saved 0.001, now 0.002"
+    seed = "seed: saved 0, now 5"
+    batch = "global_batch_size: saved 2, now 1 (cannot be allowed"
+    with pytest.raises(CheckpointError) as refused:
+        train(changed, resume=True, allow_drift=["seed", "global_batch_size"])
+    assert rate in str(refused.value)
+    assert batch in str(refused.value)
+    assert seed not in str(refused.value)
+    changed = build_recipe(tmp_path, max_steps=3, learning_rate=2e-3).model_copy(update={"seed": 5})
+    train(changed, resume=True, allow_drift=["seed", "training"])
+    assert any(
+        f"{seed}; {rate}" in event.message
+        for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)
+    )
+    values = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step-00000003" / "values.json").read_text()
+    )
+    assert values["drift"] == [
+        {"step": 2, "field": "seed", "saved": 0, "current": 5},
+        {"step": 2, "field": "training.learning_rate", "saved": 0.001, "current": 0.002},
+    ]
+
+
+class FullDisk(Disk):
+    """Disk that is full at selected saves."""
+
+    full = False
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        if FullDisk.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(descriptor, data)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failed_save_is_reported_and_training_continues_unless_it_is_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    monkeypatch.setattr(checkpointing, "get_disk", lambda _place: FullDisk())
+    recipe = build_recipe(tmp_path, max_steps=3)
+    section = recipe.checkpoint.model_copy(
+        update={"every_steps": 1, "asynchronous": asynchronous, "keep_best": False}
+    )
+    recipe = recipe.model_copy(update={"checkpoint": section})
+    save = RunCheckpointer.save
+
+    def save_and_wait(saver: RunCheckpointer, **options: Any) -> None:
+        FullDisk.full = saver.state.step == full_at
+        save(saver, **options)
+        saver._finish_pending_save()
+
+    monkeypatch.setattr(RunCheckpointer, "save", save_and_wait)
+    full_at = 2
+    train(recipe)
+    events = read_events(tmp_path / "run")
+    assert [event.step for event in events.filter_by_type(CheckpointEvent)] == [1, 3]
+    (warning,) = events.filter_by_type(WarningEvent)
+    assert "No space left" in warning.message
+    for event in events.filter_by_type(CheckpointEvent):
+        assert event.stall_seconds is not None
+        assert 0 < event.stall_seconds <= event.seconds
+
+    full_at = 3
+    with pytest.raises(SaveFailed, match="No space left"):
+        train(
+            recipe.model_copy(
+                update={"run": recipe.run.model_copy(update={"dir": str(tmp_path / "other")})}
+            )
+        )
+    assert [
+        event.step for event in read_events(tmp_path / "other").filter_by_type(CheckpointEvent)
+    ] == [1, 2]
+
+
+def test_checkpoints_may_have_their_own_location(tmp_path: Path) -> None:
+    url = "memory://bucket/elsewhere"
+    recipe = build_recipe(tmp_path)
+    recipe = recipe.model_copy(
+        update={"checkpoint": recipe.checkpoint.model_copy(update={"dir": url})}
+    )
+    train(recipe)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert RunFolder.open_existing(tmp_path / "run").checkpoints == parse_storage_path(url)
+    longer = recipe.model_copy(
+        update={"training": recipe.training.model_copy(update={"max_steps": 3})}
+    )
+    train(longer, resume=True)
+    assert [
+        event.step
+        for event in select_surviving(read_events(tmp_path / "run"))
+        if isinstance(event, StepEvent)
+    ] == [1, 2, 3]
+    assert open_model_source(tmp_path / "run").step == 3
+
+
+def test_a_reduction_dtype_without_effect_is_reported(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path, max_steps=1)
+    train(
+        recipe.model_copy(
+            update={"precision": recipe.precision.model_copy(update={"reduce_dtype": "bf16"})}
+        )
+    )
+    messages = (tmp_path / "run" / "log.txt").read_text()
+    assert messages.count("precision.reduce_dtype has no effect under") == 1
+    assert "in their own dtype, float32" in messages
