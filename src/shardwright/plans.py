@@ -167,7 +167,8 @@ def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:
         raise RecipeError(
             "the number of sequences per step is not set",
             field="training.micro_batch_size",
-            remedy="Set micro_batch_size or global_batch_size (any two of micro, accumulation and global give the third)",
+            remedy="Set micro_batch_size or global_batch_size "
+            "(any two of micro, accumulation and global give the third)",
         )
     if total is None:
         assert micro is not None
@@ -190,7 +191,8 @@ def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:
     product = micro * data_ranks * accumulation
     if total is not None and product != total:
         raise RecipeError(
-            f"micro {micro} x {data_ranks} data ranks x accumulation {accumulation} = {product}, not {total}",
+            f"micro {micro} x {data_ranks} data ranks x accumulation {accumulation} = {product}, "
+            f"not {total}",
             field="training.global_batch_size",
             got=total,
             allowed=str(product),
@@ -210,7 +212,8 @@ def count_steps(training: TrainingSection, num_samples: int, global_batch_size: 
         steps = math.floor(training.num_epochs * num_samples / global_batch_size)
         if steps < 1:
             raise DataError(
-                f"{training.num_epochs:g} epochs of {num_samples} samples do not fill one global batch of {global_batch_size}",
+                f"{training.num_epochs:g} epochs of {num_samples} samples do not fill "
+                f"one global batch of {global_batch_size}",
                 field="training.num_epochs",
                 remedy="Train for more epochs, lower global_batch_size, or add data",
             )
@@ -223,7 +226,8 @@ def _divide(total: int, divisor: int, divisor_text: str, result_name: str) -> in
     if total % divisor:
         nearby = max(divisor, total // divisor * divisor)
         raise LayoutError(
-            f"global batch {total} is not a multiple of {divisor_text} = {divisor}, so {result_name} is not a whole number",
+            f"global batch {total} is not a multiple of {divisor_text} = {divisor}, "
+            f"so {result_name} is not a whole number",
             field="training.global_batch_size",
             got=total,
             allowed=f"{nearby} or {nearby + divisor}, for instance",

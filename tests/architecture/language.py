@@ -21,17 +21,85 @@ PACKAGE = REPOSITORY / "src/shardwright"
 CHECKED = ("src", "tests", "benchmarks", "recipes", "docs", "README.md", "CHANGELOG.md")
 
 BANNED_IN_IDENTIFIERS = frozenset(
-    """
-    told tell tells telling said saying speaker speaks speak spelled spelling cut cuts cutting held
-    meeting meetings meet vigil pulse journey sight whom whose what who makes begun became become
-    arrived arrival arrivals upkeep wish wished wishes theirs foreign errand kept taken asked
-    course walks walked habit habits sayings utter hearsay stranger strangers house room rooms
-    """.split()
+    [
+        "told",
+        "tell",
+        "tells",
+        "telling",
+        "said",
+        "saying",
+        "speaker",
+        "speaks",
+        "speak",
+        "spelled",
+        "spelling",
+        "cut",
+        "cuts",
+        "cutting",
+        "held",
+        "meeting",
+        "meetings",
+        "meet",
+        "vigil",
+        "pulse",
+        "journey",
+        "sight",
+        "whom",
+        "whose",
+        "what",
+        "who",
+        "makes",
+        "begun",
+        "became",
+        "become",
+        "arrived",
+        "arrival",
+        "arrivals",
+        "upkeep",
+        "wish",
+        "wished",
+        "wishes",
+        "theirs",
+        "foreign",
+        "errand",
+        "kept",
+        "taken",
+        "asked",
+        "course",
+        "walks",
+        "walked",
+        "habit",
+        "habits",
+        "sayings",
+        "utter",
+        "hearsay",
+        "stranger",
+        "strangers",
+        "house",
+        "room",
+        "rooms",
+    ]
 )
 """Parts of snake_case and CamelCase names that stand for a standard term of the field."""
 
-EXEMPT_IDENTIFIERS = frozenset({"cut_cross_entropy"})
-"""Names that other projects or our file formats fix, although a part of them is banned."""
+EXEMPT_IDENTIFIERS = frozenset(
+    {
+        "chunked_cross_entropy",
+        "cut_cross_entropy",
+        "held_out",
+        "hidden_shape",
+        "named_parameters",
+        "num_cut",
+        "on_epoch_begin",
+        "on_event",
+        "on_log",
+        "on_step_begin",
+        "on_step_end",
+        "on_train_begin",
+        "resume_if_begun",
+    }
+)
+"""Names that other projects, our flags or our file formats fix, and terms of the field."""
 
 BANNED_IN_TEXT = (
     r"\btold\b",
@@ -66,6 +134,11 @@ BANNED_IN_TEXT = (
 )
 """Regular expressions of phrases that a reader of another project would read twice."""
 
+EXEMPT_TEXT = re.compile(
+    r"""["'`]cut["'`]|\bcut(?:=| or drop\b)|overlong: cut|cut(?:\[- \]|[- ])cross|cuts-two-ranks"""
+)
+"""The recipe value `overlong: cut`, its Prometheus label, and a product's name."""
+
 RIDDLE_OPENINGS = ("What", "Who", "Whose", "Whom", "Whether", "How", "Where", "Which", "That")
 """First words that make a docstring a riddle; it states what a function does, or names a thing."""
 PREPOSITIONS = (
@@ -82,16 +155,57 @@ PREPOSITIONS = (
     "Beside",
     "Within",
 )
-NOT_VERBS = frozenset("of by for in on from to at with under the a an is_it".split()) - {
+NOT_VERBS = frozenset(
+    ["of", "by", "for", "in", "on", "from", "to", "at", "with", "under", "the", "a", "an", "is_it"]
+) - {
     "to",
     "from",
 }
 PARTICIPLES = frozenset(
-    "told spelled begun written found held kept made given known seen shown taken left built drawn"
-    " sent lost done gone said asked chosen grown hidden worn".split()
+    [
+        "told",
+        "spelled",
+        "begun",
+        "written",
+        "found",
+        "held",
+        "kept",
+        "made",
+        "given",
+        "known",
+        "seen",
+        "shown",
+        "taken",
+        "left",
+        "built",
+        "drawn",
+        "sent",
+        "lost",
+        "done",
+        "gone",
+        "said",
+        "asked",
+        "chosen",
+        "grown",
+        "hidden",
+        "worn",
+    ]
 )
 VERBS_IN_ED = frozenset(
-    "embed feed need seed speed shed proceed exceed succeed read spread thread".split()
+    [
+        "embed",
+        "feed",
+        "need",
+        "seed",
+        "speed",
+        "shed",
+        "proceed",
+        "exceed",
+        "succeed",
+        "read",
+        "spread",
+        "thread",
+    ]
 )
 LONGEST_LINE = 100
 FEWEST_WORDS = 5
@@ -124,8 +238,8 @@ def split_words(name: str) -> list[str]:
 def find_violations(paths: Iterable[Path]) -> Iterator[Violation]:
     """Check every Python and Markdown file below `paths`."""
     for path in sorted(set(list_files(paths))):
-        if path == Path(__file__).resolve():
-            continue
+        if path.parent == Path(__file__).resolve().parent and "language" in path.name:
+            continue  # these two quote what they forbid
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
             yield from check_module(path, text)
@@ -158,7 +272,7 @@ def check_identifiers(path: Path, tree: ast.Module) -> Iterator[Violation]:
     """Find banned words in bound names, participles as function names, loggers by other names."""
     seen: set[tuple[str, str]] = set()
     for name, line, kind in iterate_bound_names(tree):
-        if (name, kind) in seen or name in EXEMPT_IDENTIFIERS:
+        if (name, kind) in seen or name.strip("_") in EXEMPT_IDENTIFIERS:
             continue
         seen.add((name, kind))
         words = split_words(name)
@@ -290,7 +404,8 @@ def check_markdown(path: Path, text: str) -> Iterator[Violation]:
 
 def check_text(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Violation]:
     """Find banned phrases in prose."""
-    for number, line in lines:
+    for number, whole_line in lines:
+        line = EXEMPT_TEXT.sub("", whole_line)
         for pattern in COMPILED:
             if match := pattern.search(line):
                 yield Violation(path, number, f"banned phrase {match[0]!r}", line.strip()[:80])
@@ -314,9 +429,9 @@ def main(arguments: list[str]) -> int:
     paths = [Path(word).resolve() for word in arguments] or [REPOSITORY / w for w in CHECKED]
     violations = list(find_violations(paths))
     for violation in violations:
-        print(violation)
+        print(violation)  # noqa: T201
     for rule, count in Counter(re.sub(r"'.*?'", "...", v.rule) for v in violations).most_common():
-        print(f"{count:6} {rule}")
+        print(f"{count:6} {rule}")  # noqa: T201
     return int(bool(violations))
 
 

@@ -18,7 +18,7 @@ from shardwright.cli.main import build_app, run
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [DOCS / "guide.md", *sorted((DOCS / "cuts").glob("*.md"))]
+PAGES = [DOCS / "guide.md", *sorted((DOCS / "parallelism").glob("*.md"))]
 ALL_PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
 _BLOCK = re.compile(r"^```console(?P<long> long)?\n(?P<lines>.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -146,4 +146,4 @@ def test_every_kind_of_parallelism_has_a_page_with_a_picture() -> None:
     shown = {page.stem for page in PAGES[1:]}
     assert shown == {"data", "tensor", "pipeline", "context", "expert"}
     guide = PAGES[0].read_text(encoding="utf-8")
-    assert all(f"(cuts/{name}.md)" in guide for name in shown)
+    assert all(f"(parallelism/{name}.md)" in guide for name in shown)

@@ -86,13 +86,13 @@ def export_command(
     is_adapter = isinstance(written, ExportedAdapters)
     stored = parse_dtype(dtype, torch.float32 if is_adapter else model.dtype)
     dtype_name = next(name for name, known in DTYPE_OF_PRECISION.items() if known == stored)
-    what, outcome = (
+    parameters, outcome = (
         _describe_adapters(written)
         if isinstance(written, ExportedAdapters)
         else _describe_folder(written, check)
     )
     sys.stderr.write(
-        f"{model.name} -> {out}: {what} in {dtype_name}, "
+        f"{model.name} -> {out}: {parameters} in {dtype_name}, "
         f"{format_bytes(written.weights_bytes)}{outcome}\n"
     )
     if json_output:

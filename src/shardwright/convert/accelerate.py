@@ -222,7 +222,7 @@ def _read_distributed_type(kind: str, source: SourceDocument, draft: RecipeDraft
         if degree != 1:
             draft.set_value(f"layout.{axis}", degree, key)
     strategy = source.pop_value("parallelism_config.parallelism_config_cp_comm_strategy")
-    methods = {theirs: ours for ours, theirs in _CP_COMM_STRATEGIES.items()}
+    methods = {source_key: ours for ours, source_key in _CP_COMM_STRATEGIES.items()}
     if strategy is not None and strategy not in methods:
         draft.drop(
             "parallelism_config.parallelism_config_cp_comm_strategy",
@@ -288,11 +288,11 @@ def read_fsdp(source: SourceDocument, draft: RecipeDraft, section: str = "fsdp_c
 
 def _read_deepspeed_section(source: SourceDocument, draft: RecipeDraft) -> None:
     section = source.pop_value("deepspeed_config") or {}
-    for theirs, ours in (
+    for source_key, ours in (
         ("gradient_accumulation_steps", "training.gradient_accumulation_steps"),
         ("zero_stage", "layout.zero_stage"),
     ):
-        draft.set_value(ours, section.pop(theirs, None), f"deepspeed_config.{theirs}")
+        draft.set_value(ours, section.pop(source_key, None), f"deepspeed_config.{source_key}")
     clipping = section.pop("gradient_clipping", None)
     if clipping is not None:
         draft.set_value("training.max_grad_norm", clipping, "deepspeed_config.gradient_clipping")

@@ -75,8 +75,8 @@ _DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pro
 
 def read(source: SourceDocument, draft: RecipeDraft) -> None:
     """Read an Axolotl configuration; set Axolotl's defaults where ours differ."""
-    for theirs, ours in _RECIPE_KEYS.items():
-        draft.set_value(ours, source.pop_value(theirs), theirs)
+    for source_key, ours in _RECIPE_KEYS.items():
+        draft.set_value(ours, source.pop_value(source_key), source_key)
     if isinstance(model := draft.get_value("model.path"), str) and _is_hub_name(model):
         draft.add_remark(
             f"base_model: {model} looks like a Hugging Face Hub name: download it, "
@@ -122,19 +122,21 @@ def _read_length(source: SourceDocument, draft: RecipeDraft) -> None:
     steps = source.pop_value("max_steps")
     if steps is not None and steps > 0:
         draft.set_value("training.max_steps", steps, "max_steps")
-    for theirs, ours in _STEP_KEYS.items():
-        value = source.pop_value(theirs)
+    for source_key, ours in _STEP_KEYS.items():
+        value = source.pop_value(source_key)
         if isinstance(value, float) and value < 1:
-            draft.drop(theirs, value, f"a fraction of the run; set {ours} in steps")
+            draft.drop(source_key, value, f"a fraction of the run; set {ours} in steps")
         else:
-            draft.set_value(ours, value, theirs)
-    for theirs in ("saves_per_epoch", "evals_per_epoch", "save_strategy", "eval_strategy"):
-        value = source.pop_value(theirs)
+            draft.set_value(ours, value, source_key)
+    for source_key in ("saves_per_epoch", "evals_per_epoch", "save_strategy", "eval_strategy"):
+        value = source.pop_value(source_key)
         if value is not None:
             ours = (
-                "checkpoint.every_steps" if theirs.startswith("save") else "evaluation.every_steps"
+                "checkpoint.every_steps"
+                if source_key.startswith("save")
+                else "evaluation.every_steps"
             )
-            draft.drop(theirs, value, f"counted in epochs; set {ours} in steps")
+            draft.drop(source_key, value, f"counted in epochs; set {ours} in steps")
     ratio = source.pop_value("warmup_ratio")
     limit = draft.get_value("training.max_steps")
     if ratio and isinstance(limit, int):

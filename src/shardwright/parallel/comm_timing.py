@@ -48,8 +48,8 @@ class CommunicationTimer:
         """Build a timer without waits.
 
         Args:
-            parallelism_of_group: kind of parallelism of each process group (`Mesh.cuts`); other
-                groups count as `world`.
+            parallelism_of_group: kind of parallelism of each process group, from
+                `Mesh.map_groups_to_parallelisms`; other groups count as `world`.
         """
         self._is_cuda = device.type == "cuda"
         self._parallelism_of_group = parallelism_of_group
@@ -72,12 +72,12 @@ class CommunicationTimer:
     def end_wait(self, group_or_parallelism: dist.ProcessGroup | str) -> None:
         """End the wait, if one was started."""
         if self._wait_start is not None:
-            cut = (
+            parallelism = (
                 group_or_parallelism
                 if isinstance(group_or_parallelism, str)
                 else self._parallelism_of_group.get(group_or_parallelism, "world")
             )
-            self.add(cut, self._wait_start, self._take_timestamp())
+            self.add(parallelism, self._wait_start, self._take_timestamp())
             self._wait_start = None
 
     def add(self, parallelism: str, start: _Timestamp, end: _Timestamp) -> None:
@@ -90,13 +90,13 @@ class CommunicationTimer:
         On CUDA the stream must have been synchronised.
         """
         total = dict.fromkeys(PARALLELISMS, 0.0)
-        for cut, began, ended in self._spans:
+        for parallelism, began, ended in self._spans:
             if isinstance(began, torch.cuda.Event):
                 assert isinstance(ended, torch.cuda.Event)
-                total[cut] += began.elapsed_time(ended) / 1000.0
+                total[parallelism] += began.elapsed_time(ended) / 1000.0
             else:
                 assert isinstance(ended, float)
-                total[cut] += ended - began
+                total[parallelism] += ended - began
         return total
 
     def _take_timestamp(self) -> _Timestamp:

@@ -69,7 +69,7 @@ def build_context_parallel(
 
 
 class ContextParallel:
-    """`model.cuts.ContextParallelHooks` by one of three methods.
+    """`model.parallel_hooks.ContextParallelHooks` by one of three methods.
 
     Supports every mask, soft cap, sink and dropout of the model.
     """

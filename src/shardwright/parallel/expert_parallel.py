@@ -80,7 +80,7 @@ class AllToAllDispatch:
 
 
 class TokenDispatcher:
-    """`model.cuts.ExpertParallelHooks` over the ranks of `ep`.
+    """`model.parallel_hooks.ExpertParallelHooks` over the ranks of `ep`.
 
     With one such rank only statistics are exchanged, between the ranks that share a row.
     """

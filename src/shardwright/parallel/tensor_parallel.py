@@ -36,7 +36,7 @@ def build_tensor_parallel(layout: Layout, mesh: Mesh | None) -> TensorParallel |
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks of one tensor-parallel group; implements `model.cuts.TensorParallelHooks`."""
+    """The ranks of one tensor-parallel group; implements `TensorParallelHooks`."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool

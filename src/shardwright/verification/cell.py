@@ -170,8 +170,8 @@ def add_rule_reference(problem: VerificationProblem, reference_path: str) -> Non
     """Add the weights after a few steps of the recipe's own rule (`rule.NAME`) to a reference.
 
     They are the engine's own on one process, not a plain implementation as for AdamW: here only
-    the effect of the layout counts; `tests/unit/optim/test_sharded_optimizer.py` tests the rule. Runs in one
-    process.
+    the effect of the layout counts; `tests/unit/optim/test_sharded_optimizer.py` tests the rule.
+    Runs in one process.
     """
     reference = load_file(Path(reference_path))
     model = _run_rule(problem, Layout(), range(problem.batch.data_ranks))

@@ -20,7 +20,7 @@ SLURM = ("--nodes", "2", "--gpus-per-node", "4", "--partition", "long", "--time"
         ("torchrun", ("--gpus-per-node", "4", "--hosts", "one,two", "--json")),
     ],
 )
-def test_the_former_spelling_writes_the_same(
+def test_the_flags_of_former_versions_write_the_same(
     recipe: Path, capsys: pytest.CaptureFixture[str], launcher: str, options: tuple[str, ...]
 ) -> None:
     assert run(["launch", launcher, str(recipe), *options]) == ExitCode.DONE

@@ -63,7 +63,8 @@ class Case:
         )
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.layout}-{self.steps}-{self.recompute}{'-'.join(('', *self.sections))}"
+        parts = (self.model, self.layout, self.steps, self.recompute, *self.sections)
+        return "-".join(map(str, parts))
 
 
 LORA = {"adapters": {"rank": 8}}
