@@ -7,6 +7,7 @@ command line, and the table of techniques in guide.md from the planner.
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,9 +27,11 @@ from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import read_planning_shape
 from shardwright.units import GIB_BYTES, format_count
+from tests.architecture.imports import LAYERS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+PACKAGE = ROOT / "src/shardwright"
 BEGIN = "<!-- table: python docs/generate.py -->"
 END = "<!-- end of table -->"
 
@@ -36,13 +39,34 @@ END = "<!-- end of table -->"
 def pages() -> dict[Path, str]:
     """Return the current text of every generated page."""
     guide = DOCS / "guide.md"
-    before, _, rest = guide.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
+    architecture = DOCS / "architecture.md"
     return {
         DOCS / "reference" / "recipe.md": render_recipe_page(),
         DOCS / "reference" / "verbs.md": render_verbs_page(),
-        guide: f"{before}{BEGIN}\n\n{render_techniques()}\n{END}{after}",
+        guide: _replace_table(guide, render_techniques()),
+        architecture: _replace_table(architecture, render_layers()),
     }
+
+
+def _replace_table(page: Path, table: str) -> str:
+    """Return the text of a page with the table between its two marks replaced."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
+
+
+def render_layers() -> str:
+    """Render the layers that `tests/architecture` enforces, the highest first."""
+    lines = ["| layer | package | contents |", "|---|---|---|"]
+    for depth, packages in reversed(list(enumerate(LAYERS))):
+        for package in packages:
+            module = PACKAGE / package / "__init__.py"
+            path = module if module.is_file() else PACKAGE / f"{package}.py"
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            summary = " ".join(docstring.partition("\n\n")[0].split())
+            target = f"../src/shardwright/{path.relative_to(PACKAGE)}".removesuffix("/__init__.py")
+            lines.append(f"| {depth} | [`{package}`]({target}) | {summary} |")
+    return "\n".join(lines) + "\n"
 
 
 def render_recipe_page() -> str:

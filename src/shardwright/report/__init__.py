@@ -1,0 +1,1 @@
+"""Pages and summaries of runs and plans, made from events alone."""

@@ -1,0 +1,1 @@
+"""Training of a run: one step, the loop, the policy after a step, checkpoints and recovery."""
