@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardwright.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from shardwright.api import (
         Recipe,
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
         train,
         verify,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Recipe",

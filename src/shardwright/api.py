@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from shardwright.architecture import MODEL_FAMILIES, HFShape, ModelShape, read_recipe_shape
-from shardwright.architecture.adapter_targets import add_adapters
-from shardwright.architecture.recipe_shape import read_recipe_config
+from shardwright.architecture import HFShape, read_recipe_shape
 from shardwright.config import Recipe
 from shardwright.config import load_recipe as load_recipe_file
 from shardwright.config.recipe_loading import apply_overrides, parse_layout, validate_recipe
@@ -27,13 +25,11 @@ if TYPE_CHECKING:
     from shardwright.inference.generation import Completion
     from shardwright.inference.model_source import ModelSource
     from shardwright.model.hf_folder import ExportedFolder
-    from shardwright.planner.candidate import LowRankAdapter, Precision
     from shardwright.planner.planning_result import PlanningResult
     from shardwright.rehearsal.rank_rehearsal import RankRehearsal
     from shardwright.rehearsal.rehearsal import Rehearsal
     from shardwright.report.recorded_run import Run
     from shardwright.training.run import ProgressOpener
-    from shardwright.verification.cases import VerificationDtype
     from shardwright.verification.verification import CellResult, VerificationReport
 
 __all__ = [
@@ -116,14 +112,15 @@ def plan(
         InputError: unknown devices, link or precision, or an unsupported model.
     """
     from shardwright.planner.planning_result import plan_recipe
+    from shardwright.planner.problem import build_low_rank_adapter, parse_precision
 
     loaded = load_recipe(recipe)
     return plan_recipe(
         loaded,
         build_cluster(loaded, cluster, num_nodes=num_nodes, link=link, profile=profile),
         num_layouts=num_layouts,
-        precision=_check_precision(precision),
-        adapter=_build_adapter(lora_rank, is_quantised),
+        precision=parse_precision(precision),
+        adapter=build_low_rank_adapter(lora_rank, is_quantised=is_quantised),
         gpu_counts=gpu_counts,
         should_explain=should_explain,
     )
@@ -172,17 +169,13 @@ def rehearse(
     on_start: Callable[[PrecisionChoice | None], None] = lambda _choice: None,
     on_report: Callable[[RankRehearsal], None] = lambda _report: None,
 ) -> Rehearsal:
-    """Run one real optimizer step of each role on fake devices.
+    """Run one real optimizer step of each role on fake devices: memory and collectives.
 
     Args:
-        world_size: number of ranks of the layout.
         should_run_each_rank: run every rank instead of one per role; default up to 8 ranks.
         on_start: called once with the precision that `auto` resolved to, None if the recipe
             names it.
         on_report: called with each rank's report when it is finished.
-
-    Returns:
-        Peak bytes by role, every collective in order, and the first mismatch between ranks.
 
     Raises:
         InputError: the recipe, its layout or its model cannot run.
@@ -230,7 +223,6 @@ def verify(
         is_full: every combination of accumulation, recomputation, tying and dropout instead of
             three of them.
         on_start: called once before ranks start, with the precision that `auto` would use.
-        on_result: called with each result.
 
     Raises:
         InputError: the recipe, a layout or a dtype is not supported.
@@ -240,8 +232,10 @@ def verify(
     from shardwright.launch.auto_layout import choose_planned_precision
     from shardwright.verification.cases import (
         choose_cases,
+        choose_dtypes,
         choose_hf_cases,
         choose_layouts,
+        read_verification_shape,
         shrink_shape,
     )
     from shardwright.verification.rank_pool import RankPool
@@ -249,7 +243,9 @@ def verify(
 
     chosen_dtypes = choose_dtypes(dtypes)
     chosen_layouts = choose_layouts(layouts, max_ranks, loaded.layout)
-    shape = shrink_shape(_read_shape(loaded), num_layers=num_layers, hidden_size=hidden_size)
+    shape = shrink_shape(
+        read_verification_shape(loaded), num_layers=num_layers, hidden_size=hidden_size
+    )
     list_cases = choose_hf_cases if isinstance(shape, HFShape) else choose_cases
     on_start(choose_planned_precision(loaded))
     with RankPool() as pool:
@@ -283,7 +279,6 @@ def train(
         num_ranks: ranks to start on this machine; default 1, in this process.
         resume: continue the run, which must exist.
         resume_if_started: continue the run if it exists, else start it.
-        allow_drift: fields that may differ from the run that is continued.
         open_progress: opens a progress display for reading and tokenising data.
 
     Raises:
@@ -401,7 +396,6 @@ def export(
         max_shard_bytes: maximum size of one weights file.
         should_check: load the folder with transformers (or peft) and compare logits; otherwise
             the tensors are read back.
-        on_load: called once with the model that was opened.
 
     Raises:
         InputError: no model there, a folder that is not empty, or a value that is not allowed.
@@ -453,60 +447,3 @@ def load_run(path: str | Path) -> Run:
     from shardwright.report.recorded_run import load_run as load_recorded_run
 
     return load_recorded_run(path)
-
-
-def choose_dtypes(requested: Sequence[str]) -> list[VerificationDtype]:
-    """Return the requested dtypes of `verify` in the usual order; all if none is requested.
-
-    Raises:
-        InputError: a dtype that is not supported.
-    """
-    from shardwright.verification.cases import VERIFICATION_DTYPES
-
-    unknown = [name for name in requested if name not in VERIFICATION_DTYPES]
-    if unknown:
-        raise InputError(
-            "not a supported dtype",
-            field="dtype",
-            got=unknown[0],
-            allowed=" or ".join(VERIFICATION_DTYPES),
-        )
-    return [name for name in VERIFICATION_DTYPES if not requested or name in requested]
-
-
-def _read_shape(recipe: Recipe) -> ModelShape:
-    """Return the shape of the recipe's model; of an unknown family, as transformers defines
-    it."""
-    config = read_recipe_config(recipe)
-    if config.get("model_type") in MODEL_FAMILIES:
-        return read_recipe_shape(recipe)
-    from shardwright.model.hf_model import read_model_shape
-
-    return add_adapters(read_model_shape(config, recipe.model), recipe.adapters)
-
-
-def _build_adapter(rank: int | None, is_quantised: bool) -> LowRankAdapter | None:
-    from shardwright.planner.candidate import LowRankAdapter
-
-    if rank is not None:
-        return LowRankAdapter(rank, quantised=is_quantised)
-    if is_quantised:
-        raise InputError(
-            "only the frozen weights under adapters can be quantised",
-            field="quantised",
-            remedy="Add --lora RANK (in Python: lora_rank)",
-        )
-    return None
-
-
-def _check_precision(name: str | None) -> Precision | None:
-    from shardwright.planner.candidate import Precision
-
-    for precision in get_args(Precision):
-        if name == precision:
-            return precision
-    if name is None:
-        return None
-    raise InputError(
-        "not a precision", field="precision", got=name, allowed=", ".join(get_args(Precision))
-    )

@@ -12,7 +12,7 @@ import shardwright
 ROOT = Path(shardwright.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "units"),
+    ("errors", "files", "units", "version"),
     ("config", "hardware", "telemetry"),
     ("architecture", "layout", "schedule"),
     ("plans", "placement"),

@@ -62,7 +62,7 @@ def test_a_forked_program_behaves_like_a_started_one(program: str, tmp_path: Pat
             **options,
         ) as process:
             assert isinstance(process, forked.Popen) == (runner is forked)
-            assert (getattr(process, "_written_channels", None) is not None) == (
+            assert (getattr(process, "_status_channel", None) is not None) == (
                 runner is forked
             ), "it was not forked"
             out, err = process.communicate("in", timeout=250)

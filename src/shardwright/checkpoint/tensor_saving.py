@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright import __version__
 from shardwright.checkpoint import commit
 from shardwright.checkpoint.commit import RetentionPolicy
 from shardwright.checkpoint.direct_io import create_hashed_file
@@ -32,6 +31,7 @@ from shardwright.checkpoint.save_plan import (
 )
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.errors import SaveFailed, ShardwrightError
+from shardwright.version import __version__
 
 logger = logging.getLogger(__name__)
 

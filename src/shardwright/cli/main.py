@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import typer
 
-from shardwright import __version__
 from shardwright.cli.text_streams import escape_control_characters, escape_unencodable
 from shardwright.cli.verbs import VERBS
 from shardwright.errors import ExitCode, InputError, ShardwrightError
+from shardwright.version import __version__
 
 _MAX_SHOWN_CHARACTERS = 200
 _INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT

@@ -124,8 +124,9 @@ def verify_command(
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright import api
     from shardwright.cli.console import open_console
+    from shardwright.verification.cases import choose_dtypes
 
-    dtypes = api.choose_dtypes(dtype or ())
+    dtypes = choose_dtypes(dtype or ())
     console = open_console(stderr=json_output)
 
     def print_settings(choice: PrecisionChoice | None) -> None:

@@ -17,7 +17,6 @@ from statistics import median
 
 import torch
 
-from shardwright import __version__
 from shardwright.architecture import ModelShape
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
@@ -51,6 +50,7 @@ from shardwright.planner.predictor import predict
 from shardwright.planner.problem import build_recipe_candidate, build_template, read_planning_shape
 from shardwright.planner.scaling import resize_cluster
 from shardwright.units import MIB_BYTES
+from shardwright.version import __version__
 
 _MAX_FLOPS = {"cpu": 1e11, "cuda": 4e13}
 """FLOPs of one problem, which limits its memory. The examination limits its time."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.recipe import Recipe
 from shardwright.config.training import OptimizerSection
-from shardwright.errors import ArchitectureError, LayoutError, RecipeError
+from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
 from shardwright.hardware import Accelerator
 from shardwright.layout import Layout, resolve_layout
 from shardwright.planner.candidate import (
@@ -201,3 +202,36 @@ def _build_recipe_candidate(
         recompute=recipe.recompute,
     )
     return candidate, None
+
+
+def build_low_rank_adapter(rank: int | None, *, is_quantised: bool) -> LowRankAdapter | None:
+    """Return the adapters to plan for; None without a rank.
+
+    Raises:
+        InputError: quantised without adapters.
+    """
+    if rank is not None:
+        return LowRankAdapter(rank, quantised=is_quantised)
+    if is_quantised:
+        raise InputError(
+            "only the frozen weights under adapters can be quantised",
+            field="quantised",
+            remedy="Add --lora RANK (in Python: lora_rank)",
+        )
+    return None
+
+
+def parse_precision(name: str | None) -> Precision | None:
+    """Return the precision of a name; None for None.
+
+    Raises:
+        InputError: unknown name.
+    """
+    for precision in get_args(Precision):
+        if name == precision:
+            return precision
+    if name is None:
+        return None
+    raise InputError(
+        "not a precision", field="precision", got=name, allowed=", ".join(get_args(Precision))
+    )

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
 
-from shardwright import __version__
 from shardwright.report.line_chart import PLOT_STYLE
 from shardwright.schedule.svg_chart import BARS_STYLE
+from shardwright.version import __version__
 
 PICTURE_SIZES = {"large": (1116, 380), "medium": (560, 290), "narrow": (350, 250)}
 """Width and height in pixels of the versions of each picture; the style shows one of them."""

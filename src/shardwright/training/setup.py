@@ -13,7 +13,6 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
-from shardwright import __version__
 from shardwright.model.hf_decoder import build_decoder
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.lora import initialise_adapter
@@ -32,6 +31,7 @@ from shardwright.parallel.zero_mask import keep_zeros
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
 from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
+from shardwright.version import __version__
 
 logger = logging.getLogger("shardwright")
 

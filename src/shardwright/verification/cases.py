@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from shardwright.architecture import HFShape, ModelShape
+from shardwright.architecture import MODEL_FAMILIES, HFShape, ModelShape, read_recipe_shape
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.architecture.recipe_shape import read_recipe_config
+from shardwright.config import Recipe
 from shardwright.config.layout import LayoutSection
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.recipe_loading import parse_layout
-from shardwright.errors import ArchitectureError, LayoutError
+from shardwright.errors import ArchitectureError, InputError, LayoutError
 from shardwright.layout import Layout, resolve_layout
+from shardwright.model.hf_model import read_model_shape
 from shardwright.model.routing import ExpertRules
 
 VerificationDtype = Literal["float32", "float64"]
@@ -224,3 +228,29 @@ def shrink_shape(
             num_heads=num_kv_heads * (shape.num_heads // shape.num_kv_heads),
         )
     return shape
+
+
+def choose_dtypes(requested: Sequence[str]) -> list[VerificationDtype]:
+    """Return the requested dtypes of `verify` in the usual order; all if none is requested.
+
+    Raises:
+        InputError: a dtype that is not supported.
+    """
+    unknown = [name for name in requested if name not in VERIFICATION_DTYPES]
+    if unknown:
+        raise InputError(
+            "not a supported dtype",
+            field="dtype",
+            got=unknown[0],
+            allowed=" or ".join(VERIFICATION_DTYPES),
+        )
+    return [name for name in VERIFICATION_DTYPES if not requested or name in requested]
+
+
+def read_verification_shape(recipe: Recipe) -> ModelShape:
+    """Return the shape of the recipe's model; of an unknown family, as transformers defines
+    it."""
+    config = read_recipe_config(recipe)
+    if config.get("model_type") in MODEL_FAMILIES:
+        return read_recipe_shape(recipe)
+    return add_adapters(read_model_shape(config, recipe.model), recipe.adapters)
