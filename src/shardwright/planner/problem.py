@@ -227,11 +227,10 @@ def parse_precision(name: str | None) -> Precision | None:
     Raises:
         InputError: unknown name.
     """
-    for precision in get_args(Precision):
+    known: tuple[Precision, ...] = get_args(Precision)
+    for precision in known:
         if name == precision:
             return precision
     if name is None:
         return None
-    raise InputError(
-        "not a precision", field="precision", got=name, allowed=", ".join(get_args(Precision))
-    )
+    raise InputError("not a precision", field="precision", got=name, allowed=", ".join(known))
