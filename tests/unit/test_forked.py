@@ -62,9 +62,9 @@ def test_a_forked_program_behaves_like_a_started_one(program: str, tmp_path: Pat
             **options,
         ) as process:
             assert isinstance(process, forked.Popen) == (runner is forked)
-            assert (getattr(process, "_status_channel", None) is not None) == (
-                runner is forked
-            ), "it was not forked"
+            assert (getattr(process, "_status_channel", None) is not None) == (runner is forked), (
+                "it was not forked"
+            )
             out, err = process.communicate("in", timeout=250)
         outcomes.append((process.returncode, out, err.splitlines()[-1:]))
     assert outcomes[0] == outcomes[1]
