@@ -8,6 +8,7 @@ command line, and the table of techniques in guide.md from the planner.
 from __future__ import annotations
 
 import ast
+import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +28,6 @@ from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import read_planning_shape
 from shardwright.units import GIB_BYTES, format_count
-from tests.architecture.imports import LAYERS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -57,8 +57,9 @@ def _replace_table(page: Path, table: str) -> str:
 
 def render_layers() -> str:
     """Render the layers that `tests/architecture` enforces, the highest first."""
+    layers = runpy.run_path(str(ROOT / "tests/architecture/imports.py"))["LAYERS"]
     lines = ["| layer | package | contents |", "|---|---|---|"]
-    for depth, packages in reversed(list(enumerate(LAYERS))):
+    for depth, packages in reversed(list(enumerate(layers))):
         for package in packages:
             module = PACKAGE / package / "__init__.py"
             path = module if module.is_file() else PACKAGE / f"{package}.py"
