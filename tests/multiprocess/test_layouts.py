@@ -258,7 +258,10 @@ def test_logits_under_stage_3_are_not_trained_silently() -> None:
 
 
 def test_a_layout_for_other_ranks_is_refused() -> None:
-    with RankPool() as pool, pytest.raises(RankFailed, match="takes 3 ranks, but 2 run") as caught:
+    with (
+        RankPool() as pool,
+        pytest.raises(RankFailed, match="needs 3 ranks, but 2 are running") as caught,
+    ):
         pool.run(2, gather_initial_weights, Layout(dp_shard=3, zero_stage=3))
     assert isinstance(caught.value.__cause__, LayoutError)
 

@@ -141,7 +141,7 @@ def test_every_row_gives_a_prompt_before_any_gives_two() -> None:
     row = Sample(ids, labels, ids, np.array([0, 0, 0, 1, 1, 1, 2, 2]))
     dataset = mock.MagicMock()
     dataset.__len__.return_value = 2
-    dataset.sample.side_effect = lambda index: row._replace(input_ids=ids + 10 * index)
+    dataset.get_sample.side_effect = lambda index: row._replace(input_ids=ids + 10 * index)
     prompts = choose_prompts(dataset, 3, 5)
     assert [prompt.ids for prompt in prompts] == [(0, 1), (10, 11), (3, 4, 5)]
     assert [prompt.expected_ids for prompt in prompts] == [(2, 3), (2, 3), (6,)]
