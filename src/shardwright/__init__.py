@@ -17,7 +17,6 @@ from shardwright.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from shardwright.api import (
-        Recipe,
         export,
         generate,
         load_recipe,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         train,
         verify,
     )
+    from shardwright.config import Recipe
 
 __all__ = [
     "Recipe",

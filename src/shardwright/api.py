@@ -32,18 +32,6 @@ if TYPE_CHECKING:
     from shardwright.training.run import ProgressOpener
     from shardwright.verification.verification import CellResult, VerificationReport
 
-__all__ = [
-    "Recipe",
-    "export",
-    "generate",
-    "load_recipe",
-    "load_run",
-    "plan",
-    "rehearse",
-    "train",
-    "verify",
-]
-
 RecipeSource = Recipe | str | Path | Mapping[str, Any]
 """Recipe, path of a YAML file, or mapping with the keys of a recipe."""
 
@@ -285,16 +273,7 @@ def train(
         InputError: first problem found, before any rank starts.
         RunFailed, Preempted: the run failed or was stopped.
     """
-    from shardwright.launch.rank_environment import detect_rank_environment
-
-    loaded = load_recipe(recipe)
-    ranks = detect_rank_environment()
-    world_size = ranks.world_size if ranks else num_ranks or 1
-    if loaded.layout.auto:
-        from shardwright.launch.auto_layout import resolve_auto_layout
-
-        loaded = resolve_auto_layout(loaded, world_size)
-    resolve_degrees(loaded, world_size)
+    loaded, _world_size = resolve_training_layout(load_recipe(recipe), num_ranks)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.training.run import train as train_recipe
 
@@ -307,6 +286,26 @@ def train(
         open_progress=open_progress,
     )
     return None if summary is None else load_run(summary["run"])
+
+
+def resolve_training_layout(recipe: Recipe, num_ranks: int | None) -> tuple[Recipe, int]:
+    """Return the recipe with layout `auto` resolved, and the number of ranks that train it.
+
+    A launcher's number of ranks goes before `num_ranks`, whose default is 1.
+
+    Raises:
+        InputError: degrees or batch sizes that contradict each other or the number of ranks.
+    """
+    from shardwright.launch.rank_environment import detect_rank_environment
+
+    ranks = detect_rank_environment()
+    world_size = ranks.world_size if ranks else num_ranks or 1
+    if recipe.layout.auto:
+        from shardwright.launch.auto_layout import resolve_auto_layout
+
+        recipe = resolve_auto_layout(recipe, world_size)
+    resolve_degrees(recipe, world_size)
+    return recipe, world_size
 
 
 def generate(

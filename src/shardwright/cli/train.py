@@ -15,7 +15,6 @@ from shardwright.cli.options import JsonOutput, Overrides, RecipePath, enable_lo
 from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, InputError
 from shardwright.launch.rank_environment import detect_rank_environment
-from shardwright.plans import resolve_degrees
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -89,17 +88,16 @@ def train_command(
     if run_dir is not None:
         changes.append(f"run.dir={json.dumps(str(run_dir))}")
     loaded_recipe = load_recipe(recipe, changes, layout)
-    ranks = detect_rank_environment()
-    world_size = ranks.world_size if ranks else nproc or 1
     if loaded_recipe.layout.auto:
-        from shardwright.launch.auto_layout import resolve_auto_layout
-
         enable_log()
-        loaded_recipe = resolve_auto_layout(loaded_recipe, world_size)
-    resolve_degrees(loaded_recipe, world_size)
+    loaded_recipe, world_size = api.resolve_training_layout(loaded_recipe, nproc)
     if rehearse_first:
-        _rehearse_first(loaded_recipe, world_size, is_launched=ranks is not None)
-    run = api.train(
+        is_launched = detect_rank_environment() is not None
+        _rehearse_first(loaded_recipe, world_size, is_launched=is_launched)
+    # Torch is imported after the recipe is validated, so that errors in it appear at once.
+    from shardwright.training.run import train
+
+    summary = train(
         loaded_recipe,
         num_ranks=nproc,
         resume=resume,
@@ -107,10 +105,7 @@ def train_command(
         allow_drift=allow_drift or (),
         open_progress=show_data_progress,
     )
-    if json_output and run is not None:
-        from shardwright.training.run_log import build_run_summary
-
-        summary = build_run_summary(run.path)
+    if json_output and summary is not None:
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")
 
 

@@ -64,7 +64,7 @@ class Decoder(nn.Module):
     """Model from token ids to logits, or to the summed loss of their labels.
 
     Build it under any device context, `torch.device("meta")` included. It has no buffers.
-    Parameters are uninitialised until `init.initialise` or `load` fills them.
+    Parameters are uninitialised until `weight_init` or `hf_weights` fills them.
     """
 
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
