@@ -152,6 +152,7 @@ class Recorder:
             step: Number of the step; default one more than before.
         """
         self._detach()
+        self._last = None
         self.step = self.step + 1 if step is None else step
         if self.step in self.steps:
             self._active = _StepRecord(self, model, batch)
@@ -180,7 +181,10 @@ class Recorder:
         self._last = record
 
     def report(self, **reported: float | Tensor | None) -> None:
-        """Add `loss`, `gradient_norm` or `max_grad_norm` to the latest recorded step."""
+        """Add `loss`, `gradient_norm` or `max_grad_norm` to the current step, if it is recorded.
+
+        The step may have ended; a later `before_step` begins another.
+        """
         record = self._active or self._last
         if record is not None:
             record.report(reported)
@@ -550,6 +554,12 @@ class _StepRecord:
 
     def finish(self) -> None:
         """Copy the parameters after the step and write the files."""
+        self.copy_gradients("end of the step")
+        if not self.values["squared_gradient_norms"]:
+            raise RecorderError(
+                "no recorded parameter has a gradient; call after_backward before gradients are "
+                "cleared, if the optimizer is not one of torch"
+            )
         with self._gather():
             self._copy_parameters("after")
         if self.values["optimizers"]:

@@ -184,7 +184,7 @@ def _check_clip(evidence: Evidence, checks: StepChecks) -> None:
     for rank in evidence.record.ranks:
         scales |= rank.values["applied_scales"]
     square = evidence.record.sum_squared_norms()
-    if evidence.record.values["gradients_copied_at"] == "optimizer step":
+    if evidence.record.values["gradients_copied_at"] in ("optimizer step", "end of the step"):
         checks.unchecked.append(
             "clip: the gradients were copied when the optimizer stepped, after any clip; call "
             "after_backward before clipping"

@@ -65,6 +65,31 @@ def test_the_run_is_bit_equal_with_and_without_the_recorder(tmp_path: Path) -> N
     }
 
 
+def test_reports_of_later_steps_do_not_change_a_record(tmp_path: Path) -> None:
+    model = build_initial_model("llama", 0)
+    recorder = Recorder(tmp_path)
+    ids = torch.arange(8).view(1, 8)
+    for step in range(1, 3):
+        with recorder.record_step(model):
+            model(input_ids=ids, labels=ids).loss.backward()
+            recorder.report(loss=float(step))
+        recorder.report(gradient_norm=10.0 * step)
+        model.zero_grad()
+    values = load_step(tmp_path).values
+    assert values["reported_loss"] == 1.0
+    assert values["reported_gradient_norm"] == 10.0
+
+
+def test_a_step_without_gradients_is_refused(tmp_path: Path) -> None:
+    model = build_initial_model("llama", 0)
+    recorder = Recorder(tmp_path)
+    recorder.before_step(model)
+    model(input_ids=torch.arange(8).view(1, 8)).logits.sum().backward()
+    model.zero_grad()
+    with pytest.raises(RecorderError, match="no recorded parameter has a gradient"):
+        recorder.after_step(model)
+
+
 def test_hooks_are_removed_after_a_step_and_after_an_error(tmp_path: Path) -> None:
     model = build_initial_model("llama", 0)
     original = nn.utils.clip_grad_norm_
