@@ -39,7 +39,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.comm_timing import time_wait, use_timer
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.telemetry.event_logger import EventLogger, open_event_logger
 from shardwright.telemetry.meter import measure_throughput
 from shardwright.training.profiling import StepProfiler
@@ -93,7 +93,9 @@ def build_model(layout: Layout) -> ParallelModel:
             compute_dtype=resolve_dtypes(precision).compute,
         )
     specs = {spec.name: spec for spec in shape.list_parameters()}
-    plan = Plan(layout, BatchPlan(SEQUENCE, ROWS, MICRO_BATCHES, layout.data_ranks), precision)
+    plan = build_plan(
+        shape, layout, BatchPlan(SEQUENCE, ROWS, MICRO_BATCHES, layout.data_ranks), precision
+    )
     return apply_layout(
         decoder,
         plan,

@@ -16,8 +16,8 @@ from shardwright.config import Recipe
 from shardwright.config import load_recipe as load_recipe_file
 from shardwright.config.recipe_loading import apply_overrides, parse_layout, validate_recipe
 from shardwright.errors import InputError
-from shardwright.layout_rules import check_layout
-from shardwright.plans import PrecisionChoice, resolve_degrees, resolve_plan
+from shardwright.placement import place_model
+from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
 
 if TYPE_CHECKING:
     from shardwright.hardware import Cluster
@@ -171,7 +171,7 @@ def rehearse(
     loaded = load_recipe(recipe)
     shape = read_recipe_shape(loaded)
     layout, batch = resolve_degrees(loaded, world_size)
-    check_layout(shape, layout, batch.sequence_length)
+    placement = place_model(shape, layout, batch.sequence_length)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.launch.auto_layout import choose_planned_precision
     from shardwright.rehearsal.rehearsal import rehearse as rehearse_plan
@@ -181,7 +181,7 @@ def rehearse(
     return rehearse_plan(
         loaded,
         shape,
-        resolve_plan(loaded, world_size, choice),
+        complete_plan(loaded, placement, batch, choice),
         should_run_each_rank=should_run_each_rank,
         on_report=on_report,
     )

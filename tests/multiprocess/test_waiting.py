@@ -20,7 +20,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.comm_timing import PARALLELISMS, time_wait, use_timer
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.clock_sync import synchronise_clock
 from shardwright.training.step import accumulate_gradients
 from tests.multiprocess.models import LLAMA, build_recipe
@@ -47,7 +47,7 @@ def build(layout: Layout) -> ParallelModel:
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
-        Plan(layout, BatchPlan(8, 2, 2, layout.data_ranks), recipe.precision),
+        build_plan(shape, layout, BatchPlan(8, 2, 2, layout.data_ranks), recipe.precision),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: initialise_parameter(

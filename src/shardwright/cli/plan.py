@@ -215,7 +215,7 @@ def _emit_layout(
     from shardwright.convert.emit import emit
     from shardwright.convert.emitted_config import EmitRequest
     from shardwright.planner.auto_layout import apply_candidate
-    from shardwright.plans import resolve_plan
+    from shardwright.plans import resolve_degrees
 
     candidate = chosen.candidate
     resolved = apply_candidate(recipe, candidate)
@@ -240,7 +240,7 @@ def _emit_layout(
     emitted = emit(
         system,
         EmitRequest(
-            resolved, resolve_plan(resolved, chosen.num_gpus), candidate.offload, num_nodes
+            resolved, *resolve_degrees(resolved, chosen.num_gpus), candidate.offload, num_nodes
         ),
     )
     for note in emitted.notes:

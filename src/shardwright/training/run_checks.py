@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from shardwright import placement
 from shardwright.architecture import ExpertShape, HFClassInit, HFShape, LatentShape, ModelShape
 from shardwright.config import Recipe
 from shardwright.data.model_data import prepare_for_model
@@ -17,12 +16,19 @@ from shardwright.data.preparation import PreparedData
 from shardwright.data.source_files import ProgressCallback
 from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import choose_precision_here
-from shardwright.layout_rules import check_layout
 from shardwright.model.hf_model import read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
 from shardwright.optim import check_block_boundaries, require_torchao
-from shardwright.plans import Plan, PrecisionChoice, compute_row_multiple, count_steps, resolve_plan
+from shardwright.placement import place_model
+from shardwright.plans import (
+    Plan,
+    PrecisionChoice,
+    complete_plan,
+    compute_row_multiple,
+    count_steps,
+    resolve_degrees,
+)
 from shardwright.training.preference_objective import check_preference
 from shardwright.training.sample_texts import check_samples
 
@@ -104,13 +110,14 @@ def validate_run(
     """
     if recipe.precision.kind == "auto" and auto_precision is None:
         auto_precision = choose_precision_here(recipe)
-    plan = resolve_plan(recipe, world_size, auto_precision)
-    recipe = recipe.model_copy(update={"precision": plan.precision})
+    layout, batch = resolve_degrees(recipe, world_size)
     check_preference(recipe)
     shape, data = prepare_for_model(
         recipe, partial(read_model_shape, section=recipe.model), progress=progress
     )
-    check_layout(shape, plan.layout, plan.batch.sequence_length)
+    placement = place_model(shape, layout, batch.sequence_length)
+    plan = complete_plan(recipe, placement, batch, auto_precision)
+    recipe = recipe.model_copy(update={"precision": plan.precision})
     if recipe.model.is_pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base_shape)
@@ -175,13 +182,8 @@ def _check_optimizer(
     }
     if recipe.optimizer.name == "adamw_8bit":
         require_torchao()
-        stages = placement.partition_stages(shape, plan.layout, plan.batch.sequence_length)
         layouts = {
-            name: layout
-            for name, layout in placement.build_parameter_layouts(
-                shape, plan.layout, stages
-            ).items()
-            if name in trained
+            name: layout for name, layout in plan.placement.parameters.items() if name in trained
         }
         check_block_boundaries(layouts, plan.layout, recipe.optimizer.block_size)
     if recipe.optimizer.name == "muon" and not any(

@@ -17,9 +17,9 @@ from shardwright.architecture.nf4_layout import compute_row_bytes, count_columns
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout
-from shardwright.layout_rules import check_layout
 from shardwright.model import nf4
 from shardwright.model.grouped_matmul import multiply_grouped
+from shardwright.placement import place_model
 
 BITSANDBYTES = (
     "1ff1ff2ee2ee2ed3dd3dc4cc4bb4bb5aa5aa6996996886887887777777777777"
@@ -126,12 +126,12 @@ def test_a_shard_boundary_inside_a_block_is_refused_with_the_degrees_that_work()
     with pytest.raises(
         LayoutError, match=r"down_proj.*rows of 192.*2 ranks.*blocks of 64"
     ) as caught:
-        check_layout(shape, Layout(tp=2), 16)
+        place_model(shape, Layout(tp=2), 16)
     assert caught.value.allowed == "1"
     wide = add_adapters(
         read_config(LLAMA | {"intermediate_size": 256}), AdapterSection(quantize="nf4")
     )
-    check_layout(wide, Layout(tp=4), 16)
+    place_model(wide, Layout(tp=4), 16)
 
 
 def test_transposed_matrices_are_refused() -> None:

@@ -8,12 +8,11 @@ from shardwright.architecture import HFShape, ModelShape
 from shardwright.architecture.nf4_layout import BLOCK_ELEMENTS
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
-from shardwright.layout.context_method import check_context_parallel
-from shardwright.placement import TENSOR_PARALLEL_STYLES, partition_stages
+from shardwright.placement.parameter_layouts import TENSOR_PARALLEL_STYLES
 
 
-def check_layout(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
-    """Check that a layout divides the model, before any rank starts.
+def check_model_degrees(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
+    """Check that tensor and expert parallelism divide a model.
 
     Raises:
         LayoutError: names the numbers and the nearest degree that works.
@@ -21,19 +20,9 @@ def check_layout(shape: ModelShape, layout: Layout, sequence_length: int) -> Non
     if isinstance(shape, HFShape):
         _check_hf_model(shape, layout)
         return
-    partition_stages(shape, layout, sequence_length)
     _check_tensor_parallel(shape, layout, sequence_length)
     _check_quantised_blocks(shape, layout)
     _check_expert_parallel(shape, layout)
-    if layout.cp > 1:
-        windows = tuple(layer.window for layer in shape.layers)
-        check_context_parallel(
-            layout,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            windows=windows,
-            sequence_length=sequence_length,
-        )
 
 
 UNSUPPORTED_HF_DEGREES = {

@@ -1,4 +1,4 @@
-"""Placement: the shards of each parameter on each rank, and the axes that reduce its gradient.
+"""Parameter layouts: the shards of each parameter, and the axes that reduce its gradient.
 
 One table by role, which planner, engine, gradient norm and checkpoint read. No torch.
 """
@@ -7,14 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Literal
 
 from shardwright.architecture import ModelShape, ParameterSpec
-from shardwright.architecture.flop_count import (
-    count_attention_flops_per_token,
-    count_matmul_parameters,
-)
 from shardwright.architecture.nf4_layout import compute_code_bytes, compute_row_bytes
 from shardwright.architecture.parameter_spec import ParameterRole
 from shardwright.layout import (
@@ -24,10 +19,8 @@ from shardwright.layout import (
     ParameterLayout,
     PipelineStage,
     Shard,
-    partition_layers,
     select_used_axes,
 )
-from shardwright.schedule import assign_stages
 
 TensorParallelStyle = Literal[
     "columns", "rows", "vocabulary", "residual", "heads", "partial", "expert_columns", "expert_rows"
@@ -279,48 +272,3 @@ def _find_pp_ranks(
             }
         )
     )
-
-
-def partition_stages(
-    shape: ModelShape, layout: Layout, sequence_length: int
-) -> tuple[PipelineStage, ...] | None:
-    """Partition a layout's pipeline into stages; None without a pipeline.
-
-    Layers are weighted by their FLOPs per token, the head by those of its product, the
-    embedding by the elements that it moves.
-
-    Raises:
-        LayoutError: fewer layers than stages.
-        ScheduleError: an unknown schedule, or unsupported virtual stages.
-    """
-    if layout.pp == 1:
-        return None
-    ranks = assign_stages(layout.schedule, layout.pp, layout.virtual_stages)
-    head_flops = 6.0 * shape.vocab_size * shape.hidden_size
-    return partition_layers(
-        _compute_layer_flops(shape, sequence_length),
-        ranks,
-        embedding_cost=float(shape.hidden_size),
-        head_cost=head_flops,
-    )
-
-
-@lru_cache(maxsize=32)
-def _compute_layer_flops(shape: ModelShape, sequence_length: int) -> tuple[float, ...]:
-    """Compute the FLOPs per token of each layer.
-
-    Cached, because the planner asks for every pipeline of the same model.
-    """
-    costs = [0.0] * shape.num_layers
-    for (
-        spec
-    ) in shape.base_shape.list_parameters():  # adapters are too small to change the partition
-        if spec.layer is not None:
-            costs[spec.layer] += 6.0 * count_matmul_parameters(
-                [spec], is_tied=False, active_share=shape.active_share
-            )
-    for index, layer in enumerate(shape.layers):
-        costs[index] += count_attention_flops_per_token(
-            shape.query_width, shape.value_width, sequence_length, layer.window
-        )
-    return tuple(costs)
