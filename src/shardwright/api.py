@@ -20,6 +20,7 @@ from shardwright.placement import place_model
 from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
 
 if TYPE_CHECKING:
+    from shardwright.data.source_files import ProgressOpener
     from shardwright.hardware import Cluster
     from shardwright.inference.adapter_export import ExportedAdapters
     from shardwright.inference.generation import Completion
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from shardwright.rehearsal.rank_rehearsal import RankRehearsal
     from shardwright.rehearsal.rehearsal import Rehearsal
     from shardwright.report.recorded_run import Run
-    from shardwright.training.run import ProgressOpener
     from shardwright.verification.verification import CellResult, VerificationReport
 
 RecipeSource = Recipe | str | Path | Mapping[str, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,8 @@ from shardwright.data.sources import SourceFile, detect_schemas
 
 ProgressCallback = Callable[[str, int, int], None]
 """Callback for progress: (stage, done, total), approximately in characters."""
+ProgressOpener = Callable[[], AbstractContextManager[ProgressCallback | None]]
+"""Opens a progress display for reading and tokenising data."""
 
 
 class SourceFiles:

@@ -19,7 +19,6 @@ from shardwright.launch.auto_layout import choose_precision_here
 from shardwright.model.hf_model import read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
-from shardwright.optim import check_block_boundaries, require_torchao
 from shardwright.placement import place_model
 from shardwright.plans import (
     Plan,
@@ -29,8 +28,6 @@ from shardwright.plans import (
     count_steps,
     resolve_degrees,
 )
-from shardwright.training.preference_objective import check_preference
-from shardwright.training.sample_texts import check_samples
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +108,7 @@ def validate_run(
     if recipe.precision.kind == "auto" and auto_precision is None:
         auto_precision = choose_precision_here(recipe)
     layout, batch = resolve_degrees(recipe, world_size)
-    check_preference(recipe)
+    _check_preference(recipe)
     shape, data = prepare_for_model(
         recipe, partial(read_model_shape, section=recipe.model), progress=progress
     )
@@ -122,7 +119,11 @@ def validate_run(
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base_shape)
     _check_hf_model(recipe, shape)
-    check_samples(recipe, shape, data.tokenizer, has_validation_data=data.validation is not None)
+    if recipe.evaluation.num_samples:
+        from shardwright.training.sample_texts import check_samples  # imports the engine
+
+        has_validation_data = data.validation is not None
+        check_samples(recipe, shape, data.tokenizer, has_validation_data=has_validation_data)
     rules = resolve_expert_rules(recipe.moe, shape)  # raises for rules that the model cannot use
     plan = replace(
         plan,
@@ -170,6 +171,20 @@ def _choose_row_multiple(
     return compute_row_multiple(plan.layout, recipe.data.pad_to_multiple_of)
 
 
+def _check_preference(recipe: Recipe) -> None:
+    """Check that a reference without adapters has adapters to switch off."""
+    if recipe.preference is None:
+        return
+    if recipe.preference.reference == "adapter_off" and recipe.adapters is None:
+        raise RecipeError(
+            "there are no adapters to switch off",
+            field="preference.reference",
+            got="adapter_off",
+            allowed="frozen",
+            remedy="Train adapters (adapters: ...), or use a frozen copy as the reference",
+        )
+
+
 def _check_optimizer(
     recipe: Recipe, plan: Plan, shape: ModelShape, frozen_names: frozenset[str]
 ) -> None:
@@ -181,6 +196,8 @@ def _check_optimizer(
         and (shape.adapters is None or spec.adapter_part is not None)
     }
     if recipe.optimizer.name == "adamw_8bit":
+        from shardwright.optim import check_block_boundaries, require_torchao
+
         require_torchao()
         layouts = {
             name: layout for name, layout in plan.placement.parameters.items() if name in trained
