@@ -14,7 +14,7 @@ from shardwright.config.recipe import Recipe, RecomputeKind
 from shardwright.config.training import PrecisionSection, TrainingSection
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
-from shardwright.schedule import load_schedule
+from shardwright.schedule import PIPELINE_SCHEDULES, load_schedule, load_schedule_file
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
     batch = resolve_batch(recipe.training, layout.data_ranks)
     if layout.pp > 1:
         _check_schedule(layout, batch, is_compiled=recipe.model.compile)
+    elif layout.schedule not in PIPELINE_SCHEDULES:
+        load_schedule_file(layout.schedule)  # unused, but a wrong name is an error all the same
     return layout, batch
 
 
