@@ -72,7 +72,7 @@ ROWS = 2
 MICRO_BATCHES = 4
 WARM_UP_STEPS = 1
 SERIES = ("with", "without", "with_processor", "without_processor", "logging")
-RESULT = Path(__file__).parent.parent / "docs" / "benchmarks" / "telemetry.json"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "telemetry.md"
 
 
 class StepResult(NamedTuple):
@@ -324,7 +324,7 @@ def render(result: dict[str, Any]) -> str:
         f"load before {conditions['load_before']:.1f}.",
         "",
     ]
-    return "\n".join(lines) + RESULT.with_suffix(".notes.md").read_text(encoding="utf-8")
+    return "\n".join(lines) + PAGE.with_suffix(".notes.md").read_text(encoding="utf-8")
 
 
 def main() -> int:
@@ -332,9 +332,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument(
-        "--publish", action="store_true", help="write docs/benchmarks/telemetry.{json,md}"
-    )
+    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks/telemetry.md")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     load = os.getloadavg()[0]
@@ -349,8 +347,7 @@ def main() -> int:
             "pairs": options.pairs,
             "layouts": rows,
         }
-        RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        RESULT.with_suffix(".md").write_text(render(result), encoding="utf-8")
+        PAGE.write_text(render(result), encoding="utf-8")
     return int(any(row["share"] > 0.01 for row in rows.values()))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.architecture import HFShape, read_recipe_shape
 from shardwright.config import Recipe
 from shardwright.config import load_recipe as load_recipe_file
-from shardwright.config.recipe_loading import apply_overrides, parse_layout, validate_recipe
+from shardwright.config.recipe_loading import build_recipe
 from shardwright.errors import InputError
 from shardwright.placement import place_model
 from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
@@ -62,10 +62,7 @@ def load_recipe(
         if not overrides and layout is None:
             return source
         source = source.model_dump(mode="json")
-    document = apply_overrides(dict(source), overrides)
-    if layout is not None:
-        document["layout"] = parse_layout(layout)
-    return validate_recipe(document)
+    return build_recipe(source, overrides, layout)
 
 
 def plan(

@@ -16,7 +16,7 @@ from shardwright.config.training import PrecisionSection, TrainingSection
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
 from shardwright.placement import Placement, place_model
-from shardwright.schedule import load_schedule
+from shardwright.schedule import PIPELINE_SCHEDULES, load_schedule, load_schedule_file
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,8 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
     batch = resolve_batch(recipe.training, layout.data_ranks)
     if layout.pp > 1:
         _check_schedule(layout, batch, is_compiled=recipe.model.compile)
+    elif layout.schedule not in PIPELINE_SCHEDULES:
+        load_schedule_file(layout.schedule)  # unused, but a wrong name is an error all the same
     return layout, batch
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.architecture import read_config
+from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
@@ -21,7 +22,7 @@ from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.comm_timing import PARALLELISMS, time_wait, use_timer
 from shardwright.plans import BatchPlan, build_plan
-from shardwright.training.clock_sync import synchronise_clock
+from shardwright.training.rank_sync import RankSync
 from shardwright.training.step import accumulate_gradients
 from tests.multiprocess.models import LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
@@ -119,7 +120,8 @@ def measure_clock() -> tuple[float, float]:
     """Return the clock's stated error and its difference from rank 0; all ranks of this test
     share one clock.
     """
-    clock = synchronise_clock(dist.get_rank(), dist.get_world_size())
+    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), dist.get_rank())
+    clock = RankSync(environment, torch.device("cpu")).synchronise_clock()
     return clock.error_seconds, abs(clock.wall_offset_seconds)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.data.conversation import UnusableRecord, read_conversation
 
 ALPACA_PROMPT = (
@@ -12,7 +13,6 @@ ALPACA_PROMPT = (
     "Write a response that appropriately completes the request.\n\n"
 )
 ALPACA_INPUT = ", paired with an input that provides further context"
-IGNORED_LABEL = -100
 
 
 class RowFields(dict[str, Any]):

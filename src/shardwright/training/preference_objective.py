@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from shardwright.config import Recipe
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.preference import PreferenceSection
-from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import MicroBatch
 from shardwright.model.head import LossFunction
 from shardwright.numerics.loss import compute_token_losses

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.training import OptimizerName, OptimizerSection, PrecisionSection
-from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import MicroBatch, read_step_micro_batches
 from shardwright.layout import Layout, RankGrid
 from shardwright.model.hf_decoder import build_decoder

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.architecture import HFClassInit, HFShape, ModelShape, NormalInit, ParameterSpec
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.training import OptimizerSection
-from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.model import Decoder, DropoutKey
 from shardwright.model.hf_decoder import Float64Mode, HFDecoder
 from shardwright.model.lora import initialise_adapter
