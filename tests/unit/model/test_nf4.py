@@ -147,3 +147,17 @@ def test_transposed_matrices_are_refused() -> None:
     )
     with pytest.raises(RecipeError, match=r"is stored \[in, out\]"):
         add_adapters(gpt2, AdapterSection(quantize="nf4"))
+
+
+def test_the_table_is_built_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy to a GPU would make the host wait at every product."""
+    monkeypatch.setattr(nf4, "_byte_tables", {})
+    packed = nf4.pack(make_two_blocks())
+    with mock.patch.object(nf4, "_build_byte_table", wraps=nf4._build_byte_table) as build:
+        with torch.inference_mode():
+            first = nf4.unpack(packed, 64, torch.float32)
+        second = nf4.unpack(packed, 64, torch.float32)
+    assert build.call_count == 1
+    assert torch.equal(first, second)
+    (table,) = nf4._byte_tables.values()
+    assert not table.is_inference()
