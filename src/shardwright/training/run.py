@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +319,7 @@ def _start_watchdog(
         rank_environment.world_size,
         folder=get_control_folder(),
         reports=folder.hang_reports_path,
-        record_collectives=record_collectives,
+        record_collectives=partial(record_collectives, timeout_seconds=max(timeouts.values())),
     )
 
 
