@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -216,7 +217,7 @@ def _start_watchdog(
         rank_environment.world_size,
         folder=get_control_folder(),
         reports=folder.hang_reports_path,
-        record_collectives=record_collectives,
+        record_collectives=partial(record_collectives, timeout_seconds=max(timeouts.values())),
     )
 
 

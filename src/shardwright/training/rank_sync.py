@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.parallel.clock_sync import ClockOffset, SharedClock, estimate_clock_offset
+from shardwright.parallel.mesh import get_host_group
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,7 @@ class RankSync:
     def __init__(self, rank_environment: RankEnvironment, device: torch.device) -> None:
         self.rank_environment = rank_environment
         self.device = device
-        self._group = (
-            dist.new_group(backend="gloo")
-            if rank_environment.world_size > 1 and device.type == "cuda"
-            else None
-        )
+        self._group = get_host_group() if rank_environment.world_size > 1 else None
         self._process = psutil.Process()
 
     def synchronise_step(
