@@ -71,9 +71,9 @@ def get_host_group() -> dist.ProcessGroup | None:
 
 RankTuple = tuple[int, ...]
 
-_groups: dict[tuple[dist.ProcessGroup | None, RankTuple], Any] = {}
-"""Groups by world and ranks, with torch's placeholder for those without this rank. Each opens
-threads and sockets that exist until the process ends.
+_groups: dict[tuple[dist.ProcessGroup | None, RankTuple, int], Any] = {}
+"""Groups by world, ranks and copy, with torch's placeholder for those without this rank. Each
+opens threads and sockets that exist until the process ends.
 """
 
 
@@ -99,35 +99,43 @@ class Mesh:
         efsdp).
         """
         ranks = self.grid.group_of(self.rank, axes)
-        return None if len(ranks) == 1 else _groups[dist.group.WORLD, ranks]
+        return None if len(ranks) == 1 else _groups[dist.group.WORLD, ranks, 0]
 
     def join_group(
-        self, groups: Sequence[RankTuple], description: str | None = None
+        self, groups: Sequence[RankTuple], description: str | None = None, *, copy: int = 0
     ) -> dist.ProcessGroup | None:
         """Create `groups` and return the one with this rank; None if that has no other rank.
 
         Every rank calls this with the same groups. On NCCL, groups that share no rank are created
-        in one call. `description` names them in NCCL's flight recorder.
+        in one call.
+
+        Args:
+            groups: Ranks of each group.
+            description: Name of the groups in NCCL's flight recorder.
+            copy: Number of a further group of the same ranks, whose operations do not queue behind
+                those of the others.
         """
         several = [ranks for ranks in groups if len(ranks) > 1]
-        self._create_missing(several, description)
+        self._create_missing(several, description, copy)
         own = [ranks for ranks in several if self.rank in ranks]
-        return _groups[dist.group.WORLD, own[-1]] if own else None
+        return _groups[dist.group.WORLD, own[-1], copy] if own else None
 
-    def _create_missing(self, groups: Sequence[RankTuple], description: str | None) -> None:
+    def _create_missing(
+        self, groups: Sequence[RankTuple], description: str | None, copy: int = 0
+    ) -> None:
         """Create those of `groups` that do not exist; all ranks know the same ones."""
         world = _worlds.get(dist.group.WORLD)
         num_ranks = dist.get_world_size()
         missing = []
         for ranks in dict.fromkeys(groups):
-            if (dist.group.WORLD, ranks) not in _groups:
-                if len(ranks) == num_ranks > 1:
-                    _groups[dist.group.WORLD, ranks] = dist.group.WORLD
+            if (dist.group.WORLD, ranks, copy) not in _groups:
+                if len(ranks) == num_ranks > 1 and copy == 0:
+                    _groups[dist.group.WORLD, ranks, copy] = dist.group.WORLD
                 else:
                     missing.append(ranks)
         if world is None or not world.is_nccl:
             for ranks in missing:
-                _groups[dist.group.WORLD, ranks] = dist.new_group(
+                _groups[dist.group.WORLD, ranks, copy] = dist.new_group(
                     list(ranks), timeout=None if world is None else world.timeout
                 )
             return
@@ -142,7 +150,7 @@ class Mesh:
                 group_desc=description,
             )
             for ranks in disjoint:
-                _groups[dist.group.WORLD, ranks] = (
+                _groups[dist.group.WORLD, ranks, copy] = (
                     group if self.rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
                 )
 
@@ -182,7 +190,7 @@ class Mesh:
     def join_single_group(self) -> dist.ProcessGroup:
         """Return a group of this rank only. Every rank calls this at the same point."""
         self._create_missing([(rank,) for rank in range(dist.get_world_size())], "single")
-        return _groups[dist.group.WORLD, (self.rank,)]
+        return _groups[dist.group.WORLD, (self.rank,), 0]
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         """Sum `tensor` in place over the ranks of the named axes."""
@@ -197,8 +205,8 @@ class Mesh:
         ranks = self.grid.group_of(self.rank, several)
         if len(ranks) == 1:
             return []
-        if (dist.group.WORLD, ranks) in _groups:
-            return [_groups[dist.group.WORLD, ranks]]
+        if (dist.group.WORLD, ranks, 0) in _groups:
+            return [_groups[dist.group.WORLD, ranks, 0]]
         groups = [self.group(axis) for axis in several]
         return [group for group in groups if group is not None]
 

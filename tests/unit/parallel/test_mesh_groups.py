@@ -201,6 +201,23 @@ def test_groups_that_share_ranks_are_split_in_several_steps(
         assert count.world_steps == steps + 2
 
 
+def test_copies_of_a_group_are_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(dp_shard=2, pp=2)
+    for pipelines, copies in (([(0, 2), (1, 3)], 2), ([(0, 1, 2, 3)], 1)):
+        with count_groups(monkeypatch, 3, 4) as count:
+            mesh_module.init_process_group("cuda", timeout=TIMEOUT)
+            mesh = Mesh(layout, "cuda")
+            steps = count.world_steps
+            groups = [mesh.join_group(pipelines, "channel", copy=copy) for copy in range(3)]
+            assert count.world_steps == steps + 2  # the first one exists
+            assert len(set(groups)) == 3
+            for group in groups:
+                assert group is not None
+                assert dist.get_process_group_ranks(group) == list(pipelines[-1])
+            assert mesh.join_group(pipelines, copy=copies) is groups[copies]
+            assert count.world_steps == steps + 2
+
+
 def test_groups_on_the_cpu_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     make_group = dist.new_group
