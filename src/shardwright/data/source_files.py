@@ -12,7 +12,7 @@ from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import Corpus, ReadCallback, Side, scan_records, split_corpus
 from shardwright.data.data_cache import compute_key, find_cache_root, fingerprint_files
 from shardwright.data.file_listing import list_files
-from shardwright.data.record_formats import extract_texts
+from shardwright.data.records.record_formats import extract_texts
 from shardwright.data.remote_sources import fetch_sources
 from shardwright.data.sources import SourceFile, detect_schemas
 

@@ -24,8 +24,8 @@ from shardwright.planner.problem import (
     read_planning_shape,
 )
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
-from shardwright.planner.search import search_layouts
-from shardwright.planner.search_space import PlanningProblem
+from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.space import PlanningProblem
 from shardwright.plans import settle_precision
 from shardwright.units import format_bytes
 

@@ -19,9 +19,9 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory import predict_memory
+from shardwright.planner.memory.parameter_memory import compute_updated_gradient_bytes
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.parameter_memory import compute_updated_gradient_bytes
 from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template
 from shardwright.plans import BatchPlan, build_plan

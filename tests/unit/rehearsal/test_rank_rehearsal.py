@@ -14,7 +14,7 @@ from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.planner import Efficiency
-from shardwright.planner.memory import predict_memory
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template

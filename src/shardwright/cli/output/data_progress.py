@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from shardwright.cli.console import open_console
+from shardwright.cli.output.console import open_console
 from shardwright.data.source_files import ProgressCallback as OnProgress
 
 

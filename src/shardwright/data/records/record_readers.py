@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.config.data import IGNORED_LABEL
-from shardwright.data.conversation import UnusableRecord, read_conversation
+from shardwright.data.records.conversation import UnusableRecord, read_conversation
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task{}. "

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.data.conversation import UnusableRecord
+from shardwright.data.records.conversation import UnusableRecord
 from shardwright.errors import TokenizerError
 from shardwright.files import read_text
 

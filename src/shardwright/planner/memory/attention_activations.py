@@ -1,5 +1,7 @@
-"""Bytes that one layer's attention saves for its backward pass. `planner.activations` has the
-table."""
+"""Bytes that one layer's attention saves for its backward pass.
+
+The table is in `planner.memory.activations`.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.cli.console import open_console
+from shardwright.cli.output.console import open_console
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE
 from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seconds
 

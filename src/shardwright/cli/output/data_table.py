@@ -12,7 +12,7 @@ from shardwright.config import Recipe
 from shardwright.data.data_report import SideReport
 from shardwright.data.preparation import PreparedData
 from shardwright.data.preview import DecodedSample, TrainingLength
-from shardwright.data.record_formats import RECORD_KINDS
+from shardwright.data.records.record_formats import RECORD_KINDS
 
 MAX_BROKEN_SHOWN = 8
 _SUPERVISION_TEXTS = {

@@ -30,13 +30,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.planner.attention_activations import compute_attention_bytes, is_masked
 from shardwright.planner.backward_peak import (
     BlockTensorBytes,
     compute_norm_gradient_bytes,
 )
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.engine_model import BlockBytes
+from shardwright.planner.memory.attention_activations import compute_attention_bytes, is_masked
 from shardwright.planner.model_costs import LayerKind, ModelFacts
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from shardwright.planner.activations import get_layer_activations
-from shardwright.planner.bounds import DataTrafficBound, PipelineBoundModel, PipelineKey
 from shardwright.planner.divisibility import list_schedules
-from shardwright.planner.parameter_memory import (
+from shardwright.planner.memory.activations import get_layer_activations
+from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     StageLoad,
     compute_persistent_memory,
 )
 from shardwright.planner.pipeline import PipelineStages
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search_space import (
+from shardwright.planner.search.bounds import DataTrafficBound, PipelineBoundModel, PipelineKey
+from shardwright.planner.search.space import (
     CHEAPEST_EXECUTION,
     Degrees,
     ExecutionChoice,
@@ -20,7 +20,7 @@ from shardwright.planner.search_space import (
     SearchSpace,
     ShardingChoice,
 )
-from shardwright.planner.search_state import (
+from shardwright.planner.search.state import (
     MicroBatchActivations,
     PipelineOptions,
     ScheduleOption,

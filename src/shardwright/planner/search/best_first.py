@@ -27,27 +27,27 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 
-from shardwright.planner.bounds import compute_overhead, merge_bounds
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.choice_costs import ChoiceCosts
-from shardwright.planner.memory import predict_memory
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.pipeline_simulation import is_simulated
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search_result import (
+from shardwright.planner.search.bounds import compute_overhead, merge_bounds
+from shardwright.planner.search.choice_costs import ChoiceCosts
+from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
     SearchResult,
     build_layout_key,
     measure_complexity,
 )
-from shardwright.planner.search_space import (
+from shardwright.planner.search.space import (
     CHEAPEST_EXECUTION,
     Degrees,
     PlanningProblem,
     SearchSpace,
     ShardingChoice,
 )
-from shardwright.planner.search_state import PartialChoice, PipelineOptions, ScheduleOption
+from shardwright.planner.search.state import PartialChoice, PipelineOptions, ScheduleOption
 from shardwright.planner.step_costs import LayerCosts
 
 MAX_EXTRA_EXPANSIONS = 200

@@ -5,9 +5,9 @@ from __future__ import annotations
 from operator import mul
 from typing import NamedTuple
 
-from shardwright.planner.bounds import PipelineBoundModel, PipelineKey, PipelineTimeBound
-from shardwright.planner.parameter_memory import StageLoad
-from shardwright.planner.search_space import Degrees, ExecutionChoice
+from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.search.bounds import PipelineBoundModel, PipelineKey, PipelineTimeBound
+from shardwright.planner.search.space import Degrees, ExecutionChoice
 from shardwright.planner.step_costs import LayerCosts
 
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.chat_template import ChatTemplate, TurnSpan
-from shardwright.data.conversation import UnusableRecord
+from shardwright.data.records.chat_template import ChatTemplate, TurnSpan
+from shardwright.data.records.conversation import UnusableRecord
 from shardwright.data.tokenizer import IdArray, Tokenizer
 from shardwright.errors import TokenizerError
 

@@ -17,7 +17,7 @@ from shardwright.planner.data_parallel_time import (
     count_updated_elements,
     overlap_traffic,
 )
-from shardwright.planner.parameter_memory import StageLoad
+from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.pipeline import PipelinePartition, PipelineStages
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.step_costs import LayerCosts, StepCosts

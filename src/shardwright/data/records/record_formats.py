@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.data.conversation import ROLE_KEYS, UnusableRecord
-from shardwright.data.record_readers import RECORD_READERS, RowFields
+from shardwright.data.records.conversation import ROLE_KEYS, UnusableRecord
+from shardwright.data.records.record_readers import RECORD_READERS, RowFields
 from shardwright.errors import DataError
 
 

@@ -6,7 +6,7 @@
               the embedding's gradient is computed
     update    no activations or gathered parameters; optimizer states, as at all times
 
-`planner.parameter_memory` has the parts that persist between steps.
+`planner.memory.parameter_memory` has the parts that persist between steps.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardwright.planner.activations import (
+from shardwright.planner.backward_peak import compute_norm_gradient_bytes
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.memory.activations import (
     compute_end_activation_bytes,
     compute_logit_bytes,
     compute_shared_table_bytes,
     get_layer_activations,
 )
-from shardwright.planner.backward_peak import compute_norm_gradient_bytes
-from shardwright.planner.candidate import Candidate
-from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.parameter_memory import (
+from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     StageLoad,
     compute_gathered_bytes,
@@ -36,6 +35,7 @@ from shardwright.planner.parameter_memory import (
     count_group_elements,
     count_root_elements,
 )
+from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MemoryParts
 
 
