@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.architecture import ModelShape
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.layout.context_method import (
     ContextMethod,
     assign_chunks,
-    check_context_parallel,
     check_row_length,
     count_chunks,
 )
@@ -32,35 +30,28 @@ from shardwright.parallel.block_mask import RowChunks
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.ring_attention import RowAttentionSettings, attend_row
 from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
+from shardwright.placement import Placement
 
 logger = logging.getLogger(__name__)
 
 
-def build_context_parallel(
-    shape: ModelShape, layout: Layout, mesh: Mesh | None, sequence_length: int
-) -> ContextParallel | None:
-    """Build the context parallelism of a layout; None if one rank has whole rows.
+def build_context_parallel(placement: Placement, mesh: Mesh | None) -> ContextParallel | None:
+    """Build the context parallelism of a model; None if one rank has whole rows.
 
     Logs the method and the reason for it.
-
-    Raises:
-        LayoutError: the degree does not divide heads or tokens.
     """
-    group = None if mesh is None or layout.cp == 1 else mesh.group("cp")
-    if mesh is None or group is None:
+    choice = placement.context
+    group = None if mesh is None or choice is None else mesh.group("cp")
+    if mesh is None or choice is None or group is None:
         return None
-    choice = check_context_parallel(
-        layout,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        windows=tuple(layer.window for layer in shape.layers),
-        sequence_length=sequence_length,
-    )
     logger.info(
-        "context parallelism: %s over %d ranks: %s", choice.method, layout.cp, choice.reason
+        "context parallelism: %s over %d ranks: %s",
+        choice.method,
+        placement.layout.cp,
+        choice.reason,
     )
     return ContextParallel(
-        layout,
+        placement.layout,
         choice.method,
         group,
         tensor_rank=mesh.coordinates["tp"],

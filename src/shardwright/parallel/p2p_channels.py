@@ -1,9 +1,9 @@
 """Point-to-point messages between pipeline ranks, in the order of a schedule's transfers.
 
-Each direction of a pair of ranks is a channel. Messages to higher ranks go through one process
-group, those to lower ranks through another: NCCL runs the messages of a pair and group one
-after another on one stream, and a send must not queue there behind a receive whose message
-depends on that send.
+Each direction of a pair of ranks is a channel. No rank has two channels in one process group
+(`schedule.assign_channel_groups`). Groups on CUDA are initialised eagerly, and NCCL then runs all
+operations of a rank and group one after another on one stream: a send in the group of an earlier
+receive would wait for that receive's message, which may depend on the send.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from shardwright.parallel.comm_timing import time_wait
 from shardwright.parallel.mesh import Mesh, RankTuple
-from shardwright.schedule import Action, Transfer
+from shardwright.schedule import Action, Transfer, assign_channel_groups
 
-_downward_groups: dict[tuple[dist.ProcessGroup | None, RankTuple], dist.ProcessGroup] = {}
-"""Second process group of each pipeline, by world and ranks.
+_later_groups: dict[tuple[dist.ProcessGroup | None, RankTuple, int], dist.ProcessGroup] = {}
+"""Process groups of each pipeline beside its mesh's, by world, ranks and number.
 
 Like a mesh's groups they exist until the process ends.
 """
@@ -28,20 +28,40 @@ Like a mesh's groups they exist until the process ends.
 class P2PChannels:
     """This rank's ends of its channels. Nothing is pending after `finish`."""
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        """Create the process groups; every rank of the world calls this."""
+    def __init__(self, mesh: Mesh, device: torch.device, rank_of_stage: Sequence[int]) -> None:
+        """Create the process groups and connect the ranks; every rank of the world calls this."""
         self._device = device
         self._ranks = mesh.grid.group_of(mesh.rank, ["pp"])
         self._pp_rank = mesh.coordinates["pp"]
-        upward = mesh.group("pp")
-        assert upward is not None, "a pipeline of one rank needs no channels"
-        for ranks in mesh.grid.groups(["pp"]):
-            key = (dist.group.WORLD, ranks)
-            if key not in _downward_groups:
-                _downward_groups[key] = dist.new_group(list(ranks))
-        self._groups = upward, _downward_groups[dist.group.WORLD, self._ranks]
+        self._group_of_channel = assign_channel_groups(rank_of_stage)
+        first_group = mesh.group("pp")
+        assert first_group is not None, "a pipeline of one rank needs no channels"
+        self._groups = [first_group]
+        for number in range(1, 1 + max(self._group_of_channel.values())):
+            for ranks in mesh.grid.groups(["pp"]):
+                key = (dist.group.WORLD, ranks, number)
+                if key not in _later_groups:
+                    _later_groups[key] = dist.new_group(list(ranks))
+            self._groups.append(_later_groups[dist.group.WORLD, self._ranks, number])
         self._pending_receives: dict[Transfer, tuple[Tensor, dist.Work | None]] = {}
         self._pending_sends: dict[Action, tuple[Tensor, dist.Work]] = {}
+        self._connect()
+
+    def _connect(self) -> None:
+        """Send one number through every channel.
+
+        NCCL connects two ranks at the first message between them, and their hosts wait there for
+        each other. A receive that is posted ahead would wait for a message that its own rank has
+        to answer first. Here all ranks take the groups in the same order, and each rank has at
+        most one channel in a group.
+        """
+        number = torch.zeros(1, device=self._device)
+        for channel, group in sorted(self._group_of_channel.items(), key=lambda item: item[1]):
+            sender, receiver = channel
+            if sender == self._pp_rank:
+                dist.send(number, self._ranks[receiver], self._groups[group])
+            elif receiver == self._pp_rank:
+                dist.recv(number, self._ranks[sender], self._groups[group])
 
     def post_receive(self, transfer: Transfer, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Post the receive of a message of this shape."""
@@ -100,4 +120,4 @@ class P2PChannels:
                 self._pending_sends.pop(action)[1].wait()
 
     def _choose_group(self, transfer: Transfer) -> dist.ProcessGroup:
-        return self._groups[transfer.receiver < transfer.sender]
+        return self._groups[self._group_of_channel[transfer.channel]]

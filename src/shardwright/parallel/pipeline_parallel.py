@@ -106,7 +106,7 @@ class Pipeline:
         self.device = device
         self.set_gradient_sync = set_gradient_sync
         self.rank = mesh.coordinates["pp"]
-        self.channels = P2PChannels(mesh, device)
+        self.channels = P2PChannels(mesh, device, [stage.rank for stage in self.stages])
         self.gradient_store = WeightGradientStore()
         self.action_observer: ActionObserver | None = None
         self._planned_steps: dict[int, tuple[ScheduleStep, ...]] = {}

@@ -12,6 +12,10 @@ from shardwright.schedule.actions import (
     assign_looped_stages,
     build_forward_only,
 )
+from shardwright.schedule.communication_graph import (
+    CommunicationGraph,
+    build_communication_graph,
+)
 from shardwright.schedule.registry import (
     PIPELINE_SCHEDULES,
     ScheduleFamily,
@@ -24,7 +28,13 @@ from shardwright.schedule.registry import (
 )
 from shardwright.schedule.simulation import ActionTimes, Timeline, simulate, simulate_step_seconds
 from shardwright.schedule.text_format import parse_schedule, read_schedule, write_schedule
-from shardwright.schedule.transfers import ScheduleStep, Transfer, plan_steps
+from shardwright.schedule.transfers import (
+    Channel,
+    ScheduleStep,
+    Transfer,
+    assign_channel_groups,
+    plan_steps,
+)
 from shardwright.schedule.validation import (
     ScheduleStatistics,
     check_schedule,
@@ -37,15 +47,19 @@ __all__ = [
     "Action",
     "ActionKind",
     "ActionTimes",
+    "Channel",
+    "CommunicationGraph",
     "Schedule",
     "ScheduleFamily",
     "ScheduleStatistics",
     "ScheduleStep",
     "Timeline",
     "Transfer",
+    "assign_channel_groups",
     "assign_folded_stages",
     "assign_looped_stages",
     "assign_stages",
+    "build_communication_graph",
     "build_forward_only",
     "build_schedule",
     "check_schedule",

@@ -8,14 +8,19 @@ computes them.
 Before an action a rank posts every receive that this action or the `LOOKAHEAD` actions after it
 need; it then waits for the input of this action, computes, and posts its send without waiting.
 As channels keep their order, posting a receive means posting all earlier ones on its channel.
-No rank ever waits for a send, so a rank can only be blocked by a message that its sender has
-not computed: a schedule runs to its end if its dependencies have no cycle, which `check` proves
-by executing these very steps with sends that complete only once their receive is posted.
+
+Channels are assigned to process groups such that no rank has two channels in one group: NCCL
+runs the operations of a rank and group one after another, and a send behind a receive would wait
+for that receive's message. So messages wait for earlier messages of their own channel only, and a
+schedule runs to its end if its dependencies have no cycle; `check` proves both on the graph of
+`communication_graph`. Why: docs/decisions/0057-channel-groups.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from shardwright.schedule.actions import Action, Schedule
@@ -23,6 +28,9 @@ from shardwright.schedule.actions import Action, Schedule
 LOOKAHEAD = 2
 """Actions by which receives are posted ahead: one computes while the next one's input arrives.
 """
+
+Channel = tuple[int, int]
+"""Sender and receiver of messages: positions in the pipeline."""
 
 
 class Transfer(NamedTuple):
@@ -41,6 +49,14 @@ class Transfer(NamedTuple):
     def is_gradient(self) -> bool:
         """True for a gradient of hidden states, False for hidden states."""
         return self.action.kind != "F"
+
+    @property
+    def channel(self) -> Channel:
+        """Channel of the message."""
+        return self.sender, self.receiver
+
+    def __str__(self) -> str:
+        return f"the message of {self.action} from rank {self.sender} to rank {self.receiver}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,26 @@ def find_source(action: Action, num_stages: int) -> tuple[bool, int] | None:
     return (False, action.stage + 1)
 
 
+def assign_channel_groups(rank_of_stage: Sequence[int]) -> dict[Channel, int]:
+    """Assign each channel to a process group, by number, such that no rank has two in one group.
+
+    Four groups suffice for a chain of stages and for a ring of an even number of ranks.
+
+    >>> assign_channel_groups((0, 1, 2, 3))
+    {(0, 1): 0, (1, 0): 1, (1, 2): 2, (2, 1): 3, (2, 3): 0, (3, 2): 1}
+    """
+    groups: dict[Channel, int] = {}
+    groups_of_rank: dict[int, set[int]] = {rank: set() for rank in rank_of_stage}
+    for rank, following in pairwise(rank_of_stage):
+        for channel in ((rank, following), (following, rank)):
+            if rank != following and channel not in groups:
+                used = groups_of_rank[rank] | groups_of_rank[following]
+                groups[channel] = next(number for number in count() if number not in used)
+                groups_of_rank[rank].add(groups[channel])
+                groups_of_rank[following].add(groups[channel])
+    return groups
+
+
 def plan_steps(
     schedule: Schedule, lookahead: int = LOOKAHEAD
 ) -> tuple[tuple[ScheduleStep, ...], ...]:
@@ -79,7 +115,7 @@ def plan_steps(
     rank_of_stage = schedule.rank_of_stage
     num_stages = schedule.num_stages
     incoming: dict[tuple[bool, int, int], Transfer] = {}
-    channels: dict[tuple[int, int], list[Transfer]] = {}
+    channels: dict[Channel, list[Transfer]] = {}
     sent: dict[Action, Transfer] = {}
     for rank, row in enumerate(schedule.rows):
         for action in row:
@@ -97,7 +133,7 @@ def plan_steps(
 
     steps_of_ranks = []
     for row in schedule.rows:
-        posted: dict[tuple[int, int], int] = {}
+        posted: dict[Channel, int] = {}
         inputs = [find_input(action) for action in row]
         steps = []
         num_examined = 0
@@ -106,10 +142,9 @@ def plan_steps(
             while num_examined < min(position + lookahead + 1, len(row)):
                 receive = inputs[num_examined]
                 if receive is not None:
-                    channel_key = receive.sender, receive.receiver
-                    num_posted = posted.get(channel_key, 0)
-                    posts += channels[channel_key][num_posted : receive.sequence_number + 1]
-                    posted[channel_key] = max(num_posted, receive.sequence_number + 1)
+                    num_posted = posted.get(receive.channel, 0)
+                    posts += channels[receive.channel][num_posted : receive.sequence_number + 1]
+                    posted[receive.channel] = max(num_posted, receive.sequence_number + 1)
                 num_examined += 1
             steps.append(ScheduleStep(action, tuple(posts), inputs[position], sent.get(action)))
         steps_of_ranks.append(tuple(steps))

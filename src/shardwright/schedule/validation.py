@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Schedule
-from shardwright.schedule.transfers import ScheduleStep, Transfer, find_source, plan_steps
+from shardwright.schedule.communication_graph import build_communication_graph
+from shardwright.schedule.transfers import assign_channel_groups, plan_steps
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,19 @@ def check_schedule(schedule: Schedule) -> ScheduleStatistics:
     """Check that a schedule is complete and ordered, and that its execution ends.
 
     Raises:
-        ScheduleError: names the first action that is missing, duplicated, out of order, or
-            waits forever.
+        ScheduleError: names the first action that is missing, duplicated or out of order, or
+            the computations and messages that wait for each other.
     """
     _check_stages(schedule)
     _check_complete(schedule)
     _check_rows_ordered(schedule)
     steps = plan_steps(schedule)
-    _execute(schedule, steps)
+    graph = build_communication_graph(
+        schedule, steps, assign_channel_groups(schedule.rank_of_stage)
+    )
+    circular_wait = graph.find_circular_wait()
+    if circular_wait is not None:
+        raise _make_error(schedule, "deadlock: " + "; ".join(circular_wait))
     return ScheduleStatistics(
         count_peak_activations(schedule),
         sum(step.sent_transfer is not None for row in steps for step in row),
@@ -121,73 +127,6 @@ def _check_rows_ordered(schedule: Schedule) -> None:
                     f"on rank {rank}, {action} (number {position + 1}) comes before {prerequisite}",
                 )
             seen.add(action)
-
-
-def _execute(schedule: Schedule, steps: tuple[tuple[ScheduleStep, ...], ...]) -> None:
-    """Execute all rows as the executor does, and raise on deadlock.
-
-    A send completes only once its receive is posted. A channel is a queue: message n is
-    delivered when it is sent, its receive is posted, and n - 1 has been delivered.
-    """
-    sent: dict[tuple[int, int], int] = {}
-    posted: dict[tuple[int, int], int] = {}
-    done: set[tuple[bool, int, int]] = set()
-    positions = [0] * schedule.num_ranks
-    ready = deque(range(schedule.num_ranks))
-
-    def is_delivered(transfer: Transfer) -> bool:
-        channel = transfer.sender, transfer.receiver
-        return min(sent.get(channel, 0), posted.get(channel, 0)) > transfer.sequence_number
-
-    def is_blocked(step: ScheduleStep) -> bool:
-        if step.awaited_transfer is not None:
-            return not is_delivered(step.awaited_transfer)
-        source = find_source(step.action, schedule.num_stages)
-        return source is not None and (*source, step.action.micro_batch) not in done
-
-    while ready:
-        rank = ready.popleft()
-        while positions[rank] < len(steps[rank]):
-            step = steps[rank][positions[rank]]
-            for transfer in step.posted_receives:
-                channel = transfer.sender, transfer.receiver
-                posted[channel] = max(posted.get(channel, 0), transfer.sequence_number + 1)
-            if is_blocked(step):
-                break
-            action = step.action
-            if action.kind != "W":
-                done.add((action.kind == "F", action.stage, action.micro_batch))
-            if step.sent_transfer is not None:
-                channel = step.sent_transfer.sender, step.sent_transfer.receiver
-                assert step.sent_transfer.sequence_number == sent.get(channel, 0), (
-                    "a channel's messages are numbered in the order of sending"
-                )
-                sent[channel] = step.sent_transfer.sequence_number + 1
-                ready.append(step.sent_transfer.receiver)
-            positions[rank] += 1
-    stuck = [rank for rank, position in enumerate(positions) if position < len(steps[rank])]
-    if stuck:
-        raise _make_error(
-            schedule,
-            "deadlock: "
-            + "; ".join(
-                _describe_wait(schedule, steps[rank][positions[rank]].action, rank)
-                for rank in stuck
-            ),
-        )
-
-
-def _describe_wait(schedule: Schedule, action: Action, rank: int) -> str:
-    source = find_source(action, schedule.num_stages)
-    assert source is not None
-    forward, stage = source
-    awaited = (
-        f"{stage}F{action.micro_batch}"
-        if forward
-        else f"{stage}B{action.micro_batch} or {stage}I{action.micro_batch}"
-    )
-    owner = schedule.rank_of_stage[stage]
-    return f"rank {rank} is at {action} and waits for {awaited} of rank {owner}"
 
 
 def _make_error(schedule: Schedule, problem: str) -> ScheduleError:
