@@ -550,6 +550,7 @@ class _StepRecord:
         for key, value in reported.items():
             if value is not None:
                 number = value.full_tensor() if hasattr(value, "full_tensor") else value
+                number = number.detach() if isinstance(number, Tensor) else number
                 self.values[f"reported_{key}"] = float(number)
 
     def finish(self) -> None:
@@ -689,7 +690,7 @@ def _find_loss(output: Any) -> float | None:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(loss, tuple) and loss:
         loss = loss[0]
-    return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    return float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def _describe_config(model: Any) -> dict[str, Any] | None:

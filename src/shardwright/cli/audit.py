@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
-from shardwright.cli.page_output import write_page, write_text
+from shardwright.cli.output.page_output import write_page, write_text
 from shardwright.errors import CheckFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def check_command(
     # Imported here: torch takes seconds, which `--help` does not need.
     from shardwright.audit.check import check_recorded_step
     from shardwright.audit.page import render_audit
-    from shardwright.cli.console import open_console
+    from shardwright.cli.output.console import open_console
 
     console = open_console(stderr=json_output, highlight=False)
     with console.status("computing the step in one process"):

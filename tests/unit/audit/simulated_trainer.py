@@ -62,7 +62,7 @@ class Run:
     num_rows: int = 2
     length: int = 10
     rows: str = "plain"
-    """`plain`, `whole` (no prompt), `padded` or `packed`."""
+    """`plain`, `unprompted`, `padded` or `packed`."""
     optimizer: str = "adamw"
     max_norm: float | None = None
     num_steps: int = 1
@@ -96,7 +96,9 @@ def build_batch(run: Run, step: int, rank: int, index: int) -> dict[str, Tensor]
     labels = ids.clone()
     for row in range(run.num_rows):
         prompt = int(torch.randint(0, run.length - 3, (), generator=generator))
-        if run.rows != "whole":
+        if run.rows == "unprompted":
+            labels[row, 4 : 5 + row] = IGNORED
+        else:
             labels[row, :prompt] = IGNORED
     batch = {"input_ids": ids, "labels": labels}
     if run.rows == "padded":

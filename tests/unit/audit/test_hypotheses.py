@@ -25,7 +25,7 @@ PLANTED = [
     Run(("final_scaling_missing",)),
     Run(("sum_averaged_over_ranks",)),
     Run(("unsupervised_tokens_counted",)),
-    Run(("labels_counted_before_shift",), rows="whole"),
+    Run(("labels_counted_before_shift",), rows="unprompted"),
     Run(("rank_lost",)),
     Run(("micro_batch_lost",)),
     Run(("last_micro_batch_only",)),
