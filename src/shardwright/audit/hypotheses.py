@@ -297,8 +297,14 @@ def _iterate_structures(
     if len(evidence.copies) > 1:
         total = torch.stack(evidence.copies).sum(0)
         for scale in (1.0, 1.0 / len(evidence.copies)):
-            if not [n for n in wrong if n in evidence.list_wrong(scale * total, base)]:
-                yield Candidate((*mistakes, "some_not_reduced"), tuple(evidence.copies), subject)
+            if set(wrong) & set(evidence.list_wrong(scale * total, base)):
+                continue
+            # A rank's own gradient is what is missing to the sum over all ranks.
+            copies = [base.clone() for _ in evidence.copies]
+            for copy, recorded in zip(copies, evidence.copies, strict=True):
+                for part in slices:
+                    copy[part] += recorded[part] - scale * total[part]
+            yield Candidate((*mistakes, "some_not_reduced"), tuple(copies), subject)
         return
     recorded = evidence.recorded
     if not any(bool(recorded[part].any()) for part in slices):
