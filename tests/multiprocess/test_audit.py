@@ -176,7 +176,8 @@ def record_strided(folder: str) -> None:
     assert isinstance(model.weight, DTensor)
     recorder = Recorder(folder, data_rank=0)
     recorder.before_step(model, {"input_ids": torch.ones(1, 2), "labels": torch.ones(1, 2)})
-    model(torch.ones(2, 5)).sum().backward()
+    inputs = distribute_tensor(torch.ones(2, 5), mesh["tp"], [Replicate()])
+    model(inputs).sum().backward()
     recorder.after_step(model)
 
 
