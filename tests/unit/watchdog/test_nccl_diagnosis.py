@@ -227,7 +227,7 @@ def test_receives_in_front_of_the_sends_that_others_wait_for_are_a_circle(count:
 
 
 def test_a_late_host_is_named_before_late_devices() -> None:
-    """Rank 3 has not enqueued; rank 1 is in an exchange that its device has in front."""
+    """The host of rank 3 is late for rank 2, and the device of rank 1 for rank 0."""
     recorders = make_recorders()
     recorders[0].collective(TENSOR, "all_reduce", 8, "started")
     recorders[1].collective(TENSOR, "all_reduce", 8, "scheduled")
