@@ -115,6 +115,7 @@ def apply_layout(
     decoder.set_recompute(build_recompute_runner(plan.recompute))
     if compile_blocks:
         decoder.compile_blocks()
+        _log_uncompiled_parts(decoder, plan)
     fsdp_modules: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
@@ -199,6 +200,26 @@ def _build_pipeline(
     if warning is not None and mesh.rank == 0:
         logger.warning(warning)
     return pipeline
+
+
+def _log_uncompiled_parts(decoder: Decoder, plan: Plan) -> None:
+    """Log what `compile_blocks` leaves uncompiled: experts whose row counts the host reads."""
+    if decoder.shape.experts is None:
+        return
+    if plan.layout.ep > 1:
+        reason = f"layout.ep is {plan.layout.ep}"
+    elif decoder.expert_rules.capacity_factor is not None:
+        reason = "moe.capacity_factor is set"
+    else:
+        return
+    part = "experts" if plan.recompute == "none" else "whole sparse blocks"
+    also = "" if plan.recompute == "none" else f", and recompute is {plan.recompute}"
+    logger.info(
+        "model.compile: %s run uncompiled: the host reads their numbers of rows (%s)%s",
+        part,
+        reason,
+        also,
+    )
 
 
 def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
