@@ -125,10 +125,12 @@ def apply_layout(
         _fill_parameters(decoder, layouts, layout, coordinates, read_slice)
     module: nn.Module = decoder
     # A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to
-    # wrap it.
+    # wrap it. DDP changes its buckets after the first step, so the sums of a resumed run's first
+    # step could be rounded differently: no DDP under deterministic algorithms.
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     replica_group = (
         None
-        if mesh is None or sharded or stages or not trainable
+        if mesh is None or sharded or stages or not trainable or is_deterministic
         else mesh.group("dp_replicate", "fsdp")
     )
     # Experts on different `ep` ranks are not copies of each other, so DDP must not reduce them
