@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parallel", "report", "watchdog"),
     ("launch",),
     ("training", "inference"),
-    ("verification", "rehearsal", "doctor"),
+    ("verification", "rehearsal", "doctor", "audit"),
     ("api",),
     ("cli",),
     ("__main__",),
