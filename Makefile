@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 TESTS  := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses 2 --dist loadscope
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test check test-all verify-all bench gpu format clean
+.PHONY: help setup demo test check test-all verify-all bench gpu gpu-wheels format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -48,8 +48,11 @@ verify-all: $(STAMP) ## gradients of every cut, pair and product against one pro
 bench: $(BENCH_STAMP) ## tokens/s and memory against a plain loop, DeepSpeed and Trainer, on two CPU ranks
 	@$(BIN)/python -m benchmarks.cpu --publish
 
-gpu: ## GPU tests and fine-tuning benchmarks with the Python that is given (PYTHON=..., ARGS="--device cpu"); installs nothing
-	@PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu $(ARGS)
+gpu: ## what one GPU can show, with the given Python (PYTHON=...); PART=3/6 runs a part of under nine minutes; installs nothing
+	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu_parts $(if $(PART),--part $(PART)) $(ARGS)
+
+gpu-wheels: ## download the packages that make gpu needs beside torch to build/gpu-wheels, under 64 MiB (GPU_PYTHON=3.12)
+	@$(PYTHON) -m benchmarks.gpu_packages download build/gpu-wheels $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
 
 format: $(STAMP) ## rewrite in house style
 	@$(BIN)/ruff check --fix -q src tests benchmarks recipes

@@ -11,7 +11,6 @@ writer synchronises its bytes to the device (fsync) and starts when no other wri
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import shutil
@@ -436,7 +435,7 @@ def render_page(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print, and with --publish write docs/benchmarks/checkpoints.{json,md}."""
+    """Measure, print, and with --publish write docs/benchmarks/checkpoints.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensors", type=int, default=128, help="number of tensors of 4 MiB")
     parser.add_argument("--rounds", type=int, default=5)
@@ -450,7 +449,6 @@ def main() -> None:
     result = measure(options.tensors, options.rounds, options.folder)
     text = render_page(result)
     if options.publish:
-        (FOLDER / "checkpoints.json").write_text(json.dumps(result, indent=1) + "\n")
         (FOLDER / "checkpoints.md").write_text(text)
     print(text)
 

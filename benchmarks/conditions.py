@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -28,6 +29,37 @@ def read_conditions() -> dict[str, Any]:
         "shardwright": _find_version("shardwright"),
         "commit": _describe_commit(),
     }
+
+
+def format_rows(value: Any, indent: int = 0) -> str:
+    """Return JSON with one line per row: an object without lists of objects is a row.
+
+    >>> print(format_rows({"a": {"b": 1}, "rows": [{"c": [2, 3]}]}))
+    {
+     "a": {"b": 1},
+     "rows": [
+      {"c": [2, 3]}
+     ]
+    }
+    """
+    if not _has_rows(value):
+        return json.dumps(value)
+    is_object = isinstance(value, dict)
+    items = (
+        [f"{json.dumps(key)}: {format_rows(item, indent + 1)}" for key, item in value.items()]
+        if is_object
+        else [format_rows(item, indent + 1) for item in value]
+    )
+    start, end = "{}" if is_object else "[]"
+    lines = ",".join(f"\n{' ' * (indent + 1)}{item}" for item in items)
+    return f"{start}{lines}\n{' ' * indent}{end}"
+
+
+def _has_rows(value: Any) -> bool:
+    """Return True for a list of objects, and for anything that contains one."""
+    if isinstance(value, dict):
+        return any(_has_rows(item) for item in value.values())
+    return isinstance(value, list) and any(isinstance(item, dict) for item in value)
 
 
 def _describe_processor() -> str:

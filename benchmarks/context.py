@@ -36,7 +36,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh, ring_attention, ulysses
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
 from shardwright.verification.rank_pool import RankPool
 
@@ -184,7 +184,7 @@ def build(
     specs = {spec.name: spec for spec in shape.list_parameters()}
     model = apply_layout(
         decoder,
-        Plan(layout, BatchPlan(num_tokens, 1, 1, layout.data_ranks), precision),
+        build_plan(shape, layout, BatchPlan(num_tokens, 1, 1, layout.data_ranks), precision),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: initialise_parameter(

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.case import LLAMA_29M, Case, Precision
-from benchmarks.conditions import read_conditions
+from benchmarks.conditions import format_rows, read_conditions
 from benchmarks.launch import Ranks, RanksFailed
 from benchmarks.predicted import (
     build_candidate,
@@ -173,7 +173,7 @@ def predict_comparison(measured: dict[str, Any], case: Case) -> None:
 def write_result(result: dict[str, Any], name: str, out: Path, docs: Path | None) -> None:
     """Write JSON and Markdown to `out` and, if given, to the documentation's folder."""
     for folder in filter(None, (out, docs)):
-        (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (folder / f"{name}.json").write_text(format_rows(result) + "\n")
         write_page(result, folder / f"{name}.md")
         print(folder / f"{name}.md", flush=True)
 

@@ -1,4 +1,4 @@
-"""`make gpu`: the GPU tests, then full fine-tuning steps on one GPU compared with HF Trainer.
+"""The GPU tests, then full fine-tuning steps on one GPU compared with HF Trainer.
 
     python -m benchmarks.gpu                        tests and every case, 2 to 6 minutes each
     python -m benchmarks.gpu --list                 names of the cases
@@ -6,7 +6,7 @@
     python -m benchmarks.gpu --tests-only
     python -m benchmarks.gpu --device cpu --shapes tiny        a rehearsal without a GPU, in fp32
 
-`make gpu ARGS="--device cpu --shapes tiny"` passes arguments on.
+`make gpu` (`benchmarks.gpu_parts`) runs it case by case.
 
 It uses the Python that runs it and downloads nothing; missing packages are named and skipped.
 Contenders of a case run in turn (A B A B), each visit in a new process with its own time limit.
@@ -55,7 +55,6 @@ NEEDS = {
         "psutil",
         "rich",
         "tokenizers",
-        "pyarrow",
     ),
     "trainer": ("transformers", "accelerate"),
     "trainer-liger": ("transformers", "accelerate", "liger_kernel"),

@@ -13,7 +13,7 @@ from shardwright.config.recipe_loading import parse_layout
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, resolve_layout
 from shardwright.planner import Candidate
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, Plan, build_plan
 
 TOKENS = 512
 GLOBAL_BATCH = 8
@@ -81,7 +81,13 @@ class Entry:
     @property
     def plan(self) -> Plan:
         """Plan for the engine."""
-        return Plan(self.layout, self.batch, PrecisionSection(kind=self.precision), self.recompute)
+        return build_plan(
+            self.shape,
+            self.layout,
+            self.batch,
+            PrecisionSection(kind=self.precision),
+            self.recompute,
+        )
 
     @property
     def candidate(self) -> Candidate:

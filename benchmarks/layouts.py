@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.allocated import count_resident_bytes, measure_allocated_bytes
-from benchmarks.conditions import read_conditions
+from benchmarks.conditions import format_rows, read_conditions
 from benchmarks.layout_cases import ENTRIES, GLOBAL_BATCH, MICRO_BATCHES, MODELS, TOKENS, Entry
 from benchmarks.layout_page import render_page
 from benchmarks.predicted import build_cpu_cluster, measure_profile, predict_step
@@ -361,7 +361,7 @@ def write(groups: dict[str, Any], files: list[Path]) -> str:
     notes = DOCS / f"{files[0].stem}.notes.md"
     page = render_page(result, notes.read_text(encoding="utf-8") if notes.exists() else "")
     for path in files:
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.write_text(format_rows(result) + "\n")
         path.with_suffix(".md").write_text(page)
     return page
 

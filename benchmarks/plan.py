@@ -22,7 +22,7 @@ from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_problem, build_template, read_planning_shape
-from shardwright.planner.search import search_layouts
+from shardwright.planner.search.best_first import search_layouts
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 CASES = (

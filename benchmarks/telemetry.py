@@ -39,7 +39,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.comm_timing import time_wait, use_timer
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.telemetry.event_logger import EventLogger, open_event_logger
 from shardwright.telemetry.meter import measure_throughput
 from shardwright.training.profiling import StepProfiler
@@ -72,7 +72,7 @@ ROWS = 2
 MICRO_BATCHES = 4
 WARM_UP_STEPS = 1
 SERIES = ("with", "without", "with_processor", "without_processor", "logging")
-RESULT = Path(__file__).parent.parent / "docs" / "benchmarks" / "telemetry.json"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "telemetry.md"
 
 
 class StepResult(NamedTuple):
@@ -93,7 +93,9 @@ def build_model(layout: Layout) -> ParallelModel:
             compute_dtype=resolve_dtypes(precision).compute,
         )
     specs = {spec.name: spec for spec in shape.list_parameters()}
-    plan = Plan(layout, BatchPlan(SEQUENCE, ROWS, MICRO_BATCHES, layout.data_ranks), precision)
+    plan = build_plan(
+        shape, layout, BatchPlan(SEQUENCE, ROWS, MICRO_BATCHES, layout.data_ranks), precision
+    )
     return apply_layout(
         decoder,
         plan,
@@ -322,7 +324,7 @@ def render(result: dict[str, Any]) -> str:
         f"load before {conditions['load_before']:.1f}.",
         "",
     ]
-    return "\n".join(lines) + RESULT.with_suffix(".notes.md").read_text(encoding="utf-8")
+    return "\n".join(lines) + PAGE.with_suffix(".notes.md").read_text(encoding="utf-8")
 
 
 def main() -> int:
@@ -330,9 +332,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument(
-        "--publish", action="store_true", help="write docs/benchmarks/telemetry.{json,md}"
-    )
+    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks/telemetry.md")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     load = os.getloadavg()[0]
@@ -347,8 +347,7 @@ def main() -> int:
             "pairs": options.pairs,
             "layouts": rows,
         }
-        RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        RESULT.with_suffix(".md").write_text(render(result), encoding="utf-8")
+        PAGE.write_text(render(result), encoding="utf-8")
     return int(any(row["share"] > 0.01 for row in rows.values()))
 
 

@@ -237,7 +237,7 @@ ROWS = (
     Row(
         "ZeRO-2",
         "gradients are sharded too",
-        "it does not fit yet, few micro-batches",
+        "ZeRO-1 does not fit, and a step has few micro-batches",
         "parallelism/data.md",
         _FULL | {"layout": Layout(dp_shard=8, zero_stage=2)},
     ),
@@ -251,7 +251,7 @@ ROWS = (
     Row(
         "tensor (tp)",
         "every matrix is sharded within a node",
-        "ZeRO's batch gets too large, or a layer too large",
+        "one sequence per data rank exceeds the global batch, or one layer does not fit",
         "parallelism/tensor.md",
         _FULL | {"layout": Layout(tp=8, sequence_parallel=False)},
     ),
@@ -271,7 +271,7 @@ ROWS = (
     ),
     Row(
         "context (cp)",
-        "the sequence is sharded, keys are exchanged",
+        "the sequence is sharded; ranks exchange keys and values, or heads",
         "one sequence is too long for a GPU",
         "parallelism/context.md",
         _FULL | {"layout": Layout(dp_shard=2, cp=4, zero_stage=3, cp_method="ring")},
@@ -293,7 +293,7 @@ ROWS = (
     ),
     Row(
         "recompute selective",
-        "all but products and attention are computed again",
+        "everything except matmuls and attention is recomputed",
         "memory is short by a little",
         "planning.md",
         {"layout": _ZERO3, "recompute": "selective"},
@@ -307,29 +307,29 @@ ROWS = (
     ),
     Row(
         "precision fp32",
-        "products in 32 bits",
+        "matmuls in fp32",
         "to check the others",
         "planning.md",
         _FULL | {"layout": _ZERO3, "precision": "fp32"},
     ),
     Row(
         "precision bf16",
-        "products in 16 bits, master weights in 32",
+        "matmuls in bf16, master weights in fp32",
         "always on GPUs that support it",
         "planning.md",
         _FULL | {"layout": _ZERO3, "precision": "bf16"},
     ),
     Row(
         "precision fp8",
-        "products in 8 bits",
-        "predicted only",
+        "matmuls in fp8",
+        "not in training: the planner only predicts it",
         "planning.md",
         _FULL | {"layout": _ZERO3, "precision": "fp8"},
     ),
     Row(
         "offload",
         "optimizer states on the host",
-        "predicted only",
+        "not in training: the planner only predicts it",
         "planning.md",
         _FULL | {"layout": _ZERO3, "offload": "optimizer"},
     ),
@@ -366,7 +366,7 @@ def render_techniques() -> str:
         for name, recipe in recipes.items()
     }
     lines = [
-        "| technique | what it does | take it when | predicted layout | GiB a GPU | tokens/s |",
+        "| technique | what it does | use it when | predicted layout | GiB a GPU | tokens/s |",
         "|---|---|---|---|---|---|",
     ]
     for row in ROWS:

@@ -55,7 +55,7 @@ IMPORTS = (
     "torch.nn.parallel",
     "transformers",
     "shardwright.cli.train",
-    "shardwright.training.run",
+    "shardwright.training.rank_run",
     "shardwright.verification.cell",
 )
 """Modules that the server imports."""

@@ -185,7 +185,7 @@ def build_validated_run(recipe: Recipe, world_size: int) -> ValidatedRun:
     assert recipe.training.max_steps is not None
     return ValidatedRun(
         recipe=recipe,
-        plan=resolve_plan(recipe, world_size),
+        plan=resolve_plan(recipe, shape, world_size),
         shape=shape,
         data=data,
         total_steps=recipe.training.max_steps,

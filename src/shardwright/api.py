@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from shardwright.architecture import HFShape, read_recipe_shape
 from shardwright.config import Recipe
 from shardwright.config import load_recipe as load_recipe_file
-from shardwright.config.recipe_loading import apply_overrides, parse_layout, validate_recipe
+from shardwright.config.recipe_loading import build_recipe
 from shardwright.errors import InputError
-from shardwright.layout_rules import check_layout
-from shardwright.plans import PrecisionChoice, resolve_degrees, resolve_plan
+from shardwright.placement import place_model
+from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
 
 if TYPE_CHECKING:
+    from shardwright.data.source_files import ProgressOpener
     from shardwright.hardware import Cluster
     from shardwright.inference.adapter_export import ExportedAdapters
     from shardwright.inference.generation import Completion
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from shardwright.rehearsal.rank_rehearsal import RankRehearsal
     from shardwright.rehearsal.rehearsal import Rehearsal
     from shardwright.report.recorded_run import Run
-    from shardwright.training.run import ProgressOpener
     from shardwright.verification.verification import CellResult, VerificationReport
 
 RecipeSource = Recipe | str | Path | Mapping[str, Any]
@@ -62,10 +62,7 @@ def load_recipe(
         if not overrides and layout is None:
             return source
         source = source.model_dump(mode="json")
-    document = apply_overrides(dict(source), overrides)
-    if layout is not None:
-        document["layout"] = parse_layout(layout)
-    return validate_recipe(document)
+    return build_recipe(source, overrides, layout)
 
 
 def plan(
@@ -171,7 +168,7 @@ def rehearse(
     loaded = load_recipe(recipe)
     shape = read_recipe_shape(loaded)
     layout, batch = resolve_degrees(loaded, world_size)
-    check_layout(shape, layout, batch.sequence_length)
+    placement = place_model(shape, layout, batch.sequence_length)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.launch.auto_layout import choose_planned_precision
     from shardwright.rehearsal.rehearsal import rehearse as rehearse_plan
@@ -181,7 +178,7 @@ def rehearse(
     return rehearse_plan(
         loaded,
         shape,
-        resolve_plan(loaded, world_size, choice),
+        complete_plan(loaded, placement, batch, choice),
         should_run_each_rank=should_run_each_rank,
         on_report=on_report,
     )

@@ -1,7 +1,7 @@
 """The plan: one frozen value that describes how a run is distributed over devices.
 
-Planner, rehearsal, verifier and trainer all read the same `Plan`; `resolve_plan` is pure and needs
-no torch.
+Rehearsal, verifier and trainer all read the same `Plan`; what follows from layout and model
+(stages, context-parallel method, shards) is computed when it is built. No torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from shardwright.architecture import ModelShape
 from shardwright.config.recipe import Recipe, RecomputeKind
 from shardwright.config.training import PrecisionSection, TrainingSection
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
-from shardwright.schedule import load_schedule
+from shardwright.placement import Placement, place_model
+from shardwright.schedule import PIPELINE_SCHEDULES, load_schedule, load_schedule_file
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class PrecisionChoice:
 class Plan:
     """Distribution of a training run over devices. Its precision is never `auto`."""
 
-    layout: Layout
+    placement: Placement
     batch: BatchPlan
     precision: PrecisionSection
     recompute: RecomputeKind = "none"
@@ -67,7 +69,12 @@ class Plan:
     """Reason why `precision: auto` chose this kind; None if the recipe names the kind."""
 
     def __post_init__(self) -> None:
-        assert self.precision.kind != "auto", "`resolve` resolves `auto`"
+        assert self.precision.kind != "auto", "`resolve_plan` resolves `auto`"
+
+    @property
+    def layout(self) -> Layout:
+        """Degrees and options of all parallelisms."""
+        return self.placement.layout
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values for the run folder."""
@@ -82,34 +89,63 @@ class Plan:
         }
 
 
+def build_plan(
+    shape: ModelShape,
+    layout: Layout,
+    batch: BatchPlan,
+    precision: PrecisionSection,
+    recompute: RecomputeKind = "none",
+    precision_reason: str | None = None,
+) -> Plan:
+    """Build the plan of a model from resolved parts.
+
+    Raises:
+        LayoutError, ScheduleError: the layout does not support the model.
+    """
+    placement = place_model(shape, layout, batch.sequence_length)
+    return Plan(placement, batch, precision, recompute, precision_reason)
+
+
 def resolve_plan(
-    recipe: Recipe, world_size: int, auto_precision: PrecisionChoice | None = None
+    recipe: Recipe,
+    shape: ModelShape,
+    world_size: int,
+    auto_precision: PrecisionChoice | None = None,
 ) -> Plan:
     """Resolve a recipe on `world_size` ranks into a plan.
 
     Args:
+        shape: the recipe's model.
         auto_precision: choice for `precision: auto` on the devices of the plan. Not needed if
             the recipe names its precision.
 
     Raises:
-        LayoutError, RecipeError: degrees or batch sizes contradict each other; shows the
-            arithmetic.
+        LayoutError, RecipeError: degrees or batch sizes contradict each other or do not divide
+            the model; shows the arithmetic.
         ScheduleError: the pipeline schedule does not support the step's number of
             micro-batches.
     """
     layout, batch = resolve_degrees(recipe, world_size)
+    placement = place_model(shape, layout, batch.sequence_length)
+    return complete_plan(recipe, placement, batch, auto_precision)
+
+
+def complete_plan(
+    recipe: Recipe, placement: Placement, batch: BatchPlan, auto_precision: PrecisionChoice | None
+) -> Plan:
+    """Complete a placed model to a plan: precision and recompute of the recipe."""
     choice = auto_precision if recipe.precision.kind == "auto" else None
     return Plan(
-        layout=layout,
-        batch=batch,
-        precision=settle_precision(recipe, choice).precision,
-        recompute=recipe.recompute,
-        precision_reason=None if choice is None else choice.reason,
+        placement,
+        batch,
+        settle_precision(recipe, choice).precision,
+        recipe.recompute,
+        None if choice is None else choice.reason,
     )
 
 
 def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]:
-    """Resolve layout and batch of a recipe: all of the plan that is independent of the devices.
+    """Resolve layout and batch of a recipe: what depends on neither the model nor the devices.
 
     Raises:
         LayoutError, RecipeError, ScheduleError: as `resolve_plan`.
@@ -118,6 +154,8 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
     batch = resolve_batch(recipe.training, layout.data_ranks)
     if layout.pp > 1:
         _check_schedule(layout, batch, is_compiled=recipe.model.compile)
+    elif layout.schedule not in PIPELINE_SCHEDULES:
+        load_schedule_file(layout.schedule)  # unused, but a wrong name is an error all the same
     return layout, batch
 
 

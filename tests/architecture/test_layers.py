@@ -96,10 +96,16 @@ def test_torch_free_packages_and_the_command_line_import_without_torch() -> None
     assert done.returncode == 0, done.stderr
 
 
+FILE_LIMITS = {"audit/recorder.py": 800}
+"""Lines of files that are longer for a reason: this one is copied into other projects
+(docs/decisions/0069-vendorable-recorder.md)."""
+
+
 @pytest.mark.parametrize(
     "path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_files_stay_readable(path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 450, (
+    limit = FILE_LIMITS.get(path.relative_to(ROOT).as_posix(), 450)
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit, (
         "this file is too long: split it"
     )

@@ -33,7 +33,7 @@ from shardwright.optim.state import (
 from shardwright.parallel import ParallelModel, apply_layout
 from shardwright.parallel.fsdp import apply_fsdp
 from shardwright.parallel.mesh import Mesh
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.run import train
 from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.gpu.conftest import measure_peak_bytes
@@ -57,7 +57,9 @@ def build_model(
     compile_blocks: bool = False,
 ) -> ParallelModel:
     precision = PrecisionSection(kind=kind)
-    plan = Plan(Layout(), BatchPlan(count_row_tokens(shape), 4, 1, 1), precision, recompute)
+    plan = build_plan(
+        shape, Layout(), BatchPlan(count_row_tokens(shape), 4, 1, 1), precision, recompute
+    )
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         build_decoder(shape, precision),

@@ -28,7 +28,8 @@ from shardwright.launch.stop_signals import StopRequest
 from shardwright.model.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.telemetry.event_log import read_events, select_surviving_steps
-from shardwright.training.run import train, train_rank
+from shardwright.training.rank_run import train_rank
+from shardwright.training.run import train
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.background_save import BackgroundSaver, HostBuffer
+from shardwright.checkpoint.background_save import BackgroundSaver
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
+from shardwright.checkpoint.host_buffer import HostBuffer
+from shardwright.checkpoint.local_tensors import HostCopy
 from shardwright.checkpoint.tensor_loading import load_checkpoint
 from shardwright.errors import SaveFailed
 from tests.multiprocess.pool import RankPool
@@ -96,7 +98,7 @@ def copy_event(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go = threading.Event()
     copy_tensors = HostBuffer.copy_tensors
 
-    def wait(copy: HostBuffer, *arguments: Any, **options: Any) -> list[torch.Tensor]:
+    def wait(copy: HostBuffer, *arguments: Any, **options: Any) -> list[HostCopy]:
         assert go.wait(250)
         return copy_tensors(copy, *arguments, **options)
 

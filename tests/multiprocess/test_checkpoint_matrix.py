@@ -23,8 +23,7 @@ from shardwright.checkpoint.manifest import read_manifest
 from shardwright.checkpoint.tensor_loading import load_checkpoint
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.layout import Layout, RankGrid, compute_local_boxes, compute_local_shape
-from shardwright.layout_rules import check_layout
-from shardwright.placement import build_parameter_layouts, partition_stages
+from shardwright.placement import build_parameter_layouts, partition_stages, place_model
 from tests.multiprocess.pool import RankPool
 
 SEQUENCE_LENGTH = 24
@@ -156,7 +155,7 @@ def write_each(
     for name in names:
         layout = LAYOUTS[name]
         for model in MODELS:  # a dense model loads under ep too, although no run would use it
-            check_layout(
+            place_model(
                 read_shape(model),
                 layout if model == "sparse" else replace(layout, ep=1),
                 SEQUENCE_LENGTH,

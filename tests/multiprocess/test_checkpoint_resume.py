@@ -22,7 +22,7 @@ from shardwright.errors import Preempted
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.telemetry.event_log import ResumeEvent, read_events, select_surviving_steps
-from shardwright.training.run import train_rank
+from shardwright.training.rank_run import train_rank
 from tests.multiprocess.pool import RankPool
 
 CHAIN = [

@@ -18,7 +18,7 @@ from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import apply_layout, build_mesh, expert_parallel, fsdp
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verification.cell import MutationContext
 from shardwright.verification.verification import VerificationReport, verify
@@ -156,7 +156,7 @@ def record_order(zero_stage: Any) -> list[str]:
     with torch.device("meta"):
         decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
     specs = {spec.name: spec for spec in shape.list_parameters()}
-    plan = Plan(layout, BatchPlan(12, 2, 1, 2), PrecisionSection(kind="fp32"))
+    plan = build_plan(shape, layout, BatchPlan(12, 2, 1, 2), PrecisionSection(kind="fp32"))
     model = apply_layout(
         decoder,
         plan,

@@ -22,7 +22,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import apply_layout, build_mesh
 from shardwright.parallel.parallel_model import get_local_tensor
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from tests.multiprocess.pool import RankPool
 
 CONFIG = {
@@ -45,7 +45,9 @@ def import_folder(layout: Layout, folder: Path) -> tuple[int, int]:
         decoder = Decoder(SHAPE, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
     weights = WeightsFolder(folder)
     weights.check(SHAPE)
-    plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection(kind="fp32"))
+    plan = build_plan(
+        decoder.shape, layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection(kind="fp32")
+    )
     mesh = build_mesh(layout, "cpu")
     device = torch.device("cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -24,7 +24,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
 from shardwright.verification.grid import GRID_MODELS
 from tests.multiprocess.models import LLAMA
@@ -51,7 +51,7 @@ def build(
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
-        Plan(layout, BatchPlan(TOKENS, 2, 2, layout.data_ranks), precision),
+        build_plan(shape, layout, BatchPlan(TOKENS, 2, 2, layout.data_ranks), precision),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: initialise_parameter(

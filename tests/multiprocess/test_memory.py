@@ -23,7 +23,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh, comm_timing
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import update_parameters
 from tests.multiprocess.pool import RankPool
 
@@ -47,7 +47,9 @@ def build(layout: Layout) -> ParallelModel:
     with torch.device("meta"):
         decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
     specs = {spec.name: spec for spec in shape.list_parameters()}
-    plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection(kind="fp32"))
+    plan = build_plan(
+        shape, layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection(kind="fp32")
+    )
     return apply_layout(
         decoder,
         plan,

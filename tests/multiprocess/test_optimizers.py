@@ -37,7 +37,7 @@ from shardwright.optim.adafactor import Adafactor
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh, matrix_exchange
 from shardwright.parallel.gradient_reduction import narrow_to_box
 from shardwright.parallel.parallel_model import get_local_tensor
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.cell import MutationContext
 from shardwright.verification.verification import verify
@@ -97,7 +97,9 @@ def build(
     specs = {spec.name: spec for spec in shape.list_parameters()}
     model = apply_layout(
         decoder,
-        Plan(layout, BatchPlan(8, 2, 2, layout.data_ranks), PrecisionSection(kind="fp32")),
+        build_plan(
+            shape, layout, BatchPlan(8, 2, 2, layout.data_ranks), PrecisionSection(kind="fp32")
+        ),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, bounds: initialise_parameter(

@@ -23,7 +23,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh, pipeline_parallel
 from shardwright.parallel.p2p_channels import P2PChannels
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
     build_schedule,
@@ -51,7 +51,9 @@ def build(
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
-        Plan(layout, BatchPlan(12, 2, num_micro_batches, layout.data_ranks), precision),
+        build_plan(
+            shape, layout, BatchPlan(12, 2, num_micro_batches, layout.data_ranks), precision
+        ),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: initialise_parameter(

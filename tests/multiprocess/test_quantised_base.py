@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright import placement
 from shardwright.architecture import ParameterSpec, read_recipe_shape
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, Shard
@@ -21,7 +20,8 @@ from shardwright.model.nf4 import read_packed_slice
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout, build_mesh
 from shardwright.parallel.parallel_model import get_local_tensor
-from shardwright.plans import BatchPlan, Plan
+from shardwright.placement import parameter_layouts
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.verification import reference
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verification.cell import MutationContext
@@ -110,7 +110,7 @@ def shard_bytes_without_sections() -> Iterator[None]:
     """
 
     def build_shard(matrix: ParameterSpec, parallel: Any, shape: Any, degree: int) -> Shard | None:
-        shard = placement._build_tensor_shard(matrix, parallel, shape, degree)
+        shard = parameter_layouts._build_tensor_shard(matrix, parallel, shape, degree)
         return (
             None
             if shard is None
@@ -119,7 +119,7 @@ def shard_bytes_without_sections() -> Iterator[None]:
             )
         )
 
-    with mock.patch.object(placement, "_build_packed_shard", build_shard):
+    with mock.patch.object(parameter_layouts, "_build_packed_shard", build_shard):
         yield
 
 
@@ -155,8 +155,11 @@ def measure_packed_weights(cell: AdapterCell) -> tuple[int, int, dict[str, Tenso
             lambda _name, rows: initialise_parameter(matrix, 3, dtype=torch.float32, narrow=rows),
         )
 
-    plan = Plan(
-        cell.layout, BatchPlan(8, 1, 1, cell.layout.data_ranks), PrecisionSection(kind="bf16")
+    plan = build_plan(
+        decoder.shape,
+        cell.layout,
+        BatchPlan(8, 1, 1, cell.layout.data_ranks),
+        PrecisionSection(kind="bf16"),
     )
     model = apply_layout(
         decoder, plan, build_mesh(cell.layout, "cpu"), torch.device("cpu"), read_slice=fill

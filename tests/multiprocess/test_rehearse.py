@@ -27,7 +27,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import create_state
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, Plan, build_plan
 from shardwright.rehearsal import rank_rehearsal
 from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
 from shardwright.rehearsal.rank_rehearsal import RankRehearsal, rehearse_rank
@@ -69,10 +69,13 @@ def build_recipe(model: str = "llama") -> Recipe:
     )
 
 
-def build_plan(layout: Layout, recompute: str = "none", kind: PrecisionKind = "fp32") -> Plan:
+def build_case_plan(
+    model: str, layout: Layout, recompute: str = "none", kind: PrecisionKind = "fp32"
+) -> Plan:
     batch = BatchPlan(256, 2, 2 * layout.pp, layout.data_ranks)
     precision = build_recipe().precision.model_copy(update={"kind": kind})
-    return Plan(layout, batch, precision, recompute)  # type: ignore[arg-type]
+    shape = read_config(MODELS[model])
+    return build_plan(shape, layout, batch, precision, recompute)  # type: ignore[arg-type]
 
 
 TOLERANCES: dict[PrecisionKind, float] = {"fp32": 0.002, "bf16": 0.02}
@@ -202,7 +205,7 @@ def rehearse_in_new_process(plan: Plan, rank: int, model: str = "llama") -> Rank
 def test_a_rehearsal_equals_a_real_run(
     ranks: RankPool, model: str, layout: Layout, recompute: str, kind: PrecisionKind
 ) -> None:
-    plan = build_plan(layout, recompute, kind)
+    plan = build_case_plan(model, layout, recompute, kind)
     report = rehearse_in_new_process(plan, 0, model)
     peak, calls = ranks.run(layout.world_size, run_real_step, plan, report.peak_bytes, model)[0]
     # DDP rearranges its buckets in the second step, with a broadcast; the first step has one

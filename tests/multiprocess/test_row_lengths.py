@@ -20,7 +20,7 @@ from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout, build_mesh
-from shardwright.plans import BatchPlan, Plan, compute_row_multiple
+from shardwright.plans import BatchPlan, build_plan, compute_row_multiple
 from shardwright.training.step import accumulate_gradients, count_tokens_and_flops
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
@@ -74,7 +74,7 @@ def run_step(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> 
     def fill(name: str, bounds: Any) -> Tensor:
         return initialise_parameter(specs[name], 3, dtype=torch.float64, narrow=bounds)
 
-    plan = Plan(layout, batch, PrecisionSection(kind="fp64"))
+    plan = build_plan(decoder.shape, layout, batch, PrecisionSection(kind="fp64"))
     model = apply_layout(
         decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), read_slice=fill
     )

@@ -21,7 +21,7 @@ from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verification.verification import verify
 from tests.multiprocess.models import GPT2, TENSOR_LLAMA, build_recipe
@@ -167,7 +167,9 @@ def build(
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
-        Plan(layout, BatchPlan(TOKENS, 2, 1, layout.data_ranks), PrecisionSection(kind="fp64")),
+        build_plan(
+            shape, layout, BatchPlan(TOKENS, 2, 1, layout.data_ranks), PrecisionSection(kind="fp64")
+        ),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: initialise_parameter(

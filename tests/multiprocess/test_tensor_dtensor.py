@@ -34,7 +34,7 @@ from shardwright.model import Decoder
 from shardwright.model.forward_context import build_forward_context
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from tests.multiprocess.pool import RankPool
 
 HEADS = 4
@@ -144,7 +144,8 @@ def build_ours(width: int, dtype: torch.dtype) -> ParallelModel:
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
-        Plan(
+        build_plan(
+            shape,
             layout,
             BatchPlan(TOKENS, BATCH, 1, 1),
             PrecisionSection(kind="fp64" if dtype == torch.float64 else "fp32"),

@@ -26,7 +26,7 @@ from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.zero_mask import ZeroMask, keep_zeros
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.uneven_data import UnevenDataset
 from tests.multiprocess.models import LLAMA
@@ -66,7 +66,7 @@ def build(layout: Layout, *, pruned: bool = False) -> ParallelModel:
             value[(rows[:, None] + columns) % 3 == 0] = 0.0
         return value
 
-    plan = Plan(layout, build_batch(layout), PrecisionSection(kind="fp64"))
+    plan = build_plan(decoder.shape, layout, build_batch(layout), PrecisionSection(kind="fp64"))
     return apply_layout(
         decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), read_slice=fill
     )

@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.architecture import read_config
+from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.comm_timing import PARALLELISMS, time_wait, use_timer
-from shardwright.plans import BatchPlan, Plan
-from shardwright.training.clock_sync import synchronise_clock
+from shardwright.plans import BatchPlan, build_plan
+from shardwright.training.rank_sync import RankSync
 from shardwright.training.step import accumulate_gradients
 from tests.multiprocess.models import LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
@@ -47,7 +48,7 @@ def build(layout: Layout) -> ParallelModel:
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
-        Plan(layout, BatchPlan(8, 2, 2, layout.data_ranks), recipe.precision),
+        build_plan(shape, layout, BatchPlan(8, 2, 2, layout.data_ranks), recipe.precision),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: initialise_parameter(
@@ -119,7 +120,8 @@ def measure_clock() -> tuple[float, float]:
     """Return the clock's stated error and its difference from rank 0; all ranks of this test
     share one clock.
     """
-    clock = synchronise_clock(dist.get_rank(), dist.get_world_size())
+    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), dist.get_rank())
+    clock = RankSync(environment, torch.device("cpu")).synchronise_clock()
     return clock.error_seconds, abs(clock.wall_offset_seconds)
 
 

@@ -17,7 +17,7 @@ import pytest
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.convert.emit import emit
 from shardwright.convert.emitted_config import EmitRequest
-from shardwright.plans import resolve_plan
+from shardwright.plans import resolve_degrees
 
 pytestmark = pytest.mark.long
 HERE = Path(__file__).parent
@@ -42,7 +42,7 @@ def write_emitted_config(
     recipe = validate_recipe(
         content | {"layout": layout, "precision": "bf16", "run": {"device": "cpu"}}
     )
-    path.write_text(emit(system, EmitRequest(recipe, resolve_plan(recipe, 2))).text)
+    path.write_text(emit(system, EmitRequest(recipe, *resolve_degrees(recipe, 2))).text)
     return path
 
 

@@ -10,8 +10,7 @@ import pytest
 from shardwright.architecture import ModelShape, read_config
 from shardwright.errors import LayoutError
 from shardwright.layout import DimSection, Layout, ParameterLayout, PipelineStage, Shard
-from shardwright.layout_rules import check_layout
-from shardwright.placement import build_parameter_layouts
+from shardwright.placement import build_parameter_layouts, place_model
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
@@ -113,17 +112,17 @@ def test_indivisible_sizes_are_refused_with_the_numbers(
     layout: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(LayoutError) as raised:
-        check_layout(make_model(**changes), Layout(**layout), 24)
+        place_model(make_model(**changes), Layout(**layout), 24)
     assert re.search(message, str(raised.value), re.DOTALL)
 
 
 def test_sequence_parallelism_requires_divisible_tokens() -> None:
-    check_layout(make_model(), Layout(tp=4), 24)
+    place_model(make_model(), Layout(tp=4), 24)
     with pytest.raises(
         LayoutError,
         match=r"26 tokens of a sequence do not divide by 4.*tp=2, or .*sequence_parallel=false",
     ):
-        check_layout(make_model(), Layout(tp=4), 26)
+        place_model(make_model(), Layout(tp=4), 26)
     with pytest.raises(LayoutError, match=r"6 tokens of a context rank do not divide by 4"):
-        check_layout(make_model(), Layout(tp=4, cp=4, cp_method="all_gather"), 24)
-    check_layout(make_model(), Layout(tp=4, sequence_parallel=False), 26)
+        place_model(make_model(), Layout(tp=4, cp=4, cp_method="all_gather"), 24)
+    place_model(make_model(), Layout(tp=4, sequence_parallel=False), 26)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.config.recipe_loading import build_recipe
 from shardwright.config.training import TrainingSection
-from shardwright.errors import DataError, InputError
-from shardwright.plans import count_steps, resolve_batch
+from shardwright.errors import DataError, InputError, ScheduleError
+from shardwright.plans import count_steps, resolve_batch, resolve_degrees
 
 size = st.integers(1, 9)
 
@@ -85,3 +86,22 @@ def test_too_few_samples_for_one_step_are_an_error() -> None:
             num_samples=9,
             global_batch_size=10,
         )
+
+
+@pytest.mark.parametrize("layout", ["schedule=nonsense", "schedule=nonsense,pp=2"])
+def test_an_unknown_schedule_is_an_error_with_and_without_pipeline_stages(layout: str) -> None:
+    recipe = build_recipe(
+        {
+            "model": {"config": {}},
+            "data": {"sources": "text.txt"},
+            "training": {
+                "sequence_length": 8,
+                "max_steps": 1,
+                "learning_rate": 1e-3,
+                "micro_batch_size": 1,
+            },
+        },
+        layout=layout,
+    )
+    with pytest.raises(ScheduleError, match=r"neither a known schedule nor a file \(got nonsense"):
+        resolve_degrees(recipe, 2)

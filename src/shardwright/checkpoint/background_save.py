@@ -21,74 +21,13 @@ import torch.distributed as dist
 
 from shardwright.checkpoint.commit import RetentionPolicy
 from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.host_buffer import HostBuffer
 from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.save_plan import SavePlan, plan_save
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.checkpoint.tensor_saving import SavedCheckpoint, finish_save
 from shardwright.errors import SaveFailed
-
-_ALIGNMENT_BYTES = 64
-
-
-class HostBuffer:
-    """Host buffer that successive saves reuse.
-
-    Allocating memory costs more than the copy (a page fault every 4 KiB, and pinning if there
-    is a GPU).
-    """
-
-    def __init__(self) -> None:
-        self._memory_N = torch.empty(0, dtype=torch.uint8)
-
-    def copy_tensors(
-        self, tensors: Sequence[torch.Tensor], ready_event: torch.cuda.Event | None = None
-    ) -> list[torch.Tensor]:
-        """Return contiguous copies, valid until the next call.
-
-        Copies from a GPU are asynchronous, on a stream separate from training's, and start
-        after the event `ready_event`.
-        """
-        starts = []
-        num_bytes = 0
-        for tensor in tensors:
-            starts.append(num_bytes)
-            num_bytes += (
-                -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            )
-        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if num_bytes > self._memory_N.numel():
-            # Free the old buffer first: never hold both.
-            self._memory_N = torch.empty(0, dtype=torch.uint8)
-            self._memory_N = torch.empty(
-                num_bytes, dtype=torch.uint8, pin_memory=device is not None
-            )
-        copies = []
-        with torch.no_grad(), _use_copy_stream(device, ready_event):
-            for start, tensor in zip(starts, tensors, strict=True):
-                part = self._memory_N[start : start + tensor.numel() * tensor.element_size()]
-                copies.append(
-                    part.view(tensor.dtype)
-                    .view(tensor.shape)
-                    .copy_(tensor, non_blocking=device is not None)
-                )
-        return copies
-
-
-@contextmanager
-def _use_copy_stream(
-    device: torch.device | None, ready_event: torch.cuda.Event | None
-) -> Iterator[None]:
-    """Run the block on a separate CUDA stream, synchronised at the end, if there is a GPU."""
-    if device is None:
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    if ready_event is not None:
-        stream.wait_event(ready_event)
-    with torch.cuda.stream(stream):  # also sets the thread's device, by default device 0
-        yield
-    stream.synchronize()
 
 
 class BackgroundSaver:
@@ -148,7 +87,7 @@ class BackgroundSaver:
         """
         previous = self.wait()
         plan = self._plan_save(step, tensors, values, merged_values)
-        ready = _record_ready_event([values for *_, values in plan.local_writes])
+        ready = _record_ready_event(plan.list_tensors())
         place = parse_storage_path(root)
         self._copy_finished.clear()
         self._pending_save = self._pool.submit(

@@ -143,8 +143,26 @@ def _split_local(name: str, local: torch.Tensor, boxes: list[Box]) -> Iterator[L
         yield LocalSlice(box, view)
 
 
-def iterate_blocks(values: torch.Tensor) -> Iterator[memoryview]:
+@dataclass(frozen=True)
+class HostCopy:
+    """Copy of a tensor's bytes in row-major order, in consecutive pieces of host memory."""
+
+    pieces: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+def view_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in row-major order, `[N]`; a copy if it is not contiguous."""
+    return values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def iterate_blocks(values: torch.Tensor | HostCopy) -> Iterator[memoryview]:
     """Yield a tensor's bytes in row-major order; device memory is copied block by block."""
-    flat = values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), BLOCK_BYTES):
-        yield flat[start : start + BLOCK_BYTES].cpu().numpy().data
+    pieces = values.pieces if isinstance(values, HostCopy) else (view_bytes(values),)
+    for piece in pieces:
+        for start in range(0, piece.numel(), BLOCK_BYTES):
+            yield piece[start : start + BLOCK_BYTES].cpu().numpy().data

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.boxes import Box, build_full_box, find_cover_fault
-from shardwright.checkpoint.local_tensors import LocalTensor, ParameterShard, describe_local_tensor
+from shardwright.checkpoint.local_tensors import (
+    HostCopy,
+    LocalTensor,
+    ParameterShard,
+    describe_local_tensor,
+)
 from shardwright.checkpoint.manifest import DTYPE_BYTES, StoredSlice, TensorEntry, encode_values
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.errors import SaveFailed, ShardwrightError
@@ -34,7 +39,7 @@ class SavePlan:
     merged_values: Mapping[str, Any]
     entries: dict[str, TensorEntry]
     writers: dict[tuple[str, Box], int]
-    local_writes: list[tuple[str, str, Box, torch.Tensor]]
+    local_writes: Sequence[tuple[str, str, Box, torch.Tensor | HostCopy]]
     digest: str
     """SHA-256 of this rank's announcement; if no rank's changes, the assignment is reused."""
     tensor_versions: tuple[int, ...] = ()
@@ -42,11 +47,13 @@ class SavePlan:
     fault: str | None = None
     """Reason why this rank cannot write; all ranks learn it before anything is published."""
 
-    def copy_tensors(
-        self, copy: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-    ) -> SavePlan:
+    def list_tensors(self) -> list[torch.Tensor]:
+        """List the tensors of `local_writes` that are not copies yet."""
+        return [values for *_, values in self.local_writes if isinstance(values, torch.Tensor)]
+
+    def copy_tensors(self, copy: Callable[[Sequence[torch.Tensor]], list[HostCopy]]) -> SavePlan:
         """Return a plan that writes copies, so that the originals may change."""
-        originals = [values for *_, values in self.local_writes]
+        originals = self.list_tensors()
         try:
             copies = copy(originals)
         except (RuntimeError, MemoryError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import total_ordering
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,16 +43,16 @@ class ReadableFile(ABC):
         self.close()
 
 
-@total_ordering
+@dataclass(frozen=True, order=True, repr=False)
 class RemotePath:
     """Path in an fsspec file system, with the methods of `pathlib.Path` that checkpoints use.
 
-    It has no links; an entry that is neither a regular file nor a folder counts as neither.
+    It has no links; an entry that is neither a regular file nor a folder counts as neither. Only a
+    missing entry counts as absent: a store that refuses or does not answer raises its own error.
     """
 
-    def __init__(self, file_system: Any, path: str) -> None:
-        self.file_system = file_system
-        self.path = path.rstrip("/")
+    path: str
+    file_system: Any
 
     @property
     def name(self) -> str:
@@ -62,25 +62,16 @@ class RemotePath:
     @property
     def parent(self) -> RemotePath:
         """Folder that contains this path."""
-        return RemotePath(self.file_system, self.path.rpartition("/")[0])
+        return RemotePath(self.path.rpartition("/")[0], self.file_system)
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self.file_system, f"{self.path}/{name}")
+        return RemotePath(f"{self.path}/{name}", self.file_system)
 
     def __str__(self) -> str:
         return str(self.file_system.unstrip_protocol(self.path))
 
     def __repr__(self) -> str:
         return f"RemotePath({self})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and str(self) == str(other)
-
-    def __lt__(self, other: RemotePath) -> bool:
-        return self.path < other.path
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
     def read_kind(self) -> str | None:
         """Return `file`, `directory`, another kind, or None if nothing exists."""
@@ -174,6 +165,7 @@ def parse_storage_path(text: str | Path | RemotePath) -> StoragePath:
     if not isinstance(text, str) or not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return Path(text) if isinstance(text, str) else text
     import fsspec
+    from fsspec.implementations.local import LocalFileSystem
 
     try:
         file_system, path = fsspec.url_to_fs(text)
@@ -181,12 +173,5 @@ def parse_storage_path(text: str | Path | RemotePath) -> StoragePath:
         raise CheckpointError(
             f"this location cannot be used: {error}", field="checkpoint.dir", got=text
         ) from error
-    return Path(path) if "file" in _list_protocols(file_system) else RemotePath(file_system, path)
-
-
-def _list_protocols(file_system: Any) -> tuple[str, ...]:
-    return (
-        (file_system.protocol,)
-        if isinstance(file_system.protocol, str)
-        else tuple(file_system.protocol)
-    )
+    is_local = isinstance(file_system, LocalFileSystem)
+    return Path(path) if is_local else RemotePath(path.rstrip("/"), file_system)

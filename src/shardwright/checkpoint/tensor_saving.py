@@ -193,9 +193,7 @@ def _write_shard(path: StoragePath, plan: SavePlan, disk: Disk) -> list[Any]:
     header = build_header(
         [(keys[name, box], dtype, box.lengths) for name, dtype, box, _ in plan.local_writes]
     )
-    size_bytes = len(header) + sum(
-        values.numel() * values.element_size() for *_, values in plan.local_writes
-    )
+    size_bytes = len(header) + sum(values.nbytes for *_, values in plan.local_writes)
     with create_hashed_file(path, disk, size_bytes) as file:
         file.write(memoryview(header))
         for _, _, _, values in plan.local_writes:

@@ -29,9 +29,9 @@ from shardwright.checkpoint.manifest import (
 )
 from shardwright.checkpoint.run_values import parse_values, read_values_file
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
-from shardwright.cli.console import open_console
 from shardwright.cli.options import JsonOutput
-from shardwright.cli.text_streams import escape_control_characters
+from shardwright.cli.output.console import open_console
+from shardwright.cli.output.text_streams import escape_control_characters
 from shardwright.errors import CheckpointError, ExitCode
 from shardwright.units import format_bytes, format_count, format_seconds
 

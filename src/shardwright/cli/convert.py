@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
-from shardwright.cli.page_output import write_text
+from shardwright.cli.output.page_output import write_text
 from shardwright.errors import InputError
 
 SCHEMA_VERSION = 1

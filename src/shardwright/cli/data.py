@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from shardwright.architecture import MODEL_FAMILIES, read_config, read_content
-from shardwright.cli.console import open_console
-from shardwright.cli.data_progress import show_data_progress
-from shardwright.cli.data_table import render_report
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.output.console import open_console
+from shardwright.cli.output.data_progress import show_data_progress
+from shardwright.cli.output.data_table import render_report
 from shardwright.config import Recipe, load_recipe
 from shardwright.data.model_data import ReadShape, prepare_for_model
 from shardwright.data.preparation import PreparedData

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
-from shardwright.cli.page_output import HtmlOutput, write_page
+from shardwright.cli.output.page_output import HtmlOutput, write_page
 from shardwright.config import load_recipe
 from shardwright.config.layout import LayoutSection
 from shardwright.config.recipe_loading import parse_layout
@@ -224,8 +224,8 @@ def _print_diagnosis(
     html: Path | None,
     json_output: bool,
 ) -> None:
-    from shardwright.cli.console import open_console
-    from shardwright.cli.doctor_table import print_findings
+    from shardwright.cli.output.console import open_console
+    from shardwright.cli.output.doctor_table import print_findings
     from shardwright.doctor.cluster_profile import build_profile
     from shardwright.hardware import save_profile
     from shardwright.report.diagnosis_page import render_diagnosis
@@ -271,8 +271,8 @@ def _check_recipe(
     json_output: bool,
 ) -> None:
     loaded_recipe = load_recipe(path, overrides or [], layout)
-    from shardwright.cli.console import open_console
-    from shardwright.cli.doctor_table import print_findings
+    from shardwright.cli.output.console import open_console
+    from shardwright.cli.output.doctor_table import print_findings
     from shardwright.doctor.checklist import check_recipe
     from shardwright.report.diagnosis_page import render_diagnosis
 

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
-from shardwright.cli.page_output import write_text
+from shardwright.cli.output.page_output import write_text
 from shardwright.cluster.job import (
     Job,
     NetworkOptions,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import typer
 
-from shardwright.cli.text_streams import escape_control_characters, escape_unencodable
+from shardwright.cli.output.text_streams import escape_control_characters, escape_unencodable
 from shardwright.cli.verbs import VERBS
 from shardwright.errors import ExitCode, InputError, ShardwrightError
 from shardwright.version import __version__

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
-from shardwright.cli.page_output import HtmlOutput, write_page, write_text
+from shardwright.cli.output.page_output import HtmlOutput, write_page, write_text
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, LayoutError
 
@@ -169,7 +169,7 @@ def plan_command(
         sys.stdout.write(emitted["text"])
         _print_warning(result)
     else:
-        from shardwright.cli.plan_table import print_plan
+        from shardwright.cli.output.plan_table import print_plan
 
         print_plan(result, loaded_recipe, target, num_layouts=top, seconds=seconds)
     if result.chosen is None:
@@ -215,7 +215,7 @@ def _emit_layout(
     from shardwright.convert.emit import emit
     from shardwright.convert.emitted_config import EmitRequest
     from shardwright.planner.auto_layout import apply_candidate
-    from shardwright.plans import resolve_plan
+    from shardwright.plans import resolve_degrees
 
     candidate = chosen.candidate
     resolved = apply_candidate(recipe, candidate)
@@ -240,7 +240,7 @@ def _emit_layout(
     emitted = emit(
         system,
         EmitRequest(
-            resolved, resolve_plan(resolved, chosen.num_gpus), candidate.offload, num_nodes
+            resolved, *resolve_degrees(resolved, chosen.num_gpus), candidate.offload, num_nodes
         ),
     )
     for note in emitted.notes:

@@ -61,7 +61,7 @@ def rehearse_command(
         else []
     )
     loaded_recipe = load_recipe(recipe, [*(overrides or []), *settings])
-    from shardwright.cli.console import open_console
+    from shardwright.cli.output.console import open_console
 
     console = open_console(stderr=json_output)
     result = rehearse_and_print(

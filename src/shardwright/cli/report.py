@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
-from shardwright.cli.page_output import write_page
+from shardwright.cli.output.page_output import write_page
 
 SCHEMA_VERSION = 1
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput
-from shardwright.cli.page_output import HtmlOutput, write_page, write_text
+from shardwright.cli.output.page_output import HtmlOutput, write_page, write_text
 from shardwright.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _print_schedule(
 ) -> None:
     """Print drawing and numbers on standard output; beside JSON, only the warning on standard
     error."""
-    from shardwright.cli.console import open_console
+    from shardwright.cli.output.console import open_console
 
     p = schedule.num_ranks
     m = schedule.num_micro_batches

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright import api
-from shardwright.cli.data_progress import show_data_progress
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath, enable_log
+from shardwright.cli.output.data_progress import show_data_progress
 from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, InputError
 from shardwright.launch.rank_environment import detect_rank_environment
@@ -127,7 +127,7 @@ def _rehearse_first(recipe: Recipe, world_size: int, *, is_launched: bool) -> No
                 "or start the ranks with `train --nproc`"
             ),
         )
-    from shardwright.cli.console import open_console
+    from shardwright.cli.output.console import open_console
     from shardwright.cli.rehearse import rehearse_and_print
     from shardwright.planner.auto_layout import build_cluster
 

@@ -129,11 +129,18 @@ def _load_predict() -> Callable[..., Any]:
     return predict_command
 
 
+def _load_audit() -> typer.Typer:
+    from shardwright.cli.audit import app
+
+    return app
+
+
 VERBS = {
     "data": Verb("Show the training data as the model will see it.", _load_data),
     "plan": Verb("Rank a recipe's layouts by predicted speed on a cluster.", _load_plan),
     "doctor": Verb("Check devices, links and hosts before a long run.", _load_doctor),
     "verify": Verb("Check that a layout's gradients equal those of one process.", _load_verify),
+    "audit": Verb("Check a recorded step of any trainer against one process.", _load_audit),
     "rehearse": Verb("Run a layout's training step on fake devices.", _load_rehearse),
     "train": Verb("Train a recipe, in one process or many.", _load_train),
     "launch": Verb("Start a recipe on Slurm, Kubernetes or torchrun.", _load_launch),

@@ -123,7 +123,7 @@ def verify_command(
     loaded_recipe = load_recipe(recipe, overrides or [])
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright import api
-    from shardwright.cli.console import open_console
+    from shardwright.cli.output.console import open_console
     from shardwright.verification.cases import choose_dtypes
 
     dtypes = choose_dtypes(dtype or ())
@@ -166,7 +166,7 @@ def verify_command(
 
 def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
     """Verify every cell of the grid; print each as a row when it is done."""
-    from shardwright.cli.console import open_console
+    from shardwright.cli.output.console import open_console
     from shardwright.verification.grid import list_cells
     from shardwright.verification.rank_pool import RankPool
     from shardwright.verification.verification import SCHEMA_VERSION, GridCellResult, verify_grid

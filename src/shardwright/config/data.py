@@ -6,12 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shardwright.config.recipe_section import Fraction, PathText, Positive, RecipeSection
+from shardwright.config.recipe_section import (
+    Fraction,
+    LocalFolderText,
+    PathText,
+    Positive,
+    RecipeSection,
+)
 
 RecordsKind = Literal[
     "auto", "text", "messages", "sharegpt", "alpaca", "prompt_response", "prompt_completion",
     "preference", "tokens",
 ]  # fmt: skip
+
+IGNORED_LABEL = -100
+"""Label of unsupervised tokens, in data files too; the one that
+`torch.nn.functional.cross_entropy` ignores."""
 
 
 class DataSource(RecipeSection):
@@ -104,7 +114,7 @@ class DataSection(RecipeSection):
     max_broken_fraction: Fraction = 0.01
     """Records that cannot be read are skipped and reported with file and line; a larger
     fraction than this is an error."""
-    cache_dir: PathText | None = None
+    cache_dir: LocalFolderText | None = None
     """Folder for tokenised data; default `~/.cache/shardwright/data`, or
     `$SHARDWRIGHT_CACHE/data`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -61,9 +61,7 @@ def load_recipe(
             got=type(document).__name__,
             allowed="model:, data:, training:, ...",
         )
-    document = apply_overrides(document, overrides)
-    if layout is not None:
-        document["layout"] = parse_layout(layout)
+    overrides = list(overrides)
     overridden = [key.partition("=")[0].strip() for key in overrides] + (
         [] if layout is None else ["layout"]
     )
@@ -75,7 +73,20 @@ def load_recipe(
         line = find_line(text, location)
         return None if line is None else f"{path}, line {line}"
 
-    return validate_recipe(document, locate)
+    return build_recipe(document, overrides, layout, locate)
+
+
+def build_recipe(
+    document: Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    layout: str | None = None,
+    locate: Locate = lambda location: None,
+) -> Recipe:
+    """Apply `--set` and `--layout` to a mapping and validate it; see `load_recipe`."""
+    settings = apply_overrides(dict(document), overrides)
+    if layout is not None:
+        settings["layout"] = parse_layout(layout)
+    return validate_recipe(settings, locate)
 
 
 def validate_recipe(document: dict[str, Any], locate: Locate = lambda location: None) -> Recipe:
@@ -301,9 +312,13 @@ def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> Reci
     if kind == "missing":
         where = None if place is None else f"no such key in {place}"
         return RecipeError("missing key", field=field, got=where, remedy=f"Add `{location[-1]}:`")
-    if kind == "value_error":
-        return RecipeError(str(item["ctx"]["error"]), field=field or "recipe", got=place)
     got = _shorten_with_position(repr(item["input"]), place)
+    if kind == "value_error":
+        return RecipeError(
+            str(item["ctx"]["error"]),
+            field=field or "recipe",
+            got=got if isinstance(item["input"], str) else place,
+        )
     if kind == "literal_error":
         return RecipeError(
             "not an allowed value", field=field, got=got, allowed=item["ctx"]["expected"]

@@ -31,6 +31,16 @@ def _check_path(text: str) -> str:
 PathText = Annotated[str, AfterValidator(_check_path)]
 """A path or a URL."""
 
+
+def _check_local(text: str) -> str:
+    if "://" in text:
+        raise ValueError("must be a local or mounted folder, not a URL")
+    return text
+
+
+LocalFolderText = Annotated[PathText, AfterValidator(_check_local)]
+"""A folder of a local or mounted file system."""
+
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]

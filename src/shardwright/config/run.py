@@ -6,7 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shardwright.config.recipe_section import NonNegative, PathText, Positive, RecipeSection
+from shardwright.config.recipe_section import (
+    LocalFolderText,
+    NonNegative,
+    PathText,
+    Positive,
+    RecipeSection,
+)
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 """Device type of the ranks; `auto` uses CUDA if available."""
@@ -105,7 +111,7 @@ class WatchdogSection(RecipeSection):
 class RunSection(RecipeSection):
     """The run folder and its contents."""
 
-    dir: PathText | None = None
+    dir: LocalFolderText | None = None
     """Run folder; default `runs/<name>`."""
     log_every_steps: Positive = 1
     """Steps between log lines (events.jsonl contains every step)."""

@@ -32,8 +32,8 @@ _IGNORED_KEYS = ("compute_environment", "debug", "enable_cpu_affinity")
 def write(request: EmitRequest) -> EmittedConfig:
     """Write the plan for `accelerate launch --config_file`: DDP for zero_stage 0, else
     FSDP2."""
-    layout = request.plan.layout
-    precision = request.plan.precision.kind
+    layout = request.layout
+    precision = request.recipe.precision.kind
     notes = [*request.list_common_notes("the training script"), *_build_script_notes(request)]
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -81,7 +81,7 @@ def write(request: EmitRequest) -> EmittedConfig:
 
 
 def _is_sharded(request: EmitRequest) -> bool:
-    layout = request.plan.layout
+    layout = request.layout
     return layout.zero_stage > 0 or layout.tp > 1 or layout.cp > 1
 
 
@@ -90,11 +90,11 @@ def _choose_distributed_type(request: EmitRequest) -> str:
         return "FSDP"
     # With MULTI_CPU, accelerate starts one process only, unless mpirun and a hostfile exist;
     # with MULTI_GPU it starts all of them.
-    return "NO" if request.plan.layout.world_size == 1 else "MULTI_GPU"
+    return "NO" if request.layout.world_size == 1 else "MULTI_GPU"
 
 
 def _build_fsdp_section(request: EmitRequest, notes: list[str]) -> dict[str, Any]:
-    layout = request.plan.layout
+    layout = request.layout
     if layout.zero_stage == 1:
         notes.append(
             "layout.zero_stage: 1: FSDP2 has no such stage; written as 2, "
@@ -117,17 +117,16 @@ def _build_fsdp_section(request: EmitRequest, notes: list[str]) -> dict[str, Any
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_offload_params": request.offload == "parameters",
-        "fsdp_activation_checkpointing": request.plan.recompute == "full",
+        "fsdp_activation_checkpointing": request.recipe.recompute == "full",
     }
 
 
 def _build_script_notes(request: EmitRequest) -> list[str]:
     """Describe the settings that accelerate leaves to the script: most of the optimisation."""
-    plan = request.plan
     training = request.recipe.training
     optimizer = request.recipe.optimizer
-    layout = plan.layout
-    batch = plan.batch
+    layout = request.layout
+    batch = request.batch
     notes = [
         f"training: sequences of {batch.sequence_length} tokens, "
         f"{batch.micro_batch_size} per rank, "
@@ -150,9 +149,12 @@ def _build_script_notes(request: EmitRequest) -> list[str]:
         notes.append(
             "layout.sequence_parallel: true: determined by transformers' tensor-parallel plan"
         )
-    if plan.recompute == "selective" or (plan.recompute == "full" and not _is_sharded(request)):
+    if request.recipe.recompute == "selective" or (
+        request.recipe.recompute == "full" and not _is_sharded(request)
+    ):
         notes.append(
-            f"recompute: {plan.recompute}: call model.gradient_checkpointing_enable() in the script"
+            f"recompute: {request.recipe.recompute}: "
+            "call model.gradient_checkpointing_enable() in the script"
         )
     return notes
 

@@ -23,8 +23,7 @@ NOTES_KEY = "_not_expressed"
 def write(request: EmitRequest) -> EmittedConfig:
     """Write the plan for `deepspeed.initialize(config=...)`."""
     recipe = request.recipe
-    plan = request.plan
-    batch = plan.batch
+    batch = request.batch
     training = recipe.training
     notes = [*request.list_common_notes("DeepSpeed's script"), *_build_layout_notes(request)]
     config: dict[str, Any] = {
@@ -35,21 +34,22 @@ def write(request: EmitRequest) -> EmittedConfig:
         "steps_per_print": recipe.run.log_every_steps,
         "zero_optimization": _build_zero_section(request),
     }
-    if plan.layout.tp > 1:
-        config["tensor_parallel"] = {"autotp_size": plan.layout.tp}
+    if request.layout.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": request.layout.tp}
     config |= _build_precision_section(request, notes)
     config |= _build_optimizer_section(request, notes)
     config |= _build_scheduler_section(request, notes)
     notes.append(f"training.sequence_length: {training.sequence_length}: determined by the data")
-    if plan.recompute != "none":
+    if request.recipe.recompute != "none":
         notes.append(
-            f"recompute: {plan.recompute}: call model.gradient_checkpointing_enable() in the script"
+            f"recompute: {request.recipe.recompute}: "
+            "call model.gradient_checkpointing_enable() in the script"
         )
     return EmittedConfig(json.dumps({NOTES_KEY: notes} | config, indent=2) + "\n", tuple(notes))
 
 
 def _build_zero_section(request: EmitRequest) -> dict[str, Any]:
-    layout = request.plan.layout
+    layout = request.layout
     zero: dict[str, Any] = {"stage": layout.zero_stage}
     if layout.zero_stage == 3 and layout.dp_replicate > 1:
         zero["mics_shard_size"] = layout.fsdp
@@ -59,7 +59,7 @@ def _build_zero_section(request: EmitRequest) -> dict[str, Any]:
 
 
 def _build_layout_notes(request: EmitRequest) -> list[str]:
-    layout = request.plan.layout
+    layout = request.layout
     notes = []
     if layout.pp > 1:
         notes.append(
@@ -91,7 +91,7 @@ def _build_layout_notes(request: EmitRequest) -> list[str]:
 
 
 def _build_precision_section(request: EmitRequest, notes: list[str]) -> dict[str, Any]:
-    precision = request.plan.precision
+    precision = request.recipe.precision
     if precision.kind == "bf16":
         dtype = {"fp32": "fp32", "bf16": "bfp16"}[precision.reduce_dtype]
         return {"bf16": {"enabled": True}, "communication_data_type": dtype}

@@ -10,7 +10,8 @@ from typing import Literal
 
 from shardwright.config import Recipe
 from shardwright.config.training import TrainingSection
-from shardwright.plans import Plan
+from shardwright.layout import Layout
+from shardwright.plans import BatchPlan
 
 Offload = Literal["none", "optimizer", "parameters"]
 
@@ -25,11 +26,14 @@ class EmittedConfig:
 
 @dataclass(frozen=True)
 class EmitRequest:
-    """Input of a writer: recipe with a resolved layout, plan, and the planner's offload and
-    nodes."""
+    """Input of a writer: recipe, its resolved layout and batch, the planner's offload and nodes.
+
+    The recipe's precision is not `auto`.
+    """
 
     recipe: Recipe
-    plan: Plan
+    layout: Layout
+    batch: BatchPlan
     offload: Offload = "none"
     num_nodes: int = 1
 
@@ -54,7 +58,7 @@ class EmitRequest:
         if training.batch_scaling == "none":
             return 1.0
         assert training.base_batch_size is not None  # validated by the schema
-        ratio = self.plan.batch.global_batch_size / training.base_batch_size
+        ratio = self.batch.global_batch_size / training.base_batch_size
         return math.sqrt(ratio) if training.batch_scaling == "sqrt" else ratio
 
     def list_common_notes(
@@ -65,7 +69,7 @@ class EmitRequest:
         `handled_keys` has the keys that the caller expresses.
         """
         recipe = self.recipe
-        layout = self.plan.layout
+        layout = self.layout
         yield f"model, tokenizer, data: configure them in {system}"
         for key in ("wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes"):
             default = type(layout).__dataclass_fields__[key].default

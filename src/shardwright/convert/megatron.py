@@ -40,7 +40,7 @@ def write(request: EmitRequest) -> EmittedConfig:
         | _build_recompute_arguments(request)
     )
     heading = (
-        f"shardwright plan --emit megatron: {request.recipe.name}, {request.plan.layout}\n"
+        f"shardwright plan --emit megatron: {request.recipe.name}, {request.layout}\n"
         "# torchrun ... pretrain_gpt.py MODEL AND DATA ARGUMENTS $(grep -v '^#' THIS_FILE)"
     )
     lines = (
@@ -51,7 +51,7 @@ def write(request: EmitRequest) -> EmittedConfig:
 
 
 def _build_parallelism_arguments(request: EmitRequest) -> dict[str, Any]:
-    layout = request.plan.layout
+    layout = request.layout
     arguments: dict[str, Any] = {
         "tensor-model-parallel-size": layout.tp,
         "pipeline-model-parallel-size": layout.pp,
@@ -79,7 +79,7 @@ def _build_parallelism_arguments(request: EmitRequest) -> dict[str, Any]:
 
 
 def _build_batch_arguments(request: EmitRequest) -> dict[str, Any]:
-    batch = request.plan.batch
+    batch = request.batch
     training = request.recipe.training
     arguments: dict[str, Any] = {
         "micro-batch-size": batch.micro_batch_size,
@@ -88,7 +88,7 @@ def _build_batch_arguments(request: EmitRequest) -> dict[str, Any]:
     }
     if training.max_steps is not None:
         arguments["train-iters"] = training.max_steps
-    precision = request.plan.precision.kind
+    precision = request.recipe.precision.kind
     return (
         arguments
         | ({precision: True} if precision in ("bf16", "fp16") else {})
@@ -123,19 +123,18 @@ def _build_optimisation_arguments(request: EmitRequest) -> dict[str, Any]:
 
 
 def _build_recompute_arguments(request: EmitRequest) -> dict[str, Any]:
-    if request.plan.recompute == "full":
+    if request.recipe.recompute == "full":
         return {
             "recompute-granularity": "full",
             "recompute-method": "uniform",
             "recompute-num-layers": 1,
         }
-    return {"recompute-granularity": "selective"} if request.plan.recompute == "selective" else {}
+    return {"recompute-granularity": "selective"} if request.recipe.recompute == "selective" else {}
 
 
 def _build_notes(request: EmitRequest) -> list[str]:
-    plan = request.plan
     optimizer = request.recipe.optimizer
-    layout = plan.layout
+    layout = request.layout
     notes = []
     if layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved_1f1b"):
         notes.append(
@@ -156,12 +155,12 @@ def _build_notes(request: EmitRequest) -> list[str]:
             "set CUDA_DEVICE_MAX_CONNECTIONS to more than 1: Megatron's FSDP requires it, "
             "whereas tensor parallelism alone requires 1"
         )
-    if plan.recompute == "selective":
+    if request.recipe.recompute == "selective":
         notes.append(
             "recompute: selective: recomputes all but matrix products and attention here, "
             "core attention there (recompute-modules)"
         )
-    if plan.precision.kind == "fp64":
+    if request.recipe.precision.kind == "fp64":
         notes.append("precision.kind: fp64: Megatron supports fp32, bf16 and fp16")
     if optimizer.name not in ("adamw", "sgd"):
         notes.append(f"optimizer.name: {optimizer.name}: not carried")

@@ -32,7 +32,7 @@ def write(request: EmitRequest) -> EmittedConfig:
     if request.recipe.model.compile:
         arguments["compile.enable"] = True
     heading = (
-        f"shardwright plan --emit torchtitan: {request.recipe.name}, {request.plan.layout}\n"
+        f"shardwright plan --emit torchtitan: {request.recipe.name}, {request.layout}\n"
         "# torchrun ... -m torchtitan.train --module MODULE --config FUNCTION $(grep -v '^#' "
         "THIS_FILE)"
     )
@@ -52,7 +52,7 @@ def _format_argument(name: str, value: Any) -> str:
 
 
 def _build_parallelism_arguments(request: EmitRequest) -> dict[str, Any]:
-    layout = request.plan.layout
+    layout = request.layout
     arguments: dict[str, Any] = {
         "parallelism.data-parallel-replicate-degree": layout.dp_replicate,
         "parallelism.data-parallel-shard-degree": layout.dp_shard,
@@ -71,19 +71,17 @@ def _build_parallelism_arguments(request: EmitRequest) -> dict[str, Any]:
         arguments["parallelism.pipeline-parallel-schedule"] = _SCHEDULES.get(
             layout.schedule, "1F1B"
         )
-        arguments["parallelism.pipeline-parallel-microbatch-size"] = (
-            request.plan.batch.micro_batch_size
-        )
+        arguments["parallelism.pipeline-parallel-microbatch-size"] = request.batch.micro_batch_size
     return arguments
 
 
 def _build_training_arguments(request: EmitRequest) -> dict[str, Any]:
-    batch = request.plan.batch
+    batch = request.batch
     training = request.recipe.training
     # Under pipeline parallelism, torchtitan's local batch is a rank's whole batch of a step,
     # which the pipeline splits into micro-batches.
     local = batch.micro_batch_size * (
-        batch.gradient_accumulation_steps if request.plan.layout.pp > 1 else 1
+        batch.gradient_accumulation_steps if request.layout.pp > 1 else 1
     )
     arguments: dict[str, Any] = {
         "training.local-batch-size": local,
@@ -94,7 +92,7 @@ def _build_training_arguments(request: EmitRequest) -> dict[str, Any]:
         arguments["training.max-norm"] = training.max_grad_norm
     if training.max_steps is not None:
         arguments["training.steps"] = training.max_steps
-    precision = request.plan.precision.kind
+    precision = request.recipe.precision.kind
     if precision in ("bf16", "fp32"):
         arguments["training.mixed-precision-param"] = {"bf16": "bfloat16", "fp32": "float32"}[
             precision
@@ -132,20 +130,20 @@ def _build_learning_rate_arguments(request: EmitRequest) -> dict[str, Any]:
 
 
 def _build_notes(request: EmitRequest) -> list[str]:
-    plan = request.plan
     optimizer = request.recipe.optimizer
     training = request.recipe.training
-    layout = plan.layout
+    layout = request.layout
     notes = [
         f"optimizer: {optimizer.name}, learning rate {request.peak_learning_rate:g}, betas "
         f"{optimizer.beta1:g} and {optimizer.beta2:g}, "
         f"weight decay {training.weight_decay:g}: set them "
         f"in the config function, e.g. optimizer=default_adamw(lr={request.peak_learning_rate:g})"
     ]
-    if plan.recompute != "none":
-        config = {"full": "FullAC", "selective": "SelectiveAC"}[plan.recompute]
+    if request.recipe.recompute != "none":
+        config = {"full": "FullAC", "selective": "SelectiveAC"}[request.recipe.recompute]
         notes.append(
-            f"recompute: {plan.recompute}: activation_checkpoint={config}.Config() in the "
+            f"recompute: {request.recipe.recompute}: "
+            f"activation_checkpoint={config}.Config() in the "
             "config function"
         )
     else:
@@ -171,9 +169,10 @@ def _build_notes(request: EmitRequest) -> list[str]:
             f"layout.virtual_stages: {layout.virtual_stages}: "
             "set pipeline_parallel_layers_per_stage"
         )
-    if plan.precision.kind in ("fp16", "fp64"):
+    if request.recipe.precision.kind in ("fp16", "fp64"):
         notes.append(
-            f"precision.kind: {plan.precision.kind}: torchtitan supports bfloat16 and float32"
+            f"precision.kind: {request.recipe.precision.kind}: "
+            "torchtitan supports bfloat16 and float32"
         )
     if training.max_grad_norm is None:
         notes.append(

@@ -37,10 +37,21 @@ logger = logging.getLogger(__name__)
 
 
 def find_cache_root(cache_dir: str | None) -> Path:
-    """Return `cache_dir`, else $SHARDWRIGHT_CACHE/data, else ~/.cache/shardwright/data."""
+    """Return `cache_dir`, else $SHARDWRIGHT_CACHE/data, else ~/.cache/shardwright/data.
+
+    Raises:
+        DataError: $SHARDWRIGHT_CACHE is a URL.
+    """
     if cache_dir is not None:
         return Path(os.path.expanduser(cache_dir))
     base = os.environ.get("SHARDWRIGHT_CACHE")
+    if base and "://" in base:
+        raise DataError(
+            "the cache needs a local or mounted folder, not a URL",
+            field="SHARDWRIGHT_CACHE",
+            got=base,
+            allowed="a folder",
+        )
     return (Path(base) if base else Path.home() / ".cache" / "shardwright") / "data"
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.data.sample_order import mix_bits
 
-IGNORED_LABEL = -100
 Int64Array = npt.NDArray[np.int64]
 TokenArray = npt.NDArray[np.unsignedinteger]
 

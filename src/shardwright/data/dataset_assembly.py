@@ -14,7 +14,7 @@ from shardwright.data.data_cache import build_once, compute_key
 from shardwright.data.dataset import TokenDataset, WindowDataset
 from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset, Packing, pack_documents
-from shardwright.data.preference_pairs import pack_pairs
+from shardwright.data.records.preference_pairs import pack_pairs
 from shardwright.data.token_store import TokenStore
 from shardwright.errors import DataError
 

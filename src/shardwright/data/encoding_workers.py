@@ -10,9 +10,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 
-from shardwright.data.conversation import UnusableRecord
+from shardwright.data.records.conversation import UnusableRecord
+from shardwright.data.records.supervision import EncodedRecord, RecordEncoder
 from shardwright.data.sources import TextPiece
-from shardwright.data.supervision import EncodedRecord, RecordEncoder
 from shardwright.errors import DataError
 
 RECORDS_PER_BATCH = 64

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwright.config.data import DataSource
-from shardwright.data.record_formats import build_text_schema
+from shardwright.data.records.record_formats import build_text_schema
 from shardwright.data.sources import COLUMNAR_FORMATS, SourceFile
 from shardwright.errors import DataError
 from shardwright.files import FileKind, detect_file_kind, read_text

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardwright.data.dataset import IGNORED_LABEL, Sample, TokenDataset
+from shardwright.config.data import IGNORED_LABEL
+from shardwright.data.dataset import Sample, TokenDataset
 from shardwright.data.sample_order import SampleOrder
 from shardwright.plans import BatchPlan
 

@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.dataset import IGNORED_LABEL, Int64Array, Sample, TokenArray
+from shardwright.config.data import IGNORED_LABEL
+from shardwright.data.dataset import Int64Array, Sample, TokenArray
 from shardwright.errors import DataError
 
 OverlongPolicy = Literal["cut", "drop", "refuse"]

@@ -15,7 +15,7 @@ from shardwright.data.data_report import DataReport, SourceReport, describe_side
 from shardwright.data.dataset import TokenDataset
 from shardwright.data.dataset_assembly import choose_packing, open_dataset
 from shardwright.data.mixed_dataset import MixedDataset
-from shardwright.data.record_formats import RECORD_KINDS
+from shardwright.data.records.record_formats import RECORD_KINDS
 from shardwright.data.source_files import ProgressCallback, SourceFiles
 from shardwright.data.sources import BrokenRecord
 from shardwright.data.token_store import TokenStore, open_tokens

@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 
 from shardwright.config import Recipe
-from shardwright.data.dataset import IGNORED_LABEL, Sample, TokenDataset
+from shardwright.config.data import IGNORED_LABEL
+from shardwright.data.dataset import Sample, TokenDataset
 from shardwright.data.preparation import PreparedData
 from shardwright.data.sample_order import SampleOrder
 from shardwright.data.tokenizer import Tokenizer

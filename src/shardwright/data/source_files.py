@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -11,12 +12,14 @@ from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import Corpus, ReadCallback, Side, scan_records, split_corpus
 from shardwright.data.data_cache import compute_key, find_cache_root, fingerprint_files
 from shardwright.data.file_listing import list_files
-from shardwright.data.record_formats import extract_texts
+from shardwright.data.records.record_formats import extract_texts
 from shardwright.data.remote_sources import fetch_sources
 from shardwright.data.sources import SourceFile, detect_schemas
 
 ProgressCallback = Callable[[str, int, int], None]
 """Callback for progress: (stage, done, total), approximately in characters."""
+ProgressOpener = Callable[[], AbstractContextManager[ProgressCallback | None]]
+"""Opens a progress display for reading and tokenising data."""
 
 
 class SourceFiles:

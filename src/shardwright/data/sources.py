@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright.config.data import DataSource
-from shardwright.data.record_files import (
+from shardwright.data.records.record_files import (
     MAX_RECORD_BYTES,
     is_string_type,
     open_stream,
@@ -23,7 +23,7 @@ from shardwright.data.record_files import (
     read_rows,
     reject_utf_16,
 )
-from shardwright.data.record_formats import (
+from shardwright.data.records.record_formats import (
     RECORD_KINDS,
     RecordSchema,
     UnusableRecord,

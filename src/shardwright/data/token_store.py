@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.corpus import ReadCallback
-from shardwright.data.record_files import MAX_RECORD_BYTES
+from shardwright.data.records.record_files import MAX_RECORD_BYTES
+from shardwright.data.records.supervision import EncodedRecord
 from shardwright.data.sources import PIECE_NUM_CHARACTERS, BrokenRecord, TextPiece
-from shardwright.data.supervision import EncodedRecord
 from shardwright.data.tokenizer import IdArray, Tokenizer
 from shardwright.errors import DataError, TokenizerError
 

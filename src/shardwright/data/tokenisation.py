@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.config.recipe import Recipe
-from shardwright.data.chat_template import ChatTemplate, load_chat_template
 from shardwright.data.corpus import Side
 from shardwright.data.data_cache import compute_key
 from shardwright.data.encoding_workers import encode_in_order
+from shardwright.data.records.chat_template import ChatTemplate, load_chat_template
+from shardwright.data.records.supervision import RecordEncoder
 from shardwright.data.source_files import SourceFiles
-from shardwright.data.supervision import RecordEncoder
 from shardwright.data.token_store import EncodeRecords, write_tokens
 from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
 from shardwright.data.tokenizer_loading import (

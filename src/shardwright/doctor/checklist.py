@@ -18,7 +18,6 @@ from shardwright.doctor.recovery_checks import (
 )
 from shardwright.errors import InputError
 from shardwright.launch.auto_layout import choose_precision_here
-from shardwright.layout_rules import check_layout
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.plans import settle_precision
 from shardwright.training.precision_choice import predict_precision
@@ -79,7 +78,6 @@ def check_recipe(recipe: Recipe, world_size: int, recipe_path: str) -> tuple[Fin
 
 def _check_layout(context: ChecklistContext) -> Iterator[Finding]:
     plan = context.plan
-    check_layout(context.model_shape, plan.layout, plan.batch.sequence_length)
     batch = plan.batch
     prefix = "chosen by the planner: " if context.original_recipe.layout.auto else ""
     value = (

@@ -53,7 +53,7 @@ class ChecklistContext:
     @cached_property
     def plan(self) -> Plan:
         """Plan of the recipe; raises InputError if layout or batch is not consistent."""
-        return resolve_plan(self.resolved_recipe, self.world_size)
+        return resolve_plan(self.resolved_recipe, self.model_shape, self.world_size)
 
     @cached_property
     def model_shape(self) -> ModelShape:

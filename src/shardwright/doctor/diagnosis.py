@@ -14,7 +14,6 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from shardwright.doctor import (
-    clock_offset,
     collective_bandwidth,
     correctness,
     gpu_health,
@@ -40,6 +39,7 @@ from shardwright.doctor.rendezvous import (
     Rendezvous,
     RendezvousFailed,
     join_rendezvous,
+    judge_clocks,
     judge_rendezvous,
 )
 from shardwright.doctor.stage_watchdog import StageWatchdog, judge_timeout
@@ -196,7 +196,7 @@ def diagnose(
     if rendezvous is not None:
         findings += judge_rendezvous(rendezvous)
         findings += judge_missing_reports(reports, size, hosts)
-        findings += clock_offset.judge_clocks(
+        findings += judge_clocks(
             {
                 rank: report.clock_offset
                 for rank, report in reports.items()

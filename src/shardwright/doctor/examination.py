@@ -24,7 +24,6 @@ from shardwright.doctor import (
     link_bandwidth,
     storage,
 )
-from shardwright.doctor import clock_offset as clock
 from shardwright.doctor.finding import Finding, format_ranks
 from shardwright.doctor.host import Host
 from shardwright.doctor.probe_budget import (
@@ -41,6 +40,7 @@ from shardwright.hardware import AttentionRate, ElementwiseRate, MatmulRate
 from shardwright.hardware.measured_profile import CollectiveKind
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
+from shardwright.parallel.clock_sync import ClockOffset
 
 STAGES = (
     "software", "host", "groups", "products", "attention", "elementwise", "copies", "folders",
@@ -99,7 +99,7 @@ class RankExamination:
     copies: list[device_rates.CopyRate] = field(default_factory=list)
     write_results: list[storage.WriteResult] = field(default_factory=list)
     folder_visibility: list[storage.FolderVisibility] = field(default_factory=list)
-    clock_offset: clock.ClockOffset | None = None
+    clock_offset: ClockOffset | None = None
     collective_checks: list[correctness.CollectiveCheck] = field(default_factory=list)
     collective_times: list[collective_bandwidth.GroupTime] = field(default_factory=list)
     link_times: list[link_bandwidth.LinkTime] = field(default_factory=list)

@@ -21,13 +21,14 @@ from shardwright.doctor import (
     software,
     storage,
 )
-from shardwright.doctor import clock_offset as clock
 from shardwright.doctor.examination import BUDGET_SHARES, ExaminationContext
 from shardwright.doctor.probe_budget import Omission, TimeBudget
+from shardwright.doctor.rendezvous import MAX_CLOCKS_SECONDS
 from shardwright.doctor.stage_watchdog import BROKEN_KEY
 from shardwright.errors import RankFailed
 from shardwright.hardware.measured_profile import CollectiveKind
 from shardwright.launch.rank_outcome import extract_first_line
+from shardwright.parallel.clock_sync import estimate_clock_offset
 from shardwright.parallel.mesh import build_mesh, init_process_group
 from shardwright.units import MIB_BYTES, format_bytes
 
@@ -208,8 +209,11 @@ def _check_folders(context: ExaminationContext) -> None:
 
 def _compare_clocks(context: ExaminationContext) -> None:
     assert context.rendezvous is not None
-    context.report.clock_offset = clock.estimate_clock_offset(
-        context.rendezvous.store, context.ranks.rank, context.ranks.world_size
+    context.report.clock_offset = estimate_clock_offset(
+        context.rendezvous.store,
+        context.ranks.rank,
+        context.ranks.world_size,
+        max_seconds=MAX_CLOCKS_SECONDS,
     )
 
 

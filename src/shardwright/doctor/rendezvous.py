@@ -16,15 +16,25 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardwright.doctor.finding import Finding, format_ranks
+from shardwright.doctor.finding import Finding, format_ranks, grade_share
 from shardwright.errors import CheckFailed
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.rank_outcome import extract_first_line
+from shardwright.parallel.clock_sync import ClockOffset
+from shardwright.units import format_seconds
 
 SECTION = "peers"
 
 _CONNECT_TIMEOUT_SECONDS = 3.0
 """Time-out of one connection attempt; attempts repeat until the time limit."""
+MAX_CLOCKS_SECONDS = 10.0
+"""Time after which rank 0 answers no further rank's questions for the time."""
+_WARN_CLOCK_SECONDS = 0.1
+_FAIL_CLOCK_SECONDS = 10.0
+"""Limits of a clock's offset. 0.1 s confuses the order of events of several nodes.
+
+10 s breaks locks and file times of the data cache.
+"""
 
 
 class RendezvousFailed(CheckFailed):
@@ -247,3 +257,34 @@ def judge_rendezvous(rendezvous: Rendezvous) -> list[Finding]:
         remedy = "Start equally many ranks on every node; otherwise groups span nodes unevenly"
         findings.append(Finding(SECTION, "ranks per node", "warn", value, remedy))
     return findings
+
+
+def judge_clocks(offsets: Mapping[int, ClockOffset], hosts: Mapping[int, str]) -> list[Finding]:
+    """Judge offsets by rank, less the errors of their estimates; `hosts` has every rank."""
+    if not offsets:
+        return []
+    certain = {
+        rank: max(0.0, abs(offset.seconds) - offset.error_seconds)
+        for rank, offset in offsets.items()
+    }
+    large = {rank: seconds for rank, seconds in certain.items() if seconds > _WARN_CLOCK_SECONDS}
+    numbers = {"offset_seconds": {rank: offset.seconds for rank, offset in offsets.items()}}
+    if not large:
+        rank = max(offsets, key=lambda number: certain[number])
+        error = max(offset.error_seconds for offset in offsets.values())
+        value = f"within {format_seconds(max(certain[rank], error))} of rank 0's"
+        if len(offsets) < len(hosts) - 1:
+            value += (
+                f" on {len(offsets)} of {len(hosts) - 1} ranks, all that answered within "
+                f"{MAX_CLOCKS_SECONDS:g} s"
+            )
+        return [Finding(SECTION, "clocks", "pass", value, numbers=numbers)]
+    rank = max(large, key=lambda number: large[number])
+    direction = "ahead of" if offsets[rank].seconds > 0 else "behind"
+    offset = format_seconds(abs(offsets[rank].seconds))
+    value = f"{format_ranks(large)}: the clock of {hosts[rank]} is {offset} {direction} rank 0's"
+    verdict = grade_share(
+        1 / large[rank], warn_below=1 / _WARN_CLOCK_SECONDS, fail_below=1 / _FAIL_CLOCK_SECONDS
+    )
+    remedy = f"Synchronise {hosts[rank]}: chronyc tracking, systemctl restart chronyd"
+    return [Finding(SECTION, "clocks", verdict, value, remedy, numbers)]

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from shardwright.errors import InputError
-from shardwright.hardware.cluster_spec import Accelerator, Cluster, Link, Node
+from shardwright.hardware.cluster_spec import MAX_GPUS, Accelerator, Cluster, Link, Node
 from shardwright.hardware.measured_profile import MeasuredProfile
 
 _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -172,16 +172,13 @@ def _read_node(document: Mapping[str, Any], links: Mapping[str, _LinkEntry]) -> 
     )
     node = document["node"]
     count = int(node["accelerators"])
-    counted = _COUNT_PREFIX.match(node["inter"])
-    adapters, inter = (
-        (int(counted[1]), links[counted[2]]) if counted else (None, links[node["inter"]])
-    )
+    adapters, inter = _split_count(node["inter"], "inter")
     return Node(
         name=node["name"],
         accelerator=accelerator,
         num_accelerators=count,
         intra=links[node["intra"]].link,
-        inter=_divide_link(inter, adapters, count),
+        inter=_divide_link(links[inter], adapters, count),
         domain_size=int(node["domain_size"]),
     )
 
@@ -265,8 +262,7 @@ def find_link(name: str, gpus_per_node: int) -> Link:
     3.125
     """
     _, _, by_name, names = _load_catalog()
-    counted = _COUNT_PREFIX.match(name)
-    adapters, base_name = (int(counted[1]), counted[2]) if counted else (None, name)
+    adapters, base_name = _split_count(name, "link")
     known = names.get(_normalise_name(base_name))
     if known is None or adapters == 0:
         raise InputError(
@@ -305,10 +301,9 @@ def parse_cluster(
     >>> cluster.name, cluster.num_gpus, cluster.intra.name
     ('4 x 8xH100-80GB-SXM over ib400', 32, 'nvlink4')
     """
-    counted = _COUNT_PREFIX.match(text)
-    node = find_node(counted[2] if counted else text)
-    # int() refuses text of more than 4,300 digits.
-    count = int(counted[1][:_MAX_DIGITS]) if counted else node.num_accelerators
+    given, name = _split_count(text, "cluster")
+    node = find_node(name)
+    count = node.num_accelerators if given is None else given
     usual_inter = node.inter if count == node.num_accelerators else _find_usual_inter(node, count)
     domain = domain_size or (
         node.domain_size if node.domain_size > node.num_accelerators else count
@@ -329,6 +324,27 @@ def parse_cluster(
         domain_size=domain,
         profile=profile,
     )
+
+
+def _split_count(text: str, field: str) -> tuple[int | None, str]:
+    """Split `8xH100` into number and name; the number is None if there is none.
+
+    Raises:
+        InputError: a number of more than `_MAX_DIGITS` digits; int() refuses more than 4,300.
+    """
+    counted = _COUNT_PREFIX.match(text)
+    if counted is None:
+        return None, text
+    digits = counted[1].lstrip("0") or "0"
+    if len(digits) > _MAX_DIGITS:
+        is_long = len(digits) > 2 * _MAX_DIGITS
+        raise InputError(
+            "the number is too large",
+            field=field,
+            got=f"{digits[:_MAX_DIGITS]}... ({len(digits):,} digits)" if is_long else digits,
+            allowed=f"at most {MAX_GPUS:,}",
+        )
+    return int(digits), counted[2]
 
 
 def _find_usual_inter(node: Node, num_accelerators: int) -> Link:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config.data import DataSource
-from shardwright.data.chat_template import load_chat_template
-from shardwright.data.conversation import UnusableRecord
 from shardwright.data.file_listing import list_files
+from shardwright.data.records.chat_template import load_chat_template
+from shardwright.data.records.conversation import UnusableRecord
+from shardwright.data.records.supervision import RecordEncoder
 from shardwright.data.sources import BrokenRecord, detect_schemas, read_files
-from shardwright.data.supervision import RecordEncoder
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import DataError
 from shardwright.inference.generation import SamplingSettings, complete_prompt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import torch
 
@@ -12,6 +11,7 @@ from shardwright.config.layout import ClusterSection
 from shardwright.errors import InputError, LayoutError
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.launch.devices import should_use_cuda
+from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.numerics.bf16 import choose_precision
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.problem import choose_precision_on
@@ -103,9 +103,7 @@ def detect_cluster(recipe: Recipe, world_size: int) -> ClusterSection:
             remedy="Name the cluster to plan for (`cluster: 8xH100-80GB`), or give the degrees",
         )
     name = torch.cuda.get_device_name()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(
-        world_size, torch.cuda.device_count()
-    )
+    local = count_local_ranks() or min(world_size, torch.cuda.device_count())
     try:
         accelerator = find_accelerator(name)
     except InputError as error:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import InputError, RankFailed
+from shardwright.launch.devices import claim_device
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.rank_outcome import extract_first_line
 from shardwright.parallel.mesh import init_process_group
@@ -23,7 +24,7 @@ def join_ranks(
     """Join the process group; does nothing for a world size of 1.
 
     Raises:
-        InputError: The rendezvous port or this rank is taken.
+        InputError: The rendezvous port, this rank or its device is taken.
         RankFailed: The other ranks cannot be reached.
     """
     if rank_environment.world_size == 1 or dist.is_initialized():
@@ -31,6 +32,7 @@ def join_ranks(
     timeout = timedelta(seconds=timeout_seconds)
     try:
         store = claim_rank(rank_environment, timeout)
+        claim_device(store, rank_environment, device)
         init_process_group(
             device.type,
             timeout=timeout,

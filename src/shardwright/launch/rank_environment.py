@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -66,6 +67,22 @@ def detect_rank_environment(environment: Mapping[str, str] | None = None) -> Ran
                 )
             return ranks
     return None
+
+
+def count_local_ranks(environment: Mapping[str, str] | None = None) -> int | None:
+    """Count the ranks of this node as torchrun or Slurm states them; None without a launcher.
+
+    >>> count_local_ranks({"SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "8(x2),4"})
+    8
+    """
+    source = os.environ if environment is None else environment
+    if "LOCAL_WORLD_SIZE" in source:
+        return _parse_int(source, "LOCAL_WORLD_SIZE") or None
+    if "SLURM_PROCID" not in source:
+        return None
+    # Nodes with the same number are written together: `8(x2),4` are nodes with 8, 8 and 4.
+    counts = re.findall(r"(?:^|,)(\d+)", source.get("SLURM_TASKS_PER_NODE", ""))
+    return max(map(int, counts), default=None)
 
 
 def is_torchrun_restart() -> bool:

@@ -170,7 +170,6 @@ class Attention(nn.Module):
     def _build_settings(self) -> AttentionSettings:
         layer = self.layer
         return AttentionSettings(
-            self.layer_index,
             layer.attention_scale,
             layer.window,
             self.soft_cap,

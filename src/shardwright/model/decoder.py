@@ -187,7 +187,14 @@ class Decoder(nn.Module):
             block._recompute_runner = run
 
     def compile_blocks(self, **options: Any) -> None:
-        """Apply torch.compile to each block; modules and parameter names do not change."""
+        """Apply torch.compile to each block; modules and parameter names do not change.
+
+        Blocks of one kind (`LayerShape`) share one graph: nothing that differs between them is
+        read in compiled code. Under deterministic algorithms Inductor measures no kernels, since
+        its choice could differ between runs.
+        """
+        if torch.are_deterministic_algorithms_enabled() and "backend" not in options:
+            options.setdefault("options", {"deterministic": True})
         for block in self.blocks:
             block._forward_function = torch.compile(block.forward_with_recompute, **options)
 
@@ -309,6 +316,9 @@ class Decoder(nn.Module):
             has_explicit_attention=self.has_explicit_attention,
             cache=cache,
             routing=self._build_routing_context(row_weight),
+            row_chunks=None
+            if self.parallel_hooks.context is None
+            else self.parallel_hooks.context.split_rows(num_tokens, document_ids_BT),
             tensor_parallel=tensor,
         )
         if is_first_stage and context.dropout is not None and self.shape.embedding_dropout > 0.0:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-IGNORED_LABEL = -100
+from shardwright.config.data import IGNORED_LABEL
 
 
 class DocumentRows(NamedTuple):

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwright.architecture import AdapterShape, HFShape, ModelShape
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.errors import ArchitectureError, RecipeError
 from shardwright.model.block import RecomputeRunner
 from shardwright.model.decoder import Decoder
-from shardwright.model.document_rows import IGNORED_LABEL, split_documents
+from shardwright.model.document_rows import split_documents
 from shardwright.model.head import LossFunction, RowLoss
 from shardwright.model.hf_module import build_hf_module
 from shardwright.model.linear import Linear

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.architecture import ParameterSpec
 from shardwright.architecture.nf4_layout import BLOCK_ELEMENTS, compute_code_bytes, count_columns
@@ -81,7 +82,7 @@ def _unpack_rows(packed_FP: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     # A copy even of one row, whose stride need not be a multiple of four bytes.
     scales = packed_FP[:, width:].clone(memory_format=torch.contiguous_format)
     scales_FK = scales.view(torch.float32)
-    pairs_FC2 = F.embedding(packed_FP[:, :width].int(), _build_byte_table(packed_FP.device))
+    pairs_FC2 = F.embedding(packed_FP[:, :width].int(), _get_byte_table(packed_FP))
     values_FD = F.pad(pairs_FC2.flatten(1), (0, scales_FK.shape[1] * BLOCK_ELEMENTS - 2 * width))
     return (
         (values_FD.unflatten(1, (-1, BLOCK_ELEMENTS)) * scales_FK[..., None])
@@ -90,8 +91,24 @@ def _unpack_rows(packed_FP: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     )
 
 
+_byte_tables: dict[torch.device, Tensor] = {}
+"""Tables by device: a copy to a GPU at each product would make the host wait for it."""
+
+
+def _get_byte_table(packed: Tensor) -> Tensor:
+    """Return the two values of every byte, `[256, 2]`, on the device of `packed`."""
+    if torch.compiler.is_compiling() or isinstance(packed, FakeTensor):
+        return _build_byte_table(packed.device)
+    table = _byte_tables.get(packed.device)
+    if table is None:
+        # Usable in backward passes, even if first built for generation.
+        with torch.inference_mode(False):
+            table = _byte_tables[packed.device] = _build_byte_table(packed.device)
+    return table
+
+
 def _build_byte_table(device: torch.device) -> Tensor:
-    """Build the two values of every byte, `[256, 2]`; the first is in the upper 4 bits."""
+    """Build the two values of every byte; the first is in the upper 4 bits."""
     table = torch.tensor(NF4_VALUES, device=device)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)
 

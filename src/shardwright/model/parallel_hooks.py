@@ -31,7 +31,6 @@ class AttentionSettings:
     logit per head of this rank.
     """
 
-    layer: int
     scale: float
     window: int | None = None
     soft_cap: float | None = None
@@ -44,6 +43,14 @@ class ContextParallelHooks(Protocol):
 
     def local_token_indices(self, num_tokens: int) -> Tensor:
         """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""
+        ...
+
+    def split_rows(self, num_tokens: int, document_ids_BT: Tensor | None) -> Any:
+        """Return what `attend` needs to know of the rows of a forward pass, in
+        `ForwardContext.row_chunks`.
+
+        Called outside compiled code, because it may read documents on the host.
+        """
         ...
 
     def attend(

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.numerics.vocabulary_shard import VocabularyShard
-
-IGNORED_LABEL = -100
-"""Label of unsupervised tokens; the one that `torch.nn.functional.cross_entropy` ignores."""
 
 
 def chunked_cross_entropy(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.config.training import OptimizerSection
+from shardwright.config.training import OptimizerName, OptimizerSection
 from shardwright.optim.adafactor import Adafactor
 from shardwright.optim.adamw_8bit import AdamW8bit
 from shardwright.optim.local_updates import SGD, AdamW
@@ -18,6 +19,23 @@ from shardwright.optim.muon import Muon
 from shardwright.optim.sharded_optimizer import ShardedModel
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Arguments of all optimizers."""
+
+    section: OptimizerSection
+    groups: list[dict[str, Any]]
+    learning_rate: float
+    implementation: dict[str, bool]
+    """Options of torch's implementation: fused or foreach."""
+    model: ShardedModel | None
+
+    def get_model(self) -> ShardedModel:
+        """Return the sharding of the parameters."""
+        assert self.model is not None, f"{self.section.name} needs the sharding of parameters"
+        return self.model
 
 
 def build_optimizer(
@@ -69,7 +87,9 @@ def build_optimizer(
     if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in trainable):
         # torch's fused SGD rounds momentum differently; resumed runs must match bit for bit.
         implementation = {"foreach": True}
-    optimizer = _create_optimizer(section, groups, learning_rate, implementation, model)
+    optimizer = _OPTIMIZERS[section.name](
+        _Settings(section, groups, learning_rate, implementation, model)
+    )
     label = (
         next((name for name, on in implementation.items() if on), "loop")
         if section.name in ("adamw", "sgd")
@@ -92,39 +112,62 @@ def _has_decay(name: str, parameter: torch.nn.Parameter) -> bool:
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
-def _create_optimizer(
-    section: OptimizerSection,
-    groups: list[dict[str, Any]],
-    learning_rate: float,
-    implementation: dict[str, bool],
-    model: ShardedModel | None,
-) -> torch.optim.Optimizer:
-    betas = (section.beta1, section.beta2)
-    if section.name == "adamw":
-        return AdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, **implementation)
-    if section.name == "sgd":
-        return SGD(groups, lr=learning_rate, momentum=section.effective_momentum, **implementation)
-    assert model is not None, f"{section.name} needs the sharding of parameters"
-    if section.name == "adafactor":
-        return Adafactor(groups, model, lr=learning_rate)
-    if section.name == "adamw_8bit":
-        return AdamW8bit(
-            groups,
-            model,
-            lr=learning_rate,
-            betas=betas,
-            eps=section.eps,
-            block_size=section.block_size,
-        )
-    return Muon(
-        groups,
-        model,
-        lr=learning_rate,
-        momentum=section.effective_momentum,
-        betas=betas,
+def _create_adamw(settings: _Settings) -> torch.optim.Optimizer:
+    section = settings.section
+    return AdamW(
+        settings.groups,
+        lr=settings.learning_rate,
+        betas=(section.beta1, section.beta2),
         eps=section.eps,
-        fused=implementation.get("fused", False),
+        **settings.implementation,
     )
+
+
+def _create_sgd(settings: _Settings) -> torch.optim.Optimizer:
+    return SGD(
+        settings.groups,
+        lr=settings.learning_rate,
+        momentum=settings.section.effective_momentum,
+        **settings.implementation,
+    )
+
+
+def _create_adafactor(settings: _Settings) -> torch.optim.Optimizer:
+    return Adafactor(settings.groups, settings.get_model(), lr=settings.learning_rate)
+
+
+def _create_adamw_8bit(settings: _Settings) -> torch.optim.Optimizer:
+    section = settings.section
+    return AdamW8bit(
+        settings.groups,
+        settings.get_model(),
+        lr=settings.learning_rate,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        block_size=section.block_size,
+    )
+
+
+def _create_muon(settings: _Settings) -> torch.optim.Optimizer:
+    section = settings.section
+    return Muon(
+        settings.groups,
+        settings.get_model(),
+        lr=settings.learning_rate,
+        momentum=section.effective_momentum,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        fused=settings.implementation.get("fused", False),
+    )
+
+
+_OPTIMIZERS: dict[OptimizerName, Callable[[_Settings], torch.optim.Optimizer]] = {
+    "adamw": _create_adamw,
+    "adamw_8bit": _create_adamw_8bit,
+    "adafactor": _create_adafactor,
+    "muon": _create_muon,
+    "sgd": _create_sgd,
+}
 
 
 def choose_implementation(parameters: list[torch.nn.Parameter]) -> dict[str, bool]:

@@ -83,15 +83,20 @@ def collect_optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]
     The hyperparameters are for readers; they are not loaded.
     """
     create_state(optimizer)
-    steps = {}
+    counts = {}
     hyperparameters = {}
     for group in optimizer.param_groups:
         group_values = {key: _to_json_value(group[key]) for key in _HYPERPARAMETERS if key in group}
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            steps[name] = (
-                int(optimizer.state[parameter]["step"]) if _has_step_count(optimizer) else 0
+            counts[name] = (
+                optimizer.state[parameter]["step"]
+                if _has_step_count(optimizer)
+                else torch.zeros(())
             )
             hyperparameters[name] = group_values
+    # Read together: fused optimizers keep the counts on the GPU, where each read waits for it.
+    numbers = torch.stack(list(counts.values())).tolist() if counts else []
+    steps = dict(zip(counts, map(int, numbers), strict=True))
     return {"rule": _get_rule(optimizer), "steps": steps, "hyperparameters": hyperparameters}
 
 

@@ -38,10 +38,9 @@ from shardwright.layout import (
     compute_local_boxes,
     compute_local_shape,
 )
-from shardwright.layout_rules import check_layout
 from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
-from shardwright.numerics.precision import resolve_dtypes
+from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.parallel.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
@@ -52,7 +51,6 @@ from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
-from shardwright.placement import build_parameter_layouts, partition_stages
 from shardwright.plans import Plan
 
 logger = logging.getLogger(__name__)
@@ -83,31 +81,27 @@ def apply_layout(
             which tensors take no memory.
 
     Raises:
-        LayoutError: the degrees do not divide the model.
+        LayoutError: the mesh has another number of ranks than the plan.
     """
     layout = plan.layout
-    check_layout(decoder.shape, layout, plan.batch.sequence_length)
+    stages = plan.placement.stages
+    layouts = plan.placement.parameters
+    assert decoder.shape == plan.placement.shape, "the plan is another model's"
     precision = resolve_dtypes(plan.precision)
     decoder.to(precision.param)
     _cast_frozen(decoder, precision.compute)
-    stages = partition_stages(decoder.shape, layout, plan.batch.sequence_length)
-    layouts = build_parameter_layouts(decoder.shape, layout, stages)
     trainable = frozenset(
         name for name, parameter in decoder.named_parameters() if parameter.requires_grad
     )
     coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
     sharded = layout.zero_stage >= 1 and layout.fsdp > 1
-    if layout.zero_stage >= 1 and not sharded:
-        logger.info(
-            "zero_stage %d on one rank shards nothing: the model is replicated", layout.zero_stage
-        )
 
     if stages is not None:
         decoder.select_stages([stage for stage in stages if stage.rank == coordinates["pp"]])
     _shard_parameters(decoder, layouts, layout, coordinates)
     decoder.install_parallel_hooks(
         ParallelHooks(
-            context=build_context_parallel(decoder.shape, layout, mesh, plan.batch.sequence_length),
+            context=build_context_parallel(plan.placement, mesh),
             expert=build_token_dispatcher(decoder.shape, layout, mesh),
             tensor=build_tensor_parallel(layout, mesh),
         )
@@ -115,19 +109,26 @@ def apply_layout(
     decoder.set_recompute(build_recompute_runner(plan.recompute))
     if compile_blocks:
         decoder.compile_blocks()
+        _log_uncompiled_parts(decoder, plan)
     fsdp_modules: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
         fsdp_modules = apply_fsdp(decoder, layout, mesh, precision, stages)
+    elif layout.zero_stage >= 1:
+        logger.info(
+            "zero_stage %d on one rank shards nothing: the model is replicated", layout.zero_stage
+        )
     with storage or nullcontext():
         decoder.to_empty(device=device)
         _fill_parameters(decoder, layouts, layout, coordinates, read_slice)
     module: nn.Module = decoder
     # A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to
-    # wrap it.
+    # wrap it. DDP changes its buckets after the first step, so the sums of a resumed run's first
+    # step could be rounded differently: no DDP under deterministic algorithms.
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     replica_group = (
         None
-        if mesh is None or sharded or stages or not trainable
+        if mesh is None or sharded or stages or not trainable or is_deterministic
         else mesh.group("dp_replicate", "fsdp")
     )
     # Experts on different `ep` ranks are not copies of each other, so DDP must not reduce them
@@ -143,19 +144,10 @@ def apply_layout(
                 bucket_size_bytes=layout.bucket_size_bytes,
                 reduce_dtype=precision.reduce,
                 device=device,
-                excluded={
-                    parameter
-                    for name, parameter in decoder.named_parameters()
-                    if name in excluded_names
-                },
+                excluded_names=excluded_names,
             )
-    if precision.reduce != precision.param and trainable and not sharded and replica_group is None:
-        logger.info(
-            "precision.reduce_dtype has no effect under %s: neither DDP nor FSDP reduces its "
-            "gradients; they are summed in their own dtype, %s",
-            layout,
-            str(precision.param).removeprefix("torch."),
-        )
+    if trainable and not sharded and replica_group is None:
+        _report_reduce_dtype(layout, precision)
     reductions = (
         []
         if mesh is None
@@ -199,6 +191,37 @@ def _build_pipeline(
     if warning is not None and mesh.rank == 0:
         logger.warning(warning)
     return pipeline
+
+
+def _report_reduce_dtype(layout: Layout, precision: PrecisionDtypes) -> None:
+    """Log that the recipe's dtype of reductions is unused, if it is not the gradients' own."""
+    if precision.reduce != precision.param:
+        logger.info(
+            "precision.reduce_dtype has no effect under %s: neither DDP nor FSDP reduces its "
+            "gradients; they are summed in their own dtype, %s",
+            layout,
+            str(precision.param).removeprefix("torch."),
+        )
+
+
+def _log_uncompiled_parts(decoder: Decoder, plan: Plan) -> None:
+    """Log what `compile_blocks` leaves uncompiled: experts whose row counts the host reads."""
+    if decoder.shape.experts is None:
+        return
+    if plan.layout.ep > 1:
+        reason = f"layout.ep is {plan.layout.ep}"
+    elif decoder.expert_rules.capacity_factor is not None:
+        reason = "moe.capacity_factor is set"
+    else:
+        return
+    part = "experts" if plan.recompute == "none" else "whole sparse blocks"
+    also = "" if plan.recompute == "none" else f", and recompute is {plan.recompute}"
+    logger.info(
+        "model.compile: %s run uncompiled: the host reads their numbers of rows (%s)%s",
+        part,
+        reason,
+        also,
+    )
 
 
 def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -45,20 +46,23 @@ class AttentionTile(NamedTuple):
     has_self_keys: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RowChunks:
     """The rows of one forward pass, split into equal chunks.
+
+    Not frozen: the compiler would specialise compiled code to every field of a frozen dataclass.
 
     Attributes:
         chunk_tokens: tokens of a chunk.
         document_ids_BT: document ids of whole rows; None if each row is one document.
-        sharing: by chunk of queries and earlier (or the same) chunk of keys: (do they share a
-            document in any row, are they one document in every row); None without documents.
+        shared_documents_2CC: by chunk of queries and earlier (or the same) chunk of keys, on the
+            host: do they share a document in any row, are they one document in every row. None
+            without documents.
     """
 
     chunk_tokens: int
     document_ids_BT: Tensor | None = None
-    shared_documents: tuple[tuple[tuple[bool, bool], ...], ...] | None = None
+    shared_documents_2CC: Tensor | None = None
 
     @staticmethod
     def from_documents(
@@ -73,12 +77,14 @@ class RowChunks:
         share_CC = (first_BC[:, :, None] == last_BC[:, None, :]).any(0)
         share_CC.fill_diagonal_(True)  # whatever ends within a chunk, its tokens see themselves
         same_CC = (last_BC[:, :, None] == first_BC[:, None, :]).all(0)
-        share, same = torch.stack((share_CC, same_CC)).tolist()
-        sharing = tuple(
-            tuple(zip(in_any_row, in_every_row, strict=True))
-            for in_any_row, in_every_row in zip(share, same, strict=True)
-        )
-        return RowChunks(chunk_tokens, document_ids_BT, sharing)
+        return RowChunks(chunk_tokens, document_ids_BT, torch.stack((share_CC, same_CC)).cpu())
+
+    @cached_property
+    def _shared_documents(self) -> tuple[list[list[bool]], list[list[bool]]] | None:
+        if self.shared_documents_2CC is None:
+            return None
+        in_any_row, in_every_row = self.shared_documents_2CC.tolist()
+        return in_any_row, in_every_row
 
     def find_visibility(self, query: int, key: int, window: int | None) -> Visibility:
         """Find the visibility of chunk `key` to the queries of chunk `query`.
@@ -87,8 +93,11 @@ class RowChunks:
         """
         if key > query:
             return Visibility.NONE
+        documents = self._shared_documents
         share, same = (
-            (True, True) if self.shared_documents is None else self.shared_documents[query][key]
+            (True, True)
+            if documents is None
+            else (documents[0][query][key], documents[1][query][key])
         )
         distance = (query - key) * self.chunk_tokens
         last_token = self.chunk_tokens - 1

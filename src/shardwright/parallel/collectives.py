@@ -14,7 +14,7 @@
 The right one depends on how the ranks use the result: where every rank computes the same from
 it, gradients are copies and must not be summed; where each computes its share, gradients are
 partial and must be summed. All collectives keep the dtype. Slices are equal: a sharded
-dimension is a multiple of the group's size (`placement.check`).
+dimension is a multiple of the group's size (`placement.place_model`).
 
 Source: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, Reducing
 Activation Recomputation, section 4.2.

@@ -18,7 +18,7 @@ def apply_ddp(
     bucket_size_bytes: int,
     reduce_dtype: torch.dtype,
     device: torch.device,
-    excluded: Collection[nn.Parameter] = (),
+    excluded_names: Collection[str] = (),
 ) -> DistributedDataParallel:
     """Wrap a module whose weights are already equal on every rank.
 
@@ -29,8 +29,11 @@ def apply_ddp(
     Args:
         reduce_dtype: bf16 halves the bytes sent and rounds the sum; anything else sums in the
             gradients' own dtype.
-        excluded: parameters that are not reduced over `group`.
+        excluded_names: parameters that are not reduced over `group`.
     """
+    excluded = {
+        parameter for name, parameter in module.named_parameters() if name in excluded_names
+    }
     # PyTorch has no public way to exclude parameters; DDP's own tests use this one. Buffers,
     # which only models run by transformers have, are computed equally on every rank: DDP need
     # not broadcast them. DDP reads both the names that our decoder gives its parameters and

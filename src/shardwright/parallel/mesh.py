@@ -1,9 +1,16 @@
-"""Process groups of a layout, derived from its rank grid."""
+"""Process groups of a layout, derived from its rank grid.
+
+On CUDA every group has one backend, NCCL, and all groups of an axis are made in one call
+(`dist.split_group`). One group of all ranks, gloo, takes CPU tensors (`get_host_group`). On the CPU
+every group is gloo. docs/decisions/0064-one-backend-per-group.md has the counts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +22,19 @@ from shardwright.layout import AXES, EXPERT_AXES, FSDP_AXES, Layout, RankGrid
 from shardwright.parallel.comm_timing import time_wait
 
 
+@dataclass(frozen=True)
+class _World:
+    """Set-up of the default group by `init_process_group`."""
+
+    timeout: timedelta
+    is_nccl: bool
+    host_group: dist.ProcessGroup | None
+    """gloo group of all ranks; None if the default group is gloo."""
+
+
+_worlds: dict[dist.ProcessGroup | None, _World] = {}
+
+
 def init_process_group(
     device_type: str,
     *,
@@ -23,26 +43,37 @@ def init_process_group(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the other ranks: gloo for CPU tensors, and NCCL for CUDA tensors if on CUDA.
+    """Join the other ranks: gloo on the CPU; on CUDA NCCL, and gloo for CPU tensors.
 
     Without `store`, the environment variables MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are
-    used, as torchrun sets them.
+    used, as torchrun sets them. On CUDA, CPU tensors go through `get_host_group` only.
     """
     cuda = device_type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        "nccl" if cuda else "gloo",
         timeout=timeout,
         store=store,
         rank=rank,
         world_size=world_size,
+        # NCCL connects at once, which `split_group` requires.
         device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
     )
+    # "cpu:gloo,cuda:nccl" would be one group, but its subgroups would have both backends too.
+    host_group = dist.new_group(backend="gloo", timeout=timeout) if cuda else None
+    _worlds[dist.group.WORLD] = _World(timeout, cuda, host_group)
+
+
+def get_host_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks for CPU tensors; None, the default group, on the CPU."""
+    world = _worlds.get(dist.group.WORLD)
+    return None if world is None else world.host_group
 
 
 RankTuple = tuple[int, ...]
 
-_groups: dict[tuple[dist.ProcessGroup | None, RankTuple], dist.ProcessGroup] = {}
-"""Groups by world and ranks. Each opens threads and sockets that exist until the process ends.
+_groups: dict[tuple[dist.ProcessGroup | None, RankTuple, int], Any] = {}
+"""Groups by world, ranks and copy, with torch's placeholder for those without this rank. Each
+opens threads and sockets that exist until the process ends.
 """
 
 
@@ -59,7 +90,7 @@ class Mesh:
         self.rank = dist.get_rank()
         self.coordinates = self.grid.coordinates(self.rank)
         for axes in _list_axis_sets(layout):
-            self.join_group(self.grid.groups(axes))
+            self.join_group(self.grid.groups(axes), "+".join(axes))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the ranks that differ from this one on `axes` only; None if it is alone.
@@ -68,22 +99,60 @@ class Mesh:
         efsdp).
         """
         ranks = self.grid.group_of(self.rank, axes)
-        return None if len(ranks) == 1 else _groups[dist.group.WORLD, ranks]
+        return None if len(ranks) == 1 else _groups[dist.group.WORLD, ranks, 0]
 
-    def join_group(self, groups: Sequence[RankTuple]) -> dist.ProcessGroup | None:
+    def join_group(
+        self, groups: Sequence[RankTuple], description: str | None = None, *, copy: int = 0
+    ) -> dist.ProcessGroup | None:
         """Create `groups` and return the one with this rank; None if that has no other rank.
 
-        Every rank calls this with the same groups.
+        Every rank calls this with the same groups. On NCCL, groups that share no rank are created
+        in one call.
+
+        Args:
+            groups: Ranks of each group.
+            description: Name of the groups in NCCL's flight recorder.
+            copy: Number of a further group of the same ranks, whose operations do not queue behind
+                those of the others.
         """
-        own_group = None
-        for ranks in groups:
-            key = (dist.group.WORLD, ranks)
-            if len(ranks) > 1 and key not in _groups:
-                world = dist.group.WORLD if len(ranks) == dist.get_world_size() else None
-                _groups[key] = world or dist.new_group(list(ranks))
-            if len(ranks) > 1 and self.rank in ranks:
-                own_group = _groups[key]
-        return own_group
+        several = [ranks for ranks in groups if len(ranks) > 1]
+        self._create_missing(several, description, copy)
+        own = [ranks for ranks in several if self.rank in ranks]
+        return _groups[dist.group.WORLD, own[-1], copy] if own else None
+
+    def _create_missing(
+        self, groups: Sequence[RankTuple], description: str | None, copy: int = 0
+    ) -> None:
+        """Create those of `groups` that do not exist; all ranks know the same ones."""
+        world = _worlds.get(dist.group.WORLD)
+        num_ranks = dist.get_world_size()
+        missing = []
+        for ranks in dict.fromkeys(groups):
+            if (dist.group.WORLD, ranks, copy) not in _groups:
+                if len(ranks) == num_ranks > 1 and copy == 0:
+                    _groups[dist.group.WORLD, ranks, copy] = dist.group.WORLD
+                else:
+                    missing.append(ranks)
+        if world is None or not world.is_nccl:
+            for ranks in missing:
+                _groups[dist.group.WORLD, ranks, copy] = dist.new_group(
+                    list(ranks), timeout=None if world is None else world.timeout
+                )
+            return
+        for disjoint in _collect_disjoint(missing):
+            # A rank in none of them gets a group of its own: torch names a group after the
+            # number of groups before it, so that all ranks need the same number of groups.
+            members = {rank for ranks in disjoint for rank in ranks}
+            alone = [(rank,) for rank in range(num_ranks) if rank not in members]
+            group = dist.split_group(
+                split_ranks=[list(ranks) for ranks in (*disjoint, *alone)],
+                timeout=world.timeout,  # not NCCL's default of ten minutes
+                group_desc=description,
+            )
+            for ranks in disjoint:
+                _groups[dist.group.WORLD, ranks, copy] = (
+                    group if self.rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+                )
 
     def map_groups_to_parallelisms(self) -> dict[dist.ProcessGroup, str]:
         """Map each group of this rank to its parallelism, one of `waiting.PARALLELISMS`.
@@ -120,11 +189,8 @@ class Mesh:
 
     def join_single_group(self) -> dist.ProcessGroup:
         """Return a group of this rank only. Every rank calls this at the same point."""
-        for rank in range(dist.get_world_size()):
-            key = (dist.group.WORLD, (rank,))
-            if key not in _groups:
-                _groups[key] = dist.new_group([rank])
-        return _groups[dist.group.WORLD, (self.rank,)]
+        self._create_missing([(rank,) for rank in range(dist.get_world_size())], "single")
+        return _groups[dist.group.WORLD, (self.rank,), 0]
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         """Sum `tensor` in place over the ranks of the named axes."""
@@ -139,8 +205,8 @@ class Mesh:
         ranks = self.grid.group_of(self.rank, several)
         if len(ranks) == 1:
             return []
-        if (dist.group.WORLD, ranks) in _groups:
-            return [_groups[dist.group.WORLD, ranks]]
+        if (dist.group.WORLD, ranks, 0) in _groups:
+            return [_groups[dist.group.WORLD, ranks, 0]]
         groups = [self.group(axis) for axis in several]
         return [group for group in groups if group is not None]
 
@@ -151,6 +217,24 @@ _PARALLELISM_OF_AXIS = {
     "pp": "pipeline",
     "ep": "expert",
 } | dict.fromkeys(("dp_replicate", "dp_shard", "fsdp", "efsdp"), "data")
+
+
+def _collect_disjoint(groups: Sequence[RankTuple]) -> list[list[RankTuple]]:
+    """Distribute groups to as few lists as a first fit needs, each without a common rank.
+
+    >>> _collect_disjoint([(0, 1), (1, 2), (2, 3)])
+    [[(0, 1), (2, 3)], [(1, 2)]]
+    """
+    lists: list[list[RankTuple]] = []
+    members: list[set[int]] = []
+    for ranks in groups:
+        place = next((i for i, known in enumerate(members) if known.isdisjoint(ranks)), len(lists))
+        if place == len(lists):
+            lists.append([])
+            members.append(set())
+        lists[place].append(ranks)
+        members[place].update(ranks)
+    return lists
 
 
 def _list_axis_sets(layout: Layout) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from shardwright.errors import InputError, LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.hardware.measured_profile import load_profile
-from shardwright.layout_rules import check_layout
+from shardwright.placement import place_model
 from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
@@ -24,8 +24,8 @@ from shardwright.planner.problem import (
     read_planning_shape,
 )
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
-from shardwright.planner.search import search_layouts
-from shardwright.planner.search_space import PlanningProblem
+from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.space import PlanningProblem
 from shardwright.plans import settle_precision
 from shardwright.units import format_bytes
 
@@ -58,7 +58,7 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
 
     def can_run(candidate: Candidate) -> bool:
         try:
-            check_layout(shape, candidate.layout, candidate.sequence_length)
+            place_model(shape, candidate.layout, candidate.sequence_length)
         except InputError:
             return False
         return candidate.is_runnable

@@ -1,4 +1,4 @@
-"""Degrees that divide a model and a batch, by the rules of `placement.check`."""
+"""Degrees that divide a model and a batch, by the rules of `placement.place_model`."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from shardwright.planner.divisibility import list_divisors
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rejections import explain_conflict
-from shardwright.planner.search import search_layouts
-from shardwright.planner.search_result import SearchResult
-from shardwright.planner.search_space import PlanningProblem
+from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.result import SearchResult
+from shardwright.planner.search.space import PlanningProblem
 from shardwright.units import format_bytes, format_seconds
 
 EXAMPLE_LORA_RANK = 16

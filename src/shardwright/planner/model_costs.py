@@ -113,7 +113,7 @@ class ModelFacts:
         self.pipeline_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.pipeline`."""
         self.activation_cache: dict[tuple[object, ...], object] = {}
-        """Cache of `planner.activations`."""
+        """Cache of `planner.memory.activations`."""
 
     def _build_layer_kind(self, slot: int, layer: LayerShape, count: int) -> LayerKind:
         specs = [spec for spec in self.sample_parameters if spec.layer == slot]

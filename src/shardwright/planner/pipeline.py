@@ -11,8 +11,8 @@ from functools import cached_property, lru_cache
 
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
+from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.parameter_memory import StageLoad
 from shardwright.schedule import count_peak_activations, load_schedule
 from shardwright.schedule.registry import PIPELINE_SCHEDULES, assign_stages, count_stages_per_rank
 

@@ -29,8 +29,8 @@ from shardwright.planner.rejections import (
     find_rejections,
 )
 from shardwright.planner.scaling import ScalePoint, find_min_gpus, scale_devices
-from shardwright.planner.search import search_layouts
-from shardwright.planner.search_space import PlanningProblem, SearchSpace
+from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.space import PlanningProblem, SearchSpace
 from shardwright.plans import settle_precision
 from shardwright.units import format_bytes
 

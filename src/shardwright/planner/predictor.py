@@ -11,7 +11,7 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import NetworkModel
 from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory import predict_memory
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.pipeline import PipelineStages, get_pipeline
 from shardwright.planner.pipeline_simulation import bound_simulation, is_simulated

@@ -19,7 +19,7 @@ from shardwright.planner.candidate import (
     Precision,
     ReferenceKind,
 )
-from shardwright.planner.search_space import PlanningProblem
+from shardwright.planner.search.space import PlanningProblem
 from shardwright.plans import PrecisionChoice, resolve_batch
 
 _MAX_LAYERS = 2048

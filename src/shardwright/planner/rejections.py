@@ -12,7 +12,7 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.divisibility import explain_layout_conflict, list_divisors
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search_space import PlanningProblem, list_batches
+from shardwright.planner.search.space import PlanningProblem, list_batches
 from shardwright.units import format_bytes
 
 

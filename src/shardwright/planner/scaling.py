@@ -12,8 +12,8 @@ from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search import search_layouts
-from shardwright.planner.search_space import PlanningProblem
+from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.space import PlanningProblem
 
 FLAT_GROWTH_SHARE = 0.5
 """Scaling is flat if more devices add less than this share of the ideal throughput gain."""

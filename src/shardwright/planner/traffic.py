@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
-from shardwright.planner.attention_activations import resolve_context_method
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import NetworkModel, StridedGroup
 from shardwright.planner.compute import LayerSeconds
+from shardwright.planner.memory.attention_activations import resolve_context_method
 from shardwright.planner.model_costs import LayerKind, ModelFacts, ParameterElements
 
 

@@ -46,11 +46,6 @@ class RankRowBuilder:
         """Count the stage's micro-batches of this kind so far (B includes I)."""
         return self._next_micro_batch[kind][stage]
 
-    @property
-    def has_pending_weight_gradients(self) -> bool:
-        """True if any W is pending."""
-        return bool(self._pending_weight_gradients)
-
     def build(self) -> tuple[Action, ...]:
         """Return the row, with all pending W at its end."""
         while self._pending_weight_gradients:

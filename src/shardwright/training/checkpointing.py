@@ -34,6 +34,7 @@ from shardwright.optim.state import (
     collect_optimizer_values,
     load_optimizer_values,
 )
+from shardwright.parallel.mesh import get_host_group
 from shardwright.training.rank_context import RankContext
 from shardwright.training.run_checks import FIXED_TRAINING_FIELDS, ValidatedRun
 from shardwright.training.setup import TrainingState
@@ -76,7 +77,7 @@ def find_resume_point(
     Raises:
         CheckpointError: The checkpoints are damaged, or the recipe has changed too much.
     """
-    found = find_newest_checkpoint(folder.checkpoints)
+    found = find_newest_checkpoint(folder.checkpoints, group=get_host_group())
     if found is None:
         if folder.has_checkpoints:
             raise CheckpointError(
@@ -85,7 +86,7 @@ def find_resume_point(
                 got=str(folder.checkpoints),
             )
         return None
-    values = read_run_values(found)
+    values = read_run_values(found, group=get_host_group())
     allowed, refused = split_allowed(
         find_differences(values.run.to_saved_json(), validated_run.drift_fields),
         allow_drift,
@@ -109,7 +110,10 @@ def find_resume_point(
 
 def list_changes(start: ResumePoint, validated_run: ValidatedRun) -> list[FieldDifference]:
     """List the changes of the recipe that a resumed run may make; they are only reported."""
-    return find_differences(start.values.recipe, _collect_changeable_settings(validated_run))
+    saved = dict(start.values.recipe)
+    # A run of a former version has no value of a newer key, and behaves as by its default.
+    saved["training"] = {"deterministic": False, **saved.get("training", {})}
+    return find_differences(saved, _collect_changeable_settings(validated_run))
 
 
 def _collect_changeable_settings(validated_run: ValidatedRun) -> dict[str, Any]:
@@ -271,7 +275,7 @@ class RunCheckpointer:
         """Restore the state from a checkpoint that `find_resume_point` accepted."""
         checkpoint = start.checkpoint
         values = start.values
-        load_checkpoint(checkpoint, self.collect_tensors())
+        load_checkpoint(checkpoint, self.collect_tensors(), group=get_host_group())
         state = self.state
         state.step = values.step
         state.num_consecutive_skips = values.skipped_in_a_row
@@ -315,7 +319,8 @@ class RunCheckpointer:
             return False
         from_step = state.step
         read_until = state.step + state.skipped_data_steps
-        self.restore(ResumePoint(checkpoint, read_run_values(checkpoint)))
+        values = read_run_values(checkpoint, group=get_host_group())
+        self.restore(ResumePoint(checkpoint, values))
         first = state.step + state.skipped_data_steps
         state.skipped_data_steps = read_until - state.step
         self.context.event_logger.log(
@@ -332,13 +337,13 @@ class RunCheckpointer:
 
 def find_newest_before(root: StoragePath, step: int) -> VerifiedCheckpoint | None:
     """Find the newest complete checkpoint of at most `step`. Collective; same on all ranks."""
-    ranks = RankGroup()
+    ranks = RankGroup(get_host_group())
     folders = list_step_folders(root) if ranks.is_first else []
     for name in ranks.broadcast_first(
         [folder.path.name for folder in reversed(folders) if folder.step <= step]
     ):
         try:
-            return open_checkpoint(root / name)
+            return open_checkpoint(root / name, group=get_host_group())
         except CheckpointError as error:  # same on every rank
             logger.warning("%s", error)
     return None

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from shardwright.config import Recipe
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.preference import PreferenceSection
-from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import MicroBatch
-from shardwright.errors import RecipeError
 from shardwright.model.head import LossFunction
 from shardwright.numerics.loss import compute_token_losses
 from shardwright.numerics.preference_loss import (
@@ -39,24 +38,6 @@ def has_frozen_reference(recipe: Recipe) -> bool:
     if recipe.preference.reference is None:
         return recipe.adapters is None
     return recipe.preference.reference == "frozen"
-
-
-def check_preference(recipe: Recipe) -> None:
-    """Check the recipe's preference section before ranks start.
-
-    Raises:
-        RecipeError: The reference needs adapters, and the recipe has none.
-    """
-    if recipe.preference is None:
-        return
-    if recipe.preference.reference == "adapter_off" and recipe.adapters is None:
-        raise RecipeError(
-            "there are no adapters to switch off",
-            field="preference.reference",
-            got="adapter_off",
-            allowed="frozen",
-            remedy="Train adapters (adapters: ...), or use a frozen copy as the reference",
-        )
 
 
 @dataclass(frozen=True)

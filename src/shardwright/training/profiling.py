@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from shardwright.parallel.clock_sync import SharedClock
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.trace import RankTrace, merge_traces
-from shardwright.training.clock_sync import SharedClock
 from shardwright.training.rank_sync import RankSync
 
 logger = logging.getLogger(__name__)

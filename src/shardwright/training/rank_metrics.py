@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import RankGrid
+from shardwright.parallel.clock_sync import SharedClock
 from shardwright.parallel.comm_timing import PARALLELISMS, use_timer
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.sensors import SensorReading, open_sensor
-from shardwright.training.clock_sync import SharedClock
 from shardwright.training.profiling import StepProfiler
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.setup import TrainingState

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.launch.rank_environment import RankEnvironment
-from shardwright.training.clock_sync import SharedClock, synchronise_clock
+from shardwright.parallel.clock_sync import ClockOffset, SharedClock, estimate_clock_offset
+from shardwright.parallel.mesh import get_host_group
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,7 @@ class RankSync:
     def __init__(self, rank_environment: RankEnvironment, device: torch.device) -> None:
         self.rank_environment = rank_environment
         self.device = device
-        self._group = (
-            dist.new_group(backend="gloo")
-            if rank_environment.world_size > 1 and device.type == "cuda"
-            else None
-        )
+        self._group = get_host_group() if rank_environment.world_size > 1 else None
         self._process = psutil.Process()
 
     def synchronise_step(
@@ -68,9 +65,15 @@ class RankSync:
 
     def synchronise_clock(self) -> SharedClock:
         """Measure this rank's offset from rank 0's clock. Collective."""
-        return synchronise_clock(
-            self.rank_environment.rank, self.rank_environment.world_size, self._group
-        )
+        offset = None
+        if self.rank_environment.world_size > 1:
+            assert dist.group.WORLD is not None
+            offset = estimate_clock_offset(
+                dist.group.WORLD.get_group_store(),
+                self.rank_environment.rank,
+                self.rank_environment.world_size,
+            )
+        return SharedClock.from_wall_clock(offset or ClockOffset())
 
     def any_rank(self, value: bool) -> bool:
         """Return True if `value` is True on any rank. Collective."""

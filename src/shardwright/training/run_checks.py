@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from shardwright import placement
 from shardwright.architecture import ExpertShape, HFClassInit, HFShape, LatentShape, ModelShape
 from shardwright.config import Recipe
 from shardwright.data.model_data import prepare_for_model
@@ -17,14 +16,18 @@ from shardwright.data.preparation import PreparedData
 from shardwright.data.source_files import ProgressCallback
 from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import choose_precision_here
-from shardwright.layout_rules import check_layout
 from shardwright.model.hf_model import read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
-from shardwright.optim import check_block_boundaries, require_torchao
-from shardwright.plans import Plan, PrecisionChoice, compute_row_multiple, count_steps, resolve_plan
-from shardwright.training.preference_objective import check_preference
-from shardwright.training.sample_texts import check_samples
+from shardwright.placement import place_model
+from shardwright.plans import (
+    Plan,
+    PrecisionChoice,
+    complete_plan,
+    compute_row_multiple,
+    count_steps,
+    resolve_degrees,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -104,18 +107,23 @@ def validate_run(
     """
     if recipe.precision.kind == "auto" and auto_precision is None:
         auto_precision = choose_precision_here(recipe)
-    plan = resolve_plan(recipe, world_size, auto_precision)
-    recipe = recipe.model_copy(update={"precision": plan.precision})
-    check_preference(recipe)
+    layout, batch = resolve_degrees(recipe, world_size)
+    _check_preference(recipe)
     shape, data = prepare_for_model(
         recipe, partial(read_model_shape, section=recipe.model), progress=progress
     )
-    check_layout(shape, plan.layout, plan.batch.sequence_length)
+    placement = place_model(shape, layout, batch.sequence_length)
+    plan = complete_plan(recipe, placement, batch, auto_precision)
+    recipe = recipe.model_copy(update={"precision": plan.precision})
     if recipe.model.is_pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base_shape)
     _check_hf_model(recipe, shape)
-    check_samples(recipe, shape, data.tokenizer, has_validation_data=data.validation is not None)
+    if recipe.evaluation.num_samples:
+        from shardwright.training.sample_texts import check_samples  # imports the engine
+
+        has_validation_data = data.validation is not None
+        check_samples(recipe, shape, data.tokenizer, has_validation_data=has_validation_data)
     rules = resolve_expert_rules(recipe.moe, shape)  # raises for rules that the model cannot use
     plan = replace(
         plan,
@@ -163,6 +171,20 @@ def _choose_row_multiple(
     return compute_row_multiple(plan.layout, recipe.data.pad_to_multiple_of)
 
 
+def _check_preference(recipe: Recipe) -> None:
+    """Check that a reference without adapters has adapters to switch off."""
+    if recipe.preference is None:
+        return
+    if recipe.preference.reference == "adapter_off" and recipe.adapters is None:
+        raise RecipeError(
+            "there are no adapters to switch off",
+            field="preference.reference",
+            got="adapter_off",
+            allowed="frozen",
+            remedy="Train adapters (adapters: ...), or use a frozen copy as the reference",
+        )
+
+
 def _check_optimizer(
     recipe: Recipe, plan: Plan, shape: ModelShape, frozen_names: frozenset[str]
 ) -> None:
@@ -174,14 +196,11 @@ def _check_optimizer(
         and (shape.adapters is None or spec.adapter_part is not None)
     }
     if recipe.optimizer.name == "adamw_8bit":
+        from shardwright.optim import check_block_boundaries, require_torchao
+
         require_torchao()
-        stages = placement.partition_stages(shape, plan.layout, plan.batch.sequence_length)
         layouts = {
-            name: layout
-            for name, layout in placement.build_parameter_layouts(
-                shape, plan.layout, stages
-            ).items()
-            if name in trained
+            name: layout for name, layout in plan.placement.parameters.items() if name in trained
         }
         check_block_boundaries(layouts, plan.layout, recipe.optimizer.block_size)
     if recipe.optimizer.name == "muon" and not any(

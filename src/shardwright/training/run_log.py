@@ -1,4 +1,4 @@
-"""Log of a run: log file, warnings, the event of its start, and the summary of its events."""
+"""Log of a run: log file, warnings, and the event of its start."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from shardwright.errors import RunFailed
 from shardwright.numerics.bf16 import build_bf16_warning
 from shardwright.optim.learning_rate import compute_batch_scale
-from shardwright.telemetry.event_log import (
-    EvaluationEvent,
-    RunFinishedEvent,
-    StepEvent,
-    read_events,
-    select_surviving,
-)
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.training.rank_context import RankContext
 from shardwright.training.run_checks import ValidatedRun
@@ -89,6 +81,12 @@ def log_start(context: RankContext, step: int, matmul_flops_per_second: float) -
         flops_per_token=validated_run.shape.count_flops_per_token(plan.batch.sequence_length),
         matmul_flops_per_second=matmul_flops_per_second,
     )
+    if context.is_main_rank and context.recipe.training.deterministic:
+        logger.info(
+            "training.deterministic: operations without a deterministic implementation are "
+            "errors; attention uses no cuDNN kernel, NCCL sums nothing inside switches, and "
+            "gradients of replicas are summed after the backward pass instead of by DDP"
+        )
     if context.is_main_rank:
         for message in _list_warnings(validated_run, context.device):
             context.log_warning(message)
@@ -129,22 +127,3 @@ def _list_warnings(validated_run: ValidatedRun, device: torch.device) -> Iterato
     if scale != 1.0:
         peak = validated_run.recipe.training.learning_rate * scale
         yield f"batch_scaling multiplies the learning rate by {scale:g}: its peak is {peak:g}"
-
-
-def build_run_summary(folder: Path) -> dict[str, Any]:
-    """Summarise the run from its events."""
-    log = select_surviving(read_events(folder))
-    steps = [event for event in log if isinstance(event, StepEvent)]
-    evaluations = [event for event in log if isinstance(event, EvaluationEvent)]
-    endings = [event for event in log if isinstance(event, RunFinishedEvent)]
-    return {
-        "run": str(folder),
-        "status": endings[-1].status if endings else "unknown",
-        "steps": steps[-1].step if steps else 0,
-        "train_loss": steps[-1].loss if steps else None,
-        "validation_loss": evaluations[-1].loss if evaluations else None,
-        "best_validation_loss": min((event.loss for event in evaluations), default=None),
-        "tokens_per_second": steps[-1].tokens_per_second if steps else None,
-        "total_tokens": endings[-1].total_tokens if endings else None,
-        "total_seconds": endings[-1].total_seconds if endings else None,
-    }

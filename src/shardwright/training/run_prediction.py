@@ -17,7 +17,7 @@ from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory import predict_memory
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.prediction import MemoryParts, Prediction

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from shardwright.architecture import HFShape, ModelShape
 from shardwright.config import Recipe
-from shardwright.data.dataset import IGNORED_LABEL, Int64Array, Sample, TokenDataset
+from shardwright.config.data import IGNORED_LABEL
+from shardwright.data.dataset import Int64Array, Sample, TokenDataset
 from shardwright.data.loader import MicroBatch
 from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
 from shardwright.errors import InputError, RecipeError

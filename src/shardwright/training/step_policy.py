@@ -10,6 +10,7 @@ from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.errors import Preempted, RankFailed
 from shardwright.launch.stop_signals import describe_cause
 from shardwright.parallel.gradient_reduction import narrow_to_box
+from shardwright.parallel.mesh import get_host_group
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.evaluation import evaluate
@@ -148,7 +149,7 @@ def find_differing_replicas(model: ParallelModel) -> str | None:
                     hashes.append(torch.hash_tensor(part).view(torch.int64))
     local_hashes = dict(zip(places, torch.stack(hashes).tolist() if hashes else [], strict=True))
     hashes_by_place: dict[str, dict[int, int]] = {}
-    for rank, parts in enumerate(RankGroup().all_gather(local_hashes)):
+    for rank, parts in enumerate(RankGroup(get_host_group()).all_gather(local_hashes)):
         for place, value in parts.items():
             hashes_by_place.setdefault(place, {})[rank] = value
     wrong = {

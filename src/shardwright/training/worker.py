@@ -34,7 +34,7 @@ def main() -> int:
             stop.cause = signal.SIGTERM
         try:
             from shardwright.config import load_recipe
-            from shardwright.training.run import train_rank
+            from shardwright.training.rank_run import train_rank
 
             options = _build_parser().parse_args()
             recipe = load_recipe(options.recipe)

@@ -6,6 +6,7 @@ chooses a small subset with every pair of properties, for daily runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from shardwright.architecture import ModelShape, read_config
 from shardwright.errors import LayoutError
 from shardwright.layout import CpMethod, Layout
 from shardwright.layout.degrees import ZeroStage
-from shardwright.layout_rules import check_layout
+from shardwright.placement import place_model
 from shardwright.verification.cases import VerificationCase
 
 GRID_SEQUENCE_LENGTH = 16
@@ -229,7 +230,7 @@ def list_cells(max_ranks: int = 16) -> list[GridCell]:
 def find_refusal(shape: ModelShape, layout: Layout) -> str | None:
     """Return the error message if the model does not support this layout, else None."""
     try:
-        check_layout(shape, layout, GRID_SEQUENCE_LENGTH)
+        place_model(shape, layout, GRID_SEQUENCE_LENGTH)
     except LayoutError as error:
         return str(error)
     return None
@@ -252,17 +253,28 @@ def _adapt_case(case: VerificationCase, layout: Layout, shape: ModelShape) -> Ve
 
 
 def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
-    """Choose cells greedily until all pairs of properties are covered; small layouts first."""
+    """Choose cells that cover all pairs of properties, greedily by new pairs per cost."""
     uncovered = {pair for cell in cells for pair in _list_property_pairs(cell)}
     chosen: list[GridCell] = []
     while uncovered:
         best = max(
             cells,
-            key=lambda cell: (len(uncovered & _list_property_pairs(cell)), -cell.layout.world_size),
+            key=lambda cell: len(uncovered & _list_property_pairs(cell)) / _estimate_cost(cell),
         )
         chosen.append(best)
         uncovered -= _list_property_pairs(best)
+    num_cells = Counter(pair for cell in chosen for pair in _list_property_pairs(cell))
+    for cell in sorted(chosen, key=_estimate_cost, reverse=True):  # covered by later choices
+        pairs = _list_property_pairs(cell)
+        if all(num_cells[pair] > 1 for pair in pairs):
+            chosen.remove(cell)
+            num_cells.subtract(pairs)
     return sorted(chosen, key=cells.index)
+
+
+def _estimate_cost(cell: GridCell) -> int:
+    """Estimate the processor time of a cell: ranks times micro-batches and a constant part."""
+    return cell.layout.world_size * (cell.case.accumulation + 2)
 
 
 def _list_property_pairs(cell: GridCell) -> set[tuple[str, str]]:

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.architecture import HFClassInit, HFShape, ModelShape, NormalInit, ParameterSpec
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.training import OptimizerSection
-from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.model import Decoder, DropoutKey
 from shardwright.model.hf_decoder import Float64Mode, HFDecoder
 from shardwright.model.lora import initialise_adapter
@@ -32,8 +32,8 @@ from shardwright.plans import BatchPlan
 from shardwright.verification.cases import VerificationCase, VerificationDtype
 from shardwright.verification.uneven_data import UnevenDataset
 
-NUM_STEPS = 3
-GRADIENT_STEPS = (0, NUM_STEPS - 1)
+NUM_SGD_STEPS = 2
+GRADIENT_STEPS = (0, NUM_SGD_STEPS - 1)
 """Steps whose raw gradients are compared. DDP rebuilds its buckets after the first step."""
 SGD_LEARNING_RATE = 0.3
 LEARNING_RATES = (1e-3, 3e-3, 5e-4)
@@ -75,7 +75,7 @@ class VerificationProblem:
         return UnevenDataset(
             self.shape.vocab_size,
             self.batch,
-            NUM_STEPS,
+            len(LEARNING_RATES),
             self.seed,
             self.case.documents,
             self.case.weights,
@@ -147,16 +147,16 @@ def write_reference(problem: VerificationProblem, path: Path) -> None:
     """Compute the reference and write it as safetensors.
 
     Tensors: `loss` and `norm` [steps] of the SGD run (for a sparse model also `routers`, the
-    result of `RouterTotals.take` after each step), `adamw_norm` and `max_grad_norm` [steps], and
-    per parameter `gradient.STEP.NAME` (raw, SGD run; absent if frozen), `sgd.NAME` and
-    `adamw.NAME` (weights after all steps).
+    result of `RouterTotals.take` after each step), and per parameter `gradient.STEP.NAME` (raw;
+    absent if frozen) and `sgd.NAME` (weights after all steps). In float64 also `adamw_norm` and
+    `max_grad_norm` [steps] and `adamw.NAME` of the AdamW run.
     """
     tensors: dict[str, Tensor] = {}
     decoder = _build_decoder(problem)
     losses = []
     norms = []
     routers = []
-    for step in range(NUM_STEPS):
+    for step in range(NUM_SGD_STEPS):
         losses.append(_run_backward(decoder, problem, step))
         norms.append(_compute_gradient_norm(decoder))
         if step in GRADIENT_STEPS:
@@ -171,38 +171,32 @@ def write_reference(problem: VerificationProblem, path: Path) -> None:
                     parameter.sub_(SGD_LEARNING_RATE * parameter.grad)
         routers.append(_update_balance_biases(decoder))
     tensors |= {f"sgd.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-    max_grad_norms = [share * norms[0] for share in CLIP_SHARES]
+    tensors["routers"] = torch.stack(routers)
+    numbers = {"loss": losses, "norm": norms}
+    if problem.dtype == "float64":  # the only dtype in which AdamW's weights are compared
+        numbers["max_grad_norm"] = [share * norms[0] for share in CLIP_SHARES]
+        weights, numbers["adamw_norm"] = _run_adamw(problem, numbers["max_grad_norm"])
+        tensors |= weights
+    tensors |= {name: torch.tensor(values, dtype=torch.float64) for name, values in numbers.items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
+
+def _run_adamw(
+    problem: VerificationProblem, max_grad_norms: Sequence[float]
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Return the weights after AdamW's steps, as `adamw.NAME`, and the norm of each step."""
     decoder = _build_decoder(problem)
-    adamw_norms = []
+    norms = []
     moments = {
         name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in decoder.named_parameters()
     }
-    for step in range(NUM_STEPS):
+    for step, max_grad_norm in enumerate(max_grad_norms):
         _run_backward(decoder, problem, step)
-        adamw_norms.append(_compute_gradient_norm(decoder))
-        _apply_adamw(
-            decoder,
-            moments,
-            problem.optimizer,
-            step,
-            min(1.0, max_grad_norms[step] / (adamw_norms[-1] + 1e-6)),
-        )
+        norms.append(_compute_gradient_norm(decoder))
+        clip = min(1.0, max_grad_norm / (norms[-1] + 1e-6))
+        _apply_adamw(decoder, moments, problem.optimizer, step, clip)
         _update_balance_biases(decoder)
-    tensors |= {
-        f"adamw.{name}": parameter.detach() for name, parameter in decoder.named_parameters()
-    }
-    as_double = {
-        "loss": losses,
-        "norm": norms,
-        "adamw_norm": adamw_norms,
-        "max_grad_norm": max_grad_norms,
-    }
-    tensors |= {
-        name: torch.tensor(values, dtype=torch.float64) for name, values in as_double.items()
-    }
-    tensors["routers"] = torch.stack(routers)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return {f"adamw.{name}": p.detach() for name, p in decoder.named_parameters()}, norms
 
 
 def _build_decoder(problem: VerificationProblem) -> Decoder:

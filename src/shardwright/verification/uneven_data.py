@@ -10,7 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwright.data.dataset import IGNORED_LABEL, Sample
+from shardwright.config.data import IGNORED_LABEL
+from shardwright.data.dataset import Sample
 from shardwright.data.sample_order import SampleOrder
 from shardwright.plans import BatchPlan
 

@@ -14,9 +14,8 @@ from shardwright.config import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import InputError, RankFailed
 from shardwright.layout import Layout
-from shardwright.layout_rules import check_layout
 from shardwright.optim import check_block_boundaries, require_torchao
-from shardwright.placement import build_parameter_layouts, partition_stages
+from shardwright.placement import place_model
 from shardwright.plans import BatchPlan
 from shardwright.training.run_checks import match_frozen
 from shardwright.verification.cases import VerificationCase, VerificationDtype
@@ -215,16 +214,10 @@ def verify(
     """
     shape.check_sequence_length(sequence_length)
     for layout in layouts:
-        check_layout(shape, layout, sequence_length)
+        placement = place_model(shape, layout, sequence_length)
         if recipe.optimizer.name == "adamw_8bit":
             require_torchao()
-            check_block_boundaries(
-                build_parameter_layouts(
-                    shape, layout, partition_stages(shape, layout, sequence_length)
-                ),
-                layout,
-                recipe.optimizer.block_size,
-            )
+            check_block_boundaries(placement.parameters, layout, recipe.optimizer.block_size)
     report = VerificationReport(shape, sequence_length)
     frozen = (
         match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])

@@ -2,13 +2,15 @@
 
 Wraps the methods of torch's process groups, through which all collectives go: those of FSDP2,
 DDP and our own. Wrappers of our functions would miss the former, and torch's flight recorder is
-readable only by its own rank, which fails if that rank is stopped. A call costs a few
-microseconds (measured in docs/decisions/0045-watchdog.md). Waits inside C++ (DDP's buckets at
-the end of the backward pass, CUDA streams) are not recorded, only their collectives.
+readable only by its own rank, which fails if that rank is stopped. On CUDA that recorder is read
+as well (`nccl_records.py`), because it knows the state of the device. A call costs a few
+microseconds (measured in docs/decisions/0045-watchdog.md). Waits inside C++ (DDP's buckets at the
+end of the backward pass, CUDA streams) are not recorded, only their collectives.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from shardwright.watchdog.heartbeat import (
     HeartbeatWriter,
     build_channel,
 )
+from shardwright.watchdog.nccl_records import RECORD_STEM
 
 _OPERATION_OF_METHOD = {
     "allreduce": "all_reduce",
@@ -55,29 +58,57 @@ _UNEVEN_OPERATIONS = ("all_to_all", "barrier", "gather", "scatter")
 """Operations whose ranks may have different numbers of elements."""
 
 
-def enable_nccl_flight_recorder(heartbeat: HeartbeatWriter, hang_reports: Path) -> None:
-    """Enable NCCL's flight recorder, which knows the collectives started on the device.
+_NCCL_VARIABLES = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+"""Variables that torch renamed -> former name. Both are set: some versions make the pipe only if
+the former one is."""
+_MIN_NCCL_HEARTBEAT_SECONDS = 480
+"""Torch's default for the time after which it aborts a process whose NCCL thread hangs."""
+
+
+def enable_nccl_flight_recorder(
+    heartbeat: HeartbeatWriter, hang_reports: Path, timeout_seconds: float = 0.0
+) -> None:
+    """Enable NCCL's flight recorder, which knows the operations started on the device.
 
     Sets environment variables, so it must run before NCCL creates groups; values set by the
-    user stay. NCCL writes the record to `hang_reports` when a collective times out, and when the
-    watchdog writes to the pipe beside the heartbeat (`watchdog.Watchdog`). Torch 2.9 renamed two
-    of the variables and reads both names.
+    user stay. NCCL writes the record to `hang_reports` when the watchdog writes to the pipe beside
+    the heartbeat (`watchdog.Watchdog`), and when a collective times out.
+
+    Args:
+        timeout_seconds: Longest timeout of the collectives. Torch must not abort the process
+            before the watchdog, which acts at nine tenths of it.
     """
-    stem = str(hang_reports / "nccl-rank-")
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", "2000"),
-        ("TORCH_FR_DUMP_TEMP_FILE", stem),
+        ("TORCH_FR_DUMP_TEMP_FILE", str(hang_reports / RECORD_STEM)),
+        # Without times NCCL does not record whether the device has started an operation.
+        ("TORCH_NCCL_ENABLE_TIMING", "1"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(heartbeat.folder / NCCL_PIPE_STEM)),
+        (
+            "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+            str(max(_MIN_NCCL_HEARTBEAT_SECONDS, math.ceil(timeout_seconds))),
+        ),
     ):
-        os.environ.setdefault(name, value)
+        former = _NCCL_VARIABLES.get(name, name)
+        chosen = os.environ.get(name) or os.environ.get(former) or value
+        os.environ[name] = os.environ[former] = chosen
 
 
 @contextmanager
-def record_collectives(heartbeat: HeartbeatWriter, hang_reports: Path) -> Iterator[None]:
-    """Record this process's collectives in `heartbeat`, and NCCL's record in `hang_reports`."""
+def record_collectives(
+    heartbeat: HeartbeatWriter, hang_reports: Path, *, timeout_seconds: float = 0.0
+) -> Iterator[None]:
+    """Record this process's collectives in `heartbeat`, and NCCL's record in `hang_reports`.
+
+    Args:
+        timeout_seconds: As in `enable_nccl_flight_recorder`.
+    """
     if torch.cuda.is_available():
-        enable_nccl_flight_recorder(heartbeat, hang_reports)
+        enable_nccl_flight_recorder(heartbeat, hang_reports, timeout_seconds)
     # From the class's dict: getattr returns another object than the one to restore.
     former = {
         name: vars(dist.ProcessGroup)[name]

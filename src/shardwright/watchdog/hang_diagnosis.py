@@ -63,10 +63,7 @@ def diagnose_hang(
         process_states: Rank -> one-letter process state from /proc (`T` is stopped).
     """
     gaps = list(find_collective_gaps(heartbeats))
-    youngest = max(view.last_beat_seconds for view in heartbeats)
-    silent = tuple(
-        view.rank for view in heartbeats if youngest - view.last_beat_seconds > SILENT_SECONDS
-    )
+    silent = find_silent_ranks(heartbeats)
     if silent:
         return HangDiagnosis(
             silent,
@@ -95,7 +92,15 @@ def diagnose_hang(
     slowest = min(heartbeats, key=lambda view: view.phase_start_seconds)
     return HangDiagnosis(
         (slowest.rank,),
-        f"no rank is missing from a collective; {_describe_activity(slowest, now_seconds)}",
+        f"no rank is missing from a collective; {describe_activity(slowest, now_seconds)}",
+    )
+
+
+def find_silent_ranks(heartbeats: Sequence[Heartbeat]) -> tuple[int, ...]:
+    """Return the ranks whose heartbeat has stopped while those of other ranks go on."""
+    youngest = max(view.last_beat_seconds for view in heartbeats)
+    return tuple(
+        view.rank for view in heartbeats if youngest - view.last_beat_seconds > SILENT_SECONDS
     )
 
 
@@ -246,19 +251,20 @@ def _describe_missing_ranks(
         and not set(gap.ahead_ranks) & set(blocking_ranks)
     ]
     if not blocked:
-        return "; ".join(_describe_activity(by_rank[rank], now_seconds) for rank in blocking_ranks)
+        return "; ".join(describe_activity(by_rank[rank], now_seconds) for rank in blocking_ranks)
     gap = min(blocked, key=lambda gap: gap.entry.at_seconds)
     missing = [rank for rank in gap.behind_ranks if rank in blocking_ranks]
     seconds = now_seconds - gap.entry.at_seconds
     auxiliary = "has" if len(gap.ahead_ranks) == 1 else "have"
-    waiting = f"{_format_ranks(gap.ahead_ranks)} {auxiliary} waited for {seconds:.1f} s"
-    doing = "; ".join(_describe_activity(by_rank[rank], now_seconds) for rank in missing)
+    waiting = f"{format_ranks(gap.ahead_ranks)} {auxiliary} waited for {seconds:.1f} s"
+    doing = "; ".join(describe_activity(by_rank[rank], now_seconds) for rank in missing)
     verb = "is" if len(missing) == 1 else "are"
     place = f"{gap.entry} of {gap.channel.name}"
-    return f"{_format_ranks(missing)} {verb} missing from {place}, where {waiting}; {doing}"
+    return f"{format_ranks(missing)} {verb} missing from {place}, where {waiting}; {doing}"
 
 
-def _describe_activity(heartbeat: Heartbeat, now_seconds: float) -> str:
+def describe_activity(heartbeat: Heartbeat, now_seconds: float) -> str:
+    """Describe a rank's phase and the last collective that its host entered."""
     phase_seconds = now_seconds - heartbeat.phase_start_seconds
     phase = f"{heartbeat.phase} {heartbeat.step} for {phase_seconds:.1f} s"
     last = ""
@@ -274,12 +280,12 @@ def _describe_silent_ranks(ranks: Sequence[int], process_states: Mapping[int, st
     unscheduled = [rank for rank in ranks if rank not in stopped and rank not in gone]
     parts = []
     if stopped:
-        parts.append(f"{_format_ranks(stopped)} stopped by a signal (SIGSTOP)")
+        parts.append(f"{format_ranks(stopped)} stopped by a signal (SIGSTOP)")
     if gone:
-        parts.append(f"{_format_ranks(gone)} no longer running")
+        parts.append(f"{format_ranks(gone)} no longer running")
     if unscheduled:
         parts.append(
-            f"{_format_ranks(unscheduled)} not running Python: "
+            f"{format_ranks(unscheduled)} not running Python: "
             "native code holds the interpreter lock, or the kernel does not schedule the process"
         )
     return "; ".join(parts)
@@ -293,5 +299,6 @@ def _find_oldest_waiter(heartbeats: Sequence[Heartbeat], candidates: set[int]) -
     ).rank
 
 
-def _format_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as `rank 3` or `ranks 0, 3`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

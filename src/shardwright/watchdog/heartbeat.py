@@ -99,17 +99,17 @@ def build_channel(
     group: str, ranks: Sequence[int], *, pair: tuple[int, int] | None = None
 ) -> CommunicationChannel:
     """Build the channel of a group or a pair of its ranks; its key is the same on all ranks."""
-    name = f"group {group} (ranks {_format_rank_ranges(ranks)})"
+    name = f"group {group} (ranks {format_rank_ranges(ranks)})"
     if pair is not None:
         name = f"messages from rank {pair[0]} to rank {pair[1]} in {name}"
     members = tuple(ranks) if pair is None else pair
     return CommunicationChannel(zlib.crc32(name.encode()), name, members)
 
 
-def _format_rank_ranges(ranks: Sequence[int]) -> str:
+def format_rank_ranges(ranks: Sequence[int]) -> str:
     """Format ranks as a range if they are consecutive.
 
-    >>> _format_rank_ranges([0, 1, 2, 3]), _format_rank_ranges([0, 4])
+    >>> format_rank_ranges([0, 1, 2, 3]), format_rank_ranges([0, 4])
     ('0-3', '0, 4')
     """
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

@@ -28,8 +28,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.config.run import WatchdogSection
-from shardwright.watchdog.hang_diagnosis import HangDiagnosis, diagnose_hang
-from shardwright.watchdog.heartbeat import Heartbeat, HeartbeatWriter, read_heartbeat
+from shardwright.watchdog.hang_diagnosis import (
+    HangDiagnosis,
+    diagnose_hang,
+    find_silent_ranks,
+)
+from shardwright.watchdog.heartbeat import (
+    NCCL_PIPE_STEM,
+    Heartbeat,
+    HeartbeatWriter,
+    read_heartbeat,
+)
+from shardwright.watchdog.nccl_diagnosis import diagnose_hang_on_cuda, format_records
+from shardwright.watchdog.nccl_records import RecordRequest, get_record_stem
 from shardwright.watchdog.stack_dump import dump_stacks, read_process_state
 
 logger = logging.getLogger(__name__)
@@ -41,6 +52,9 @@ _NUM_LEARNED = 3
 _TIMEOUT_FRACTION = 0.9
 """Largest limit, as a fraction of the collectives' timeout."""
 _POLL_SECONDS = 0.5
+_MAX_RECORD_SECONDS = 15.0
+"""Time limit for NCCL's records. Torch looks for a request once a second and then finds the Python
+lines of all operations."""
 
 
 @dataclass
@@ -155,16 +169,28 @@ class Watchdog:
         if not _acquire_alarm(self._folder, heartbeats):
             return
         states = {view.rank: read_process_state(view.pid) for view in heartbeats}
-        verdict = diagnose_hang(heartbeats, now_seconds, states)
         with suppress(OSError):
-            self._reports.mkdir(parents=True, exist_ok=True)  # NCCL writes its record there
+            self._reports.mkdir(parents=True, exist_ok=True)  # NCCL writes its records there
+        # NCCL makes a pipe for each rank that uses it.
+        recording = [
+            view.rank
+            for view in heartbeats
+            if (self._folder / f"{NCCL_PIPE_STEM}{view.rank}.pipe").exists()
+        ]
+        request = RecordRequest(get_record_stem(self._reports), recording)
         stacks = dump_stacks(self._folder, heartbeats, states)
+        details = ""
+        if recording:
+            records = request.wait(_MAX_RECORD_SECONDS, optional=find_silent_ranks(heartbeats))
+            verdict = diagnose_hang_on_cuda(heartbeats, now_seconds, states, records)
+            details = format_records(records)
+        else:
+            verdict = diagnose_hang(heartbeats, now_seconds, states)
         path = self._reports / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
         message = f"the run hangs: {verdict.message}"
         try:
-            path.write_text(
-                _format_report(message, heartbeats, states, stacks, now_seconds), encoding="utf-8"
-            )
+            report = _format_report(message, heartbeats, states, stacks, now_seconds)
+            path.write_text(report + details, encoding="utf-8")
             message += f". Stacks of all ranks: {path}"
         except OSError as error:
             message += f". The stacks could not be written ({error.strerror})"

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from math import exp
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from benchmarks import cpu, fit_cpu, gpu, launch, table
 from benchmarks.case import LLAMA_29M, Case, make_tokens, select_batch, shift_labels
+from benchmarks.conditions import format_rows
 from benchmarks.contenders import CONTENDERS, TITLES
 from benchmarks.layout_cases import ENTRIES
 from benchmarks.layout_page import render_page
@@ -310,6 +312,20 @@ def test_every_layouts_prediction_is_beside_its_measurement() -> None:
     assert "| dense fp32 | one process | 4.00 | 4.40 | +10% | 0.100 | 100 | 98 | -2.0% |" in text
     assert "2 rows: step time 10.0% off on average" in text
     assert "Because of the weather." in text
+
+
+@pytest.mark.parametrize(
+    ("name", "render"), [("layouts-predicted", render_page), ("cpu-shardwright", table.render)]
+)
+def test_a_published_page_is_that_of_its_measurements(
+    name: str, render: Callable[[dict[str, Any], str], str]
+) -> None:
+    folder = ROOT / "docs" / "benchmarks"
+    text = (folder / f"{name}.json").read_text()
+    result = json.loads(text)
+    notes = (folder / f"{name}.notes.md").read_text()
+    assert render(result, notes) == (folder / f"{name}.md").read_text()
+    assert format_rows(result) + "\n" == text
 
 
 def test_a_fit_finds_the_values_that_generated_the_rows() -> None:

@@ -9,9 +9,16 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from shardwright.checkpoint.background_save import BackgroundSaver
-from shardwright.checkpoint.commit import RetentionPolicy, list_step_folders, read_pointer
+from shardwright.checkpoint.commit import (
+    RetentionPolicy,
+    has_saved,
+    list_step_folders,
+    read_pointer,
+)
+from shardwright.checkpoint.fence import acquire_fence
 from shardwright.checkpoint.integrity import verify_checkpoint
 from shardwright.checkpoint.object_store import OBJECT_STORE_DISK, ObjectStoreDisk
 from shardwright.checkpoint.storage_path import RemotePath, parse_storage_path
@@ -173,6 +180,51 @@ def test_the_checkpoint_verbs_read_the_store(
     values.file_system.pipe_file(values.path, b"{}")
     assert run(["checkpoint", "verify", URL]) == 1
     assert run(["checkpoint", "verify", "memory://elsewhere"]) == 2
+
+
+def test_a_store_that_does_not_answer_is_not_an_empty_store(
+    root: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise PermissionError("403")
+
+    save(1)
+    monkeypatch.setattr(MemoryFileSystem, "info", refuse)
+    for look in (has_saved, list_step_folders, find_newest_checkpoint, acquire_fence):
+        with pytest.raises(PermissionError, match="403"):
+            look(root)
+
+
+def test_changes_by_other_processes_are_seen_through_a_cache(
+    root: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_folder = MemoryFileSystem.ls
+    listings: dict[str, Any] = {}
+
+    def list_with_cache(store: Any, path: str, detail: bool = True, **options: Any) -> Any:
+        if path not in listings:
+            listings[path] = list_folder(store, path, detail=True)
+        return listings[path]
+
+    def look_up(store: Any, path: str, **options: Any) -> Any:
+        parent = path.rpartition("/")[0] or "/"
+        for entry in list_with_cache(store, parent):
+            if entry["name"] == path:
+                return entry
+        raise FileNotFoundError(path)
+
+    save(1)
+    data = root.file_system.cat_file(f"{root.path}/latest")
+    monkeypatch.setattr(MemoryFileSystem, "ls", list_with_cache)
+    monkeypatch.setattr(MemoryFileSystem, "info", look_up)
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda *_: listings.clear())
+    other = root / "best"
+    assert not other.is_file()
+    other.file_system.store["/bucket/run/best"] = MemoryFile(
+        other.file_system, "/bucket/run/best", data
+    )
+    assert other.is_file()
+    assert "best" in list_names(root)
 
 
 def test_wrong_urls_are_wrong_input() -> None:

@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from shardwright.cli.data import build_json, data_command
-from shardwright.cli.data_table import render_report
+from shardwright.cli.output.data_table import render_report
 from shardwright.config import Recipe
 from shardwright.config.model import TokenizerSection
 from shardwright.config.recipe_loading import validate_recipe

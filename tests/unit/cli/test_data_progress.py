@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from shardwright.cli.data_progress import show_data_progress
+from shardwright.cli.output.data_progress import show_data_progress
 
 
 def test_warnings_are_shown_after_the_bar(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,9 +11,9 @@ import pytest
 from rich.table import Table
 
 import shardwright
-from shardwright.cli.console import open_console
 from shardwright.cli.main import run
-from shardwright.cli.text_streams import escape_unencodable
+from shardwright.cli.output.console import open_console
+from shardwright.cli.output.text_streams import escape_unencodable
 
 MARKUP_AND_CODES = "[/x] [bold]b[/] :smile: \x1b[2J \ud800"
 
@@ -61,4 +61,4 @@ def test_no_verb_creates_its_own_console() -> None:
             and any(getattr(base, "id", "") == "Console" for base in node.bases)
         )
     }
-    assert creators == {"cli/console.py", "telemetry/terminal.py"}
+    assert creators == {"cli/output/console.py", "telemetry/terminal.py"}

@@ -178,6 +178,16 @@ def test_a_wrong_value_is_reported_with_its_line(
     assert f"{path}, line {line}" in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["data.cache_dir", "run.dir"])
+def test_a_url_in_place_of_a_local_folder_is_refused(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RECIPE)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, [f"{field}=s3://bucket/x"])
+    problem = "must be a local or mounted folder, not a URL"
+    assert str(caught.value).startswith(f"{field}: {problem} (got 's3://bucket/x'")
+
+
 def test_a_wrong_value_of_the_command_line_has_no_line_number(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RECIPE)

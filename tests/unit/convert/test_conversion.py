@@ -17,7 +17,7 @@ from shardwright.convert.conversion import ConvertedRecipe, convert
 from shardwright.convert.emit import emit
 from shardwright.convert.emitted_config import EmitRequest
 from shardwright.errors import ExitCode, InputError
-from shardwright.plans import resolve_plan
+from shardwright.plans import resolve_degrees
 
 OVERRIDES = ["model.path=model", "data.sources=corpus.txt", "training.sequence_length=64"]
 
@@ -161,16 +161,15 @@ def test_deepspeed_survives_a_round_trip(
         "layout": layout,
     }
     recipe = validate_recipe(document)
-    plan = resolve_plan(recipe, world_size)
+    layout_and_batch = resolve_degrees(recipe, world_size)
     path = tmp_path / "ds.json"
-    path.write_text(emit("deepspeed", EmitRequest(recipe, plan)).text)
+    path.write_text(emit("deepspeed", EmitRequest(recipe, *layout_and_batch)).text)
     overrides = [*OVERRIDES, "training.max_steps=100"]
     conversion = convert(path, overrides=overrides)
     assert not conversion.dropped
     converted_recipe = validate_recipe(conversion.document)
-    converted_plan = resolve_plan(converted_recipe, world_size)
-    assert converted_plan.batch == plan.batch
-    assert (converted_plan.layout, converted_plan.precision) == (plan.layout, plan.precision)
+    assert resolve_degrees(converted_recipe, world_size) == layout_and_batch
+    assert converted_recipe.precision == recipe.precision
     assert converted_recipe.optimizer == recipe.optimizer
     assert converted_recipe.training.model_dump(
         exclude={"global_batch_size"}
@@ -197,9 +196,9 @@ def test_accelerate_survives_a_round_trip(
         "precision": "bf16",
     }
     recipe = validate_recipe(document | {"recompute": "full" if layout["zero_stage"] else "none"})
-    plan = resolve_plan(recipe, world_size)
+    resolved_layout, batch = resolve_degrees(recipe, world_size)
     path = tmp_path / "accelerate.yaml"
-    path.write_text(emit("accelerate", EmitRequest(recipe, plan)).text)
+    path.write_text(emit("accelerate", EmitRequest(recipe, resolved_layout, batch)).text)
     extra = [
         "training.max_steps=9",
         "training.learning_rate=1e-3",
@@ -207,11 +206,10 @@ def test_accelerate_survives_a_round_trip(
         "layout.cp_method=auto",
     ]
     converted_recipe = validate_recipe(convert(path, overrides=[*OVERRIDES, *extra]).document)
-    converted_plan = resolve_plan(converted_recipe, world_size)
-    assert (converted_plan.layout, converted_plan.precision, converted_plan.recompute) == (
-        plan.layout,
-        plan.precision,
-        plan.recompute,
+    assert resolve_degrees(converted_recipe, world_size)[0] == resolved_layout
+    assert (converted_recipe.precision, converted_recipe.recompute) == (
+        recipe.precision,
+        recipe.recompute,
     )
 
 

@@ -16,7 +16,7 @@ from shardwright.config.recipe_loading import validate_recipe
 from shardwright.convert.emit import CONFIG_WRITERS, emit
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig
 from shardwright.errors import ExitCode
-from shardwright.plans import resolve_plan
+from shardwright.plans import resolve_degrees
 from tests.unit.convert.argument_names import MEGATRON_CORE, MEGATRON_TRAINING, TORCHTITAN
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +41,7 @@ def make_request(world_size: int, layout: dict[str, Any], **sections: Any) -> Em
     document["precision"] = "fp32"
     document["training"] = TRAINING | sections.pop("training", {})
     recipe = validate_recipe(document | sections)
-    return EmitRequest(recipe, resolve_plan(recipe, world_size))
+    return EmitRequest(recipe, *resolve_degrees(recipe, world_size))
 
 
 def parse_arguments(emitted: EmittedConfig) -> dict[str, str]:
@@ -90,7 +90,7 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("case", REQUESTS, ids=lambda case: str(case.plan.layout))
+@pytest.mark.parametrize("case", REQUESTS, ids=lambda case: str(case.layout))
 def test_emitted_arguments_exist_in_the_other_systems(case: EmitRequest) -> None:
     assert set(parse_arguments(emit("torchtitan", case))) <= TORCHTITAN
     assert set(parse_arguments(emit("megatron", case))) <= MEGATRON_CORE | MEGATRON_TRAINING
@@ -168,7 +168,7 @@ def test_the_learning_rate_is_scaled_with_the_batch() -> None:
     scaled = make_request(
         4, {"zero_stage": 0}, training={"batch_scaling": "linear", "base_batch_size": 8}
     )
-    assert scaled.plan.batch.global_batch_size == 32
+    assert scaled.batch.global_batch_size == 32
     assert float(parse_arguments(emit("megatron", scaled))["lr"]) == pytest.approx(4e-3)
     emitted = json.loads(emit("deepspeed", scaled).text)
     assert emitted["optimizer"]["params"]["lr"] == pytest.approx(4e-3)
@@ -203,7 +203,7 @@ def test_torchtitans_own_parser_accepts_the_arguments() -> None:
                 ],
             )
             if section == "parallelism":
-                assert parsed.tensor_parallel_degree == case.plan.layout.tp
+                assert parsed.tensor_parallel_degree == case.layout.tp
 
 
 def test_megatrons_own_classes_have_the_fields() -> None:

@@ -15,11 +15,12 @@ import yaml
 
 from shardwright.cli.data import data_command
 from shardwright.config import Recipe
-from shardwright.data.chat_template import load_chat_template
-from shardwright.data.dataset import IGNORED_LABEL, TokenDataset
+from shardwright.config.data import IGNORED_LABEL
+from shardwright.data.dataset import TokenDataset
 from shardwright.data.loader import collate, read_step_micro_batches
 from shardwright.data.packed_dataset import PackedDataset
 from shardwright.data.preparation import PreparedData, prepare_data
+from shardwright.data.records.chat_template import load_chat_template
 from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import DataError, TokenizerError
 from shardwright.plans import BatchPlan

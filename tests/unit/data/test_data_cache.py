@@ -63,6 +63,12 @@ def test_a_full_disk_is_reported_with_a_remedy(tmp_path: Path) -> None:
     assert list_names(tmp_path) == []
 
 
+def test_a_url_in_the_environment_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", "s3://bucket/cache")
+    with pytest.raises(DataError, match=r"SHARDWRIGHT_CACHE: .*got s3://bucket/cache; allowed"):
+        find_cache_root(None)
+
+
 def test_an_unwritable_cache_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"data\.cache_dir"):

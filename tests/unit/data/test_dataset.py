@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.dataset import IGNORED_LABEL, WindowDataset
+from shardwright.config.data import IGNORED_LABEL
+from shardwright.data.dataset import WindowDataset
 
 
 def make_stream(num_tokens: int) -> np.ndarray:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.dataset import IGNORED_LABEL, WindowDataset
+from shardwright.config.data import IGNORED_LABEL
+from shardwright.data.dataset import WindowDataset
 from shardwright.data.loader import (
     MicroBatch,
     iterate_evaluation_micro_batches,

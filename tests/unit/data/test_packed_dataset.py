@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.dataset import IGNORED_LABEL, Sample
+from shardwright.config.data import IGNORED_LABEL
+from shardwright.data.dataset import Sample
 from shardwright.data.packed_dataset import PackedDataset, Packing, pack_documents
 from shardwright.errors import DataError
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from shardwright.config import Recipe
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.data import dataset_assembly, source_files, sources, tokenisation
-from shardwright.data.dataset import IGNORED_LABEL, TokenDataset, WindowDataset
+from shardwright.data.dataset import TokenDataset, WindowDataset
 from shardwright.data.file_listing import list_files
 from shardwright.data.packed_dataset import PackedDataset
 from shardwright.data.preparation import PreparedData, prepare_data

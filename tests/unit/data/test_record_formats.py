@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.data.conversation import UnusableRecord, read_conversation
-from shardwright.data.record_formats import RecordSchema, detect_schema, extract_texts
+from shardwright.data.records.conversation import UnusableRecord, read_conversation
+from shardwright.data.records.record_formats import RecordSchema, detect_schema, extract_texts
 from shardwright.errors import DataError
 from tests.unit.data.chat_tokenizers import turns
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import tokenizers
 
-from shardwright.data.chat_template import load_chat_template
-from shardwright.data.conversation import UnusableRecord, read_conversation
-from shardwright.data.supervision import EncodedRecord, RecordEncoder, SupervisedTurns
+from shardwright.data.records.chat_template import load_chat_template
+from shardwright.data.records.conversation import UnusableRecord, read_conversation
+from shardwright.data.records.supervision import EncodedRecord, RecordEncoder, SupervisedTurns
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.data.tokenizer_loading import load_tokenizer, train_characters
 from shardwright.errors import TokenizerError

@@ -20,10 +20,11 @@ import pytest
 
 from shardwright import files
 from shardwright.config.data import DataSource
-from shardwright.data import record_files, sources, token_store, tokenizer_loading
+from shardwright.data import sources, token_store, tokenizer_loading
 from shardwright.data.file_listing import list_files
 from shardwright.data.preparation import prepare_data
-from shardwright.data.record_files import read_rows
+from shardwright.data.records import record_files
+from shardwright.data.records.record_files import read_rows
 from shardwright.data.sources import BrokenRecord, TextPiece, read_files
 from shardwright.data.tokenizer_loading import train_bpe
 from shardwright.errors import DataError, InputError

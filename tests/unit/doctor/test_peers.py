@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwright.doctor import clock_offset as clock
 from shardwright.doctor import storage
-from shardwright.doctor.clock_offset import ClockOffset, estimate_clock_offset, judge_clocks
 from shardwright.doctor.diagnosis import examine_rank
 from shardwright.doctor.examination import STAGES, ExaminationRequest
 from shardwright.doctor.probe_budget import RankMaximum, TimeBudget
@@ -24,6 +22,7 @@ from shardwright.doctor.rendezvous import (
     Rendezvous,
     RendezvousFailed,
     join_rendezvous,
+    judge_clocks,
     wait_for_port,
 )
 from shardwright.doctor.stage_watchdog import (
@@ -41,6 +40,7 @@ from shardwright.doctor.storage import (
 from shardwright.errors import RankFailed
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
+from shardwright.parallel.clock_sync import ClockOffset, estimate_clock_offset
 
 
 @pytest.fixture
@@ -137,18 +137,28 @@ def connect_stores(count: int) -> list[dist.Store]:
 
 def test_clock_offsets_are_measured() -> None:
     stores = connect_stores(3)
-    ahead = {0: 0.0, 1: 3.0, 2: -0.5}
-    results_by_rank = run_in_threads(
-        3,
-        lambda rank: estimate_clock_offset(
-            stores[rank], rank, 3, clock=lambda: time.time() + ahead[rank]
-        ),
-    )
-    assert results_by_rank[0] is None
-    for rank in (1, 2):
-        offset = results_by_rank[rank]
-        assert isinstance(offset, ClockOffset)
-        assert abs(offset.seconds - ahead[rank]) <= offset.error_seconds + 1e-3
+    num_keys = stores[0].num_keys()
+    for ahead in ({1: 3.0, 2: -0.5}, {1: -1.0, 2: 20.0}):  # one store serves many calls
+        results_by_rank = run_in_threads(
+            3,
+            lambda rank, ahead=ahead: estimate_clock_offset(
+                stores[rank], rank, 3, clock=lambda: time.time() + ahead.get(rank, 0.0)
+            ),
+        )
+        assert results_by_rank[0] is None
+        for rank in (1, 2):
+            offset = results_by_rank[rank]
+            assert isinstance(offset, ClockOffset)
+            assert abs(offset.seconds - ahead[rank]) <= offset.error_seconds + 1e-3
+    assert stores[0].num_keys() == num_keys
+
+
+def test_a_rank_that_does_not_answer_ends_the_clock_exchange_in_time() -> None:
+    for rank in (0, 1):
+        stores = connect_stores(2)
+        stores[rank].set_timeout(timedelta(seconds=0.5))
+        with pytest.raises(dist.DistError, match=r"timeout|timed out"):
+            estimate_clock_offset(stores[rank], rank, 2)
 
 
 def test_a_folder_that_is_not_shared_is_detected(tmp_path: Path) -> None:
@@ -210,15 +220,12 @@ def test_a_slow_disk_is_tested_with_a_smaller_file(
         assert results_by_rank.bytes_per_second == pytest.approx(rate)
 
 
-def test_ranks_that_reach_the_clock_exchange_too_late_are_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(clock, "_MAX_ANSWER_SECONDS", -1.0)
+def test_ranks_that_reach_the_clock_exchange_too_late_are_skipped() -> None:
     stores = connect_stores(3)
-    assert (
-        run_in_threads(3, lambda rank: estimate_clock_offset(stores[rank], rank, 3)) == [None] * 3
+    results_by_rank = run_in_threads(
+        3, lambda rank: estimate_clock_offset(stores[rank], rank, 3, max_seconds=-1.0)
     )
-    monkeypatch.setattr(clock, "_MAX_ANSWER_SECONDS", 10.0)
+    assert results_by_rank == [None] * 3
     (finding,) = judge_clocks({1: ClockOffset(0.0, 1e-4)}, dict.fromkeys(range(3), "a"))
     assert "on 1 of 2 ranks, all that answered within 10 s" in finding.value
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.doctor.clock_offset import ClockOffset, judge_clocks
 from shardwright.doctor.collective_bandwidth import (
     GroupTime,
     judge_collectives,
@@ -31,7 +30,7 @@ from shardwright.doctor.host import Host, judge_hosts
 from shardwright.doctor.link_bandwidth import LinkTime, judge_links, pair_ranks
 from shardwright.doctor.probe_budget import Omission, build_omission_findings
 from shardwright.doctor.rate_findings import judge_copies, judge_matmuls
-from shardwright.doctor.rendezvous import RankLocation
+from shardwright.doctor.rendezvous import RankLocation, judge_clocks
 from shardwright.doctor.software import Software, judge_software
 from shardwright.doctor.storage import (
     FolderVisibility,
@@ -42,6 +41,7 @@ from shardwright.doctor.storage import (
 )
 from shardwright.hardware import MatmulRate
 from shardwright.layout import Layout
+from shardwright.parallel.clock_sync import ClockOffset
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 LOCATIONS = {rank: RankLocation(host, host, rank % 2) for rank, host in HOSTS.items()}

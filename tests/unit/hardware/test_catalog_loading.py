@@ -139,7 +139,22 @@ def test_unknown_links_and_zero_accelerators_are_refused() -> None:
         parse_cluster("0xH100")
 
 
-@pytest.mark.parametrize("text", ["99999999999999xH100-80GB", "9" * 5000 + "xH100-80GB"])
-def test_clusters_with_too_many_devices_are_refused(text: str) -> None:
-    with pytest.raises(InputError, match="at most 262,144"):
-        parse_cluster(text)
+@pytest.mark.parametrize(
+    ("digits", "got"),
+    [
+        ("262145", "262145 GPUs"),
+        ("123456789", "123456789 GPUs"),
+        ("12345678901234", "12345678901234;"),
+        ("9" * 5000, r"999999999\.\.\. \(5,000 digits\)"),
+    ],
+)
+def test_clusters_with_too_many_devices_are_refused(digits: str, got: str) -> None:
+    with pytest.raises(InputError, match=rf"^cluster: .*got {got}.*at most 262,144"):
+        parse_cluster(f"{digits}xH100-80GB")
+    if len(digits) > 9:
+        with pytest.raises(InputError, match=rf"^link: .*got {got}.*at most 262,144"):
+            find_link(f"{digits}xib400", 8)
+
+
+def test_leading_zeros_of_a_number_do_not_count() -> None:
+    assert parse_cluster("0000000000008xH100-80GB") == parse_cluster("8xH100-80GB")

@@ -11,10 +11,10 @@ import torch
 
 from shardwright.architecture import read_config
 from shardwright.cli.main import run as shardwright
-from shardwright.data.chat_template import load_chat_template
 from shardwright.data.loader import collate
 from shardwright.data.preparation import prepare_data
-from shardwright.data.supervision import RecordEncoder
+from shardwright.data.records.chat_template import load_chat_template
+from shardwright.data.records.supervision import RecordEncoder
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.data.tokenizer_loading import load_tokenizer
 from shardwright.errors import DataError, ExitCode

@@ -19,7 +19,6 @@ from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout
-from shardwright.layout_rules import check_layout
 from shardwright.model.document_rows import split_documents
 from shardwright.model.hf_decoder import build_decoder
 from shardwright.model.hf_folder import write_hf_folder
@@ -28,6 +27,7 @@ from shardwright.model.hf_module import load_hf_folder
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
+from shardwright.placement import place_model
 from tests.unit.model.hf_models import HF_CONFIGS
 
 
@@ -256,7 +256,7 @@ def test_degrees_that_need_our_decoder_are_refused(degree: str) -> None:
         match=rf"layout.{degree}: opt runs through transformers' own OPTForCausalLM; "
         "shardwright does not know",
     ):
-        check_layout(read_shape("opt"), layout, 16)
+        place_model(read_shape("opt"), layout, 16)
 
 
 def test_documents_without_supervision_are_omitted_except_one_row() -> None:

@@ -28,7 +28,7 @@ from shardwright.model.linear import Linear
 from shardwright.model.lora import compute_row_norms, initialise_adapter, merge_adapter
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from tests.reference.cases import CASES
 
 FAMILIES = (
@@ -159,7 +159,7 @@ def test_frozen_parameters_have_the_compute_precision() -> None:
     shape = add_adapters(read_config(CASES["mixtral"]), AdapterSection(rank=2))
     with torch.device("meta"):
         decoder = Decoder(shape, compute_dtype=torch.bfloat16)
-    plan = Plan(Layout(), BatchPlan(8, 1, 1, 1), PrecisionSection(kind="bf16"), "none")
+    plan = build_plan(shape, Layout(), BatchPlan(8, 1, 1, 1), PrecisionSection(kind="bf16"), "none")
     model = apply_layout(
         decoder,
         plan,

@@ -17,9 +17,9 @@ from shardwright.architecture.nf4_layout import compute_row_bytes, count_columns
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout
-from shardwright.layout_rules import check_layout
 from shardwright.model import nf4
 from shardwright.model.grouped_matmul import multiply_grouped
+from shardwright.placement import place_model
 
 BITSANDBYTES = (
     "1ff1ff2ee2ee2ed3dd3dc4cc4bb4bb5aa5aa6996996886887887777777777777"
@@ -126,12 +126,12 @@ def test_a_shard_boundary_inside_a_block_is_refused_with_the_degrees_that_work()
     with pytest.raises(
         LayoutError, match=r"down_proj.*rows of 192.*2 ranks.*blocks of 64"
     ) as caught:
-        check_layout(shape, Layout(tp=2), 16)
+        place_model(shape, Layout(tp=2), 16)
     assert caught.value.allowed == "1"
     wide = add_adapters(
         read_config(LLAMA | {"intermediate_size": 256}), AdapterSection(quantize="nf4")
     )
-    check_layout(wide, Layout(tp=4), 16)
+    place_model(wide, Layout(tp=4), 16)
 
 
 def test_transposed_matrices_are_refused() -> None:
@@ -147,3 +147,17 @@ def test_transposed_matrices_are_refused() -> None:
     )
     with pytest.raises(RecipeError, match=r"is stored \[in, out\]"):
         add_adapters(gpt2, AdapterSection(quantize="nf4"))
+
+
+def test_the_table_is_built_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy to a GPU would make the host wait at every product."""
+    monkeypatch.setattr(nf4, "_byte_tables", {})
+    packed = nf4.pack(make_two_blocks())
+    with mock.patch.object(nf4, "_build_byte_table", wraps=nf4._build_byte_table) as build:
+        with torch.inference_mode():
+            first = nf4.unpack(packed, 64, torch.float32)
+        second = nf4.unpack(packed, 64, torch.float32)
+    assert build.call_count == 1
+    assert torch.equal(first, second)
+    (table,) = nf4._byte_tables.values()
+    assert not table.is_inference()

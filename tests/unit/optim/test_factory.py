@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardwright.config.training import OptimizerSection
+from shardwright.config.training import OptimizerName, OptimizerSection
 from shardwright.optim import build_optimizer, set_learning_rate
-from shardwright.optim.factory import choose_implementation
+from shardwright.optim.factory import _OPTIMIZERS, choose_implementation
 
 
 class TinyModel(nn.Module):
@@ -164,3 +164,7 @@ def test_dtensors_are_updated_like_tensors(one_rank_mesh: Any) -> None:
     ):
         assert isinstance(sharded_parameter, DTensor)
         assert torch.equal(plain_parameter, sharded_parameter.to_local())
+
+
+def test_every_optimizer_of_the_recipe_can_be_built() -> None:
+    assert set(_OPTIMIZERS) == set(get_args(OptimizerName))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import CheckpointError
@@ -130,3 +131,24 @@ def test_state_of_other_parameters_is_refused_by_name() -> None:
         CheckpointError, match=r"missing in the checkpoint: 2\.bias; missing here: head\.weight"
     ):
         load_optimizer_values(run.optimizer, values)
+
+
+class ScalarReads(TorchDispatchMode):
+    """Counts reads of single numbers; on a GPU the host waits at each."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += operation is torch.ops.aten._local_scalar_dense.default
+        return operation(*args, **(kwargs or {}))
+
+
+def test_step_counts_are_read_together() -> None:
+    run = FakeRun({"name": "adamw"})
+    run.step(0)
+    with ScalarReads() as reads:
+        values = collect_optimizer_values(run.optimizer)
+    assert set(values["steps"].values()) == {1}
+    assert reads.count == 0

@@ -9,7 +9,7 @@ import pytest
 from shardwright import placement
 from shardwright.errors import InputError
 from shardwright.layout import Layout
-from shardwright.layout_rules import check_layout
+from shardwright.placement import place_model
 from shardwright.planner.divisibility import explain_layout_conflict, list_divisors, list_schedules
 from shardwright.planner.model_costs import ModelFacts
 from tests.unit.planner import models
@@ -17,7 +17,7 @@ from tests.unit.planner import models
 
 def is_refused_by_engine(shape: object, layout: Layout, sequence_length: int) -> bool:
     try:
-        check_layout(shape, layout, sequence_length)  # type: ignore[arg-type]
+        place_model(shape, layout, sequence_length)  # type: ignore[arg-type]
     except InputError:
         return True
     return False

@@ -19,13 +19,13 @@ from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search import search_layouts
-from shardwright.planner.search_result import (
+from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
     build_layout_key,
     measure_complexity,
 )
-from shardwright.planner.search_space import PlanningProblem
+from shardwright.planner.search.space import PlanningProblem
 from shardwright.schedule import PIPELINE_SCHEDULES
 from tests.unit.planner import models
 

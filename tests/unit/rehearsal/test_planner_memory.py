@@ -19,12 +19,12 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory import predict_memory
+from shardwright.planner.memory.parameter_memory import compute_updated_gradient_bytes
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.parameter_memory import compute_updated_gradient_bytes
 from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal.rank_rehearsal import rehearse_rank
 
 TOKENS = 512
@@ -129,7 +129,8 @@ LONG_CASES = [
 def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     recipe = case.make_recipe()
     shape = read_recipe_shape(recipe)
-    plan = Plan(
+    plan = build_plan(
+        shape,
         case.layout,
         BatchPlan(TOKENS, ROWS, case.steps, case.layout.data_ranks),
         recipe.precision,

@@ -14,11 +14,11 @@ from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.planner import Efficiency
-from shardwright.planner.memory import predict_memory
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal.rank_rehearsal import RankRehearsal, rehearse_rank
 
 TOKENS = 256
@@ -55,9 +55,12 @@ def predict_live_bytes(**sections: Any) -> float:
 
 def rehearse(layout: Layout | None = None, **sections: Any) -> RankRehearsal:
     recipe = make_recipe(**sections)
+    shape = read_recipe_shape(recipe)
     layout = layout or Layout()
-    plan = Plan(layout, BatchPlan(TOKENS, ROWS, 2, layout.data_ranks), recipe.precision, "none")
-    return rehearse_rank(recipe, read_recipe_shape(recipe), plan, 0)
+    plan = build_plan(
+        shape, layout, BatchPlan(TOKENS, ROWS, 2, layout.data_ranks), recipe.precision, "none"
+    )
+    return rehearse_rank(recipe, shape, plan, 0)
 
 
 def test_packed_rows_need_a_mask() -> None:

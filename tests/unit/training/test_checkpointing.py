@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.background_save import BackgroundSaver, HostBuffer
+from shardwright.checkpoint.background_save import BackgroundSaver
+from shardwright.checkpoint.host_buffer import HostBuffer
+from shardwright.checkpoint.local_tensors import HostCopy
 from shardwright.checkpoint.tensor_loading import open_checkpoint, read_tensor
 from shardwright.config import Recipe
 from shardwright.telemetry.event_log import CheckpointEvent, WarningEvent, read_events
@@ -61,7 +63,7 @@ def test_a_delayed_copy_has_the_values_of_its_step(
     wait = BackgroundSaver.wait
     copy_tensors = HostBuffer.copy_tensors
 
-    def copy_late(copy: HostBuffer, *arguments: Any, **options: Any) -> list[torch.Tensor]:
+    def copy_late(copy: HostBuffer, *arguments: Any, **options: Any) -> list[HostCopy]:
         awaited.wait(10)
         awaited.clear()
         return copy_tensors(copy, *arguments, **options)

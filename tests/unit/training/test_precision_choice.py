@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.architecture import read_config
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe, load_recipe
 from shardwright.errors import CheckpointError
@@ -21,6 +22,7 @@ from shardwright.telemetry.sinks import describe_event
 from shardwright.training.precision_choice import agree_on_precision, predict_precision
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.run import train
+from tests.multiprocess.models import LLAMA
 from tests.unit.training.finished import ALPHABET, CONFIG
 
 FAST = 3.0
@@ -180,11 +182,11 @@ def test_ranks_with_different_choices_use_fp32(
 
 
 def test_no_plan_has_precision_auto(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="`resolve` resolves `auto`"):
-        resolve_plan(build_recipe(tmp_path), 1)
-    plan = resolve_plan(build_recipe(tmp_path), 1, PrecisionChoice("bf16", "a test says so"))
+    shape = read_config(LLAMA)
+    choice = PrecisionChoice("bf16", "a test says so")
+    with pytest.raises(AssertionError, match="`resolve_plan` resolves `auto`"):
+        resolve_plan(build_recipe(tmp_path), shape, 1)
+    plan = resolve_plan(build_recipe(tmp_path), shape, 1, choice)
     assert (plan.precision.kind, plan.precision_reason) == ("bf16", "a test says so")
-    explicit = resolve_plan(
-        build_recipe(tmp_path, "fp64"), 1, PrecisionChoice("bf16", "a test says so")
-    )
+    explicit = resolve_plan(build_recipe(tmp_path, "fp64"), shape, 1, choice)
     assert (explicit.precision.kind, explicit.precision_reason) == ("fp64", None)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwright.cli.main import run as shardwright
 from shardwright.config.recipe_loading import validate_recipe
-from shardwright.data.conversation import UnusableRecord
 from shardwright.data.loader import MicroBatch, read_step_micro_batches
-from shardwright.data.record_formats import detect_schema
+from shardwright.data.records.conversation import UnusableRecord
+from shardwright.data.records.record_formats import detect_schema
 from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import DataError, ExitCode, RecipeError
 from shardwright.model.decoder import Decoder

@@ -10,7 +10,7 @@ import pytest
 from shardwright.architecture import read_recipe_shape
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.training import run_prediction
 from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.run_prediction import predict_training_run
@@ -33,10 +33,11 @@ def build_validated_run(cluster: Any) -> ValidatedRun:
         }
     )
     layout = Layout(dp_shard=8, zero_stage=3)
-    plan = Plan(layout, BatchPlan(128, 2, 1, layout.data_ranks), recipe.precision, "none")
-    return cast(
-        ValidatedRun, SimpleNamespace(recipe=recipe, plan=plan, shape=read_recipe_shape(recipe))
+    shape = read_recipe_shape(recipe)
+    plan = build_plan(
+        shape, layout, BatchPlan(128, 2, 1, layout.data_ranks), recipe.precision, "none"
     )
+    return cast(ValidatedRun, SimpleNamespace(recipe=recipe, plan=plan, shape=shape))
 
 
 def test_the_prediction_of_a_run_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwright.architecture import read_config
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.layout import LayoutSection
-from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.errors import ArchitectureError, LayoutError
 from shardwright.plans import BatchPlan

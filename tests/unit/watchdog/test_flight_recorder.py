@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardwright.parallel.collectives import all_gather_single
 from shardwright.watchdog.flight_recorder import enable_nccl_flight_recorder, record_collectives
 from shardwright.watchdog.heartbeat import NCCL_PIPE_STEM, HeartbeatWriter, read_heartbeat
+from shardwright.watchdog.nccl_records import get_record_stem
 from shardwright.watchdog.stack_dump import _wake_pipe_reader
 
 
@@ -53,25 +54,38 @@ def test_every_collective_is_recorded_once_with_its_number(
     heartbeat.close()
 
 
-def test_the_flight_recorder_of_nccl_is_enabled_with_the_pipe_of_the_watchdog(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL creates the pipe from the given name and its rank. Variables that are set stay."""
-    names = (
-        "TORCH_FR_BUFFER_SIZE",
-        "TORCH_FR_DUMP_TEMP_FILE",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
-    )
-    for name in names[1:]:
+VARIABLES = (
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_NCCL_ENABLE_TIMING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+)
+
+
+@pytest.fixture
+def nccl_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
-    monkeypatch.setenv(names[0], "77")
+    return monkeypatch
+
+
+def test_the_flight_recorder_of_nccl_is_enabled_with_the_pipe_of_the_watchdog(
+    tmp_path: Path, nccl_environment: pytest.MonkeyPatch
+) -> None:
+    """NCCL creates the pipe from the given name and its rank. Variables that are set stay."""
+    nccl_environment.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "77")
     heartbeat = HeartbeatWriter(tmp_path, 3, 4)
     enable_nccl_flight_recorder(heartbeat, tmp_path / "hangs")
     heartbeat.close()
-    assert [os.environ[name] for name in names[:3]] == ["77", f"{tmp_path}/hangs/nccl-rank-", "1"]
-    pipe = Path(f"{os.environ[names[3]]}3.pipe")
+    values = [os.environ[name] for name in VARIABLES]
+    assert values[:6] == ["77", "77", *[f"{tmp_path}/hangs/nccl-rank-"] * 2, "1", "1"]
+    assert get_record_stem(tmp_path / "hangs", {}) == values[2]
+    pipe = Path(f"{values[6]}3.pipe")
     assert pipe == tmp_path / f"{NCCL_PIPE_STEM}3.pipe"
     with pytest.raises(OSError, match="No such file"):
         _wake_pipe_reader(pipe)  # without NCCL there is no pipe
@@ -80,3 +94,16 @@ def test_the_flight_recorder_of_nccl_is_enabled_with_the_pipe_of_the_watchdog(
     _wake_pipe_reader(pipe)
     assert os.read(reader, 10) == b"1\n"
     os.close(reader)
+
+
+@pytest.mark.parametrize(("timeout_seconds", "expected"), [(60.0, "480"), (1799.5, "1800")])
+def test_torch_does_not_abort_before_the_watchdog(
+    timeout_seconds: float,
+    expected: str,
+    tmp_path: Path,
+    nccl_environment: pytest.MonkeyPatch,
+) -> None:
+    heartbeat = HeartbeatWriter(tmp_path, 0, 2)
+    enable_nccl_flight_recorder(heartbeat, tmp_path, timeout_seconds)
+    heartbeat.close()
+    assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == expected

@@ -21,6 +21,7 @@ from shardwright.watchdog.heartbeat import (
     read_heartbeat,
 )
 from shardwright.watchdog.monitor import PhaseLimits, Watchdog, get_shared_folder, read_heartbeats
+from tests.unit.watchdog.nccl_dumps import TENSOR, Recorder
 
 
 @pytest.fixture
@@ -138,6 +139,59 @@ block_forever()
         assert str(report) in watchdog.diagnosis.message
         assert report.read_text().count("in block_forever") == 2
         assert ranks[0].poll() is None
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def test_on_cuda_the_monitor_requests_and_uses_the_records_of_nccl(tmp_path: Path) -> None:
+    """Both hosts have entered everything; only rank 1's record shows what rank 0 skipped.
+
+    The ranks stand for NCCL's thread: they make the pipe, and write a record when it is written to.
+    """
+    reports = tmp_path / "hangs"
+    code = """
+import os, pathlib, sys, time
+from shardwright.watchdog.heartbeat import NCCL_PIPE_STEM, HeartbeatWriter
+folder, rank = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+heartbeat = HeartbeatWriter(folder, rank, 2)
+pipe = folder / f"{NCCL_PIPE_STEM}{rank}.pipe"
+os.mkfifo(pipe)
+reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+heartbeat.begin_phase("step", 1.0 + rank, step=3)
+print("up", flush=True)
+while not os.read(reader, 128):
+    time.sleep(0.05)
+time.sleep(1.2)
+(folder / f"prepared-{rank}").rename(folder / "hangs" / f"nccl-rank-{rank}")
+time.sleep(600)
+"""
+    for rank in range(2):
+        recorder = Recorder(rank)
+        recorder.collective(TENSOR, "all_reduce", 8)
+        if rank == 1:
+            recorder.collective(TENSOR, "all_reduce", 16, "scheduled")
+        recorder.write(tmp_path).rename(tmp_path / f"prepared-{rank}")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(rank)], stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            process.stdout.readline()
+        with Watchdog(tmp_path, reports) as watchdog:
+            assert ranks[0].wait(timeout=120) == -signal.SIGKILL
+        assert watchdog.diagnosis is not None
+        assert watchdog.diagnosis.blocking_ranks == (0,)
+        assert "rank 0 is missing from all_reduce #2 (16 Float elements)" in (
+            watchdog.diagnosis.message
+        )
+        (report,) = reports.glob("hang-*.txt")
+        assert "scheduled  all_reduce #2 (16 Float elements) of group tp" in report.read_text()
     finally:
         for process in ranks:
             process.kill()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shardwright.planner.calibration import EfficiencyTable, load_efficiencies
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory import predict_memory
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.prediction import Prediction

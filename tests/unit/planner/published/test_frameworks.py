@@ -11,9 +11,9 @@ import pytest
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory import predict_memory
+from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.parameter_memory import StageLoad
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS, find_framework_name

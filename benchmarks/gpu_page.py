@@ -1,0 +1,213 @@
+"""Page of `make gpu`: one table of all steps, then numbers, speed, memory and kernels."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from benchmarks.table import render_conditions, render_gpu
+
+PREFACE = """\
+Made by `make gpu`. Every step is a process with its own time limit; a step that failed has its
+reason in the first table. Nothing is left out: steps that have not run are named."""
+NUMBERS = """\
+A decoder of three blocks with random weights, forward and backward, against float64 on the CPU. The
+error is the norm of the difference over the norm of the exact values; the limits are 1e-4 in fp32
+and 5e-2 in bf16."""
+
+_WRONG_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""Errors of reading a result that lacks something."""
+
+
+def render_page(content: dict[str, Any]) -> str:
+    """Return the page of all steps."""
+    steps = content["steps"]
+    counts = {
+        status: sum(step["status"] == status for step in steps)
+        for status in ("passed", "failed", "timed out", "no time left", "not run")
+    }
+    verdict = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    device = _find_result(steps, "device")
+    name = "one GPU" if device is None else f"one {device.get('name')}"
+    sections = [f"# On {name}", PREFACE, f"**{verdict}.**", _render_steps(steps)]
+    profiles = [step for step in steps if step["name"].startswith("profile")]
+    sections += [
+        *_render_safely(_render_device, device),
+        *_render_safely(_render_numbers, _find_result(steps, "numbers")),
+        *_render_safely(_render_speed, _collect_cases(steps)),
+        *(
+            section
+            for step in profiles
+            for section in _render_safely(_render_profile, step if "result" in step else None)
+        ),
+    ]
+    conditions = [step["conditions"] for step in steps if "conditions" in step]
+    if conditions:
+        sections.append(render_conditions({"conditions": conditions[-1], "skipped": {}}))
+    return "\n\n".join(sections) + "\n"
+
+
+def count_tests(junit: str) -> tuple[int, int, int, list[str]]:
+    """Return the numbers of passed, failed and skipped tests, and the failed ones with reasons."""
+    passed = skipped = 0
+    failed: list[str] = []
+    for case in ElementTree.fromstring(junit).iter("testcase"):
+        problems = [each for each in case if each.tag in ("failure", "error")]
+        if problems:
+            reason = (problems[0].get("message") or "").splitlines()
+            failed.append(f"{case.get('name')}: {reason[0] if reason else ''}")
+        elif case.find("skipped") is not None:
+            skipped += 1
+        else:
+            passed += 1
+    return passed, len(failed), skipped, failed
+
+
+def _render_safely(
+    render: Callable[[dict[str, Any]], str], result: dict[str, Any] | None
+) -> list[str]:
+    """Render a section; a result of another form must not take the page from the others."""
+    if result is None:
+        return []
+    try:
+        return [render(result)]
+    except _WRONG_FORM as error:
+        return [f"A result has another form ({type(error).__name__}: {error})."]
+
+
+def _render_speed(speed: dict[str, Any]) -> str:
+    _, preface, *tables = render_gpu(speed)
+    lowered = [table.replace("## ", "### ", 1) for table in tables]
+    return "\n\n".join(["## Speed and memory", preface, *lowered])
+
+
+def _find_result(steps: Iterable[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    return next((step.get("result") for step in steps if step["name"] == name), None)
+
+
+def _collect_cases(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Join the results of the speed steps, in the form that `benchmarks.gpu` writes."""
+    results = [
+        step["result"]
+        for step in steps
+        if step["name"].startswith("speed") and step.get("result", {}).get("cases")
+    ]
+    if not results:
+        return None
+    return results[0] | {
+        "cases": [case for result in results for case in result["cases"]],
+        "skipped": {
+            name: why for result in results for name, why in result.get("skipped", {}).items()
+        },
+    }
+
+
+def _render_steps(steps: Iterable[dict[str, Any]]) -> str:
+    rows = []
+    for step in steps:
+        seconds = f"{step['seconds']:.0f}" if "seconds" in step else ""
+        try:
+            summary = _summarise(step)
+        except (*_WRONG_FORM, ElementTree.ParseError) as error:
+            summary = f"its result has another form ({type(error).__name__}: {error})"
+        rows.append((str(step["part"]), step["name"], step["status"], seconds, _escape(summary)))
+    return _render_table(("part", "step", "result", "s", "summary"), rows)
+
+
+def _summarise(step: dict[str, Any]) -> str:
+    """Return what a person needs of a step in one cell."""
+    result = step.get("result", {})
+    text = ""
+    if "junit" in result:
+        passed, num_failed, skipped, failed = count_tests(result["junit"])
+        counts = f"{passed} passed, {num_failed} failed, {skipped} skipped"
+        return "; ".join([counts, *failed[:5]])
+    if "cases" in result:
+        text = "; ".join(
+            f"{name} {row['tokens_per_second']:,.0f} tokens/s"
+            if "tokens_per_second" in row
+            else f"{name} {row['failed']}"
+            for case in result["cases"]
+            for name, row in case["contenders"].items()
+        )
+    elif "precisions" in result:
+        text = "; ".join(
+            f"{name}: worst gradient {each['worst_gradient_error']:.1e} off"
+            for name, each in result["precisions"].items()
+        )
+    elif "idle_share" in result:
+        text = f"{result['step_seconds']:.3g} s a step, {result['idle_share']:.0%} without a kernel"
+    elif "product_error" in result:
+        text = f"{result['name']}, torch {result['torch']}, CUDA {result['cuda'] or 'none'}"
+    return "; ".join(filter(None, [text, step.get("message", "")]))
+
+
+def _render_device(device: dict[str, Any]) -> str:
+    lines = [
+        f"{device['name']}, torch {device['torch']}, CUDA {device['cuda'] or 'none'}",
+        *(
+            f"{rate / 1e12:,.3g} TFLOP/s in the best square {name} product"
+            for name, rate in device["matmul_flops_per_second"].items()
+        ),
+        f"{device['copy_bytes_per_second'] / 1e12:.3g} TB/s in large copies",
+    ]
+    if "memory_bytes" in device:
+        lines.append(
+            f"{device['memory_bytes'] / 2**30:.0f} GiB, capability {device['capability']}, "
+            f"{device['num_devices']} device(s), NCCL {device['nccl']}, cuDNN {device['cudnn']}"
+        )
+    return "## Device\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def _render_numbers(numbers: dict[str, Any]) -> str:
+    header = ("precision", "logits", "loss", "worst gradient", "error", "within the limit")
+    rows = [
+        (
+            name,
+            f"{each['logits_error']:.1e}",
+            f"{each['loss_error']:.1e}",
+            f"`{each['worst_gradient']}`",
+            f"{each['worst_gradient_error']:.1e}",
+            "yes" if each["is_within_limit"] else "**no**",
+        )
+        for name, each in numbers["precisions"].items()
+    ]
+    kernels = [
+        (name, ", ".join(f"`{key}`" for key in each["attention"]), f"`{kernel['name'][:80]}`")
+        for name, each in numbers["precisions"].items()
+        for kernel in each["kernels"][:1]
+    ]
+    chosen = _render_table(
+        ("precision", "attention operators", "kernel with the most time"), kernels
+    )
+    return f"## Numbers\n\n{NUMBERS}\n\n{_render_table(header, rows)}\n\n## Kernels\n\n{chosen}"
+
+
+def _render_profile(step: dict[str, Any]) -> str:
+    result = step["result"]
+    rows = [
+        (
+            f"`{_escape(kernel['name'][:90])}`",
+            str(kernel["calls"]),
+            f"{kernel['seconds'] * 1e3:.2f}",
+            f"{kernel['seconds'] / result['step_seconds']:.1%}",
+        )
+        for kernel in result["kernels"][:15]
+    ]
+    table = _render_table(("kernel", "calls", "ms", "share of the step"), rows)
+    summary = (
+        f"One optimizer step takes {result['step_seconds']:.3g} s. Its {result['num_kernels']:,} "
+        f"kernels take {result['kernel_seconds']:.3g} s; {result['idle_share']:.0%} of the step "
+        "has no kernel. The profile is of the step after it."
+    )
+    return f"## {step['name'].capitalize()}\n\n{summary}\n\n{table}"
+
+
+def _render_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")[:700]

@@ -1,0 +1,141 @@
+"""Read recorded micro-batches as rows of single documents, correctly or with a known mistake.
+
+Shapes: T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwright.audit.record import RecordedBatch
+from shardwright.model.document_rows import IGNORED_LABEL
+
+
+@dataclass(frozen=True)
+class BatchReading:
+    """Interpretation of a micro-batch; the default is the one that users expect."""
+
+    label_offset: int = 1
+    """Distance from a position to its target in the labels: 1 if labels are not shifted yet."""
+    separates_documents: bool = True
+    resets_positions: bool = True
+    crosses_documents: bool = False
+    """True if the last token of a document predicts the first one of the next."""
+    supervises_prompt: bool = False
+    """True if tokens whose label is ignored are supervised."""
+    supervises_padding: bool = False
+    replays_dropout: bool = False
+    """True to run the rows as received, in training mode, with the recorded random numbers."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens that are one row of the reference; all tensors [T] int64."""
+
+    ids: Tensor
+    positions: Tensor
+    targets: Tensor
+    mask: Tensor | None = None
+
+
+def build_segments(batch: RecordedBatch, reading: BatchReading) -> list[Segment]:
+    """Split the rows of a micro-batch into segments; those without a target are omitted.
+
+    At least one segment remains.
+    """
+    segments = []
+    for row in range(batch.input_ids.shape[0]):
+        segments += _build_row_segments(batch, row, reading)
+    supervised = [s for s in segments if bool((s.targets != IGNORED_LABEL).any())]
+    return supervised or segments[:1]
+
+
+def build_targets(batch: RecordedBatch, row: int, reading: BatchReading) -> Tensor:
+    """Build the target of every position of a row, [T]; -100 for none."""
+    ids = batch.input_ids[row]
+    labels = batch.labels[row]
+    is_padding = (
+        torch.zeros_like(ids, dtype=torch.bool)
+        if batch.attention_mask is None
+        else batch.attention_mask[row] == 0
+    )
+    if reading.supervises_prompt:
+        labels = torch.where((labels == IGNORED_LABEL) & ~is_padding, ids, labels)
+    if reading.supervises_padding:
+        labels = torch.where(is_padding, ids, labels)
+    offset = reading.label_offset
+    targets = torch.full_like(labels, IGNORED_LABEL)
+    targets[: len(labels) - offset] = labels[offset:]
+    if not reading.supervises_padding:
+        targets[is_padding] = IGNORED_LABEL
+    if batch.document_ids is not None and not reading.crosses_documents and offset > 0:
+        documents = batch.document_ids[row]
+        is_other = documents[offset:] != documents[:-offset]
+        targets[: len(targets) - offset][is_other] = IGNORED_LABEL
+    return targets
+
+
+def build_positions(batch: RecordedBatch, row: int, reading: BatchReading) -> Tensor:
+    """Build the position of every token of a row, [T]."""
+    line = torch.arange(batch.input_ids.shape[1])
+    given = line if batch.position_ids is None else batch.position_ids[row]
+    if batch.document_ids is None:
+        return given
+    if not reading.resets_positions:
+        return line
+    if not reading.separates_documents and not batch.has_explicit_documents:
+        return given
+    documents = batch.document_ids[row]
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[1:] = documents[1:] != documents[:-1]
+    starts = line[begins]
+    return line - starts[begins.long().cumsum(0) - 1]
+
+
+def _build_row_segments(batch: RecordedBatch, row: int, reading: BatchReading) -> list[Segment]:
+    ids = batch.input_ids[row]
+    targets = build_targets(batch, row, reading)
+    positions = build_positions(batch, row, reading)
+    mask = None if batch.attention_mask is None else batch.attention_mask[row]
+    is_valid = torch.ones_like(ids, dtype=torch.bool)
+    if mask is not None and not reading.supervises_padding:
+        is_valid = mask != 0
+        mask = None
+    documents = (
+        torch.zeros_like(ids)
+        if batch.document_ids is None or not reading.separates_documents
+        else batch.document_ids[row]
+    )
+    segments = []
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[1:] = documents[1:] != documents[:-1]
+    number = begins.long().cumsum(0)
+    for index in range(1, int(number[-1]) + 1):
+        chosen = (number == index) & is_valid
+        if bool(chosen.any()):
+            visible = None if mask is None else mask[chosen]
+            segments.append(Segment(ids[chosen], positions[chosen], targets[chosen], visible))
+    return segments
+
+
+def pad_segments(segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Stack segments padded at the end: ids, positions, targets and attention mask.
+
+    Causal attention does not look at later tokens, so the padding changes nothing.
+    """
+    length = max(len(segment.ids) for segment in segments)
+    ids = torch.zeros(len(segments), length, dtype=torch.int64)
+    positions = torch.arange(length).repeat(len(segments), 1)
+    targets = torch.full_like(ids, IGNORED_LABEL)
+    mask = torch.ones_like(ids)
+    for row, segment in enumerate(segments):
+        size = len(segment.ids)
+        ids[row, :size] = segment.ids
+        positions[row, :size] = segment.positions
+        targets[row, :size] = segment.targets
+        if segment.mask is not None:
+            mask[row, :size] = segment.mask
+    return ids, positions, targets, mask

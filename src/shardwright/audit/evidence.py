@@ -1,0 +1,175 @@
+"""Recorded gradients of a step beside the reference's, and the rounding error to expect.
+
+Shapes: R data ranks, M micro-batches of a rank, P numbers of all compared gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwright.audit.batch_reading import BatchReading
+from shardwright.audit.record import RecordedBatch, StepRecord
+from shardwright.audit.reference import ReferenceModel
+from shardwright.audit.weightings import BatchCounts, compute_objective_weights
+from shardwright.model.document_rows import IGNORED_LABEL
+
+FLOORS = {"float32": 2e-5, "float64": 1e-9}
+"""Smallest allowed relative error of a gradient, by the precision in which it is recorded."""
+_SAFETY_FACTOR = 4.0
+"""Allowed error as a multiple of the largest error of simulated rounding."""
+_NUM_SAMPLES = 3
+_TINY_SHARE = 1e-6
+"""A parameter whose gradient is a smaller share of the global norm is compared with that norm."""
+
+
+@dataclass
+class Evidence:
+    """Everything that a hypothesis may look at."""
+
+    record: StepRecord
+    model: ReferenceModel
+    data: list[list[RecordedBatch]]
+    objective: str
+    reading: BatchReading
+    copies: list[Tensor]
+    """Recorded gradients [P]: one if all ranks that have copies agree, else one per copy."""
+    has_gradient: dict[str, bool]
+    relative_errors: dict[str, float] = field(default_factory=dict)
+    """Relative error to expect of each parameter's gradient, from rounding."""
+    _pieces: dict[BatchReading, Tensor] = field(default_factory=dict)
+    _losses: dict[BatchReading, Tensor] = field(default_factory=dict)
+    _counts: dict[BatchReading, BatchCounts] = field(default_factory=dict)
+
+    @property
+    def recorded(self) -> Tensor:
+        """Recorded gradient [P]; the mean of its copies."""
+        return self.copies[0] if len(self.copies) == 1 else torch.stack(self.copies).mean(0)
+
+    def compute_pieces(self, reading: BatchReading) -> Tensor:
+        """Return the gradient of every micro-batch's summed loss, [R, M, P]."""
+        if reading not in self._pieces:
+            num_batches = max(map(len, self.data))
+            shape = (len(self.data), num_batches)
+            pieces = torch.zeros(*shape, self.model.num_values, dtype=self.model.dtype)
+            numbers = torch.zeros(5, *shape, dtype=torch.float64)
+            for rank, batches in enumerate(self.data):
+                for index, batch in enumerate(batches):
+                    piece = self.model.compute_piece(batch, reading)
+                    pieces[rank, index] = piece.gradient
+                    labels = int((batch.labels != IGNORED_LABEL).sum())
+                    numbers[:, rank, index] = torch.tensor(
+                        [piece.loss_sum, piece.num_supervised, labels, piece.num_tokens, 1.0],
+                        dtype=torch.float64,
+                    )
+            self._pieces[reading] = pieces
+            self._losses[reading] = numbers[0]
+            self._counts[reading] = BatchCounts(*numbers[1:])
+        return self._pieces[reading]
+
+    def compute_losses(self, reading: BatchReading) -> Tensor:
+        """Return the summed loss of every micro-batch, [R, M]."""
+        self.compute_pieces(reading)
+        return self._losses[reading]
+
+    def count(self, reading: BatchReading) -> BatchCounts:
+        """Count the tokens of every micro-batch."""
+        self.compute_pieces(reading)
+        return self._counts[reading]
+
+    def combine(self, reading: BatchReading, weights: Tensor) -> Tensor:
+        """Sum the gradients of all micro-batches with weights [R, M]; return [P]."""
+        return torch.einsum("rm,rmp->p", weights.to(self.model.dtype), self.compute_pieces(reading))
+
+    def compute_expected(self) -> Tensor:
+        """Return the gradient that the objective defines, [P]."""
+        counts = self.count(self.reading)
+        return self.combine(self.reading, compute_objective_weights(self.objective, counts))
+
+    def estimate_rounding(self) -> None:
+        """Set `relative_errors` by repeating the computation with simulated rounding.
+
+        Every weight and every module's output and its gradient change by random relative amounts
+        of the size of a rounding error in the precision of the run.
+        """
+        info = self.record.parameter_info
+        expected = self.compute_expected()
+        total = float(expected.norm())
+        compute_dtype = self.record.values["compute_dtype"]
+        deviations = dict.fromkeys(self.model.names, 0.0)
+        dtypes = {info[name]["dtype"] for name in self.model.names} | {compute_dtype} - {None}
+        epsilon = max(torch.finfo(getattr(torch, str(dtype))).eps for dtype in dtypes)
+        is_low = epsilon > 1e-6
+        samples = _NUM_SAMPLES if is_low else 1
+        weights = compute_objective_weights(self.objective, self.count(self.reading))
+        for sample in range(samples):
+            changed = torch.zeros_like(expected)
+            for rank, batches in enumerate(self.data):
+                for index, batch in enumerate(batches):
+                    seed = 1000 * sample + 97 * rank + index
+                    piece = self.model.compute_piece(batch, self.reading, epsilon, seed)
+                    changed += float(weights[rank, index]) * piece.gradient
+            for name, part in self.model.slices.items():
+                deviation = float((changed[part] - expected[part]).norm())
+                deviations[name] = max(deviations[name], deviation)
+        num_terms = sum(map(len, self.data))
+        for name, part in self.model.slices.items():
+            norm = max(float(expected[part].norm()), _TINY_SHARE * total)
+            dtype = self.record.get_gradient_dtype(name)
+            storage = torch.finfo(dtype).eps * math.sqrt(num_terms)
+            is_double = dtype == self.model.dtype == torch.float64 and not is_low
+            self.relative_errors[name] = max(
+                FLOORS["float64" if is_double else "float32"],
+                _SAFETY_FACTOR * deviations[name] / norm if norm else 0.0,
+                storage,
+            )
+
+    def compute_error(self, name: str, recorded: Tensor, expected: Tensor) -> float:
+        """Return the relative error of one parameter of two vectors [P]."""
+        part = self.model.slices[name]
+        scale = max(float(expected[part].norm()), _TINY_SHARE * float(expected.norm()))
+        difference = float((recorded[part] - expected[part]).norm())
+        if math.isnan(difference):
+            return math.inf
+        return difference / scale if scale else (0.0 if difference == 0.0 else math.inf)
+
+    def list_wrong(self, recorded: Tensor, expected: Tensor) -> list[str]:
+        """List the parameters whose error is larger than rounding explains."""
+        return [
+            name
+            for name in self.model.names
+            if self.compute_error(name, recorded, expected) > self.relative_errors[name]
+        ]
+
+    def compute_residual(self, recorded: Tensor, expected: Tensor) -> float:
+        """Return the norm of the difference over that of the recorded gradient."""
+        scale = float(recorded.norm()) or float(expected.norm()) or 1.0
+        return float((recorded - expected).norm()) / scale
+
+
+def gather_evidence(record: StepRecord, model: ReferenceModel, objective: str) -> Evidence:
+    """Join the recorded gradients and compute the reference."""
+    kind = "gradient" if model.num_projections is None else "projection"
+    joined = {name: record.join(kind, name) for name in model.names}
+    num_copies = max((len(copies) for copies in joined.values()), default=1) or 1
+    vectors = [torch.zeros(model.num_values, dtype=model.dtype) for _ in range(num_copies)]
+    for name, copies in joined.items():
+        for number, vector in enumerate(vectors):
+            if copies:
+                value = copies[number % len(copies)]
+                vector[model.slices[name]] = value.flatten().to(model.dtype)
+    reading = BatchReading(label_offset=0 if record.values["are_labels_shifted"] else 1)
+    evidence = Evidence(
+        record,
+        model,
+        record.read_data(),
+        objective,
+        reading,
+        vectors,
+        {name: bool(copies) for name, copies in joined.items()},
+    )
+    evidence.estimate_rounding()
+    return evidence

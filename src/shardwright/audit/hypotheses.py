@@ -1,0 +1,391 @@
+"""Diagnosis by hypothesis: compute the gradients of known mistakes, and find the recorded ones.
+
+A hypothesis is a function from the evidence to candidates: gradients, and the mistakes that lead
+to them. The candidates with the fewest mistakes that equal the recorded gradient are reported.
+
+Shapes: P numbers of all compared gradients.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardwright.audit.batch_reading import BatchReading
+from shardwright.audit.evidence import Evidence
+from shardwright.audit.mistakes import MISTAKES, Mistake
+from shardwright.audit.weightings import (
+    compute_objective_weights,
+    iterate_normalisers,
+    iterate_omissions,
+)
+
+_KINDS = {
+    "norms": r"norm|\bln_|layernorm",
+    "experts": r"experts",
+    "routers": r"router|mlp\.gate\.|block_sparse_moe\.gate",
+    "embeddings": r"embed|\bwte\b|\bwpe\b",
+    "the head": r"lm_head|embed_out",
+    "adapters": r"lora_",
+    "biases": r"bias$",
+    "attention projections": r"attn|attention",
+    "feed-forward projections": r"mlp|feed_forward",
+}
+"""Kinds of parameters by the pattern of their names; the first that matches."""
+_LOW_PRECISION_RATIO = 0.4
+"""Residual after over before, for a mistake that is itself a rounding error."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Gradients [P] that a combination of mistakes leads to, one per copy that ranks have."""
+
+    mistakes: tuple[str, ...]
+    copies: tuple[Tensor, ...]
+    subject: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Named mistakes that reproduce what was recorded.
+
+    `residual_before` and `residual_after` are relative norms of the difference without and with
+    the mistakes. `alternatives` are mistakes with the same effect on this step.
+    """
+
+    keys: tuple[str, ...]
+    subject: str
+    residual_before: float
+    residual_after: float
+    alternatives: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+
+    @property
+    def mistakes(self) -> tuple[Mistake, ...]:
+        """Rows of the table of mistakes."""
+        return tuple(MISTAKES[key] for key in self.keys)
+
+
+def classify_parameter(name: str) -> str:
+    """Return the kind of a parameter by its name.
+
+    >>> classify_parameter("model.layers.0.input_layernorm.weight")
+    'norms'
+    """
+    for kind, pattern in _KINDS.items():
+        if re.search(pattern, name):
+            return kind
+    return "other parameters"
+
+
+def describe_subset(names: Sequence[str], everything: Sequence[str]) -> str:
+    """Describe some parameters in words: a kind, or their names."""
+    kinds = {classify_parameter(name) for name in names}
+    if len(kinds) == 1:
+        kind = kinds.pop()
+        if len(names) > 1 and set(names) == {
+            n for n in everything if classify_parameter(n) == kind
+        }:
+            return f"all {kind}" if not kind.startswith("the ") else kind
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def iterate_weightings(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+    """Yield wrong divisions and lost gradients, alone and in pairs."""
+    counts = evidence.count(reading)
+    own = _list_reading_mistakes(evidence, reading)
+    for normaliser in iterate_normalisers(counts, evidence.objective):
+        for omission in iterate_omissions(counts):
+            mistakes = (*own, *normaliser.mistakes, *omission.mistakes)
+            if 0 < len(mistakes) <= 2:
+                vector = evidence.combine(reading, normaliser.weights * omission.weights)
+                yield Candidate(mistakes, (vector,), omission.subject)
+
+
+def iterate_unreduced(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+    """Yield gradients that are not summed over ranks, wholly or for the last micro-batch."""
+    counts = evidence.count(reading)
+    num_ranks = len(evidence.data)
+    if len(evidence.copies) != num_ranks or num_ranks == 1:
+        return
+    pieces = evidence.compute_pieces(reading)
+    for normaliser in iterate_normalisers(counts, evidence.objective):
+        weights = normaliser.weights.to(pieces.dtype)
+        for scale in (float(num_ranks), 1.0):
+            local = torch.einsum("rm,rmp->rp", scale * weights, pieces)
+            yield Candidate((*normaliser.mistakes, "not_reduced"), tuple(local))
+            if weights.shape[1] > 1:
+                early = torch.einsum("rm,rmp->p", weights[:, :-1], pieces[:, :-1])
+                last = scale * weights[:, -1, None] * pieces[:, -1]
+                mistakes = (*normaliser.mistakes, "last_micro_batch_not_reduced")
+                yield Candidate(mistakes, tuple(early + last))
+
+
+def iterate_early_clips(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+    """Yield means over ranks of gradients that each rank has clipped."""
+    limit = find_max_norm(evidence)
+    num_ranks = len(evidence.data)
+    if limit is None or num_ranks == 1 or evidence.model.num_projections is not None:
+        return
+    pieces = evidence.compute_pieces(reading)
+    for normaliser in iterate_normalisers(evidence.count(reading), evidence.objective):
+        weights = normaliser.weights.to(pieces.dtype)
+        local = torch.einsum("rm,rmp->rp", num_ranks * weights, pieces)
+        clip = (limit / (local.norm(dim=1) + 1e-6)).clamp(max=1.0)
+        vector = (clip[:, None] * local).mean(0)
+        yield Candidate((*normaliser.mistakes, "clipped_before_reduction"), (vector,))
+
+
+def iterate_leftovers(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+    """Yield the expected gradient plus what was in the gradients before the step."""
+    start = torch.zeros(evidence.model.num_values, dtype=evidence.model.dtype)
+    found = False
+    for name in evidence.model.names:
+        if values := evidence.record.join("start", name):
+            found = True
+            start[evidence.model.slices[name]] = evidence.model.to_values(name, values[0])
+    if found:
+        yield Candidate(("not_zeroed",), (evidence.compute_expected() + start,))
+
+
+def iterate_low_precision(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+    """Yield gradients that are accumulated over micro-batches in bf16."""
+    if evidence.model.num_projections is not None:
+        return
+    pieces = evidence.compute_pieces(reading)
+    weights = compute_objective_weights(evidence.objective, evidence.count(reading))
+    num_ranks = len(evidence.data)
+    # Only the accumulated gradient is rounded, or every addend too.
+    for added_dtype in (evidence.model.dtype, torch.bfloat16):
+        local = []
+        for rank in range(num_ranks):
+            total = torch.zeros(evidence.model.num_values, dtype=torch.bfloat16)
+            for batch in range(weights.shape[1]):
+                addend = num_ranks * float(weights[rank, batch]) * pieces[rank, batch]
+                total += addend.to(added_dtype)
+            local.append(total.to(evidence.model.dtype))
+        vector = torch.stack(local).mean(0)
+        yield Candidate(("low_precision_accumulation",), (vector,))
+
+
+HYPOTHESES: tuple[Callable[[Evidence, BatchReading], Iterator[Candidate]], ...] = (
+    iterate_weightings,
+    iterate_unreduced,
+    iterate_early_clips,
+    iterate_leftovers,
+)
+
+
+def list_readings(evidence: Evidence) -> list[BatchReading]:
+    """List wrong readings of the rows that can differ from the right one here."""
+    right = evidence.reading
+    batches = [batch for batches in evidence.data for batch in batches]
+    listed = [replace(right, label_offset=right.label_offset + 1)]
+    if right.label_offset:
+        listed.append(replace(right, label_offset=0))
+    listed.append(replace(right, supervises_prompt=True))
+    if any(b.attention_mask is not None and not bool(b.attention_mask.all()) for b in batches):
+        listed.append(replace(right, supervises_padding=True))
+    if any(batch.document_ids is not None for batch in batches):
+        listed += [
+            replace(right, crosses_documents=True),
+            replace(right, separates_documents=False),
+            replace(right, resets_positions=False),
+            replace(right, separates_documents=False, resets_positions=False),
+            replace(right, separates_documents=False, crosses_documents=True),
+            replace(right, resets_positions=False, crosses_documents=True),
+            replace(
+                right, separates_documents=False, resets_positions=False, crosses_documents=True
+            ),
+        ]
+    if any(rank.values["dropout"] for rank in evidence.record.ranks):
+        listed.append(replace(right, replays_dropout=True))
+    return listed
+
+
+def _list_reading_mistakes(evidence: Evidence, reading: BatchReading) -> tuple[str, ...]:
+    right = evidence.reading
+    names = []
+    if reading.label_offset > right.label_offset:
+        names.append("labels_shifted_twice")
+    if reading.label_offset < right.label_offset:
+        names.append("labels_not_shifted")
+    for field, mistake in (
+        ("separates_documents", "documents_attend"),
+        ("resets_positions", "positions_not_reset"),
+        ("crosses_documents", "targets_cross_documents"),
+        ("supervises_prompt", "prompt_supervised"),
+        ("supervises_padding", "padding_supervised"),
+        ("replays_dropout", "dropout_on"),
+    ):
+        if getattr(reading, field) != getattr(right, field):
+            names.append(mistake)
+    return tuple(names)
+
+
+def diagnose(evidence: Evidence) -> list[Diagnosis]:
+    """Find the mistakes that reproduce the recorded gradients; empty if none or not needed."""
+    expected = evidence.compute_expected()
+    if not _find_wrong(evidence, (expected,)):
+        return []
+    for candidates in (
+        _iterate_singles(evidence),
+        _iterate_structures(evidence, evidence.reading, expected, ()),
+        _iterate_wrong_readings(evidence),
+        _iterate_structures_of_weightings(evidence),
+    ):
+        fitting = [c for c in candidates if not _find_wrong(evidence, c.copies)]
+        if fitting:
+            return [_build_diagnosis(evidence, expected, fitting)]
+    before = evidence.compute_residual(evidence.recorded, expected)
+    for candidate in iterate_low_precision(evidence, evidence.reading):
+        after = evidence.compute_residual(evidence.recorded, candidate.copies[0])
+        if after < _LOW_PRECISION_RATIO * before:
+            note = "the rounding of this trainer is repeated approximately, not bit by bit"
+            return [Diagnosis(candidate.mistakes, "", before, after, note=note)]
+    if any(rank.values["dropout"] for rank in evidence.record.ranks):
+        note = "the random numbers of this run could not be repeated, so nothing else is excluded"
+        return [Diagnosis(("dropout_on",), "", before, before, note=note)]
+    return []
+
+
+def _iterate_singles(evidence: Evidence) -> Iterator[Candidate]:
+    for hypothesis in HYPOTHESES:
+        yield from hypothesis(evidence, evidence.reading)
+
+
+def _iterate_wrong_readings(evidence: Evidence) -> Iterator[Candidate]:
+    """Yield each wrong reading under the objective and under every weighting."""
+    for reading in list_readings(evidence):
+        counts = evidence.count(reading)
+        own = _list_reading_mistakes(evidence, reading)
+        weights = compute_objective_weights(evidence.objective, counts)
+        yield Candidate(own, (evidence.combine(reading, weights),))
+        for normaliser in iterate_normalisers(counts, evidence.objective):
+            if len(normaliser.mistakes) == 1:
+                vector = evidence.combine(reading, normaliser.weights)
+                yield Candidate((*own, *normaliser.mistakes), (vector,))
+        # The normaliser may be right where the tokens are wrong.
+        right = compute_objective_weights(evidence.objective, evidence.count(evidence.reading))
+        yield Candidate(own, (evidence.combine(reading, right),))
+
+
+def _iterate_structures_of_weightings(evidence: Evidence) -> Iterator[Candidate]:
+    """Yield wrong divisions beside mistakes of some parameters."""
+    counts = evidence.count(evidence.reading)
+    for normaliser in iterate_normalisers(counts, evidence.objective):
+        if len(normaliser.mistakes) == 1:
+            vector = evidence.combine(evidence.reading, normaliser.weights)
+            yield from _iterate_structures(evidence, evidence.reading, vector, normaliser.mistakes)
+
+
+def _iterate_structures(
+    evidence: Evidence, reading: BatchReading, base: Tensor, mistakes: tuple[str, ...]
+) -> Iterator[Candidate]:
+    """Yield mistakes of some parameters only, where the others equal `base`."""
+    wrong = _find_wrong(evidence, (base,))
+    names = evidence.model.names
+    if not wrong or len(wrong) == len(names) > 1:
+        return
+    subject = describe_subset(wrong, names)
+    slices = [evidence.model.slices[name] for name in wrong]
+    if len(evidence.copies) > 1:
+        total = torch.stack(evidence.copies).sum(0)
+        for scale in (1.0, 1.0 / len(evidence.copies)):
+            if not [n for n in wrong if n in evidence.list_wrong(scale * total, base)]:
+                yield Candidate((*mistakes, "some_not_reduced"), tuple(evidence.copies), subject)
+        return
+    recorded = evidence.recorded
+    if not any(bool(recorded[part].any()) for part in slices):
+        vector = base.clone()
+        for part in slices:
+            vector[part] = 0.0
+        yield Candidate((*mistakes, "some_lost"), (vector,), subject)
+    yield from _iterate_tied(evidence, reading, base, mistakes, wrong)
+    scales = [float(recorded[p] @ base[p] / (base[p] @ base[p])) for p in slices if base[p].any()]
+    if scales and max(scales) - min(scales) <= 1e-3 * abs(scales[0]):
+        vector = base.clone()
+        for part in slices:
+            vector[part] *= scales[0]
+        described = f"{subject}: factor {scales[0]:.6g}"
+        yield Candidate((*mistakes, "some_scaled"), (vector,), described)
+
+
+def _iterate_tied(
+    evidence: Evidence,
+    reading: BatchReading,
+    base: Tensor,
+    mistakes: tuple[str, ...],
+    wrong: Sequence[str],
+) -> Iterator[Candidate]:
+    """Yield gradients of a tied embedding that has lost or doubled one of its two parts."""
+    if len(wrong) != 1 or mistakes:
+        return
+    weights = compute_objective_weights(evidence.objective, evidence.count(reading))
+    parts = [torch.zeros(()), torch.zeros(())]
+    for rank, batches in enumerate(evidence.data):
+        for index, batch in enumerate(batches):
+            tied = evidence.model.compute_tied_gradients(batch, reading)
+            if tied is None or tied.name != wrong[0]:
+                return
+            weight = float(weights[rank, index])
+            parts[0] = parts[0] + weight * tied.owner_gradient
+            parts[1] = parts[1] + weight * tied.other_gradient
+    for name, first, second in (
+        ("tied_counted_once", 1.0, 0.0),
+        ("tied_counted_once", 0.0, 1.0),
+        ("tied_counted_twice", 2.0, 1.0),
+        ("tied_counted_twice", 1.0, 2.0),
+        ("tied_counted_twice", 2.0, 2.0),
+    ):
+        vector = base.clone()
+        vector[evidence.model.slices[wrong[0]]] = first * parts[0] + second * parts[1]
+        yield Candidate((name,), (vector,), wrong[0])
+
+
+def _find_wrong(evidence: Evidence, candidate: Sequence[Tensor]) -> list[str]:
+    """List the parameters that differ in any recorded copy."""
+    wrong = {
+        name
+        for number, recorded in enumerate(evidence.copies)
+        for name in evidence.list_wrong(recorded, candidate[number % len(candidate)])
+    }
+    return [name for name in evidence.model.names if name in wrong]
+
+
+def _build_diagnosis(
+    evidence: Evidence, expected: Tensor, fitting: Sequence[Candidate]
+) -> Diagnosis:
+    """Report the candidate with the fewest mistakes; others with the same effect beside it."""
+    ordered = sorted(fitting, key=lambda candidate: len(candidate.mistakes))
+    best = ordered[0]
+    others = dict.fromkeys(c.mistakes for c in ordered if len(c.mistakes) == len(best.mistakes))
+    others.pop(best.mistakes)
+
+    def compute_residual(copies: Sequence[Tensor]) -> float:
+        return max(
+            evidence.compute_residual(recorded, copies[number % len(copies)])
+            for number, recorded in enumerate(evidence.copies)
+        )
+
+    return Diagnosis(
+        best.mistakes,
+        best.subject,
+        compute_residual((expected,)),
+        compute_residual(best.copies),
+        tuple(others),
+    )
+
+
+def find_max_norm(evidence: Evidence) -> float | None:
+    """Return the largest gradient norm that the trainer allows, if it is recorded."""
+    values = evidence.record.values
+    for call in values["clip_calls"]:
+        limit = float(call["max_norm"])
+        return limit if limit < float("inf") else None
+    return values.get("reported_max_grad_norm")

@@ -1,0 +1,420 @@
+"""Read what the recorder wrote: the ranks of a step, with their shards joined.
+
+Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shardwright.audit.recorder import FORMAT_VERSION, ShardBox
+from shardwright.errors import InputError
+
+_ALIASES = {
+    "input_ids": ("input_ids", "input_ids_BT", "ids", "tokens", "idx", "input", "inputs", "x"),
+    "labels": ("labels", "labels_BT", "targets", "target", "y"),
+    "position_ids": ("position_ids", "positions_BT", "positions", "input_pos"),
+    "attention_mask": ("attention_mask", "mask"),
+    "document_ids": ("document_ids", "document_ids_BT", "seq_idx", "sequence_ids"),
+    "cu_seqlens": ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens", "cu_seq_lens"),
+}
+"""Names under which trainers pass the same field."""
+
+
+class AuditInputError(InputError):
+    """A recorded folder that is damaged, incomplete or does not fit the model."""
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """One micro-batch as one rank's model received it; all tensors [B, T] int64."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor | None
+    attention_mask: Tensor | None
+    document_ids: Tensor | None
+    has_explicit_documents: bool
+    rng_state: Tensor
+
+    def equals(self, other: RecordedBatch) -> bool:
+        """Return True if ids and labels are equal."""
+        return torch.equal(self.input_ids, other.input_ids) and torch.equal(
+            self.labels, other.labels
+        )
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Files of one rank: values of the JSON file, and tensors by name."""
+
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step of all ranks."""
+
+    folder: Path
+    ranks: tuple[RankRecord, ...]
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Values of the first rank."""
+        return self.ranks[0].values
+
+    @property
+    def parameter_info(self) -> dict[str, Mapping[str, Any]]:
+        """Description of each recorded parameter by name, from the first rank that has it."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for rank in self.ranks:
+            for name, info in rank.values["parameters"].items():
+                found.setdefault(name, info)
+        return found
+
+    def get_gradient_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a parameter's gradient; that of the parameter if it has none."""
+        info = self.parameter_info[name]
+        dtype: torch.dtype = getattr(torch, info.get("gradient_dtype", info["dtype"]))
+        return dtype
+
+    def read_data(self) -> list[list[RecordedBatch]]:
+        """List the micro-batches of every data rank.
+
+        Raises:
+            AuditInputError: no ids or labels, ranks of one data rank with different rows.
+        """
+        data: dict[int, list[RecordedBatch]] = {}
+        for rank in self.ranks:
+            batches = [
+                _read_batch(rank, index) for index in range(len(rank.values["micro_batches"]))
+            ]
+            number = rank.values["data_rank"]
+            first = data.setdefault(number, batches)
+            if len(first) != len(batches) or not all(map(RecordedBatch.equals, first, batches)):
+                raise AuditInputError(
+                    f"rank {rank.values['rank']} read other rows than another rank of "
+                    f"data rank {number}",
+                    field=str(self.folder),
+                    remedy="Pass Recorder(data_rank=...): equal for ranks that read the same rows",
+                )
+        return [data[number] for number in sorted(data)]
+
+    def join(self, kind: str, name: str, state_key: str = "") -> list[Tensor]:
+        """Join the shards of a recorded tensor; list its copies, one if all are equal.
+
+        Args:
+            kind: `before`, `after`, `gradient`, `start`, `projection` or `state`.
+            name: Name of the parameter.
+            state_key: Key of the optimizer's state, for `state`.
+
+        Returns:
+            Empty if no rank has this tensor.
+
+        Raises:
+            AuditInputError: shards overlap or leave a gap, or ranks differ in the shape.
+        """
+        key = f"{kind}.{name}" + (f".{state_key}" if state_key else "")
+        if kind == "projection":
+            return self._join_projections(key, name)
+        shape = tuple(self.parameter_info[name]["shape"])
+        pieces: dict[ShardBox, list[Tensor]] = {}
+        for rank in self.ranks:
+            info = rank.values["parameters"].get(name)
+            if info is None or key not in rank.tensors:
+                continue
+            if tuple(info["shape"]) != shape:
+                raise AuditInputError(
+                    f"{name} has shape {info['shape']} on rank {rank.values['rank']} and "
+                    f"{list(shape)} on another",
+                    field=str(self.folder),
+                )
+            for box in _read_boxes(info):
+                if math.prod(box.size) == 0:
+                    continue
+                part = _narrow(rank.tensors[key], box.local_start, box.size, key, self.folder)
+                unplaced = ShardBox((), box.global_start, box.size)
+                pieces.setdefault(unplaced, []).append(part)
+        if not pieces:
+            return []
+        _check_tiling(name, shape, list(pieces), self.folder)
+        copies = []
+        for number in range(max(len(parts) for parts in pieces.values())):
+            whole = torch.empty(shape, dtype=next(iter(pieces.values()))[0].dtype)
+            for box, parts in pieces.items():
+                _narrow(whole, box.global_start, box.size, key, self.folder).copy_(
+                    parts[number % len(parts)]
+                )
+            copies.append(whole)
+        if all(torch.equal(copies[0], copy) for copy in copies[1:]):
+            return copies[:1]
+        return copies
+
+    def _join_projections(self, key: str, name: str) -> list[Tensor]:
+        """Add the projections of different shards; list those of equal shards as copies."""
+        by_box: dict[str, list[Tensor]] = {}
+        for rank in self.ranks:
+            if key in rank.tensors and rank.values["parameters"][name]["boxes"]:
+                boxes = str([box[1:] for box in rank.values["parameters"][name]["boxes"]])
+                by_box.setdefault(boxes, []).append(rank.tensors[key])
+        if not by_box:
+            return []
+        num_copies = max(len(parts) for parts in by_box.values())
+        copies = [
+            torch.stack([parts[number % len(parts)] for parts in by_box.values()]).sum(0)
+            for number in range(num_copies)
+        ]
+        if all(torch.equal(copies[0], copy) for copy in copies[1:]):
+            return copies[:1]
+        return copies
+
+    def read_state(self, name: str) -> dict[str, Tensor]:
+        """Read the optimizer's state of a parameter before the step, joined, by key."""
+        keys = {
+            key.removeprefix(f"state.{name}.")
+            for rank in self.ranks
+            for key in rank.tensors
+            if key.startswith(f"state.{name}.") and "." not in key.removeprefix(f"state.{name}.")
+        }
+        state = {}
+        for key in sorted(keys):
+            whole_key = f"state.{name}.{key}"
+            first = next(r.tensors[whole_key] for r in self.ranks if whole_key in r.tensors)
+            state[key] = first if first.ndim == 0 else self.join("state", name, key)[0]
+        return state
+
+    def sum_squared_norms(self) -> float | None:
+        """Sum the squares of all recorded gradients; copies count once.
+
+        None if not all trainable parameters are recorded.
+        """
+        if list(self.values["patterns"]) != ["*"]:
+            return None
+        counted: dict[tuple[str, str], float] = {}
+        for rank in self.ranks:
+            for name, square in rank.values["squared_gradient_norms"].items():
+                boxes = [box[1:] for box in rank.values["parameters"][name]["boxes"]]
+                if boxes:
+                    counted.setdefault((name, str(boxes)), float(square))
+        return sum(counted.values())
+
+
+def load_step(folder: Path, step: int | None = None) -> StepRecord:
+    """Read a recorded step.
+
+    Args:
+        folder: The recorder's folder, or the folder of one step.
+        step: Number of the step; default the only one.
+
+    Raises:
+        AuditInputError: no step, several without a choice, ranks missing or of different steps,
+            a damaged file.
+    """
+    step_folder = _choose_step(folder, step)
+    ranks = []
+    for path in sorted(step_folder.glob("rank-*.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            tensors = load_file(path.with_suffix(".safetensors"))
+            version = values["format_version"]
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise AuditInputError(
+                f"this file of the recorder cannot be read: {error}",
+                field=str(path),
+                remedy="Record the step again",
+            ) from error
+        if version != FORMAT_VERSION:
+            raise AuditInputError(
+                "another version of the recorder wrote this file",
+                field=str(path),
+                got=version,
+                allowed=str(FORMAT_VERSION),
+                remedy="Write a new recorder with `shardwright audit recorder` and record again",
+            )
+        ranks.append(RankRecord(values, tensors))
+    _check_ranks(step_folder, ranks)
+    return StepRecord(step_folder, tuple(sorted(ranks, key=lambda rank: rank.values["rank"])))
+
+
+def _choose_step(folder: Path, step: int | None) -> Path:
+    if not folder.is_dir():
+        raise AuditInputError("no such folder", field=str(folder), remedy="Give Recorder's folder")
+    if any(folder.glob("rank-*.json")):
+        return folder
+    found = sorted(path for path in folder.glob("step-*") if any(path.glob("rank-*.json")))
+    numbers = [int(path.name.removeprefix("step-")) for path in found]
+    if not found:
+        raise AuditInputError(
+            "this folder has no recorded step",
+            field=str(folder),
+            remedy="Recorder(folder, steps=[...]) writes step-NNNNNN in it",
+        )
+    if step is None and len(found) > 1:
+        raise AuditInputError(
+            "this folder has several recorded steps",
+            field=str(folder),
+            got=", ".join(map(str, numbers)),
+            remedy="Choose one with --step",
+        )
+    if step is not None and step not in numbers:
+        raise AuditInputError(
+            "this step is not recorded",
+            field="--step",
+            got=step,
+            allowed=", ".join(map(str, numbers)),
+        )
+    return found[0 if step is None else numbers.index(step)]
+
+
+def _check_ranks(folder: Path, ranks: Sequence[RankRecord]) -> None:
+    numbers = [rank.values["rank"] for rank in ranks]
+    world_sizes = {rank.values["world_size"] for rank in ranks}
+    if len(world_sizes) != 1:
+        raise AuditInputError(
+            "ranks of different runs are in one folder",
+            field=str(folder),
+            got=f"world sizes {sorted(world_sizes)}",
+            remedy="Record into an empty folder",
+        )
+    missing = sorted(set(range(world_sizes.pop())) - set(numbers))
+    if missing:
+        raise AuditInputError(
+            f"rank {', '.join(map(str, missing))} is missing",
+            field=str(folder),
+            got=f"ranks {numbers}",
+            remedy="Copy the files of all ranks into one folder, or record on a shared file system",
+        )
+    steps = {rank.values["step"] for rank in ranks}
+    if len(steps) != 1:
+        raise AuditInputError(
+            "ranks recorded different steps",
+            field=str(folder),
+            got=f"steps {sorted(steps)}",
+            remedy="Call before_step once per optimizer step on every rank",
+        )
+
+
+def _read_boxes(info: Mapping[str, Any]) -> list[ShardBox]:
+    return [ShardBox(*(tuple(part) for part in box)) for box in info["boxes"]]
+
+
+def _narrow(
+    tensor: Tensor, start: Sequence[int], size: Sequence[int], key: str, folder: Path
+) -> Tensor:
+    part = tensor
+    try:
+        for dim, (first, length) in enumerate(zip(start, size, strict=True)):
+            part = part.narrow(dim, first, length)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise AuditInputError(
+            f"{key} of shape {list(tensor.shape)} has no box {list(start)} + {list(size)}",
+            field=str(folder),
+            remedy="Correct the shard information given to the recorder",
+        ) from error
+    return part
+
+
+def _check_tiling(name: str, shape: Sequence[int], boxes: Sequence[ShardBox], folder: Path) -> None:
+    """Check that the boxes of all ranks cover the parameter once."""
+    for one, other in combinations(boxes, 2):
+        if all(
+            a < b + m and b < a + n
+            for a, n, b, m in zip(
+                one.global_start, one.size, other.global_start, other.size, strict=True
+            )
+        ):
+            raise AuditInputError(
+                f"shards of {name} overlap: {list(one.global_start)} + {list(one.size)} and "
+                f"{list(other.global_start)} + {list(other.size)}",
+                field=str(folder),
+                remedy="Correct the shard information given to the recorder",
+            )
+    covered = sum(math.prod(box.size) for box in boxes)
+    if covered != math.prod(shape):
+        raise AuditInputError(
+            f"shards of {name} leave a gap: {covered} of {math.prod(shape)} elements",
+            field=str(folder),
+            remedy="Record every rank, and correct the shard information given to the recorder",
+        )
+
+
+def _read_batch(rank: RankRecord, index: int) -> RecordedBatch:
+    prefix = f"input.{index}."
+    fields = {
+        key.removeprefix(prefix): tensor
+        for key, tensor in rank.tensors.items()
+        if key.startswith(prefix)
+    }
+
+    def find(field: str) -> Tensor | None:
+        return next((fields[alias] for alias in _ALIASES[field] if alias in fields), None)
+
+    ids = find("input_ids")
+    labels = find("labels")
+    if ids is None or labels is None:
+        missing = "input_ids" if ids is None else "labels"
+        raise AuditInputError(
+            f"micro-batch {index} of rank {rank.values['rank']} has no {missing}",
+            field=missing,
+            got=f"fields {sorted(fields)}",
+            allowed=", ".join(_ALIASES[missing]),
+            remedy="Pass the micro-batches to the recorder: record_step(model, batch=[{...}, ...])",
+        )
+    ids = ids.long().view(-1, ids.shape[-1])
+    labels = labels.long()
+    if labels.numel() != ids.numel():
+        raise AuditInputError(
+            f"labels have shape {list(labels.shape)} and ids {list(ids.shape)}",
+            field="labels",
+            remedy="Pass labels of the ids' shape to the recorder; "
+            "Recorder(are_labels_shifted=True) if label t is the target of position t",
+        )
+    positions = _expand(find("position_ids"), ids)
+    mask = find("attention_mask")
+    mask = mask if mask is not None and mask.ndim == 2 and mask.shape == ids.shape else None
+    documents, is_explicit = _find_documents(
+        find("document_ids"), find("cu_seqlens"), positions, ids
+    )
+    return RecordedBatch(
+        ids,
+        labels.view(ids.shape),
+        positions,
+        None if mask is None else (mask != 0).long(),
+        documents,
+        is_explicit,
+        rank.tensors[f"rng.{index}"],
+    )
+
+
+def _expand(tensor: Tensor | None, ids: Tensor) -> Tensor | None:
+    if tensor is None or tensor.shape[-1] != ids.shape[-1]:
+        return None
+    return tensor.long().view(-1, ids.shape[-1]).expand(ids.shape)
+
+
+def _find_documents(
+    documents: Tensor | None, cu_seqlens: Tensor | None, positions: Tensor | None, ids: Tensor
+) -> tuple[Tensor | None, bool]:
+    """Number the documents of every row; None if each row is one. True if they were passed."""
+    if documents is not None and documents.numel() == ids.numel():
+        return documents.long().view(ids.shape), True
+    if cu_seqlens is not None and int(cu_seqlens[-1]) == ids.numel():
+        index = torch.arange(ids.numel())
+        return (torch.bucketize(index, cu_seqlens.long(), right=True) - 1).view(ids.shape), True
+    if positions is None:
+        return None, False
+    begins = torch.zeros_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] < positions[:, :-1]
+    return (begins.long().cumsum(1), False) if bool(begins.any()) else (None, False)

@@ -1,0 +1,124 @@
+"""Weights of micro-batches in a step's gradient: what the objective asks, and known mistakes.
+
+A step's gradient is the sum of the micro-batches' summed losses' gradients with one weight each.
+
+Shapes: R data ranks, M micro-batches of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import InputError
+
+OBJECTIVES = ("mean_tokens", "mean_micro_batches", "mean_ranks", "sum_tokens")
+"""Definitions of a step's loss.
+
+`mean_tokens`: sum over the supervised tokens of the global batch over their number, what users
+expect. `mean_micro_batches`: mean of the micro-batches' means. `mean_ranks`: mean of the ranks'
+means. `sum_tokens`: the sum, not divided.
+"""
+
+
+class BatchCounts(NamedTuple):
+    """Numbers of tokens of every micro-batch; each [R, M] float64, 0 where there is none."""
+
+    supervised: Tensor
+    labels: Tensor
+    """Labels that are not ignored, before the shift."""
+    tokens: Tensor
+    exists: Tensor
+
+
+class Weighting(NamedTuple):
+    """Weights [R, M], and the mistakes that lead to them (none for the objective)."""
+
+    mistakes: tuple[str, ...]
+    weights: Tensor
+    subject: str = ""
+
+
+def compute_objective_weights(objective: str, counts: BatchCounts) -> Tensor:
+    """Return the weights [R, M] of an objective.
+
+    Raises:
+        InputError: an unknown objective.
+    """
+    if objective not in OBJECTIVES:
+        raise InputError(
+            "unknown objective", field="--objective", got=objective, allowed=", ".join(OBJECTIVES)
+        )
+    num_ranks = len(counts.supervised)
+    num_batches = counts.exists.sum(1, keepdim=True)
+    weights = {
+        "mean_tokens": counts.exists / counts.supervised.sum(),
+        "mean_micro_batches": counts.exists / counts.supervised / num_batches / num_ranks,
+        "mean_ranks": counts.exists / counts.supervised.sum(1, keepdim=True) / num_ranks,
+        "sum_tokens": counts.exists,
+    }[objective]
+    return torch.nan_to_num(weights, nan=0.0, posinf=0.0)
+
+
+def iterate_normalisers(counts: BatchCounts, objective: str) -> Iterator[Weighting]:
+    """Yield the objective's weights, then those of every wrong division."""
+    right = compute_objective_weights(objective, counts)
+    yield Weighting((), right)
+    num_ranks = float(len(counts.supervised))
+    num_batches = counts.exists.sum(1, keepdim=True)
+    exists = counts.exists
+    means = torch.nan_to_num(exists / counts.supervised, nan=0.0, posinf=0.0)
+    by_rank = torch.nan_to_num(exists / counts.supervised.sum(1, keepdim=True), nan=0.0, posinf=0.0)
+    wrong = {
+        "mean_of_rank_means": by_rank / num_ranks,
+        "mean_of_micro_batch_means": means / num_batches / num_ranks,
+        "accumulation_not_divided": means / num_ranks,
+        "ranks_not_divided": by_rank,
+        "nothing_divided": means,
+        "divided_by_accumulation_twice": right / num_batches,
+        "divided_by_ranks_twice": right / num_ranks,
+        "multiplied_by_ranks": right * num_ranks,
+        "multiplied_by_accumulation": right * num_batches,
+        "final_scaling_missing": exists,
+        "sum_averaged_over_ranks": exists / num_ranks,
+        "unsupervised_tokens_counted": exists / counts.tokens.sum(),
+        "labels_counted_before_shift": exists / counts.labels.sum(),
+    }
+    for name, weights in wrong.items():
+        yield Weighting((name,), weights)
+    for divided in ("divided_by_accumulation_twice", "divided_by_ranks_twice"):
+        divisor = num_batches if "accumulation" in divided else num_ranks
+        for first in ("mean_of_rank_means", "mean_of_micro_batch_means"):
+            yield Weighting((first, divided), wrong[first] / divisor)
+
+
+def iterate_omissions(counts: BatchCounts) -> Iterator[Weighting]:
+    """Yield factors [R, M] of 0 and 1: all ones, then zeros where gradients are lost."""
+    exists = counts.exists
+    num_ranks, num_batches = exists.shape
+    yield Weighting((), torch.ones_like(exists))
+    if num_batches > 1:
+        last = (exists.cumsum(1) == exists.sum(1, keepdim=True)) & (exists > 0)
+        yield Weighting(("last_micro_batch_only",), last.double())
+        first = torch.zeros_like(exists)
+        first[:, 0] = 1.0
+        yield Weighting(("first_micro_batch_only",), first)
+        for batch in range(num_batches):
+            yield _omit(exists, slice(None), batch, "micro_batch_lost", f"micro-batch {batch}")
+    if num_ranks > 1:
+        for rank in range(num_ranks):
+            yield _omit(exists, rank, slice(None), "rank_lost", f"data rank {rank}")
+            for batch in range(num_batches if num_batches > 1 else 0):
+                subject = f"micro-batch {batch} of data rank {rank}"
+                yield _omit(exists, rank, batch, "micro_batch_lost", subject)
+
+
+def _omit(
+    exists: Tensor, rank: int | slice, batch: int | slice, mistake: str, subject: str
+) -> Weighting:
+    mask = torch.ones_like(exists)
+    mask[rank, batch] = 0.0
+    return Weighting((mistake,), mask, subject)

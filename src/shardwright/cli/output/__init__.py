@@ -1,0 +1,1 @@
+"""Output of the verbs: console, tables, progress, and files that pages are written to."""

@@ -1,0 +1,26 @@
+"""Console for tables and coloured lines; it prints all strings literally.
+
+Names of runs, files and parameters, tokens, and error messages may look like rich's markup
+(`[/x]`) or contain emoji codes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from shardwright.cli.output.text_streams import escape_control_characters
+
+
+def open_console(*, stderr: bool = False, quiet: bool = False, highlight: bool = True) -> Console:
+    """Return a console without markup and emoji codes that escapes control characters."""
+    return _LiteralConsole(
+        stderr=stderr, quiet=quiet, highlight=highlight, markup=False, emoji=False
+    )
+
+
+class _LiteralConsole(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escape_control_characters(text), **options)

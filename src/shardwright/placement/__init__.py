@@ -1,0 +1,20 @@
+"""Placement: what each rank has of a model under a layout. No torch."""
+
+from shardwright.placement.model_placement import Placement, place_model
+from shardwright.placement.parameter_layouts import (
+    EXPERT_PARALLEL_STYLES,
+    TENSOR_PARALLEL_STYLES,
+    TensorParallelStyle,
+    build_parameter_layouts,
+)
+from shardwright.placement.stages import partition_stages
+
+__all__ = [
+    "EXPERT_PARALLEL_STYLES",
+    "TENSOR_PARALLEL_STYLES",
+    "Placement",
+    "TensorParallelStyle",
+    "build_parameter_layouts",
+    "partition_stages",
+    "place_model",
+]

@@ -1,0 +1,1 @@
+"""Memory of a training step on the fullest rank: parameters, activations and the peaks."""

@@ -1,0 +1,293 @@
+"""Bytes that the forward pass saves for the backward pass, by operation.
+
+Legend: N tokens of a micro-batch on this rank (its part of the rows under context parallelism),
+S tokens in the residual stream (N, or N / tp under sequence parallelism), T tokens of a row, D
+hidden size, F feed-forward width, Q query width, K width of keys (or values), H heads, E
+experts, c bytes per activation, tp the tensor-parallel degree. Q, K, F and H are those of the
+rank.
+
+    operation             saved               notes
+    norm                  S D c               its input, the residual stream
+    column matmuls        N D c               their shared input: the norm's output, gathered
+                                              over tp under sequence parallelism
+    rotary embedding      0                   the backward pass applies the inverse rotation
+    q and k norms         N (Q + K) c         their inputs
+    attention             N (2 Q + 2 K) c     q, k, v and the output (also the input of the
+                          + 4 N H             output projection); log-sum-exp in fp32
+      not fused           + N T H (4 + c)     weights, fp32 and cast; N T H c more if soft-capped
+    gated feed-forward    3 N F c             gate and up (the activation is recomputed), and
+                                              their product, the input of the down projection
+    ungated feed-forward  2 N F c             before and after the activation
+    experts               k N (3 D + 3 F) c   rows sent to k experts: input, output, reordered;
+                          + 8 N E             router
+    post norm             S D c               its input
+
+Recomputation: `full` saves the block's input, S D c. `selective` saves that and the results of
+matmuls and attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.planner.backward_peak import (
+    BlockTensorBytes,
+    compute_norm_gradient_bytes,
+)
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.engine_model import BlockBytes
+from shardwright.planner.memory.attention_activations import compute_attention_bytes, is_masked
+from shardwright.planner.model_costs import LayerKind, ModelFacts
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of one layer and one micro-batch: `saved_bytes` until its backward pass,
+    `recomputed_bytes` during it (0 without recomputation), and `gradient_bytes` at the peak of
+    its backward pass."""
+
+    saved_bytes: float
+    recomputed_bytes: float
+    gradient_bytes: float
+
+
+def get_layer_activations(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> LayerActivations:
+    """Return the cached activation bytes of one layer of a kind for one micro-batch."""
+    layout = candidate.layout
+    key = (
+        kind.slot,
+        layout.tp,
+        layout.cp,
+        layout.sequence_parallel,
+        layout.cp_method,
+        candidate.micro_batch_size,
+        candidate.sequence_length,
+        candidate.recompute,
+        candidate.precision,
+        candidate.document_tokens,
+        candidate.flash_attention,
+        candidate.has_fused_norms,
+        candidate.compile,
+        candidate.adapted_roles,
+        candidate.engine,
+    )
+    cached = facts.activation_cache.get(key)
+    if cached is None:
+        cached = facts.activation_cache[key] = _compute_layer_activations(facts, kind, candidate)
+    assert isinstance(cached, LayerActivations)
+    return cached
+
+
+def _compute_layer_activations(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> LayerActivations:
+    shape = facts.shape
+    engine = candidate.engine
+    tensors = engine.count_saved_tensors(candidate.adapted_roles)
+    size = candidate.activation_bytes
+    stream = candidate.residual_tokens
+    residual = stream * shape.hidden_size * size
+    matmul_input = _compute_column_input_bytes(candidate, facts)
+    attention = compute_attention_bytes(facts, kind, candidate)
+    inner, inner_matmuls, inner_gradients = _compute_feed_forward_bytes(facts, kind, candidate)
+
+    num_pre_norms = sum(
+        name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm)
+    )
+    num_post_norms = kind.num_norms - num_pre_norms
+    if shape.parallel_residual:
+        num_pre_norms = min(num_pre_norms, 1)  # the norms of both branches share one input
+    # Norms that add an offset to their weight run in fp32 and save an fp32 copy of their input.
+    fp32_factor = (
+        max(size, 4) / size if shape.norm_offset != 0.0 and candidate.has_fused_norms else 1.0
+    )
+    total = (
+        (tensors.norm - 1.0) * num_pre_norms + num_post_norms
+    ) * residual * fp32_factor + 4 * kind.num_norms * stream
+    total += tensors.column_inputs * matmul_input
+    dropped = 0.0
+    if kind.shape.sparse:
+        experts = shape.experts
+        total += engine.compute_router_input_bytes(
+            candidate.micro_batch_tokens * shape.hidden_size * max(size, 4),
+            matmul_input,
+            has_shared_expert=experts is not None and experts.shared_intermediate_size > 0,
+            is_half_precision=size < 4,
+        )
+    elif tensors.dropped_inner:
+        inner_tokens = candidate.micro_batch_tokens * shape.intermediate_size
+        dropped = tensors.dropped_inner * (inner_tokens / candidate.layout.tp * size)
+    total += attention.saved + inner - dropped
+    gradients = engine.compute_block_gradient_bytes(
+        _build_block_tensors(facts, kind, candidate), max(inner_gradients, attention.gradients)
+    )
+    if candidate.recompute == "none":
+        return LayerActivations(total, 0.0, gradients)
+    # The block's input is saved in any case.
+    if candidate.recompute == "full":
+        return LayerActivations(residual, total - residual, gradients)
+    saved, recomputed = engine.compute_selective_bytes(
+        BlockBytes(
+            total,
+            residual,
+            attention.matmul_results + inner_matmuls,
+            _compute_branch_output_bytes(candidate, facts),
+            attention.output,
+        ),
+        is_fp4=candidate.precision == "nvfp4",
+        is_compiled=candidate.compile,
+    )
+    return LayerActivations(saved, recomputed, gradients)
+
+
+def _build_block_tensors(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> BlockTensorBytes:
+    """Build the tensor sizes from which the peak of a block's backward pass follows."""
+    shape = facts.shape
+    layout = candidate.layout
+    size = candidate.activation_bytes
+    tokens = candidate.micro_batch_tokens
+    stream = candidate.residual_tokens * shape.hidden_size * size
+    gathered = _compute_branch_output_bytes(candidate, facts)
+    experts = shape.experts if kind.shape.sparse else None
+    gated = shape.is_gated or experts is not None
+    rows = float(tokens)
+    width = float(shape.intermediate_size)
+    if experts is not None:
+        rows = float(tokens * experts.experts_per_token)
+        width = float(experts.intermediate_size)
+    inner = rows * width / layout.tp * size
+    heads = shape.num_heads / layout.tp
+    scores = 0.0
+    if shape.attention_soft_cap is not None or not candidate.flash_attention:
+        # Gradients of the fp32 weights, before and after the softmax. The weights in the
+        # compute precision are freed by then.
+        scores = tokens * heads * candidate.sequence_length * (2 * max(size, 4) - size)
+    fused = shape.norm == "layer" or candidate.has_fused_norms
+    return BlockTensorBytes(
+        stream=stream,
+        gathered=gathered,
+        inner=inner,
+        is_gated=gated,
+        routed=0.0 if experts is None else rows * shape.hidden_size * size,
+        should_gather_gradient=layout.tp > 1 and layout.sequence_parallel,
+        queries=tokens * shape.query_width / layout.tp * size,
+        keys=tokens * shape.head_dim * max(1.0, shape.num_kv_heads / layout.tp) * size,
+        scores=scores,
+        norm_gradient=compute_norm_gradient_bytes(stream, size, is_fused=fused),
+    )
+
+
+def compute_end_activation_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
+    """Return bytes per micro-batch saved outside the layers: by the stage with the embedding,
+    and by the stage with the head.
+
+    The embedding saves indices. The final norm saves its input. The chunked loss saves the
+    gradient of the norm's output instead of the output; it is counted with the logits.
+    """
+    tokens = candidate.micro_batch_tokens
+    return (
+        8.0 * tokens,
+        candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes,
+    )
+
+
+def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
+    """Return the bytes at the loss, and the part of them that remains when the backward pass
+    begins.
+
+    Chunked loss: the logits of a chunk in the compute precision and in fp32 (twice with a soft
+    cap or scale), the gradient of the hidden states, and the gradient of the head's weight in
+    fp32 with one matmul result beside it. The weight gradient remains during the backward pass.
+    """
+    shape = facts.shape
+    size = candidate.activation_bytes
+    tp = candidate.layout.tp
+    tokens = candidate.micro_batch_tokens
+    vocab = shape.vocab_size / tp
+    hidden_gradient = tokens * shape.hidden_size * size
+    weight = 0.0 if candidate.adapter is not None else vocab * shape.hidden_size
+    if candidate.loss_chunk_tokens is None:
+        return candidate.engine.compute_full_logit_bytes(tokens, shape.vocab_size, tp), 0.0
+    chunk = min(candidate.loss_chunk_tokens, tokens)
+    is_unscaled = shape.logit_scale == 1.0 and shape.final_soft_cap is None
+    wide = max(size, 4)
+    per_logit = wide + (size if is_unscaled or size == wide else size + wide)
+    if size == wide:
+        per_logit = 2 * wide
+    weight_gradient = weight * (wide + (size if size != wide else 0))
+    hidden = candidate.engine.num_chunked_loss_inputs * hidden_gradient
+    # Later the hidden states' gradient becomes that of the last layer's output, which is
+    # counted there.
+    return chunk * vocab * per_logit + hidden + weight_gradient, weight * (
+        size if candidate.is_sharded else wide
+    )
+
+
+def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float:
+    """Compute bytes that all layers of a micro-batch share: fp32 rotary tables, and masks where
+    attention is not plainly causal."""
+    shape = facts.shape
+    tokens = candidate.micro_batch_tokens
+    rows = candidate.micro_batch_size if candidate.document_tokens is not None else 1
+    tables = sum(
+        2 * rows * (candidate.sequence_length / candidate.layout.cp) * (rope.rotary_dim // 2) * 4
+        for rope in shape.ropes
+    )
+    masks = 0.0
+    for window in {layer.window for layer in shape.layers}:
+        if is_masked(candidate, window):
+            masks += (
+                rows
+                * (tokens / candidate.micro_batch_size)
+                * candidate.sequence_length
+                * candidate.activation_bytes
+            )
+    return tables + masks
+
+
+def _compute_column_input_bytes(candidate: Candidate, facts: ModelFacts) -> float:
+    """Compute the bytes of the saved input of column-parallel matmuls."""
+    is_gathered = candidate.engine.should_save_gathered_sequence or candidate.layout.tp == 1
+    tokens = candidate.micro_batch_tokens if is_gathered else candidate.residual_tokens
+    return tokens * facts.shape.hidden_size * candidate.activation_bytes
+
+
+def _compute_branch_output_bytes(candidate: Candidate, facts: ModelFacts) -> float:
+    """Compute the bytes of a row-parallel matmul's result before the tensor-parallel
+    reduction."""
+    return candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
+
+
+def _compute_feed_forward_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float, float]:
+    """Return bytes of one layer's feed-forward or experts: saved, results of matmuls among
+    them, and gradients in flight."""
+    shape = facts.shape
+    size = candidate.activation_bytes
+    tokens = candidate.micro_batch_tokens
+    tp = candidate.layout.tp
+    experts = shape.experts if kind.shape.sparse else None
+    gated = shape.is_gated or experts is not None
+    tensors = candidate.engine.count_saved_tensors(candidate.adapted_roles).gated if gated else 2.0
+    num_projections = 2.0 if gated else 1.0
+    if experts is None:
+        wide = tokens * shape.intermediate_size / tp * size
+        return tensors * wide, num_projections * wide, (num_projections + 1) * wide
+    # Rows that the rank's experts process, assuming an even load. They are saved as inputs, as
+    # outputs, and in token order.
+    rows = tokens * experts.experts_per_token
+    wide = rows * experts.intermediate_size / tp * size
+    dispatched = rows * shape.hidden_size * size
+    shared = tokens * experts.shared_intermediate_size / tp * size
+    router = tokens * experts.num_experts * 4
+    saved = tensors * (wide + shared) + 3 * dispatched + 2 * router
+    return (
+        saved,
+        num_projections * (wide + shared) + dispatched,
+        (num_projections + 1) * wide + dispatched,
+    )

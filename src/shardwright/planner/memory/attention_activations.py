@@ -1,0 +1,123 @@
+"""Bytes that one layer's attention saves for its backward pass.
+
+The table is in `planner.memory.activations`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.layout.context_method import ContextMethod, choose_context_method
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import LayerKind, ModelFacts
+
+
+def resolve_context_method(facts: ModelFacts, candidate: Candidate) -> ContextMethod:
+    """Return the context-parallel method, with `auto` resolved by the trainer's rule."""
+    if candidate.layout.cp_method != "auto":
+        return candidate.layout.cp_method
+    shape = facts.shape
+    return choose_context_method(
+        candidate.layout,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        windows=tuple(layer.window for layer in shape.layers),
+        sequence_length=candidate.sequence_length,
+    ).method
+
+
+def is_masked(candidate: Candidate, window: int | None) -> bool:
+    """Return True if attention needs a mask: of documents, or of a sliding window."""
+    return candidate.document_tokens is not None or (
+        window is not None and window < candidate.sequence_length
+    )
+
+
+@dataclass(frozen=True)
+class AttentionBytes:
+    """Bytes of one layer's attention: all saved tensors, the results of matmuls and attention
+    among them, gradients in flight, and the kernel's output with its log-sum-exp."""
+
+    saved: float
+    matmul_results: float
+    gradients: float
+    output: float
+
+
+def compute_attention_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> AttentionBytes:
+    """Compute the bytes of one layer's attention for one micro-batch."""
+    shape = facts.shape
+    size = candidate.activation_bytes
+    tensors = candidate.engine.count_saved_tensors(candidate.adapted_roles)
+    tp = candidate.layout.tp
+    tokens = candidate.micro_batch_tokens
+    if shape.latent is not None:
+        return _compute_latent_attention_bytes(facts, candidate)
+    queries = shape.query_width / tp
+    keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
+    heads = shape.num_heads / tp
+    has_mask = is_masked(candidate, kind.shape.window)
+    # The only CUDA kernel that takes a mask does not support grouped heads: keys and values
+    # are repeated to Q.
+    attended_keys = queries if has_mask else keys
+    if candidate.layout.cp > 1 and resolve_context_method(facts, candidate) == "all_gather":
+        attended_keys *= candidate.layout.cp
+    saved = (2 * queries + 2 * attended_keys) * size + 4 * heads
+    if shape.names.qkv is not None:
+        # Views of the fused result keep all of it alive beside the rotated queries and
+        # keys.
+        saved += (queries + keys) * size if kind.shape.rope is not None else 0.0
+    saved += tensors.rotary * (queries + keys) * size
+    if candidate.layout.cp > 1 and resolve_context_method(facts, candidate) != "all_gather":
+        saved += tensors.ring_outputs * queries * size
+    if shape.qk_norm is not None:
+        saved += (queries + keys) * size
+    matmul_results = (2 * queries + 2 * keys) * size + 4 * heads
+    saved *= tokens
+    matmul_results *= tokens
+    if shape.attention_soft_cap is not None or not candidate.flash_attention:
+        scores = tokens * heads * candidate.sequence_length
+        # Weights in fp32 and cast, keys repeated. `selective` saves the results of both
+        # matmuls too.
+        cast = size if size < 4 else 0
+        soft_cap = size if shape.attention_soft_cap is not None else 0
+        saved += (
+            scores * (max(size, 4) + cast + soft_cap)
+            + 2 * tokens * (queries - attended_keys) * size
+        )
+        matmul_results += scores * size
+    output = tokens * (queries * size + 4 * heads)
+    return AttentionBytes(saved, matmul_results, tokens * (2 * queries + 2 * keys) * size, output)
+
+
+def _compute_latent_attention_bytes(facts: ModelFacts, candidate: Candidate) -> AttentionBytes:
+    """Compute the bytes of latent attention: latents (before and after their norms), full
+    queries and keys, values and the output."""
+    shape = facts.shape
+    size = candidate.activation_bytes
+    tp = candidate.layout.tp
+    latent = shape.latent
+    assert latent is not None
+    tokens = candidate.micro_batch_tokens
+    heads = shape.num_heads / tp
+    head_dim = latent.nope_dim + latent.rope_dim
+    latents = 2 * (latent.query_rank or 0) + 2 * latent.key_value_rank + latent.rope_dim
+    # Non-rotary keys, and values: the result of one matmul.
+    expanded = heads * (latent.nope_dim + latent.value_dim)
+    # Output, and concatenated queries and keys.
+    attended = heads * (2 * head_dim + latent.value_dim)
+    saved = tokens * ((latents + expanded + attended) * size + 4 * heads)
+    matmul_results = (
+        (latent.query_rank or 0)
+        + latent.key_value_rank
+        + latent.rope_dim
+        + heads * head_dim
+        + expanded
+        + heads * latent.value_dim
+    )
+    output = tokens * heads * (latent.value_dim * size + 4)
+    return AttentionBytes(
+        saved, tokens * (matmul_results * size + 4 * heads), tokens * attended * size, output
+    )

@@ -1,0 +1,275 @@
+"""Bytes on the rank with the most memory, by part, at the three possible peaks of a step.
+
+    loss      all activations in flight are saved; the loss has its logits, and one group of
+              parameters is gathered beyond what the backward pass needs
+    backward  most activations are freed, gradients are complete, reduction buffers are in use,
+              the embedding's gradient is computed
+    update    no activations or gathered parameters; optimizer states, as at all times
+
+`planner.memory.parameter_memory` has the parts that persist between steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardwright.planner.backward_peak import compute_norm_gradient_bytes
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.memory.activations import (
+    compute_end_activation_bytes,
+    compute_logit_bytes,
+    compute_shared_table_bytes,
+    get_layer_activations,
+)
+from shardwright.planner.memory.parameter_memory import (
+    PersistentMemory,
+    StageLoad,
+    compute_gathered_bytes,
+    compute_gradient_bytes_at_loss,
+    compute_pending_gradient_bytes,
+    compute_pending_reduction_bytes,
+    compute_persistent_memory,
+    compute_reduction_bytes,
+    count_group_elements,
+    count_root_elements,
+)
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.prediction import MemoryParts
+
+
+def predict_memory(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    efficiency: Efficiency,
+    persistent: PersistentMemory | None = None,
+) -> MemoryParts:
+    """Compute the bytes of one rank, by part, at its peak. Pass `persistent` if it is already
+    known."""
+    persistent = persistent or compute_persistent_memory(facts, candidate, load)
+    live = _compute_live_activations(facts, candidate, load)
+    moments = (
+        _compute_loss_peak(facts, candidate, load, persistent, live),
+        _compute_backward_peak(facts, candidate, load, persistent, live),
+        MemoryParts(
+            weights=persistent.weights,
+            optimizer=persistent.optimizer,
+            gradients=persistent.updated_gradients,
+        ),
+    )
+    peak = max(moments, key=lambda parts: parts.total)
+    driver = efficiency.context_bytes + efficiency.communicator_bytes * _count_process_groups(
+        candidate
+    )
+    reserve = (
+        efficiency.reserve_share * peak.total
+        + efficiency.reserve_bytes
+        + candidate.engine.compute_late_allocation_bytes(
+            candidate.layout,
+            persistent.trained_parameters,
+            gradient_bytes=persistent.gradients,
+            peak_gradient_bytes=peak.gradients,
+            peak_logit_bytes=peak.logits,
+            activation_bytes=live.bytes_per_pass,
+        )
+    )
+    return replace(peak, reserve=reserve, driver=driver)
+
+
+def _count_process_groups(candidate: Candidate) -> int:
+    layout = candidate.layout
+    degrees = (
+        layout.pp,
+        layout.dp_replicate,
+        layout.fsdp if layout.zero_stage else 1,
+        layout.cp,
+        layout.tp,
+        layout.ep,
+    )
+    return sum(degree > 1 for degree in degrees)
+
+
+class _LiveActivations(NamedTuple):
+    """Bytes of activations: of one pass through the rank's layers, of tables shared by all
+    layers, and of pipeline messages. Of the largest layer: saved, recomputed and gradients."""
+
+    bytes_per_pass: float
+    table_bytes: float
+    message_bytes: float
+    largest_layer_bytes: float
+    recomputed_bytes: float
+    gradient_bytes: float
+
+    def compute_saved_bytes(self, in_flight: float) -> float:
+        """Compute the saved bytes of `num_in_flight` passes."""
+        return (
+            in_flight * self.bytes_per_pass
+            + self.table_bytes * max(1.0, in_flight)
+            + self.message_bytes
+        )
+
+
+def _compute_live_activations(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad
+) -> _LiveActivations:
+    saved = largest = 0.0
+    backward = []
+    for kind, count in zip(facts.kinds, load.layers, strict=True):
+        if count:
+            layer = get_layer_activations(facts, kind, candidate)
+            share = (
+                1.0
+                if candidate.num_fp4_layers is None
+                else min(1.0, candidate.num_fp4_layers / facts.shape.num_layers)
+            )
+            bf16_layer = (
+                layer
+                if share == 1.0
+                else get_layer_activations(
+                    facts, kind, replace(candidate, precision="bf16", num_fp4_layers=None)
+                )
+            )
+            saved += (share * layer.saved_bytes + (1.0 - share) * bf16_layer.saved_bytes) * count
+            largest = max(largest, layer.saved_bytes)
+            backward.append((layer.recomputed_bytes, layer.gradient_bytes))
+    embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
+    ends = (embedding_bytes if load.has_embedding else 0.0) + (head_bytes if load.has_head else 0.0)
+    messages = 0.0
+    if candidate.layout.pp > 1:
+        # A stage's output is saved until its gradient arrives. A receive is posted before it is
+        # needed.
+        message = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
+        ends += (load.num_stages - load.has_head) * message
+        messages = load.num_stages * message
+    if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
+        gathered = (
+            candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
+        )
+        messages += candidate.engine.compute_sequence_buffer_bytes(gathered)
+    return _LiveActivations(
+        saved + ends,
+        compute_shared_table_bytes(facts, candidate),
+        messages,
+        largest,
+        *candidate.engine.choose_largest_backward(backward),
+    )
+
+
+def _compute_loss_peak(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    persistent: PersistentMemory,
+    live: _LiveActivations,
+) -> MemoryParts:
+    """Return the largest of: the loss with its logits, the first layer of the backward pass,
+    and the first reduction after it."""
+    layout = candidate.layout
+    saved = live.compute_saved_bytes(load.num_in_flight)
+    logits, remaining = compute_logit_bytes(facts, candidate) if load.has_head else (0.0, 0.0)
+    gradients = compute_gradient_bytes_at_loss(candidate, persistent.gradients)
+    moments = [
+        (saved, logits, load.has_head, 0.0),
+        (saved + live.recomputed_bytes + live.gradient_bytes, remaining, False, 0.0),
+    ]
+    if load.has_head and not candidate.has_fused_norms:
+        # The last norm's gradient, before any layer has freed activations; the norm's output
+        # and its gradient.
+        stream = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
+        is_unfused = facts.shape.norm != "layer"
+        moments.append(
+            (
+                saved
+                + stream
+                + compute_norm_gradient_bytes(
+                    stream, candidate.activation_bytes, is_fused=not is_unfused
+                ),
+                remaining,
+                False,
+                0.0,
+            )
+        )
+    reduction = compute_reduction_bytes(candidate, count_group_elements(facts, candidate, load))
+    if reduction:
+        num_reduced = min(layout.wrap_blocks, sum(load.layers))
+        other_layers = saved - num_reduced * live.largest_layer_bytes
+        moments.append((other_layers, remaining, False, reduction))
+        # Beside the next group's backward pass, which under recomputation allocates more than
+        # the last one has freed.
+        in_reduction = compute_pending_reduction_bytes(
+            candidate, count_group_elements(facts, candidate, load)
+        )
+        moments.append(
+            (
+                other_layers + live.recomputed_bytes + live.gradient_bytes,
+                remaining,
+                False,
+                in_reduction,
+            )
+        )
+    peaks = [
+        MemoryParts(
+            weights=persistent.weights,
+            optimizer=persistent.optimizer,
+            gradients=gradients,
+            activations=activations,
+            logits=at_head,
+            gathered=compute_gathered_bytes(
+                facts, candidate, load, persistent.parameters, should_include_root=root
+            ),
+            workspaces=workspaces,
+        )
+        for activations, at_head, root, workspaces in moments
+    ]
+    return max(peaks, key=lambda parts: parts.total)
+
+
+def _compute_backward_peak(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    persistent: PersistentMemory,
+    live: _LiveActivations,
+) -> MemoryParts:
+    """Return memory at the end of the last steady-state backward pass: one pass less in flight,
+    the embedding's gradient in progress."""
+    saved = live.compute_saved_bytes(max(0.0, load.num_in_flight - 1.0))
+    # The previous group is still being reduced during this layer's backward pass. Its own
+    # gradients are allocated as its activations are freed.
+    workspaces = compute_pending_reduction_bytes(
+        candidate, count_group_elements(facts, candidate, load)
+    )
+    workspaces = max(
+        workspaces,
+        compute_reduction_bytes(candidate, count_root_elements(facts, candidate, load))
+        - live.largest_layer_bytes,
+    )
+    if (
+        not candidate.is_sharded
+        and candidate.adapter is None
+        and candidate.gradient_accumulation_steps > 1
+        and load.has_embedding
+    ):
+        # A gradient that is added to an existing one is allocated first.
+        workspaces += (
+            facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes
+        )
+    gradients = (
+        persistent.gradients
+        + persistent.reduced_gradients
+        + candidate.engine.compute_micro_batch_gradient_bytes(persistent.trained_parameters.local)
+    )
+    if candidate.adapter is None and load.has_embedding:
+        gradients -= compute_pending_gradient_bytes(facts, candidate, load, persistent)
+    return MemoryParts(
+        weights=persistent.weights,
+        optimizer=persistent.optimizer,
+        gradients=gradients,
+        activations=saved + live.recomputed_bytes + live.gradient_bytes + live.largest_layer_bytes,
+        gathered=compute_gathered_bytes(
+            facts, candidate, load, persistent.parameters, should_include_root=False
+        ),
+        workspaces=workspaces,
+    )

@@ -1,0 +1,443 @@
+"""Best-first search for the best layouts of a model on a cluster.
+
+All degrees are searched. A partial choice has a lower bound of the seconds of every complete
+choice below it. The choice with the lowest bound is expanded first; a complete choice at the
+top of the heap is better than all that remain. Memory is checked before time: a partial choice
+whose minimum memory does not fit is discarded.
+
+    level                            bounds
+    0  degrees                       as 1 with the whole batch as one micro-batch, the cheapest
+                                     per row; then as 1 with the largest micro-batch that fits
+    1  micro-batch                   the first rank's minimum memory over recomputation and
+                                     schedules; compute of the first and the last rank, and
+                                     their wait for the first micro-batch
+    2  recompute, methods of tp, cp  the same with communication; the first rank's minimum
+                                     memory over schedules
+    3  ZeRO                          exposed data-parallel communication, the update
+    4  schedule                      its own wait; its memory on the first rank
+    5  all                           full memory of the first rank; the prediction itself
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.peaks import predict_memory
+from shardwright.planner.pipeline_simulation import is_simulated
+from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.search.bounds import compute_overhead, merge_bounds
+from shardwright.planner.search.choice_costs import ChoiceCosts
+from shardwright.planner.search.result import (
+    EQUAL_STEP_SHARE,
+    SearchResult,
+    build_layout_key,
+    measure_complexity,
+)
+from shardwright.planner.search.space import (
+    CHEAPEST_EXECUTION,
+    Degrees,
+    PlanningProblem,
+    SearchSpace,
+    ShardingChoice,
+)
+from shardwright.planner.search.state import PartialChoice, PipelineOptions, ScheduleOption
+from shardwright.planner.step_costs import LayerCosts
+
+MAX_EXTRA_EXPANSIONS = 200
+"""Choices expanded for the rest of the table after the fastest is known. After that, only
+simpler ones that are as fast as the best."""
+
+EXTRA_EXPANSION_FACTOR = 4
+"""Factor of `MAX_EXTRA_EXPANSIONS` while the search has found fewer layouts than the table has
+rows, as few fit."""
+
+
+def search_layouts(
+    predictor: Predictor,
+    problem: PlanningProblem,
+    *,
+    num_layouts: int = 10,
+    max_extra_expansions: int = MAX_EXTRA_EXPANSIONS,
+) -> SearchResult:
+    """Find the best layout that fits and the simplest equally good one, with proof, and
+    `num_layouts` layouts in total.
+
+    If the best one is tight, also find the best one within the memory margin.
+
+    Args:
+        max_extra_expansions: choices expanded for the rest of the table once the best is known.
+            After that, earlier predictions fill the table. `SearchResult.num_proven` is the
+            number of proven rows.
+    """
+    with _disable_garbage_collection():
+        result = _LayoutSearch(predictor, problem, predictor.capacity_bytes).run(
+            num_layouts, max_extra_expansions
+        )
+        if result.best is not None and result.best.is_tight:
+            # A separate search: the fastest of a key may be tight while another micro-batch or
+            # recomputation is not.
+            capacity = predictor.capacity_bytes / (1 + MEMORY_ERROR_SHARE)
+            best = _LayoutSearch(predictor, problem, capacity).run(1, max_extra_expansions).best
+            result.best_with_margin = next(
+                (prediction for prediction in result.predictions if prediction == best), best
+            )
+        return result
+
+
+@contextmanager
+def _disable_garbage_collection() -> Iterator[None]:
+    """Disable Python's cyclic garbage collector during a search.
+
+    A search creates no cycles, but hundreds of thousands of values that live until its end,
+    which the collector would traverse again and again (a fifth of all time at 16,384 devices).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _LayoutSearch:
+    """State of one search. `heap` entries are (bound, axes in use, counter, function that
+    expands the choice)."""
+
+    def __init__(
+        self, predictor: Predictor, problem: PlanningProblem, capacity_bytes: float
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.predictor = predictor
+        self.problem = problem
+        self.facts = predictor.facts
+        self.space = SearchSpace(predictor.facts, problem, predictor.cluster.domain_size)
+        self.costs = ChoiceCosts(predictor, problem, self.space)
+        self.result = SearchResult()
+        self._straggler_factor, self._fixed_seconds = compute_overhead(predictor, problem.num_gpus)
+        self._counter = count()
+        self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._predicted: dict[tuple[int, ...], Prediction] = {}
+        self._proven: dict[tuple[int, ...], Prediction] = {}
+        self._min_parallel_axes: int | None = None
+
+    def run(self, num_layouts: int, max_extra_expansions: int) -> SearchResult:
+        for variants in self.space.list_degrees():
+            self._push_coarse(variants)
+        remaining = max_extra_expansions
+        while self._heap:
+            bound, num_axes, _, expand = heapq.heappop(self._heap)
+            if self._proven:
+                is_equal = bound <= next(iter(self._proven.values())).time.step * (
+                    1 + EQUAL_STEP_SHARE
+                )
+                is_exhausted = remaining < 0 and (
+                    len(self._predicted) >= num_layouts
+                    or remaining < (1 - EXTRA_EXPANSION_FACTOR) * max_extra_expansions
+                )
+                is_complete = is_exhausted or len(self._proven) >= num_layouts
+                if is_complete and not is_equal:
+                    break
+                if (
+                    is_exhausted
+                    and self._min_parallel_axes is not None
+                    and num_axes >= self._min_parallel_axes
+                ):
+                    continue  # neither faster nor simpler
+                remaining -= 1
+            expand()
+        # Predictions that were not proven follow: equally good ones may be unexplored.
+        table = self._proven | {
+            key: prediction
+            for key, prediction in self._predicted.items()
+            if key not in self._proven
+        }
+        self.result.predictions = sorted(
+            table.values(), key=lambda prediction: prediction.time.step
+        )
+        self.result.num_proven = len(self._proven)
+        self._heap.clear()  # break the reference cycles without the collector
+        return self.result
+
+    def _push(self, seconds: float, degrees: Degrees, expand: Callable[[], None]) -> None:
+        self._push_at(seconds * self._straggler_factor + self._fixed_seconds, degrees, expand)
+
+    def _push_at(self, seconds: float, degrees: Degrees, expand: Callable[[], None]) -> None:
+        heapq.heappush(
+            self._heap, (seconds, degrees.num_parallel_axes, next(self._counter), expand)
+        )
+
+    # Levels 0 and 1: degrees and micro-batches; minimum over recomputation and methods of tp
+    # and cp.
+
+    def _push_coarse(self, variants: tuple[Degrees, ...]) -> None:
+        """Push degrees that differ in their micro-batch, before any memory check.
+
+        The bound is the cost of all rows in one micro-batch, for which a few costs suffice for
+        all pipelines. Most degrees are never expanded.
+        """
+        rows = self.problem.global_batch_size
+        if len(variants) == 1 or rows is None or self.predictor.cluster.profile is not None:
+            self._expand_variants(
+                variants
+            )  # measured rates need not be monotonic, so no bound holds
+            return
+        whole_batch = variants[-1]._replace(micro_batch_size=rows)
+        self._push(
+            self._bound_seconds(variants, whole_batch),
+            whole_batch,
+            partial(self._push_largest, variants),
+        )
+
+    def _push_largest(self, variants: tuple[Degrees, ...]) -> None:
+        """Push these degrees with the bound of the largest micro-batch that fits. A larger one
+        never costs more per row, so this bound holds for all."""
+        largest = next(
+            (degrees for degrees in reversed(variants) if self._has_capacity_for_degrees(degrees)),
+            None,
+        )
+        if largest is None:
+            return
+        fitting = tuple(
+            degrees for degrees in variants if degrees.micro_batch_size <= largest.micro_batch_size
+        )
+        self._push(
+            self._bound_seconds(variants, largest), largest, partial(self._expand_variants, fitting)
+        )
+
+    def _bound_seconds(self, variants: tuple[Degrees, ...], largest: Degrees) -> float:
+        """Return the minimum seconds of all variants, from the cost per row of the largest
+        micro-batch."""
+        costs = self.costs.get_layer_costs(largest, CHEAPEST_EXECUTION)
+        rows = variants[0].micro_batch_size * variants[0].accumulation_steps
+        # Of the largest one's time: the first micro-batch may be the smallest.
+        share = variants[0].micro_batch_size / largest.micro_batch_size
+        pipelines = self.costs.list_distinct_bounds(variants)
+        return min(
+            (
+                bounds.compute_seconds(costs, rows / largest.micro_batch_size, share)
+                for bounds in pipelines
+            ),
+            default=float("inf"),
+        )
+
+    def _expand_variants(self, variants: tuple[Degrees, ...]) -> None:
+        for degrees in variants:
+            pipelines = self.costs.get_pipeline_options(degrees)
+            if pipelines is not None and self._has_capacity_for_degrees(degrees):
+                costs = self.costs.get_layer_costs(degrees, CHEAPEST_EXECUTION)
+                min_seconds = min(
+                    bounds.compute_seconds(costs, degrees.accumulation_steps)
+                    for bounds in pipelines.distinct_bounds
+                )
+                self._push(min_seconds, degrees, partial(self._expand_degrees, degrees, pipelines))
+
+    def _has_capacity_for_degrees(self, degrees: Degrees) -> bool:
+        pipelines = self.costs.get_pipeline_options(degrees)
+        if pipelines is None:
+            return False
+        activation_bytes = self.costs.compute_min_activation_bytes(degrees, pipelines)
+        return self._has_capacity_for_live(
+            degrees, activation_bytes
+        ) and self._has_capacity_for_live(
+            degrees,
+            self.costs.get_persistent_memory(
+                degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
+            ).total_at_loss
+            + activation_bytes,
+        )
+
+    # Level 2: recomputation, methods of tp and cp.
+
+    def _expand_degrees(self, degrees: Degrees, pipelines: PipelineOptions) -> None:
+        if self._is_complete(degrees):
+            return
+        # The first rank's minimum over schedules with everything sharded, before the individual
+        # options.
+        persistent_bytes = self.costs.get_persistent_memory(
+            degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
+        ).total_at_loss
+        for execution in self.space.list_executions(degrees):
+            activations = self.costs.get_activations(degrees, execution)
+            min_bytes = activations.compute_min_bytes(pipelines.num_passes)
+            if self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
+                costs = self.costs.get_layer_costs(degrees, execution)
+                bounds = {
+                    each.key: each.compute_bound(costs, degrees.accumulation_steps)
+                    for each in pipelines.distinct_bounds
+                }
+                seconds = min(bound.seconds for bound in bounds.values())
+                choice = PartialChoice(
+                    degrees, execution, pipelines, costs, activations, min_bytes, bounds
+                )
+                self._push(seconds, degrees, partial(self._expand_execution, choice))
+
+    # Level 3: ZeRO.
+
+    def _expand_execution(self, chosen: PartialChoice) -> None:
+        degrees = chosen.degrees
+        if self._is_complete(degrees):
+            return
+        merged = merge_bounds(list(chosen.bounds.values()))
+        for sharding in self.space.list_shardings(degrees):
+            persistent_bytes = self.costs.get_persistent_memory(
+                degrees, chosen.pipelines.first_rank_load, sharding
+            ).total_at_loss
+            if self._is_proven(degrees, sharding) or not self._has_capacity_for_live(
+                degrees, persistent_bytes + chosen.min_activation_bytes
+            ):
+                continue
+            weight_seconds, exposed_seconds = self.costs.get_data_bound(
+                degrees, sharding, merged.min_layers
+            ).compute_seconds(degrees.accumulation_steps, merged)
+            seconds = merged.seconds + weight_seconds + exposed_seconds
+            self._push(
+                seconds,
+                degrees,
+                partial(self._expand_sharding, chosen, sharding, weight_seconds, exposed_seconds),
+            )
+
+    def _is_proven(self, degrees: Degrees, sharding: ShardingChoice) -> bool:
+        return (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding.zero_stage) in self._proven
+
+    def _is_complete(self, degrees: Degrees) -> bool:
+        """Return True if the best layout of every ZeRO stage is known for these degrees."""
+        key = degrees[:4]
+        return all((*key, zero) in self._proven for zero in self.problem.zero_stages)
+
+    def _has_capacity_for_live(self, degrees: Degrees, num_bytes: float) -> bool:
+        """Return True if `num_bytes` live bytes fit beside the minimum reserve of allocator and
+        driver."""
+        efficiency = self.predictor.efficiency
+        communicators = efficiency.communicator_bytes * (
+            degrees.num_parallel_axes + (degrees.data_ranks > 1)
+        )
+        overhead_bytes = efficiency.reserve_bytes + efficiency.context_bytes + communicators
+        return self._has_capacity_for(num_bytes * (1 + efficiency.reserve_share) + overhead_bytes)
+
+    def _has_capacity_for(self, num_bytes: float) -> bool:
+        if num_bytes <= self.capacity_bytes:
+            return True
+        self.result.num_too_large += 1
+        self.result.min_needed_bytes = min(self.result.min_needed_bytes, num_bytes)
+        return False
+
+    # Level 4: schedule.
+
+    def _expand_sharding(
+        self,
+        chosen: PartialChoice,
+        sharding: ShardingChoice,
+        weight_seconds: float,
+        exposed_seconds: float,
+    ) -> None:
+        degrees = chosen.degrees
+        if self._is_proven(degrees, sharding):
+            return
+        for scheduled in chosen.pipelines.options:
+            load = scheduled.first_rank_load
+            activation_bytes = chosen.activations.compute_min_bytes(
+                tuple(load.num_in_flight * count for count in load.layers)
+            )
+            if self._has_capacity_for_live(
+                degrees,
+                self.costs.get_persistent_memory(degrees, load, sharding).total_at_loss
+                + activation_bytes,
+            ):
+                seconds = (
+                    chosen.bounds[scheduled.bounds.key].seconds + weight_seconds + exposed_seconds
+                )
+                self._push(
+                    seconds,
+                    degrees,
+                    partial(self._expand_schedule, chosen, sharding, scheduled, exposed_seconds),
+                )
+
+    # Level 5: complete candidates.
+
+    def _expand_schedule(
+        self,
+        chosen: PartialChoice,
+        sharding: ShardingChoice,
+        scheduled: ScheduleOption,
+        exposed_seconds: float,
+    ) -> None:
+        if self._is_proven(chosen.degrees, sharding):
+            return
+        schedule = (scheduled.name, scheduled.virtual_stages)
+        candidate = self.space.build_candidate(chosen.degrees, chosen.execution, sharding, schedule)
+        if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
+            return
+        persistent = self.costs.get_persistent_memory(
+            chosen.degrees, scheduled.first_rank_load, sharding
+        )
+        if not self._has_capacity_for(
+            predict_memory(
+                self.facts,
+                candidate,
+                scheduled.first_rank_load,
+                self.predictor.efficiency,
+                persistent,
+            ).total
+        ):
+            return
+        expand = partial(self._expand_candidate, chosen.degrees, candidate, chosen.costs)
+        if candidate.layout.pp > 1 and self._heap:
+            # Earlier simulations of the schedule may prove that other choices come first.
+            seconds = (
+                self.predictor.bound_pass_seconds(candidate, chosen.costs) + exposed_seconds
+            ) * self._straggler_factor + self._fixed_seconds
+            if seconds > self._heap[0][0]:
+                self._push_at(seconds, chosen.degrees, expand)
+                return
+        expand()
+
+    def _expand_candidate(
+        self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, is_bounded: bool = False
+    ) -> None:
+        if build_layout_key(candidate) in self._proven:
+            return
+        if (
+            self._heap
+            and not is_bounded
+            and is_simulated(self.predictor.get_pipeline_stages(candidate))
+        ):
+            seconds = self.predictor.bound_step_seconds(candidate, costs)
+            if seconds > self._heap[0][0]:
+                self._push_at(
+                    seconds,
+                    degrees,
+                    partial(self._expand_candidate, degrees, candidate, costs, is_bounded=True),
+                )
+                return
+        memory = self.predictor.compute_memory(
+            candidate, self.predictor.get_pipeline_stages(candidate)
+        )
+        if not self._has_capacity_for(memory.total):
+            return
+        self.result.num_predicted += 1
+        prediction = self.predictor.predict(candidate, memory, costs)
+        known = self._predicted.get(build_layout_key(candidate))
+        if known is None or prediction.time.step < known.time.step:
+            self._predicted[build_layout_key(candidate)] = prediction
+        self._push_at(prediction.time.step, degrees, partial(self._record_proven, prediction))
+
+    def _record_proven(self, prediction: Prediction) -> None:
+        """Record a prediction that precedes everything left in the heap: the best of its
+        key."""
+        self._proven.setdefault(build_layout_key(prediction.candidate), prediction)
+        fastest = next(iter(self._proven.values()))
+        if prediction.time.step <= fastest.time.step * (1 + EQUAL_STEP_SHARE):
+            num_axes = measure_complexity(prediction.candidate)[0]
+            self._min_parallel_axes = (
+                num_axes
+                if self._min_parallel_axes is None
+                else min(num_axes, self._min_parallel_axes)
+            )

@@ -1,0 +1,171 @@
+"""Costs and bounds of partial choices in the search, computed once per distinct choice."""
+
+from __future__ import annotations
+
+from shardwright.planner.divisibility import list_schedules
+from shardwright.planner.memory.activations import get_layer_activations
+from shardwright.planner.memory.parameter_memory import (
+    PersistentMemory,
+    StageLoad,
+    compute_persistent_memory,
+)
+from shardwright.planner.pipeline import PipelineStages
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.search.bounds import DataTrafficBound, PipelineBoundModel, PipelineKey
+from shardwright.planner.search.space import (
+    CHEAPEST_EXECUTION,
+    Degrees,
+    ExecutionChoice,
+    PlanningProblem,
+    SearchSpace,
+    ShardingChoice,
+)
+from shardwright.planner.search.state import (
+    MicroBatchActivations,
+    PipelineOptions,
+    ScheduleOption,
+    build_pipeline_options,
+)
+from shardwright.planner.step_costs import LayerCosts
+
+
+class ChoiceCosts:
+    """Cached costs of one search. Each key has the settings on which its value depends."""
+
+    def __init__(self, predictor: Predictor, problem: PlanningProblem, space: SearchSpace) -> None:
+        self.predictor = predictor
+        self.problem = problem
+        self.facts = predictor.facts
+        self.space = space
+        self._costs: dict[tuple[object, ...], LayerCosts] = {}
+        self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
+        self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
+        self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
+        self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
+        self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
+        self._min_activations: dict[tuple[object, ...], list[MicroBatchActivations]] = {}
+        self._distinct_bounds: dict[tuple[object, ...], list[PipelineBoundModel]] = {}
+
+    def get_pipeline_options(self, degrees: Degrees) -> PipelineOptions | None:
+        """Return the schedules that can run, None if there are none."""
+        key = (degrees.pp, degrees.accumulation_steps)
+        if key not in self._schedules:
+            options = []
+            for name, virtual in list_schedules(self.facts, degrees.pp, degrees.accumulation_steps):
+                candidate = self.space.build_candidate(
+                    degrees, CHEAPEST_EXECUTION, schedule=(name, virtual)
+                )
+                pipeline = self.predictor.get_pipeline_stages(candidate)
+                options.append(
+                    ScheduleOption(
+                        self._get_pipeline_bounds(pipeline),
+                        pipeline.build_rank_load(0),
+                        name,
+                        virtual,
+                    )
+                )
+            self._schedules[key] = (
+                build_pipeline_options(options, is_single_stage=degrees.pp == 1)
+                if options
+                else None
+            )
+        return self._schedules[key]
+
+    def _get_pipeline_bounds(self, pipeline: PipelineStages) -> PipelineBoundModel:
+        bounds = PipelineBoundModel(pipeline)
+        return self._bounds.setdefault(bounds.key, bounds)
+
+    def get_layer_costs(self, degrees: Degrees, execution: ExecutionChoice) -> LayerCosts:
+        """Return the cached costs of a micro-batch on the layers."""
+        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size, execution)
+        costs = self._costs.get(key)
+        if costs is None:
+            costs = self._costs[key] = self.predictor.compute_layer_costs(
+                self.space.build_candidate(degrees, execution)
+            )
+        return costs
+
+    def get_activations(
+        self, degrees: Degrees, execution: ExecutionChoice
+    ) -> MicroBatchActivations:
+        """Return the cached activation bytes of a micro-batch."""
+        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
+        activations = self._activations.get(key)
+        if activations is None:
+            candidate = self.space.build_candidate(degrees, execution)
+            layers = [
+                get_layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds
+            ]
+            backward_bytes = tuple(
+                layer.recomputed_bytes + layer.gradient_bytes for layer in layers
+            )
+            activations = self._activations[key] = MicroBatchActivations(
+                tuple(layer.saved_bytes for layer in layers), backward_bytes
+            )
+        return activations
+
+    def get_data_bound(
+        self, degrees: Degrees, sharding: ShardingChoice, min_layers: tuple[int, ...]
+    ) -> DataTrafficBound:
+        """Return the cached bound of data-parallel communication."""
+        key = (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding, min_layers)
+        bound = self._data_bounds.get(key)
+        if bound is None:
+            bound = self._data_bounds[key] = DataTrafficBound(
+                self.predictor,
+                self.space.build_candidate(degrees, CHEAPEST_EXECUTION, sharding),
+                min_layers,
+            )
+        return bound
+
+    def get_persistent_memory(
+        self, degrees: Degrees, load: StageLoad, sharding: ShardingChoice
+    ) -> PersistentMemory:
+        """Return the cached memory of a rank that persists between steps."""
+        key = (
+            degrees.tp,
+            degrees.cp,
+            degrees.ep,
+            degrees.data_ranks,
+            degrees.accumulation_steps > 1,
+            load.layers,
+            load.has_head,
+            sharding,
+        )
+        memory = self._persistent.get(key)
+        if memory is None:
+            memory = self._persistent[key] = compute_persistent_memory(
+                self.facts, self.space.build_candidate(degrees, CHEAPEST_EXECUTION, sharding), load
+            )
+        return memory
+
+    def list_distinct_bounds(self, variants: tuple[Degrees, ...]) -> list[PipelineBoundModel]:
+        """List the distinct pipeline bounds of all micro-batch variants."""
+        key = (variants[0].pp, tuple(degrees.accumulation_steps for degrees in variants))
+        bounds = self._distinct_bounds.get(key)
+        if bounds is None:
+            options = [
+                pipelines
+                for degrees in variants
+                if (pipelines := self.get_pipeline_options(degrees)) is not None
+            ]
+            bounds = self._distinct_bounds[key] = list(
+                {b.key: b for pipelines in options for b in pipelines.distinct_bounds}.values()
+            )
+        return bounds
+
+    def compute_min_activation_bytes(self, degrees: Degrees, pipelines: PipelineOptions) -> float:
+        """Return the first rank's minimum activation bytes over recomputation and schedules."""
+        key = (degrees.tp, degrees.cp, degrees.micro_batch_size)
+        alternatives = self._min_activations.get(key)
+        if alternatives is None:
+            executions = [
+                CHEAPEST_EXECUTION._replace(recompute=recompute)
+                for recompute in self.problem.recompute_kinds
+            ]
+            alternatives = self._min_activations[key] = [
+                self.get_activations(degrees, execution) for execution in executions
+            ]
+        return min(
+            alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives
+        )

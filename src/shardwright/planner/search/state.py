@@ -1,0 +1,87 @@
+"""State of a partial choice in the search: possible schedules, bytes and bounds."""
+
+from __future__ import annotations
+
+from operator import mul
+from typing import NamedTuple
+
+from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.search.bounds import PipelineBoundModel, PipelineKey, PipelineTimeBound
+from shardwright.planner.search.space import Degrees, ExecutionChoice
+from shardwright.planner.step_costs import LayerCosts
+
+
+class ScheduleOption(NamedTuple):
+    """A schedule by name and virtual stages, with its time bounds and the first rank's layers
+    and micro-batches in flight."""
+
+    bounds: PipelineBoundModel
+    first_rank_load: StageLoad
+    name: str
+    virtual_stages: int | None
+
+
+class MicroBatchActivations(NamedTuple):
+    """Bytes of a micro-batch: saved by one layer of each kind, and allocated by its backward
+    pass in addition."""
+
+    layer_bytes: tuple[float, ...]
+    backward_bytes: tuple[float, ...]
+
+    def compute_min_bytes(self, num_passes: tuple[float, ...]) -> float:
+        """Return the bytes at the first layer of a backward pass while `num_passes` through layers
+        of each kind are saved."""
+        backward_bytes = max(
+            (
+                backward_bytes
+                for backward_bytes, count in zip(self.backward_bytes, num_passes, strict=True)
+                if count
+            ),
+            default=0.0,
+        )
+        return float(sum(map(mul, num_passes, self.layer_bytes)) + backward_bytes)
+
+
+class PipelineOptions(NamedTuple):
+    """All schedules for a number of stages and micro-batches, and the bounds common to them."""
+
+    options: list[ScheduleOption]
+    distinct_bounds: list[PipelineBoundModel]
+    """Bounds without those of the same stages as an earlier schedule, which are equal."""
+    first_rank_load: StageLoad
+    """Minimum layers of the first rank over the schedules."""
+    num_passes: tuple[float, ...]
+    """Minimum number of passes through layers of each kind that the first rank saves."""
+
+
+class PartialChoice(NamedTuple):
+    """Choices 1 and 2 with their consequences: costs and bytes of a micro-batch, the minimum
+    activation bytes of the first rank, and the bound of each of `PipelineOptions.distinct_bounds`
+    by its key."""
+
+    degrees: Degrees
+    execution: ExecutionChoice
+    pipelines: PipelineOptions
+    costs: LayerCosts
+    activations: MicroBatchActivations
+    min_activation_bytes: float
+    bounds: dict[PipelineKey, PipelineTimeBound]
+
+
+def build_pipeline_options(
+    options: list[ScheduleOption], *, is_single_stage: bool
+) -> PipelineOptions:
+    """Combine schedules with the minimum load of the first rank. `is_single_stage`: the first rank
+    is also the last."""
+    loads = [scheduled.first_rank_load for scheduled in options]
+    layers = tuple(map(min, zip(*(load.layers for load in loads), strict=True)))
+    passes = tuple(
+        map(
+            min,
+            zip(*([load.num_in_flight * n for n in load.layers] for load in loads), strict=True),
+        )
+    )
+    distinct = list({scheduled.bounds.key: scheduled.bounds for scheduled in options}.values())
+    return PipelineOptions(
+        options, distinct, StageLoad(layers, has_embedding=True, has_head=is_single_stage), passes
+    )

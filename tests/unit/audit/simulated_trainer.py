@@ -1,0 +1,400 @@
+"""A plain training loop of several ranks in one process, correct or with one planted mistake.
+
+Each rank has its own copy of the model and its own recorder. The loop computes everything with
+transformers' class and autograd, and uses nothing of the audit but the recorder.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from shardwright.audit.recorder import Recorder
+
+VOCABULARY = 31
+IGNORED = -100
+LLAMA = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+    tie_word_embeddings=False,
+)
+TIED = LlamaConfig(**LLAMA.to_dict() | {"tie_word_embeddings": True})
+GPT2 = GPT2Config(
+    vocab_size=VOCABULARY,
+    n_embd=16,
+    n_layer=2,
+    n_head=2,
+    n_positions=64,
+    initializer_range=0.2,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
+DROPPING = GPT2Config(**GPT2.to_dict() | {"resid_pdrop": 0.2, "embd_pdrop": 0.2})
+CONFIGS = {"llama": LLAMA, "tied": TIED, "gpt2": GPT2, "dropping": DROPPING}
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings of a simulated run."""
+
+    mistakes: tuple[str, ...] = ()
+    model: str = "llama"
+    num_ranks: int = 2
+    num_batches: int = 3
+    num_rows: int = 2
+    length: int = 10
+    rows: str = "plain"
+    """`plain`, `unprompted`, `padded` or `packed`."""
+    optimizer: str = "adamw"
+    max_norm: float | None = None
+    num_steps: int = 1
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    recorder: dict[str, Any] = field(default_factory=dict)
+
+    def __contains__(self, mistake: str) -> bool:
+        return mistake in self.mistakes
+
+
+@cache
+def build_initial_model(name: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    config = CONFIGS[name]
+    config._attn_implementation = "eager"
+    config.use_cache = False  # transformers separates packed rows only without a cache
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def build_batch(run: Run, step: int, rank: int, index: int) -> dict[str, Tensor]:
+    """Build a micro-batch with unequal numbers of supervised tokens."""
+    rank = 0 if "same_data" in run else rank
+    generator = torch.Generator().manual_seed(hash((run.seed, step, rank, index)) % 2**31)
+    shape = (run.num_rows, run.length)
+    ids = torch.randint(0, VOCABULARY, shape, generator=generator)
+    labels = ids.clone()
+    for row in range(run.num_rows):
+        prompt = int(torch.randint(0, run.length - 3, (), generator=generator))
+        if run.rows == "unprompted":
+            labels[row, 4 : 5 + row] = IGNORED
+        else:
+            labels[row, :prompt] = IGNORED
+    batch = {"input_ids": ids, "labels": labels}
+    if run.rows == "padded":
+        mask = torch.ones_like(ids)
+        for row in range(run.num_rows):
+            length = int(torch.randint(run.length - 2, run.length, (), generator=generator))
+            mask[row, length:] = 0
+        ids[mask == 0] = 0
+        labels[mask == 0] = IGNORED
+        batch["attention_mask"] = mask
+    if run.rows == "packed":
+        first = int(torch.randint(3, run.length - 3, (), generator=generator))
+        documents = (torch.arange(run.length) >= first).long().expand(shape).contiguous()
+        batch["document_ids"] = documents
+        batch["labels"] = ids.clone()
+        if "targets_cross_documents" not in run:
+            batch["labels"][:, first] = IGNORED
+        batch["labels"][0, : 2 + rank + index] = IGNORED
+    return batch
+
+
+def build_forward_arguments(run: Run, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"input_ids": batch["input_ids"]}
+    if "attention_mask" in batch:
+        arguments["attention_mask"] = batch["attention_mask"]
+    if "document_ids" not in batch:
+        return arguments
+    documents = batch["document_ids"]
+    line = torch.arange(documents.shape[1])
+    start = (documents == 0).sum(1, keepdim=True)
+    positions = torch.where(documents == 0, line, line - start)
+    if "documents_attend" in run:
+        arguments["attention_mask"] = torch.ones_like(documents)
+    elif "positions_not_reset" in run:
+        is_visible = (documents[:, :, None] == documents[:, None, :]) & (line[:, None] >= line)
+        blocked = torch.finfo(torch.float32).min
+        arguments["attention_mask"] = torch.where(is_visible, 0.0, blocked)[:, None]
+    arguments["position_ids"] = (
+        line.expand(documents.shape) if "positions_not_reset" in run else positions
+    )
+    return arguments
+
+
+def build_targets(run: Run, batch: Mapping[str, Tensor]) -> Tensor:
+    labels = batch["labels"]
+    if "prompt_supervised" in run:
+        is_real = batch.get("attention_mask", torch.ones_like(labels)) != 0
+        labels = torch.where((labels == IGNORED) & is_real, batch["input_ids"], labels)
+    if "padding_supervised" in run:
+        labels = torch.where(batch["attention_mask"] == 0, batch["input_ids"], labels)
+    shift = 2 if "labels_shifted_twice" in run else 0 if "labels_not_shifted" in run else 1
+    targets = torch.full_like(labels, IGNORED)
+    targets[:, : run.length - shift] = labels[:, shift:]
+    return targets
+
+
+def compute_gradients(
+    model: nn.Module, run: Run, batch: Mapping[str, Tensor], seed: int
+) -> tuple[Gradients, float, int]:
+    """Return the gradient of the summed loss, the loss and the number of its terms."""
+    torch.manual_seed(seed)
+    targets = build_targets(run, batch)
+    logits = model(**build_forward_arguments(run, batch)).logits.float()
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    parameters = dict(model.named_parameters())
+    values = torch.autograd.grad(loss, list(parameters.values()))
+    gradients = dict(zip(parameters, values, strict=True))
+    if "tied_counted_once" in run or "tied_counted_twice" in run:
+        name = "model.embed_tokens.weight"
+        table = model.get_parameter(name)
+        hidden = model.model(inputs_embeds=F.embedding(batch["input_ids"], table).detach())
+        logits = F.linear(hidden.last_hidden_state, table)
+        of_head = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        (head_gradient,) = torch.autograd.grad(of_head, [table])
+        is_once = "tied_counted_once" in run
+        gradients[name] = head_gradient if is_once else gradients[name] + head_gradient
+    return gradients, float(loss.detach()), int((targets != IGNORED).sum())
+
+
+def is_norm(name: str) -> bool:
+    return "norm" in name or ".ln_" in name
+
+
+def compute_weight(run: Run, counts: list[list[int]], tokens: int, rank: int, index: int) -> float:
+    """Return the factor of a micro-batch's summed loss in the step's gradient."""
+    ranks = run.num_ranks
+    batches = run.num_batches
+    total = sum(map(sum, counts))
+    weight = 1.0 / total
+    if "mean_of_rank_means" in run:
+        weight = 1.0 / sum(counts[rank]) / ranks
+    if "ranks_not_divided" in run:
+        weight = 1.0 / sum(counts[rank])
+    if "mean_of_micro_batch_means" in run:
+        weight = 1.0 / counts[rank][index] / ranks / batches
+    if "accumulation_not_divided" in run:
+        weight = 1.0 / counts[rank][index] / ranks
+    if "nothing_divided" in run:
+        weight = 1.0 / counts[rank][index]
+    if "unsupervised_tokens_counted" in run:
+        weight = 1.0 / tokens
+    if "labels_counted_before_shift" in run:
+        weight = 1.0 / count_labels(run)
+    if "final_scaling_missing" in run:
+        weight = 1.0
+    if "sum_averaged_over_ranks" in run:
+        weight = 1.0 / ranks
+    for mistake, factor in (
+        ("divided_by_accumulation_twice", 1.0 / batches),
+        ("divided_by_ranks_twice", 1.0 / ranks),
+        ("multiplied_by_ranks", ranks),
+        ("multiplied_by_accumulation", batches),
+    ):
+        weight *= factor if mistake in run else 1.0
+    is_lost = (
+        ("rank_lost" in run and rank == 1)
+        or ("micro_batch_lost" in run and index == 1 and rank == 0)
+        or ("last_micro_batch_only" in run and index < batches - 1)
+        or ("first_micro_batch_only" in run and index > 0)
+    )
+    return 0.0 if is_lost else weight
+
+
+def count_labels(run: Run) -> int:
+    """Count the labels of the first step that are not ignored, before they are shifted."""
+    return sum(
+        int((build_batch(run, 1, rank, index)["labels"] != IGNORED).sum())
+        for rank in range(run.num_ranks)
+        for index in range(run.num_batches)
+    )
+
+
+def reduce_gradients(
+    run: Run, model: nn.Module, step: int
+) -> tuple[list[Gradients], list[list[float]], list[list[int]]]:
+    """Compute each rank's gradient after the reduction, losses and counts."""
+    ranks = range(run.num_ranks)
+    batches = range(run.num_batches)
+    results = [
+        [
+            compute_gradients(model, run, build_batch(run, step, rank, index), 100 * rank + index)
+            for index in batches
+        ]
+        for rank in ranks
+    ]
+    counts = [[results[rank][index][2] for index in batches] for rank in ranks]
+    losses = [[results[rank][index][1] for index in batches] for rank in ranks]
+    tokens = run.num_ranks * run.num_batches * run.num_rows * run.length
+    names = [name for name, _ in model.named_parameters()]
+
+    def sum_local(rank: int, name: str, chosen: range) -> Tensor:
+        total = torch.zeros_like(results[0][0][0][name])
+        for index in chosen:
+            weight = run.num_ranks * compute_weight(run, counts, tokens, rank, index)
+            total += weight * results[rank][index][0][name]
+            if "low_precision_accumulation" in run:
+                total = total.bfloat16().float()
+        return total
+
+    local = [{name: sum_local(rank, name, batches) for name in names} for rank in ranks]
+    if "clipped_before_reduction" in run:
+        assert run.max_norm is not None
+        for gradients in local:
+            norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+            for name in names:
+                gradients[name] = gradients[name] * min(1.0, run.max_norm / (float(norm) + 1e-6))
+    mean = {name: torch.stack([local[r][name] for r in ranks]).mean(0) for name in names}
+    reduced = [dict(mean) for _ in ranks]
+    if "not_reduced" in run:
+        reduced = local
+    if "last_micro_batch_not_reduced" in run:
+        early = range(run.num_batches - 1)
+        for rank in ranks:
+            last = range(run.num_batches - 1, run.num_batches)
+            for name in names:
+                shared = torch.stack([sum_local(r, name, early) for r in ranks]).mean(0)
+                reduced[rank][name] = shared + sum_local(rank, name, last)
+    for rank in ranks:
+        for name in names:
+            if "some_not_reduced" in run and is_norm(name):
+                reduced[rank][name] = local[rank][name]
+            if "some_scaled" in run and is_norm(name):
+                reduced[rank][name] = mean[name] / 2
+            if "some_lost" in run and "layers.1.mlp.up" in name:
+                reduced[rank][name] = torch.zeros_like(mean[name])
+    return reduced, losses, counts
+
+
+def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    if run.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def simulate(folder: Path, run: Run) -> None:
+    """Run the steps on every rank, and record the last one."""
+    start = copy.deepcopy(build_initial_model(run.model, run.seed)).to(run.dtype)
+    models = [copy.deepcopy(start) for _ in range(run.num_ranks)]
+    optimizers = [build_optimizer(run, model) for model in models]
+    leftovers: list[Gradients] = [{} for _ in models]
+    for step in range(1, run.num_steps + 1):
+        reduced, losses, counts = reduce_gradients(run, models[0], step)
+        for rank, model in enumerate(models):
+            recorder = Recorder(
+                folder, steps=[run.num_steps], rank=rank, world_size=run.num_ranks, **run.recorder
+            )
+            run_step(recorder, run, step, rank, model, optimizers[rank], reduced, leftovers[rank])
+            total = sum(map(sum, losses)) / sum(map(sum, counts))
+            if "own_loss_reported" in run:
+                total = sum(losses[rank]) / sum(counts[rank])
+            recorder.report(loss=total)
+
+
+def run_step(
+    recorder: Recorder,
+    run: Run,
+    step: int,
+    rank: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reduced: list[Gradients],
+    leftover: Gradients,
+) -> None:
+    batches = [build_batch(run, step, rank, index) for index in range(run.num_batches)]
+    fields = [
+        {key: batch[key] for key in ("labels", "document_ids") if key in batch} for batch in batches
+    ]
+    if "replicas_differ" in run and rank == 1 and step == run.num_steps:
+        with torch.no_grad():
+            next(model.parameters()).add_(1e-4)
+    for name, gradient in leftover.items():
+        model.get_parameter(name).grad = gradient.clone()
+    recorder.before_step(model, fields, optimizer, step=step)
+    for index, batch in enumerate(batches):
+        torch.manual_seed(100 * rank + index)
+        model(**build_forward_arguments(run, batch))
+    for name, parameter in model.named_parameters():
+        added = leftover.get(name, 0.0) if "not_zeroed" in run else 0.0
+        parameter.grad = (reduced[rank][name] + added).to(parameter.dtype)
+        if "not_zeroed" in run:
+            leftover[name] = parameter.grad.clone()
+    recorder.after_backward(model)
+    squares = [float(p.grad.double().square().sum()) for p in model.parameters()]
+    norm = sum(squares) ** 0.5
+    reported = norm * 2**0.5 if "replicas_counted_in_norm" in run else norm
+    if run.max_norm is not None:
+        clip = min(1.0, run.max_norm / (norm + 1e-6))
+        if "clip_unbounded" in run:
+            clip = run.max_norm / (norm + 1e-6)
+        for (name, parameter), square in zip(model.named_parameters(), squares, strict=True):
+            if "clipped_per_group" in run:
+                clip = min(1.0, run.max_norm / (square**0.5 + 1e-6)) if is_norm(name) else 1.0
+            if "not_clipped" not in run and "clipped_before_reduction" not in run:
+                parameter.grad *= clip * (clip if "clipped_twice" in run else 1.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    states = {
+        name: {key: value.clone() for key, value in optimizer.state[p].items()}
+        for name, p in model.named_parameters()
+        if p in optimizer.state
+    }
+    if "next_learning_rate" in run:
+        optimizer.param_groups[0]["lr"] *= 0.7
+    optimizer.step()
+    damage_update(run, model, before, states, step)
+    limit = None if "clipped_before_reduction" in run else run.max_norm
+    recorder.after_step(model, gradient_norm=reported, max_grad_norm=limit or run.max_norm)
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def damage_update(
+    run: Run, model: nn.Module, before: Gradients, states: dict[str, Any], step: int
+) -> None:
+    """Change the parameters after an update as a mistake of an optimizer would."""
+    for name, parameter in model.named_parameters():
+        if "parameter_not_updated" in run and "layers.0.mlp" in name:
+            parameter.copy_(before[name])
+        if "decay_differs" in run and is_norm(name):
+            parameter += 1e-2 * 0.1 * before[name]
+        if "other_learning_rate" in run and "attn" in name:
+            parameter.copy_(before[name] + 3.0 * (parameter - before[name]))
+        if "optimizer_state_stale" in run and step == run.num_steps:
+            count = float(states[name]["step"])
+            mean = states[name]["exp_avg"] / (1 - 0.9**count)
+            square = states[name]["exp_avg_sq"] / (1 - 0.999**count)
+            parameter.copy_(before[name] * (1 - 1e-3) - 1e-2 * mean / (square.sqrt() + 1e-8))
+        if "optimizer_state_lost" in run and step == run.num_steps:
+            fresh = nn.Parameter(before[name].clone())
+            fresh.grad = parameter.grad
+            torch.optim.AdamW([fresh], lr=1e-2, weight_decay=0.1).step()
+            parameter.copy_(fresh)
+
+
+def vary(run: Run, **changes: Any) -> Run:
+    return replace(run, **changes)

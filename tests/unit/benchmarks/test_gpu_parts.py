@@ -1,0 +1,303 @@
+"""`make gpu` without a GPU: its parts, failing and slow steps, and a Python that has only torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import gpu_packages, gpu_parts
+from benchmarks.gpu_page import count_tests
+from benchmarks.gpu_parts import Step
+from benchmarks.gpu_profile import summarise_kernels
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return gpu_parts.parse_arguments(["--device", "cpu", *arguments])
+
+
+def make_step(name: str, code: str, *, part: int = 1, limit: float = 60.0) -> Step:
+    return Step(name, part, limit, (sys.executable, "-c", code, "{out}"), "result.json")
+
+
+def run_steps(out: Path, steps: list[Step], *, seconds: float = 100.0) -> dict[str, dict[str, Any]]:
+    arguments = parse("--out", str(out))
+    until = time.monotonic() + seconds
+    for step in steps:
+        gpu_parts.run_step(step, arguments, dict(os.environ), until)
+        gpu_parts.write_results(out, steps)
+    content = json.loads((out / "gpu.json").read_text())
+    return {step["name"]: step for step in content["steps"]}
+
+
+WRITE = "import pathlib, sys; pathlib.Path(sys.argv[1], 'result.json').write_text({text!r})"
+
+
+def test_a_failing_or_slow_step_leaves_the_others(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    start_child = (
+        "import subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-c', 'import time, pathlib; time.sleep(3); "
+        f'pathlib.Path("{left}").touch()\']); time.sleep(600)'
+    )
+    steps = [
+        make_step("first", WRITE.format(text='{"product_error": 0, "name": "x"}')),
+        make_step("raises", "print('a line'); raise ValueError('broken on purpose')"),
+        make_step("slow", start_child, limit=1.0),
+        make_step("damaged", WRITE.format(text="{")),
+        make_step("not there", "", part=2),
+        make_step("last", "print('fine')"),
+    ]
+    steps[4] = Step("not there", 2, 9.0, ("/no/such/program",), "result.json")
+    results = run_steps(tmp_path, steps)
+    assert {name: step["status"] for name, step in results.items()} == {
+        "first": "passed",
+        "raises": "failed",
+        "slow": "timed out",
+        "damaged": "passed",
+        "not there": "failed",
+        "last": "passed",
+    }
+    assert results["first"]["result"]["name"] == "x"
+    assert "ValueError: broken on purpose" in results["raises"]["message"]
+    assert "is damaged" in results["damaged"]["message"]
+    page = (tmp_path / "gpu.md").read_text()
+    assert "**3 passed, 2 failed, 1 timed out.**" in page
+    assert "its result has another form (KeyError: 'torch')" in page
+    assert "broken on purpose" in page
+    time.sleep(max(0.0, 4.0 - results["last"]["seconds"]))
+    assert not left.exists(), "a process of a step that was ended still runs"
+
+
+def test_a_part_ends_in_time_and_an_interrupted_one_leaves_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [make_step("one", ""), make_step("two", ""), make_step("three", "")]
+    results = run_steps(tmp_path / "late", steps, seconds=0.0)
+    assert {step["status"] for step in results.values()} == {"no time left"}
+    assert "make gpu PART=1/6 ARGS=--missing" in results["one"]["message"]
+
+    out = tmp_path / "interrupted"
+    run = gpu_parts._run_process
+
+    def interrupt(step: Step, *arguments: Any) -> tuple[str, str]:
+        if step.name == "two":
+            raise KeyboardInterrupt
+        return run(step, *arguments)
+
+    monkeypatch.setattr(gpu_parts, "_run_process", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_steps(out, steps)
+    statuses = [step["status"] for step in json.loads((out / "gpu.json").read_text())["steps"]]
+    assert statuses == ["passed", "not run", "not run"]
+    assert gpu_parts.has_passed(out, steps[0])
+    assert not gpu_parts.has_passed(out, steps[1])
+
+
+def test_parts_are_below_nine_minutes_and_the_most_informative_come_first() -> None:
+    steps = gpu_parts.list_steps(gpu_parts.parse_arguments([]))
+    assert gpu_parts.PART_SECONDS < 9 * 60 - 10
+    assert [step.part for step in steps] == sorted(step.part for step in steps)
+    assert {step.part for step in steps} == set(range(1, gpu_parts.NUM_PARTS + 1))
+    names = [step.name for step in steps]
+    assert names[:4] == ["device", "smoke", "numbers", "tests of numbers"]
+    assert names[6:9] == [
+        "speed llama-3.2-1b-4096",
+        "speed llama-3.2-1b-4096-compile",
+        "profile llama-3.2-1b-4096",
+    ]
+    tested = {word for step in steps for word in step.command if word.startswith("tests/gpu/")}
+    assert tested == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    folders = [gpu_parts.get_folder(Path(), step) for step in steps]
+    assert len(set(folders)) == len(folders)
+    one = gpu_parts.list_steps(gpu_parts.parse_arguments(["--step", "speed *-4096"]))
+    assert len(one) == 3
+
+
+@pytest.mark.parametrize("part", ["0/6", "7/6", "3/5", "x"])
+def test_parts_that_do_not_exist_are_refused(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_parts.parse_arguments(["--part", part])
+    assert "is not a part; write 1/6 and so on" in capsys.readouterr().err
+
+
+def test_failed_tests_are_named_with_their_reason() -> None:
+    junit = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure
+    message="assert 1 == 2&#10;more"/></testcase><testcase name="c"><skipped/></testcase>
+    </testsuite></testsuites>"""
+    assert count_tests(junit) == (1, 1, 1, ["b: assert 1 == 2"])
+
+
+def test_kernels_are_the_events_of_the_device_without_annotations() -> None:
+    def make_event(name: str, kind: str, *, is_annotation: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(
+            key=name,
+            count=2,
+            self_device_time_total=3e6,
+            self_cpu_time_total=5e6,
+            device_type=f"DeviceType.{kind}",
+            is_user_annotation=is_annotation,
+        )
+
+    events = [
+        make_event("aten::mm", "CPU"),
+        make_event("gemm", "CUDA"),
+        make_event("Optimizer.step", "CUDA", is_annotation=True),
+    ]
+    recorded = SimpleNamespace(key_averages=lambda: events)
+    assert summarise_kernels(recorded, torch.device("cuda")) == [
+        {"name": "gemm", "calls": 2, "seconds": 3.0}
+    ]
+    assert [row["seconds"] for row in summarise_kernels(recorded, torch.device("cpu"))] == [5.0] * 3
+
+
+def write_wheel(folder: Path, name: str, files: dict[str, str]) -> None:
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+
+
+def test_wheels_are_unpacked_and_those_of_another_python_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheels = tmp_path / "wheels"
+    folder = tmp_path / "packages"
+    assert gpu_packages.main(["unpack", str(wheels), str(folder)]) == 1
+    assert "has no wheels; make them with `make gpu-wheels`" in capsys.readouterr().err
+    write_wheel(wheels, "one-1-py3-none-any.whl", {"one/__init__.py": "value = 1"})
+    write_wheel(wheels, "two-1-py3-none-any.whl", {"two-1.data/platlib/two.py": "value = 2"})
+    folder.mkdir()
+    (folder / "left_from_before.py").touch()
+    assert gpu_packages.main(["unpack", str(wheels), str(folder)]) == 0
+    code = "import one, two; print(one.value + two.value)"
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert printed.stdout == b"3\n"
+    assert not (folder / "left_from_before.py").exists()
+    write_wheel(wheels, "three-1-cp27-cp27m-manylinux1_x86_64.whl", {"three.py": ""})
+    arguments = parse("--wheels", str(wheels), "--out", str(tmp_path / "out"))
+    message = gpu_parts.build_environment(arguments)
+    assert isinstance(message, str)
+    assert "three-1-cp27-cp27m-manylinux1_x86_64.whl" in message
+    assert f"make gpu-wheels GPU_PYTHON={sys.version.split()[0]}" in message
+
+
+def collect_requirements(names: Iterable[str]) -> set[str]:
+    """Return the installed distributions that these need, with them, by normalised name."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name in found:
+            continue
+        try:
+            requirements = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # another system's, such as nvidia-*
+        found.add(name)
+        for text in requirements:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+    return found
+
+
+def link_distributions(folder: Path, names: Iterable[str]) -> None:
+    folder.mkdir()
+    for name in names:
+        distribution = metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}:
+            target = folder / top
+            if top != "__pycache__" and not target.exists():
+                target.symlink_to(Path(str(distribution.locate_file(top))).resolve())
+
+
+def test_the_wheels_are_all_that_our_packages_need_beside_torch() -> None:
+    """pyarrow is imported where a file needs it; transformers' requirements come with it."""
+    ours = {"pydantic", "pyyaml", "numpy", "safetensors", "psutil", "rich", "tokenizers"}
+    ours |= {"transformers", "accelerate", "pytest", "pytest-timeout", "hypothesis", "typer"}
+    with_torch = collect_requirements(["torch"])
+    missing = collect_requirements(ours) - set(gpu_packages.PACKAGES) - with_torch
+    assert not missing
+    assert "pyarrow" not in gpu_packages.PACKAGES
+
+
+@pytest.mark.timeout(900)
+def test_a_python_with_only_torch_runs_a_step_of_every_kind(tmp_path: Path) -> None:
+    """A virtual environment without pip: torch in its packages, ours where wheels are unpacked."""
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
+    )
+    link_distributions(tmp_path / "torch", collect_requirements(["torch"]))
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text(f"{tmp_path / 'torch'}\n")
+    with_torch = collect_requirements(["torch"])
+    link_distributions(tmp_path / "packages", set(gpu_packages.PACKAGES) - with_torch)
+    python = tmp_path / "venv/bin/python"
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    } | {"OMP_NUM_THREADS": "1", "OUT": str(tmp_path / "out")}
+    has_ours = subprocess.run([python, "-c", "import pydantic"], env=environment)
+    assert has_ours.returncode != 0
+    chosen = ["device", "numbers", "tests of numbers", "speed tiny-64", "profile*"]
+    steps = " ".join(f"--step '{name}'" for name in chosen)
+    completed = subprocess.run(
+        [
+            *("make", "gpu", f"PYTHON={python}"),
+            f"ARGS=--device cpu --quick --tests norm_and_clip --wheels {tmp_path / 'none'} {steps}",
+        ],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(tmp_path / "packages")},
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    content = json.loads((tmp_path / "out/gpu.json").read_text())
+    results = {step["name"]: step.get("result", {}) for step in content["steps"]}
+    assert {step["status"] for step in content["steps"]} == {"passed"}
+    assert results["device"]["product_error"] < 1e-5
+    precisions = results["numbers"]["precisions"]
+    assert precisions["fp32"]["worst_gradient_error"] < 1e-5
+    assert 1e-4 < precisions["bf16"]["worst_gradient_error"] < 5e-2
+    assert count_tests(results["tests of numbers"]["junit"])[:2] == (1, 0)
+    (case,) = results["speed tiny-64"]["cases"]
+    assert case["contenders"]["shardwright"]["tokens_per_second"] > 0
+    assert results["profile tiny-64"]["kernels"][0]["seconds"] > 0
+    page = (tmp_path / "out/gpu.md").read_text()
+    for expected in ("**5 passed.**", "## Numbers", "## Speed and memory", "## Profile tiny-64"):
+        assert expected in page
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_all_parts_run_to_their_end(tmp_path: Path) -> None:
+    completed = subprocess.run(
+        [
+            *("make", "gpu", f"PYTHON={sys.executable}"),
+            f"ARGS=--device cpu --budget 3000 --wheels {tmp_path / 'none'}",
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OUT": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert {step["status"] for step in content["steps"]} == {"passed"}
+    assert len(content["steps"]) == 11
