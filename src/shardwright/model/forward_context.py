@@ -5,6 +5,7 @@ Legend: B sequences, T query tokens, S key tokens, R rotated features.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,7 @@ class ForwardContext:
         token_indices_T: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
         tensor_parallel: TensorParallelHooks | None = None,
+        host_document_ids_BT: np.ndarray | None = None,
     ) -> None:
         self.rope_tables = rope_tables
         self.masks = masks
@@ -50,6 +52,7 @@ class ForwardContext:
         self.token_indices_T = token_indices_T
         self.dropout_key = dropout_key
         self.tensor_parallel = tensor_parallel
+        self.host_document_ids_BT = host_document_ids_BT
 
 
 def build_forward_context(
@@ -65,6 +68,7 @@ def build_forward_context(
     cache: KeyValueCache | None,
     routing: RoutingContext | None = None,
     tensor_parallel: TensorParallelHooks | None = None,
+    host_document_ids_BT: np.ndarray | None = None,
 ) -> ForwardContext:
     """Build the context of a forward pass.
 
@@ -77,6 +81,7 @@ def build_forward_context(
             `num_tokens`.
         tensor_parallel: tensor-parallel hooks of this pass. Tables and masks cover all tokens,
             also under sequence parallelism.
+        host_document_ids_BT: `document_ids_BT` in host memory, if it is there.
     """
     seen = 0 if cache is None else cache.num_tokens
     table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
@@ -106,6 +111,7 @@ def build_forward_context(
         token_indices_T=token_indices_T,
         dropout_key=dropout,
         tensor_parallel=tensor_parallel,
+        host_document_ids_BT=host_document_ids_BT,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
@@ -44,6 +45,10 @@ class ContextParallelHooks(Protocol):
 
     def local_token_indices(self, num_tokens: int) -> Tensor:
         """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""
+        ...
+
+    def select_local_tokens(self, x_BT: np.ndarray) -> np.ndarray:
+        """Select this rank's tokens of rows in host memory, `[B, L]`, in the same order."""
         ...
 
     def attend(

@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -104,6 +105,11 @@ class ContextParallel:
             num_tokens, count_chunks(self.method, self.degree), None
         ).token_indices(self.chunks[self.rank], self.device)
 
+    def select_local_tokens(self, x_BT: np.ndarray) -> np.ndarray:
+        """Select this rank's tokens of rows in host memory, `[B, L]`, in its order."""
+        pieces = np.split(x_BT, count_chunks(self.method, self.degree), axis=1)
+        return np.concatenate([pieces[chunk] for chunk in self.chunks[self.rank]], axis=1)
+
     @torch.compiler.disable
     def attend(
         self,
@@ -170,8 +176,8 @@ class ContextParallel:
     def _get_row_chunks(self, context: ForwardContext, q_BHLE: Tensor) -> RowChunks:
         """Return the row chunks of a forward pass.
 
-        Its first layer computes them, because which chunks share documents is read from the
-        device.
+        Its first layer computes them: without the document ids in host memory, they are read from
+        the device.
         """
         row = self._row_chunks.get(context)
         if row is None:
@@ -179,7 +185,10 @@ class ContextParallel:
                 1 if self.method == "ulysses" else count_chunks(self.method, self.degree)
             )
             row = RowChunks.from_documents(
-                q_BHLE.shape[2] * self.degree, num_row_chunks, context.document_ids_BT
+                q_BHLE.shape[2] * self.degree,
+                num_row_chunks,
+                context.document_ids_BT,
+                context.host_document_ids_BT,
             )
             self._row_chunks[context] = row
         return row
