@@ -3,8 +3,8 @@
 A chunk's queries see all of an earlier chunk, nothing of it (another document, outside the
 window), or some of it. Invisible tiles are not computed; fully visible ones need no mask.
 Windows and chunks are known on the host. For documents the ids at the ends of the chunks are
-enough, because a document is contiguous; reading them makes the host wait for the device once
-per forward pass.
+enough, because a document is contiguous. They are read in host memory; if the host does not have
+them, it waits for the device once per forward pass.
 
 Legend: B sequences, T tokens of the row, L queries, S keys, C chunks of the row.
 """
@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,18 +67,28 @@ class RowChunks:
 
     @staticmethod
     def from_documents(
-        num_tokens: int, num_chunks: int, document_ids_BT: Tensor | None
+        num_tokens: int,
+        num_chunks: int,
+        document_ids_BT: Tensor | None,
+        host_document_ids_BT: np.ndarray | None = None,
     ) -> RowChunks:
-        """Build the chunks of rows and compare the documents at their ends."""
+        """Build the chunks of rows and compare the documents at their ends.
+
+        Args:
+            host_document_ids_BT: the same ids in host memory; None reads them from the device.
+        """
         chunk_tokens = num_tokens // num_chunks
         if document_ids_BT is None:
             return RowChunks(chunk_tokens)
-        first_BC = document_ids_BT[:, ::chunk_tokens]
-        last_BC = document_ids_BT[:, chunk_tokens - 1 :: chunk_tokens]
+        if host_document_ids_BT is None:
+            host_document_ids_BT = document_ids_BT.cpu().numpy()
+        first_BC = host_document_ids_BT[:, ::chunk_tokens]
+        last_BC = host_document_ids_BT[:, chunk_tokens - 1 :: chunk_tokens]
         share_CC = (first_BC[:, :, None] == last_BC[:, None, :]).any(0)
-        share_CC.fill_diagonal_(True)  # whatever ends within a chunk, its tokens see themselves
+        np.fill_diagonal(share_CC, True)  # whatever ends within a chunk, its tokens see themselves
         same_CC = (last_BC[:, :, None] == first_BC[:, None, :]).all(0)
-        return RowChunks(chunk_tokens, document_ids_BT, torch.stack((share_CC, same_CC)).cpu())
+        shared_documents_2CC = torch.from_numpy(np.stack((share_CC, same_CC)))
+        return RowChunks(chunk_tokens, document_ids_BT, shared_documents_2CC)
 
     @cached_property
     def _shared_documents(self) -> tuple[list[list[bool]], list[list[bool]]] | None:

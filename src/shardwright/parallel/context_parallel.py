@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -100,9 +101,21 @@ class ContextParallel:
             num_tokens, count_chunks(self.method, self.degree), None
         ).token_indices(self.chunks[self.rank], self.device)
 
-    def split_rows(self, num_tokens: int, document_ids_BT: Tensor | None) -> RowChunks:
+    def split_rows(
+        self,
+        num_tokens: int,
+        document_ids_BT: Tensor | None,
+        host_document_ids_BT: np.ndarray | None = None,
+    ) -> RowChunks:
         """Split the rows of a forward pass into chunks, and read which share documents."""
-        return RowChunks.from_documents(num_tokens, self.row_ranks.num_chunks, document_ids_BT)
+        return RowChunks.from_documents(
+            num_tokens, self.row_ranks.num_chunks, document_ids_BT, host_document_ids_BT
+        )
+
+    def select_local_tokens(self, x_BT: np.ndarray) -> np.ndarray:
+        """Select this rank's tokens of rows in host memory, `[B, L]`, in its order."""
+        pieces = np.split(x_BT, count_chunks(self.method, self.degree), axis=1)
+        return np.concatenate([pieces[chunk] for chunk in self.chunks[self.rank]], axis=1)
 
     def attend(
         self,

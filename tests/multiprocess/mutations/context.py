@@ -208,7 +208,7 @@ def ignore_document_boundaries() -> Iterator[None]:
     with patch.object(
         RowChunks,
         "from_documents",
-        lambda num_tokens, num_chunks, _ids: original(num_tokens, num_chunks, None),
+        lambda num_tokens, num_chunks, *_ids: original(num_tokens, num_chunks, None),
     ):
         yield
 
