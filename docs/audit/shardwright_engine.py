@@ -58,7 +58,9 @@ def build_model(layout: Layout) -> ParallelModel:
         build_plan(shape, layout, batch, PrecisionSection(kind="fp32")),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        read_slice=lambda name, narrow: initialise_parameter(specs[name], 0, narrow=narrow),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 0, dtype=torch.float32, narrow=narrow
+        ),
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from shardwright.audit.evidence import Evidence, gather_evidence
-from shardwright.audit.hypotheses import Diagnosis, diagnose
+from shardwright.audit.hypotheses import MistakeDiagnosis, diagnose
 from shardwright.audit.record import AuditInputError, load_step
 from shardwright.audit.reference import ReferenceModel
-from shardwright.audit.step_check import Finding, StepChecks, check_step
+from shardwright.audit.step_check import StepChecks, StepFinding, check_step
 from shardwright.audit.weightings import compute_objective_weights
 from shardwright.errors import InputError, RunFailed
 
@@ -60,15 +60,15 @@ class AuditReport:
     residual: float
     """Norm of the difference of all gradients over that of the recorded ones."""
     parameters: list[ParameterResult]
-    findings: list[Finding]
-    diagnoses: list[Diagnosis]
+    findings: list[StepFinding]
+    diagnoses: list[MistakeDiagnosis]
     unchecked: list[str] = field(default_factory=list)
     projections: int | None = None
 
     @property
     def passed(self) -> bool:
         """True if every gradient and every other comparison passes."""
-        return all(each.passed for each in (*self.parameters, *self.findings))
+        return all(p.passed for p in self.parameters) and all(f.passed for f in self.findings)
 
     @property
     def worst_parameters(self) -> list[ParameterResult]:
@@ -185,7 +185,9 @@ def check_recorded_step(
     )
 
 
-def _merge_diagnoses(diagnoses: Iterable[Diagnosis], checks: StepChecks) -> list[Diagnosis]:
+def _merge_diagnoses(
+    diagnoses: Iterable[MistakeDiagnosis], checks: StepChecks
+) -> list[MistakeDiagnosis]:
     """List the diagnoses of the gradients first."""
     return [*diagnoses, *checks.diagnoses]
 
@@ -225,7 +227,7 @@ def _compare_references(evidence: Evidence) -> None:
             )
 
 
-def _list_links(diagnosis: Diagnosis) -> list[str]:
+def _list_links(diagnosis: MistakeDiagnosis) -> list[str]:
     return list(dict.fromkeys(link for mistake in diagnosis.mistakes for link in mistake.links))
 
 

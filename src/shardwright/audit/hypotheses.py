@@ -41,7 +41,7 @@ _LOW_PRECISION_RATIO = 0.4
 
 
 @dataclass(frozen=True)
-class Candidate:
+class GradientCandidate:
     """Gradients [P] that a combination of mistakes leads to, one per copy that ranks have."""
 
     mistakes: tuple[str, ...]
@@ -50,7 +50,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class MistakeDiagnosis:
     """Named mistakes that reproduce what was recorded.
 
     `residual_before` and `residual_after` are relative norms of the difference without and with
@@ -95,7 +95,7 @@ def describe_subset(names: Sequence[str], everything: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def iterate_weightings(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+def iterate_weightings(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
     """Yield wrong divisions and lost gradients, alone and in pairs."""
     counts = evidence.count(reading)
     own = _list_reading_mistakes(evidence, reading)
@@ -104,10 +104,10 @@ def iterate_weightings(evidence: Evidence, reading: BatchReading) -> Iterator[Ca
             mistakes = (*own, *normaliser.mistakes, *omission.mistakes)
             if 0 < len(mistakes) <= 2:
                 vector = evidence.combine(reading, normaliser.weights * omission.weights)
-                yield Candidate(mistakes, (vector,), omission.subject)
+                yield GradientCandidate(mistakes, (vector,), omission.subject)
 
 
-def iterate_unreduced(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+def iterate_unreduced(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
     """Yield gradients that are not summed over ranks, wholly or for the last micro-batch."""
     counts = evidence.count(reading)
     num_ranks = len(evidence.data)
@@ -118,15 +118,15 @@ def iterate_unreduced(evidence: Evidence, reading: BatchReading) -> Iterator[Can
         weights = normaliser.weights.to(pieces.dtype)
         for scale in (float(num_ranks), 1.0):
             local = torch.einsum("rm,rmp->rp", scale * weights, pieces)
-            yield Candidate((*normaliser.mistakes, "not_reduced"), tuple(local))
+            yield GradientCandidate((*normaliser.mistakes, "not_reduced"), tuple(local))
             if weights.shape[1] > 1:
                 early = torch.einsum("rm,rmp->p", weights[:, :-1], pieces[:, :-1])
                 last = scale * weights[:, -1, None] * pieces[:, -1]
                 mistakes = (*normaliser.mistakes, "last_micro_batch_not_reduced")
-                yield Candidate(mistakes, tuple(early + last))
+                yield GradientCandidate(mistakes, tuple(early + last))
 
 
-def iterate_early_clips(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+def iterate_early_clips(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
     """Yield means over ranks of gradients that each rank has clipped."""
     limit = find_max_norm(evidence)
     num_ranks = len(evidence.data)
@@ -138,10 +138,10 @@ def iterate_early_clips(evidence: Evidence, reading: BatchReading) -> Iterator[C
         local = torch.einsum("rm,rmp->rp", num_ranks * weights, pieces)
         clip = (limit / (local.norm(dim=1) + 1e-6)).clamp(max=1.0)
         vector = (clip[:, None] * local).mean(0)
-        yield Candidate((*normaliser.mistakes, "clipped_before_reduction"), (vector,))
+        yield GradientCandidate((*normaliser.mistakes, "clipped_before_reduction"), (vector,))
 
 
-def iterate_leftovers(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+def iterate_leftovers(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
     """Yield the expected gradient plus what was in the gradients before the step."""
     start = torch.zeros(evidence.model.num_values, dtype=evidence.model.dtype)
     found = False
@@ -150,10 +150,10 @@ def iterate_leftovers(evidence: Evidence, reading: BatchReading) -> Iterator[Can
             found = True
             start[evidence.model.slices[name]] = evidence.model.to_values(name, values[0])
     if found:
-        yield Candidate(("not_zeroed",), (evidence.compute_expected() + start,))
+        yield GradientCandidate(("not_zeroed",), (evidence.compute_expected() + start,))
 
 
-def iterate_low_precision(evidence: Evidence, reading: BatchReading) -> Iterator[Candidate]:
+def iterate_low_precision(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
     """Yield gradients that are accumulated over micro-batches in bf16."""
     if evidence.model.num_projections is not None:
         return
@@ -170,10 +170,10 @@ def iterate_low_precision(evidence: Evidence, reading: BatchReading) -> Iterator
                 total += addend.to(added_dtype)
             local.append(total.to(evidence.model.dtype))
         vector = torch.stack(local).mean(0)
-        yield Candidate(("low_precision_accumulation",), (vector,))
+        yield GradientCandidate(("low_precision_accumulation",), (vector,))
 
 
-HYPOTHESES: tuple[Callable[[Evidence, BatchReading], Iterator[Candidate]], ...] = (
+HYPOTHESES: tuple[Callable[[Evidence, BatchReading], Iterator[GradientCandidate]], ...] = (
     iterate_weightings,
     iterate_unreduced,
     iterate_early_clips,
@@ -228,7 +228,7 @@ def _list_reading_mistakes(evidence: Evidence, reading: BatchReading) -> tuple[s
     return tuple(names)
 
 
-def diagnose(evidence: Evidence) -> list[Diagnosis]:
+def diagnose(evidence: Evidence) -> list[MistakeDiagnosis]:
     """Find the mistakes that reproduce the recorded gradients; empty if none or not needed."""
     expected = evidence.compute_expected()
     if not _find_wrong(evidence, (expected,)):
@@ -247,35 +247,35 @@ def diagnose(evidence: Evidence) -> list[Diagnosis]:
         after = evidence.compute_residual(evidence.recorded, candidate.copies[0])
         if after < _LOW_PRECISION_RATIO * before:
             note = "the rounding of this trainer is repeated approximately, not bit by bit"
-            return [Diagnosis(candidate.mistakes, "", before, after, note=note)]
+            return [MistakeDiagnosis(candidate.mistakes, "", before, after, note=note)]
     if any(rank.values["dropout"] for rank in evidence.record.ranks):
         note = "the random numbers of this run could not be repeated, so nothing else is excluded"
-        return [Diagnosis(("dropout_on",), "", before, before, note=note)]
+        return [MistakeDiagnosis(("dropout_on",), "", before, before, note=note)]
     return []
 
 
-def _iterate_singles(evidence: Evidence) -> Iterator[Candidate]:
+def _iterate_singles(evidence: Evidence) -> Iterator[GradientCandidate]:
     for hypothesis in HYPOTHESES:
         yield from hypothesis(evidence, evidence.reading)
 
 
-def _iterate_wrong_readings(evidence: Evidence) -> Iterator[Candidate]:
+def _iterate_wrong_readings(evidence: Evidence) -> Iterator[GradientCandidate]:
     """Yield each wrong reading under the objective and under every weighting."""
     for reading in list_readings(evidence):
         counts = evidence.count(reading)
         own = _list_reading_mistakes(evidence, reading)
         weights = compute_objective_weights(evidence.objective, counts)
-        yield Candidate(own, (evidence.combine(reading, weights),))
+        yield GradientCandidate(own, (evidence.combine(reading, weights),))
         for normaliser in iterate_normalisers(counts, evidence.objective):
             if len(normaliser.mistakes) == 1:
                 vector = evidence.combine(reading, normaliser.weights)
-                yield Candidate((*own, *normaliser.mistakes), (vector,))
+                yield GradientCandidate((*own, *normaliser.mistakes), (vector,))
         # The normaliser may be right where the tokens are wrong.
         right = compute_objective_weights(evidence.objective, evidence.count(evidence.reading))
-        yield Candidate(own, (evidence.combine(reading, right),))
+        yield GradientCandidate(own, (evidence.combine(reading, right),))
 
 
-def _iterate_structures_of_weightings(evidence: Evidence) -> Iterator[Candidate]:
+def _iterate_structures_of_weightings(evidence: Evidence) -> Iterator[GradientCandidate]:
     """Yield wrong divisions beside mistakes of some parameters."""
     counts = evidence.count(evidence.reading)
     for normaliser in iterate_normalisers(counts, evidence.objective):
@@ -286,7 +286,7 @@ def _iterate_structures_of_weightings(evidence: Evidence) -> Iterator[Candidate]
 
 def _iterate_structures(
     evidence: Evidence, reading: BatchReading, base: Tensor, mistakes: tuple[str, ...]
-) -> Iterator[Candidate]:
+) -> Iterator[GradientCandidate]:
     """Yield mistakes of some parameters only, where the others equal `base`."""
     wrong = _find_wrong(evidence, (base,))
     names = evidence.model.names
@@ -297,15 +297,21 @@ def _iterate_structures(
     if len(evidence.copies) > 1:
         total = torch.stack(evidence.copies).sum(0)
         for scale in (1.0, 1.0 / len(evidence.copies)):
-            if not [n for n in wrong if n in evidence.list_wrong(scale * total, base)]:
-                yield Candidate((*mistakes, "some_not_reduced"), tuple(evidence.copies), subject)
+            if set(wrong) & set(evidence.list_wrong(scale * total, base)):
+                continue
+            # A rank's own gradient is what is missing to the sum over all ranks.
+            copies = [base.clone() for _ in evidence.copies]
+            for copy, recorded in zip(copies, evidence.copies, strict=True):
+                for part in slices:
+                    copy[part] += recorded[part] - scale * total[part]
+            yield GradientCandidate((*mistakes, "some_not_reduced"), tuple(copies), subject)
         return
     recorded = evidence.recorded
     if not any(bool(recorded[part].any()) for part in slices):
         vector = base.clone()
         for part in slices:
             vector[part] = 0.0
-        yield Candidate((*mistakes, "some_lost"), (vector,), subject)
+        yield GradientCandidate((*mistakes, "some_lost"), (vector,), subject)
     yield from _iterate_tied(evidence, reading, base, mistakes, wrong)
     scales = [float(recorded[p] @ base[p] / (base[p] @ base[p])) for p in slices if base[p].any()]
     if scales and max(scales) - min(scales) <= 1e-3 * abs(scales[0]):
@@ -313,7 +319,7 @@ def _iterate_structures(
         for part in slices:
             vector[part] *= scales[0]
         described = f"{subject}: factor {scales[0]:.6g}"
-        yield Candidate((*mistakes, "some_scaled"), (vector,), described)
+        yield GradientCandidate((*mistakes, "some_scaled"), (vector,), described)
 
 
 def _iterate_tied(
@@ -322,7 +328,7 @@ def _iterate_tied(
     base: Tensor,
     mistakes: tuple[str, ...],
     wrong: Sequence[str],
-) -> Iterator[Candidate]:
+) -> Iterator[GradientCandidate]:
     """Yield gradients of a tied embedding that has lost or doubled one of its two parts."""
     if len(wrong) != 1 or mistakes:
         return
@@ -345,7 +351,7 @@ def _iterate_tied(
     ):
         vector = base.clone()
         vector[evidence.model.slices[wrong[0]]] = first * parts[0] + second * parts[1]
-        yield Candidate((name,), (vector,), wrong[0])
+        yield GradientCandidate((name,), (vector,), wrong[0])
 
 
 def _find_wrong(evidence: Evidence, candidate: Sequence[Tensor]) -> list[str]:
@@ -359,8 +365,8 @@ def _find_wrong(evidence: Evidence, candidate: Sequence[Tensor]) -> list[str]:
 
 
 def _build_diagnosis(
-    evidence: Evidence, expected: Tensor, fitting: Sequence[Candidate]
-) -> Diagnosis:
+    evidence: Evidence, expected: Tensor, fitting: Sequence[GradientCandidate]
+) -> MistakeDiagnosis:
     """Report the candidate with the fewest mistakes; others with the same effect beside it."""
     ordered = sorted(fitting, key=lambda candidate: len(candidate.mistakes))
     best = ordered[0]
@@ -373,7 +379,7 @@ def _build_diagnosis(
             for number, recorded in enumerate(evidence.copies)
         )
 
-    return Diagnosis(
+    return MistakeDiagnosis(
         best.mistakes,
         best.subject,
         compute_residual((expected,)),

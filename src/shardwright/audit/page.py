@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shardwright.audit.check import AuditReport, ParameterResult
-from shardwright.audit.hypotheses import Diagnosis
+from shardwright.audit.hypotheses import MistakeDiagnosis
 from shardwright.report.page_shell import PICTURE_SIZES, Panel, Table, render_panel_page
 
 NUM_WORST = 20
@@ -53,14 +53,16 @@ def _build_diagnosis_panel(report: AuditReport) -> Panel:
         return Panel("diagnosis", "Diagnosis", text, is_wide=True)
     rows = tuple(row for diagnosis in report.diagnoses for row in _list_rows(diagnosis))
     table = Table(
-        ("mistake", "where", "residual without it", "with it", "fix", "seen in"), rows, is_text=True
+        ("mistake", "where", "residual without it", "with it", "fix", "seen in (GitHub)"),
+        rows,
+        is_text=True,
     )
     note = "A mistake is named if the gradients computed with it equal the recorded ones."
     return Panel("diagnosis", "Diagnosis", note, {}, table, is_wide=True, is_table_open=True)
 
 
-def _list_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
-    rows = []
+def _list_rows(diagnosis: MistakeDiagnosis) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for mistake in diagnosis.mistakes:
         rows.append(
             (
@@ -69,10 +71,15 @@ def _list_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
                 f"{diagnosis.residual_before:.1e}",
                 f"{diagnosis.residual_after:.1e}",
                 f"{mistake.remedy}. {diagnosis.note}".strip(),
-                "\n".join(mistake.links),
+                "\n".join(_shorten_link(link) for link in mistake.links),
             )
         )
     return rows
+
+
+def _shorten_link(link: str) -> str:
+    """Return `owner/repository #number` for the address of an issue."""
+    return link.removeprefix("https://github.com/").replace("/issues/", " #")
 
 
 def _build_parameter_panel(report: AuditReport) -> Panel:

@@ -403,7 +403,8 @@ class _StepRecord:
     def _attach(self) -> None:
         """Install the hooks that are removed when the step ends."""
         self._handles.append(register_optimizer_step_pre_hook(self._before_optimizer))
-        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        modules: tuple[Any, ...] = (torch.nn.utils, torch.nn.utils.clip_grad)
+        for module in modules:
             original = module.clip_grad_norm_
             self._restore.append((module, original))
             module.clip_grad_norm_ = self._wrap_clip(original)
@@ -505,7 +506,7 @@ class _StepRecord:
             name, local.cpu(), tuple(info["shape"]), boxes, self.recorder.projections
         )
 
-    def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
+    def _before_optimizer(self, optimizer: Any, *_arguments: Any) -> None:
         """Copy hyperparameters and states when an optimizer of this model steps."""
         parameters = {
             self.names[id(p)]: (index, p)
@@ -527,7 +528,8 @@ class _StepRecord:
         )
         self._optimizer = optimizer
         for name, (_, parameter) in parameters.items():
-            if name not in self.values["parameters"] or self.is_fsdp1:
+            is_checked = name in self.values["parameters"] and self.recorder.projections is None
+            if self.is_fsdp1 or not is_checked:
                 continue
             for key, value in optimizer.state.get(parameter, {}).items():
                 number = torch.tensor(float(value)) if isinstance(value, int | float) else value
@@ -561,8 +563,9 @@ class _StepRecord:
                 "no recorded parameter has a gradient; call after_backward before gradients are "
                 "cleared, if the optimizer is not one of torch"
             )
-        with self._gather():
-            self._copy_parameters("after")
+        if self.recorder.projections is None:  # an update cannot be checked from projections
+            with self._gather():
+                self._copy_parameters("after")
         if self.values["optimizers"]:
             self.values["next_learning_rates"] = _list_learning_rates(self._optimizer)
         if not self.values["micro_batches"]:
@@ -694,7 +697,7 @@ def _find_loss(output: Any) -> float | None:
 
 
 def _describe_config(model: Any) -> dict[str, Any] | None:
-    config = getattr(_unwrap(model), "config", None)
+    config: Any = getattr(_unwrap(model), "config", None)
     content = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(content, Mapping):
         return None

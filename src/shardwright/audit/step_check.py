@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.audit.evidence import Evidence
-from shardwright.audit.hypotheses import Diagnosis, describe_subset, find_max_norm
+from shardwright.audit.hypotheses import MistakeDiagnosis, describe_subset, find_max_norm
 from shardwright.audit.weightings import (
     compute_objective_weights,
     iterate_normalisers,
@@ -31,7 +31,7 @@ _UNSUPPORTED_OPTIONS = ("amsgrad", "maximize")
 
 
 @dataclass(frozen=True)
-class Finding:
+class StepFinding:
     """One comparison; `error` is relative. Passes if it is at most `allowed`."""
 
     quantity: str
@@ -49,8 +49,8 @@ class Finding:
 class StepChecks:
     """Findings and diagnoses, and what could not be checked, in words."""
 
-    findings: list[Finding]
-    diagnoses: list[Diagnosis]
+    findings: list[StepFinding]
+    diagnoses: list[MistakeDiagnosis]
     unchecked: list[str]
 
 
@@ -76,9 +76,9 @@ def _check_data(evidence: Evidence, checks: StepChecks) -> None:
     ]
     if len(evidence.data) > 1:
         subject = equal[0] if equal else "all data ranks differ"
-        checks.findings.append(Finding("data", subject, float(len(equal)), 0.0))
+        checks.findings.append(StepFinding("data", subject, float(len(equal)), 0.0))
     if equal:
-        checks.diagnoses.append(Diagnosis(("same_data",), ", ".join(equal), 1.0, 0.0))
+        checks.diagnoses.append(MistakeDiagnosis(("same_data",), ", ".join(equal), 1.0, 0.0))
 
 
 def _check_replicas(evidence: Evidence, checks: StepChecks) -> None:
@@ -86,9 +86,11 @@ def _check_replicas(evidence: Evidence, checks: StepChecks) -> None:
         differing = [n for n in evidence.model.names if len(evidence.record.join(kind, n)) > 1]
         subject = describe_subset(differing, evidence.model.names) if differing else "all equal"
         quantity = f"replicas {kind} the step"
-        checks.findings.append(Finding(quantity, subject, float(len(differing)), 0.0))
+        checks.findings.append(StepFinding(quantity, subject, float(len(differing)), 0.0))
         if differing and not any(d.keys == ("replicas_differ",) for d in checks.diagnoses):
-            checks.diagnoses.append(Diagnosis(("replicas_differ",), f"{subject}, {kind}", 1.0, 0.0))
+            checks.diagnoses.append(
+                MistakeDiagnosis(("replicas_differ",), f"{subject}, {kind}", 1.0, 0.0)
+            )
 
 
 def _check_loss(evidence: Evidence, checks: StepChecks) -> None:
@@ -102,7 +104,7 @@ def _check_loss(evidence: Evidence, checks: StepChecks) -> None:
     right = compute_objective_weights(evidence.objective, counts)
     expected = float((right * losses).sum())
     error = max(_compare(value, expected) for value in given)
-    checks.findings.append(Finding("loss", "as reported", error, _get_loss_tolerance(evidence)))
+    checks.findings.append(StepFinding("loss", "as reported", error, _get_loss_tolerance(evidence)))
     if checks.findings[-1].passed:
         return
     allowed = _get_loss_tolerance(evidence)
@@ -114,7 +116,7 @@ def _check_loss(evidence: Evidence, checks: StepChecks) -> None:
     ]
     if len(own) > 1 and all(_compare(value, mean) <= allowed for value, mean in by_rank):
         checks.diagnoses.append(
-            Diagnosis(("own_loss_reported",), "loss as reported", error, allowed)
+            MistakeDiagnosis(("own_loss_reported",), "loss as reported", error, allowed)
         )
         return
     for normaliser in iterate_normalisers(counts, evidence.objective):
@@ -123,7 +125,9 @@ def _check_loss(evidence: Evidence, checks: StepChecks) -> None:
             value = float((normaliser.weights * omission.weights * losses).sum())
             after = max(_compare(each, value) for each in given)
             if len(mistakes) == 1 and after <= allowed:
-                checks.diagnoses.append(Diagnosis(mistakes, "loss as reported", error, after))
+                checks.diagnoses.append(
+                    MistakeDiagnosis(mistakes, "loss as reported", error, after)
+                )
                 return
 
 
@@ -158,7 +162,7 @@ def _check_norm(evidence: Evidence, checks: StepChecks) -> None:
         expected = float(evidence.recorded.double().norm())
     error = _compare(float(given), expected)
     allowed = max(NORM_TOLERANCE, _get_epsilon(evidence))
-    checks.findings.append(Finding("gradient norm", "as reported", error, allowed))
+    checks.findings.append(StepFinding("gradient norm", "as reported", error, allowed))
     if error <= allowed:
         return
     own = [math.sqrt(sum(r.values["squared_gradient_norms"].values())) for r in record.ranks]
@@ -168,7 +172,7 @@ def _check_norm(evidence: Evidence, checks: StepChecks) -> None:
     ):
         after = min(_compare(float(given), value) for value in candidates)
         if after <= allowed:
-            checks.diagnoses.append(Diagnosis((key,), "gradient norm", error, after))
+            checks.diagnoses.append(MistakeDiagnosis((key,), "gradient norm", error, after))
             return
 
 
@@ -200,7 +204,7 @@ def _check_clip(evidence: Evidence, checks: StepChecks) -> None:
     errors = {name: _compare(scale, expected) for name, scale in scales.items()}
     worst = max(errors, key=lambda name: errors[name])
     allowed = max(1e-3, _get_epsilon(evidence))
-    checks.findings.append(Finding("clip", worst, errors[worst], allowed))
+    checks.findings.append(StepFinding("clip", worst, errors[worst], allowed))
     if errors[worst] <= allowed:
         return
     values = list(scales.values())
@@ -213,11 +217,11 @@ def _check_clip(evidence: Evidence, checks: StepChecks) -> None:
     for key, value in candidates.items():
         if value is not None and is_uniform and _compare(values[0], value) <= allowed:
             after = _compare(values[0], value)
-            checks.diagnoses.append(Diagnosis((key,), "clip", errors[worst], after))
+            checks.diagnoses.append(MistakeDiagnosis((key,), "clip", errors[worst], after))
             return
     if not is_uniform:
         checks.diagnoses.append(
-            Diagnosis(
+            MistakeDiagnosis(
                 ("clipped_per_group",),
                 f"factors from {min(values):.4g} to {max(values):.4g}",
                 errors[worst],
@@ -232,7 +236,7 @@ def _check_updates(evidence: Evidence, checks: StepChecks) -> None:
         return
     errors = {u.name: u.compute_error(u.predict()) for u in updates}
     worst = max(errors, key=lambda name: errors[name])
-    checks.findings.append(Finding("update", worst, errors[worst], 1.0))
+    checks.findings.append(StepFinding("update", worst, errors[worst], 1.0))
     wrong = [u for u in updates if errors[u.name] > 1.0]
     if not wrong:
         return
@@ -240,7 +244,7 @@ def _check_updates(evidence: Evidence, checks: StepChecks) -> None:
     diagnosis = _diagnose_updates(evidence, wrong)
     if diagnosis is not None:
         key, after = diagnosis
-        checks.diagnoses.append(Diagnosis((key,), subject, errors[worst], after))
+        checks.diagnoses.append(MistakeDiagnosis((key,), subject, errors[worst], after))
 
 
 def _diagnose_updates(evidence: Evidence, wrong: Sequence[_Update]) -> tuple[str, float] | None:
