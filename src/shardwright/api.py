@@ -159,8 +159,7 @@ def rehearse(
     """Run one real optimizer step of each role on fake devices: memory and collectives.
 
     Args:
-        device: device type whose operators the step runs: `cpu`, `cuda` (torch needs a CUDA device,
-            but no memory of it), or `auto`, CUDA if there is one and `run.device` is not cpu.
+        device: whose operators run: `cpu`, `cuda`, or `auto` (CUDA if present and not excluded).
         should_run_each_rank: run every rank instead of one per role; default up to 8 ranks.
         on_start: called once with the precision that `auto` resolved to, None if the recipe
             names it.
