@@ -45,7 +45,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.Mon
         return forward(self, *arguments, **options)
 
     monkeypatch.setattr(Decoder, "forward", check_and_forward)
-    options = {"schedule": "constant", "deterministic": True}
+    options: dict[str, Any] = {"schedule": "constant", "deterministic": True}
     whole = build_recipe(tmp_path, "whole", max_steps=4, **options)
     train(whole)
     train(build_recipe(tmp_path, max_steps=2, **options))
