@@ -28,15 +28,20 @@ class P2PChannels:
         self._ranks = mesh.grid.group_of(mesh.rank, ["pp"])
         self._pp_rank = mesh.coordinates["pp"]
         self._group_of_channel = assign_channel_groups(rank_of_stage)
-        self._groups = []
-        for number in range(1 + max(self._group_of_channel.values())):
-            # The first one is the mesh's own group.
-            group = mesh.join_group(mesh.grid.groups(["pp"]), f"channels {number}", copy=number)
-            assert group is not None, "a pipeline of one rank needs no channels"
-            self._groups.append(group)
+        self._groups = [
+            self._join_group(mesh, number)
+            for number in range(1 + max(self._group_of_channel.values()))
+        ]
         self._pending_receives: dict[Transfer, tuple[Tensor, dist.Work | None]] = {}
         self._pending_sends: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._connect()
+
+    @staticmethod
+    def _join_group(mesh: Mesh, number: int) -> dist.ProcessGroup:
+        """Return one of the groups of this rank's pipeline; the first is the mesh's own."""
+        group = mesh.join_group(mesh.grid.groups(["pp"]), f"pp channels {number}", copy=number)
+        assert group is not None, "a pipeline of one rank needs no channels"
+        return group
 
     def _connect(self) -> None:
         """Send one number through every channel.
