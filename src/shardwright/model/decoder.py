@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ModelShape
@@ -24,6 +23,7 @@ from shardwright.model.attention import describe_attention
 from shardwright.model.block import Block, RecomputeRunner, build_norm
 from shardwright.model.document_rows import IGNORED_LABEL
 from shardwright.model.dropout import DropoutKey, DropoutSite
+from shardwright.model.embedding import Embedding
 from shardwright.model.forward_context import build_default_positions, build_forward_context
 from shardwright.model.head import (
     Head,
@@ -40,26 +40,6 @@ from shardwright.model.routing import ExpertRules, RouterTotals, RoutingContext
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 logger = logging.getLogger("shardwright")
-
-
-class Embedding(nn.Module):
-    """Table of embeddings; `padding_row` gets no gradient."""
-
-    def __init__(self, num_rows: int, width: int, padding_row: int | None = None) -> None:
-        super().__init__()
-        self.num_rows = num_rows
-        self.padding_row = padding_row
-        self.weight = nn.Parameter(torch.empty(num_rows, width))
-
-    def forward(
-        self, indices: Tensor, tensor_parallel: TensorParallelHooks | None = None
-    ) -> Tensor:
-        """Look up rows; with `tensor_parallel` the result is partial, to be summed over the
-        ranks.
-        """
-        if tensor_parallel is not None:
-            return tensor_parallel.embed(indices, self.weight, self.num_rows, self.padding_row)
-        return F.embedding(indices, self.weight, self.padding_row)
 
 
 class Decoder(nn.Module):
