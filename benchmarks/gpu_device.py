@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.ceiling import DTYPES, measure_best_matmul_rate, measure_copy_rate
 
@@ -34,7 +35,9 @@ def main() -> None:
             "capability": f"{properties.major}.{properties.minor}",
             "num_devices": torch.cuda.device_count(),
             "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version()))
+            if dist.is_nccl_available()
+            else None,
             "supports_bf16": torch.cuda.is_bf16_supported(),
         }
     precisions = ("bf16", "fp32") if device.type == "cuda" else ("fp32",)

@@ -68,7 +68,7 @@ def main() -> None:
             ),
             "kernels": summarise_kernels(recorded, device)[:12],
         }
-    result["tf32_is_allowed"] = torch.backends.cuda.matmul.allow_tf32
+    result["float32_products"] = torch.get_float32_matmul_precision()
     Path(sys.argv[2]).write_text(json.dumps(result, indent=1) + "\n")
     if not all(each["is_within_limit"] for each in result["precisions"].values()):
         sys.exit("an error is over its limit")

@@ -56,7 +56,7 @@ def main() -> None:
     kernels = summarise_kernels(recorded, device)
     busy_seconds = sum(kernel["seconds"] for kernel in kernels)
     target = Path(sys.argv[6])
-    recorded.export_chrome_trace(str(target.with_suffix(".trace.json")))
+    recorded.export_chrome_trace(str(target.with_suffix(".trace.json.gz")))
     result = {
         "step_seconds": step_seconds,
         "kernel_seconds": busy_seconds,
@@ -118,7 +118,9 @@ def summarise_kernels(recorded: Any, device: torch.device) -> list[dict[str, Any
     rows = [
         {"name": event.key, "calls": event.count, "seconds": getattr(event, name) / 1e6}
         for event in recorded.key_averages()
-        if device.type == "cpu" or str(event.device_type).endswith("CUDA")
+        # An annotation spans the kernels in it, and is no kernel.
+        if device.type == "cpu"
+        or (str(event.device_type).endswith("CUDA") and not event.is_user_annotation)
     ]
     return sorted((row for row in rows if row["seconds"]), key=lambda row: -row["seconds"])
 

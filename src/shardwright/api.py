@@ -20,6 +20,7 @@ from shardwright.placement import place_model
 from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
 
 if TYPE_CHECKING:
+    from shardwright.config.run import DeviceKind
     from shardwright.data.source_files import ProgressOpener
     from shardwright.hardware import Cluster
     from shardwright.inference.adapter_export import ExportedAdapters
@@ -150,6 +151,7 @@ def rehearse(
     recipe: RecipeSource,
     world_size: int,
     *,
+    device: DeviceKind = "auto",
     should_run_each_rank: bool | None = None,
     on_start: Callable[[PrecisionChoice | None], None] = lambda _choice: None,
     on_report: Callable[[RankRehearsal], None] = lambda _report: None,
@@ -157,13 +159,14 @@ def rehearse(
     """Run one real optimizer step of each role on fake devices: memory and collectives.
 
     Args:
+        device: whose operators run: `cpu`, `cuda`, or `auto` (CUDA if present and not excluded).
         should_run_each_rank: run every rank instead of one per role; default up to 8 ranks.
         on_start: called once with the precision that `auto` resolved to, None if the recipe
             names it.
         on_report: called with each rank's report when it is finished.
 
     Raises:
-        InputError: the recipe, its layout or its model cannot run.
+        InputError: the recipe, its layout or its model cannot run, or the device is missing.
     """
     loaded = load_recipe(recipe)
     shape = read_recipe_shape(loaded)
@@ -171,14 +174,16 @@ def rehearse(
     placement = place_model(shape, layout, batch.sequence_length)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.launch.auto_layout import choose_planned_precision
-    from shardwright.rehearsal.rehearsal import rehearse as rehearse_plan
+    from shardwright.rehearsal import rehearsal
 
+    device_type = rehearsal.choose_device(device, loaded)
     choice = choose_planned_precision(loaded)
     on_start(choice)
-    return rehearse_plan(
+    return rehearsal.rehearse(
         loaded,
         shape,
         complete_plan(loaded, placement, batch, choice),
+        device=device_type,
         should_run_each_rank=should_run_each_rank,
         on_report=on_report,
     )

@@ -1,7 +1,8 @@
 """Device and models of the GPU tests.
 
 Every test runs once per device. `[cpu]` belongs to `make test`: it rehearses the test without a GPU
-on a smaller model. `[cuda]` has the marker `gpu`, runs in `make gpu`, and skips without CUDA.
+on a smaller model. `[cuda]` has the marker `gpu`, runs in `make gpu`, and skips without CUDA. On a
+CPU build of torch `make test` runs it too, on the device of `tests/hostcuda`.
 """
 
 from __future__ import annotations
@@ -50,10 +51,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Return True on a GPU; False on a CPU, and on the test device, which is no faster."""
+    return device.type == "cuda" and bool(torch.version.cuda or torch.version.hip)
+
+
 @pytest.fixture
 def config(device: torch.device) -> dict[str, Any]:
     """The config.json of a small Llama."""
-    return LLAMA if device.type == "cuda" else SMALLER_LLAMA
+    return LLAMA if is_gpu(device) else SMALLER_LLAMA
 
 
 @pytest.fixture

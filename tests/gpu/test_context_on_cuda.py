@@ -23,7 +23,8 @@ from shardwright.parallel.attention_kernels import (
     choose_kernel,
 )
 from shardwright.parallel.block_mask import RowChunks
-from shardwright.parallel.ring_attention import RowAttentionSettings, attend_row
+from shardwright.parallel.ring_attention import RowAttentionSettings, RowRanks
+from shardwright.parallel.row_attention import attend_row
 
 SCORES = ScoreSettings(scale=0.125)
 RANDOM = torch.Generator().manual_seed(4)
@@ -122,7 +123,7 @@ def test_a_row_on_one_rank_equals_dense_attention(
     leaves = [part.requires_grad_() for part in (q, k, v)]
     ids_BT = (torch.arange(96, device=device) // 31).expand(2, -1) if documents else None
     settings = RowAttentionSettings(
-        None, ((0, 1, 2, 3),), RowChunks.from_documents(96, 4, ids_BT), SCORES
+        RowRanks(None, ((0, 1, 2, 3),)), RowChunks.from_documents(96, 4, ids_BT), SCORES
     )
     got = attend_row(q, k, v, None, settings)
     exact = [part.detach().double().requires_grad_() for part in leaves]

@@ -17,7 +17,7 @@ from shardwright.architecture import read_config
 from shardwright.inference.generation import SamplingSettings, complete_prompt
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.loss import chunked_cross_entropy
-from tests.gpu.conftest import measure_peak_bytes
+from tests.gpu.conftest import is_gpu, measure_peak_bytes
 
 
 def build_pair(
@@ -109,7 +109,7 @@ def test_documents_do_not_attend_to_each_other(
 
 def test_the_loss_never_allocates_all_logits(device: torch.device) -> None:
     tokens, width, vocabulary, chunk_tokens = (
-        (8192, 64, 32_000, 512) if device.type == "cuda" else (1024, 32, 2000, 64)
+        (8192, 64, 32_000, 512) if is_gpu(device) else (1024, 32, 2000, 64)
     )
     hidden_ND = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight_VD = torch.randn(vocabulary, width, device=device, requires_grad=True)

@@ -15,7 +15,7 @@ from shardwright.optim import (
     collect_optimizer_values,
     load_optimizer_values,
 )
-from tests.gpu.conftest import measure_peak_bytes
+from tests.gpu.conftest import is_gpu, measure_peak_bytes
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
@@ -55,7 +55,7 @@ def test_loss_and_gradients_equal_those_of_a_cpu_in_float64(
 
 def test_peak_memory_holds_one_chunk_of_logits(device: torch.device) -> None:
     tokens, width, vocabulary, chunk_tokens = (
-        (8192, 256, 32000, 512) if device.type == "cuda" else (1024, 32, 2000, 64)
+        (8192, 256, 32000, 512) if is_gpu(device) else (1024, 32, 2000, 64)
     )
     hidden_ND = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight_VD = torch.randn(
@@ -87,9 +87,11 @@ def test_norm_and_clip(device: torch.device) -> None:
         ]
         return compute_global_norm(described, lambda tensor, axes: tensor)
 
-    assert norm().item() == pytest.approx(expected, rel=1e-6)
+    # The test device adds one after another, as CPUs do, where CUDA adds in a tree.
+    is_exact = device.type == "cpu" or is_gpu(device)
+    assert norm().item() == pytest.approx(expected, rel=1e-6 if is_exact else 1e-4)
     clip_(gradients, norm(), 1.0)
-    assert norm().item() == pytest.approx(1.0, rel=1e-5)
+    assert norm().item() == pytest.approx(1.0, rel=1e-5 if is_exact else 1e-4)
 
 
 def test_optimizer_state_is_copied_bit_for_bit(device: torch.device) -> None:

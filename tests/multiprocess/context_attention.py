@@ -20,7 +20,8 @@ from shardwright.model.dropout import Dropout, DropoutKey
 from shardwright.parallel import ring_attention
 from shardwright.parallel.attention_kernels import CpuFlashKernel, ScoreSettings
 from shardwright.parallel.block_mask import RowChunks
-from shardwright.parallel.ring_attention import RowAttentionSettings, attend_row
+from shardwright.parallel.ring_attention import RowAttentionSettings, RowRanks
+from shardwright.parallel.row_attention import attend_row
 from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 from shardwright.rehearsal.collective_recorder import CollectiveRecorder
 
@@ -155,12 +156,10 @@ def _attend(
 ) -> Tensor:
     q, k, v, sinks = leaves
     settings = RowAttentionSettings(
-        group,
-        chunks,
+        RowRanks(group, chunks, method == "all_gather"),
         row,
         sample.scores(positions),
         sample.window,
-        is_all_gather=method == "all_gather",
         is_explicit=sample.explicit,
     )
     if method != "ulysses":
@@ -170,8 +169,7 @@ def _attend(
     whole = RowChunks.from_documents(sample.tokens, 1, sample.document_ids())
     settings = replace(
         settings,
-        group=None,
-        chunks=((0,),),
+        ranks=RowRanks(None, ((0,),)),
         row_chunks=whole,
         scores=sample.scores(torch.arange(sample.tokens), first),
     )

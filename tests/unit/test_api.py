@@ -145,6 +145,22 @@ def test_a_rehearsal_needs_no_devices(tmp_path: Path) -> None:
     rehearsal = sw.rehearse(recipe, 1)
     assert rehearsal.disagreement is None
     assert repr(rehearsal).endswith("all collectives match")
+    assert rehearsal.device == rehearsal.as_dict()["device"]
+
+
+def test_a_rehearsal_on_a_missing_device_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    recipe = build_recipe(tmp_path) | {"run": {"device": "cuda"}, "precision": "fp32"}
+    with pytest.raises(InputError, match=r"--device: torch finds no CUDA device.*\(got cuda"):
+        sw.rehearse(recipe, 1, device="cuda")
+    with pytest.raises(InputError, match=r"--device: not a device type"):
+        sw.rehearse(recipe, 1, device="gpu")  # type: ignore[arg-type]
+    recipe["model"]["config"]["vocab_size"] = 64
+    rehearsal = sw.rehearse(recipe, 1)
+    assert rehearsal.device == "cpu"
+    assert any("--device cuda" in line for line in rehearsal.assumptions)
 
 
 def test_event_tables(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardwright.config import Recipe
+    from shardwright.config.run import DeviceKind
     from shardwright.plans import PrecisionChoice
     from shardwright.rehearsal.rank_rehearsal import RankRehearsal
     from shardwright.rehearsal.rehearsal import Rehearsal
@@ -40,6 +41,14 @@ def rehearse_command(
         ),
     ] = None,
     overrides: Overrides = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            help="Device whose operators the step runs: cpu or cuda; auto uses CUDA if the ranks "
+            "would.",
+        ),
+    ] = "auto",
     each_rank: Annotated[
         bool,
         typer.Option(
@@ -68,6 +77,7 @@ def rehearse_command(
         loaded_recipe,
         world_size,
         console,
+        device=cast("DeviceKind", device),  # `choose_device` checks it
         should_run_each_rank=each_rank,
         should_list_all=collectives,
     )
@@ -84,6 +94,7 @@ def rehearse_and_print(
     world_size: int,
     console: Console,
     *,
+    device: DeviceKind = "auto",
     should_run_each_rank: bool = False,
     should_list_all: bool = False,
 ) -> Rehearsal:
@@ -97,6 +108,7 @@ def rehearse_and_print(
         result = api.rehearse(
             recipe,
             world_size,
+            device=device,
             should_run_each_rank=should_run_each_rank or None,
             on_start=print_precision,
             on_report=lambda report: status.update(
@@ -111,7 +123,8 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
     from rich.table import Column, Table
 
     layout = result.plan.layout
-    console.print(f"{layout} on {layout.world_size} ranks", highlight=False)
+    devices = "CUDA ranks" if result.device == "cuda" else "ranks"
+    console.print(f"{layout} on {layout.world_size} {devices}", highlight=False)
     headers = (
         "rank",
         "stage",

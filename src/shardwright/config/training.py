@@ -55,6 +55,10 @@ class TrainingSection(RecipeSection):
     """Noise added to embeddings in training, uniform in +-alpha / sqrt(sequence_length x
     hidden_size): NEFTune (arXiv 2310.05914; 5 is usual for fine-tuning). It depends on seed,
     step and sample only, so it is the same under every layout."""
+    deterministic: bool = False
+    """Use deterministic algorithms only, so that a run that stops and resumes gives the same
+    bits on CUDA too (on the same devices, with the same layout and versions). Slower. An
+    operation without a deterministic implementation is an error that names it."""
     max_skipped_steps: NonNegative = 10
     """Maximum number of consecutive steps that are skipped for a non-finite gradient; one more
     is an error."""

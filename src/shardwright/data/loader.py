@@ -6,7 +6,8 @@ Shapes: B sequences, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,14 +40,21 @@ class MicroBatch:
     weight_sum: float = 0.0
     reference_B2: torch.Tensor | None = None
     """Log-probabilities of each pair's responses under the reference model (fp64), or None."""
+    host_labels_BT: np.ndarray | None = None
+    """Labels in host memory, from which the host counts without waiting for a device. `to` sets
+    it. An array, because DDP and FSDP2 copy tensors among a model's arguments to the device."""
+    host_document_ids_BT: np.ndarray | None = None
+    """Document ids in host memory, likewise."""
 
-    def build_model_arguments(self) -> dict[str, torch.Tensor | None]:
+    def build_model_arguments(self) -> dict[str, torch.Tensor | np.ndarray | None]:
         """Return the decoder's arguments by name, for the loss of this micro-batch."""
         return {
             "input_ids_BT": self.input_ids_BT,
             "positions_BT": self.positions_BT,
             "document_ids_BT": self.document_ids_BT,
             "labels_BT": self.labels_BT,
+            "host_labels_BT": self.host_labels_BT,
+            "host_document_ids_BT": self.host_document_ids_BT,
             **({} if self.weights_BT is None else {"weights_BT": self.weights_BT}),
         }
 
@@ -66,7 +74,25 @@ class MicroBatch:
             weights_BT=None if self.weights_BT is None else move(self.weights_BT),
             weight_sum=self.weight_sum,
             reference_B2=None if self.reference_B2 is None else move(self.reference_B2),
+            host_labels_BT=_read_on_host(self.labels_BT, self.host_labels_BT),
+            host_document_ids_BT=_read_on_host(self.document_ids_BT, self.host_document_ids_BT),
         )
+
+    def pin_memory(self) -> MicroBatch:
+        """Copy the micro-batch to pinned memory, from which `to` copies without blocking."""
+        pinned: dict[str, Any] = {
+            field.name: value.contiguous().pin_memory()
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **pinned)
+
+
+def _read_on_host(tensor: torch.Tensor | None, known: np.ndarray | None) -> np.ndarray | None:
+    """Return the values of a tensor in host memory; None if it is on a device or fake."""
+    if known is not None or tensor is None:
+        return known
+    return tensor.numpy() if type(tensor) is torch.Tensor and tensor.device.type == "cpu" else None
 
 
 def read_step_micro_batches(

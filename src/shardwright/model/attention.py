@@ -148,10 +148,12 @@ class Attention(nn.Module):
             return self._attend_explicitly(
                 q_BHTE, k_BKSE, v_BKSE, mask, dropout, context.tensor_parallel
             )
-        # The CUDA kernel that accepts a mask does not support grouped heads.
+        # Of the CUDA kernels only flash supports grouped heads, in 16 bits and without a mask;
+        # otherwise explicit products would store all scores.
         group_size = q_BHTE.shape[1] // k_BKSE.shape[1]
         is_grouped = group_size > 1
-        if is_grouped and mask is not None and q_BHTE.is_cuda:
+        needs_equal_heads = mask is not None or q_BHTE.dtype == torch.float32
+        if is_grouped and needs_equal_heads and q_BHTE.is_cuda:
             k_BKSE, v_BKSE = (
                 part.repeat_interleave(group_size, dim=1) for part in (k_BKSE, v_BKSE)
             )
@@ -170,7 +172,6 @@ class Attention(nn.Module):
     def _build_settings(self) -> AttentionSettings:
         layer = self.layer
         return AttentionSettings(
-            self.layer_index,
             layer.attention_scale,
             layer.window,
             self.soft_cap,

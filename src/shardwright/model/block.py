@@ -6,6 +6,7 @@ Legend: B sequences, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,13 @@ from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.mlp import FeedForward
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.norms import LayerNorm, RMSNorm
+from shardwright.model.routing import RouterStatistics
 
-RecomputeRunner = Callable[..., Tensor]
+RecomputeRunner = Callable[..., Any]
 """(function, *arguments) -> result of the function, which the backward pass recomputes."""
+
+BlockOutput = tuple[Tensor, RouterStatistics | None]
+"""Hidden states, and the router statistics of a sparse layer in training."""
 
 
 def build_norm(shape: ModelShape, *, is_absent: bool = False) -> nn.Module:
@@ -53,29 +58,33 @@ class Block(nn.Module):
         self.post_attention_norm = build_norm(shape, is_absent=names.post_attention_norm is None)
         self.pre_mlp_norm = build_norm(shape, is_absent=names.pre_mlp_norm is None)
         self.mlp: MixtureOfExperts | FeedForward = (
-            MixtureOfExperts(shape, index) if shape.layers[index].sparse else FeedForward(shape)
+            MixtureOfExperts(shape) if shape.layers[index].sparse else FeedForward(shape)
         )
         self.post_mlp_norm = build_norm(shape, is_absent=names.post_mlp_norm is None)
         self._recompute_runner: RecomputeRunner | None = None
-        self._forward_function: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = (
+        self._forward_function: Callable[[Tensor, ForwardContext, Dropout | None], BlockOutput] = (
             self.forward_with_recompute
         )
 
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
-        # The layer's number is used here and not in the compiled computation, which the
-        # compiler would otherwise specialise to each number.
+        # The layer's number is used here and not in the compiled computation, of which the
+        # compiler would otherwise make one graph per number.
         dropout = (
             None if context.dropout is None else context.dropout.select_layer(self.layer_index)
         )
         if context.cache is not None:
             # Generation: nothing to recompute, and shapes change with every token, so compiling
             # does not pay.
-            return self.compute(x_BTD, context, dropout)
-        return self._forward_function(x_BTD, context, dropout)
+            return self.compute(x_BTD, context, dropout)[0]
+        x_BTD, statistics = self._forward_function(x_BTD, context, dropout)
+        if statistics is not None:
+            assert context.routing is not None
+            context.routing.statistics[self.layer_index] = statistics
+        return x_BTD
 
     def forward_with_recompute(
         self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None
-    ) -> Tensor:
+    ) -> BlockOutput:
         """Compute the block, with activation recomputation if it is configured.
 
         Compilation includes recomputation, so the compiler knows what to keep. Outside compiled
@@ -84,9 +93,12 @@ class Block(nn.Module):
         """
         if self._recompute_runner is None:
             return self.compute(x_BTD, context, dropout)
-        return self._recompute_runner(self.compute, x_BTD, context, dropout)
+        output: BlockOutput = self._recompute_runner(self.compute, x_BTD, context, dropout)
+        return output
 
-    def compute(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
+    def compute(
+        self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None
+    ) -> BlockOutput:
         """Compute the block; `dropout` has this layer's masks."""
         local_dropout = (
             None if dropout is None else dropout.select_local_tokens(context.tensor_parallel)
@@ -95,22 +107,22 @@ class Block(nn.Module):
         attention_out = self.post_attention_norm(attention_out)
         attention_out = self._apply_dropout(attention_out, DropoutSite.ATTENTION_OUT, local_dropout)
         if self.has_parallel_residual:
-            mlp_out = self._apply_mlp(self.pre_mlp_norm(x_BTD), context, dropout)
+            mlp_out, statistics = self._apply_mlp(self.pre_mlp_norm(x_BTD), context, dropout)
             mlp_out = self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)
-            return mlp_out + attention_out + x_BTD
+            return mlp_out + attention_out + x_BTD, statistics
         x_BTD = self._add_residual(x_BTD, attention_out)
-        mlp_out = self._apply_mlp(self.pre_mlp_norm(x_BTD), context, dropout)
+        mlp_out, statistics = self._apply_mlp(self.pre_mlp_norm(x_BTD), context, dropout)
         mlp_out = self.post_mlp_norm(mlp_out)
         mlp_out = self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)
-        return self._add_residual(x_BTD, mlp_out)
+        return self._add_residual(x_BTD, mlp_out), statistics
 
-    def _apply_mlp(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
-        out_BTD: Tensor = (
-            self.mlp(x_BTD, context, dropout)
-            if isinstance(self.mlp, MixtureOfExperts)
-            else self.mlp(x_BTD, context.tensor_parallel, dropout)
-        )
-        return out_BTD
+    def _apply_mlp(
+        self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None
+    ) -> BlockOutput:
+        if isinstance(self.mlp, MixtureOfExperts):
+            output: BlockOutput = self.mlp(x_BTD, context, dropout)
+            return output
+        return self.mlp(x_BTD, context.tensor_parallel, dropout), None
 
     def _add_residual(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
         if self.residual_scale == 1.0:

@@ -13,15 +13,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ModelShape
 from shardwright.layout import PipelineStage
 from shardwright.model.attention import describe_attention
 from shardwright.model.block import Block, RecomputeRunner, build_norm
+from shardwright.model.document_rows import IGNORED_LABEL
 from shardwright.model.dropout import DropoutKey, DropoutSite
+from shardwright.model.embedding import Embedding
 from shardwright.model.forward_context import build_default_positions, build_forward_context
 from shardwright.model.head import (
     Head,
@@ -38,26 +40,6 @@ from shardwright.model.routing import ExpertRules, RouterTotals, RoutingContext
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 logger = logging.getLogger("shardwright")
-
-
-class Embedding(nn.Module):
-    """Table of embeddings; `padding_row` gets no gradient."""
-
-    def __init__(self, num_rows: int, width: int, padding_row: int | None = None) -> None:
-        super().__init__()
-        self.num_rows = num_rows
-        self.padding_row = padding_row
-        self.weight = nn.Parameter(torch.empty(num_rows, width))
-
-    def forward(
-        self, indices: Tensor, tensor_parallel: TensorParallelHooks | None = None
-    ) -> Tensor:
-        """Look up rows; with `tensor_parallel` the result is partial, to be summed over the
-        ranks.
-        """
-        if tensor_parallel is not None:
-            return tensor_parallel.embed(indices, self.weight, self.num_rows, self.padding_row)
-        return F.embedding(indices, self.weight, self.padding_row)
 
 
 class Decoder(nn.Module):
@@ -187,7 +169,14 @@ class Decoder(nn.Module):
             block._recompute_runner = run
 
     def compile_blocks(self, **options: Any) -> None:
-        """Apply torch.compile to each block; modules and parameter names do not change."""
+        """Apply torch.compile to each block; modules and parameter names do not change.
+
+        Blocks of one kind (`LayerShape`) share one graph: nothing that differs between them is
+        read in compiled code. Under deterministic algorithms Inductor measures no kernels, since
+        its choice could differ between runs.
+        """
+        if torch.are_deterministic_algorithms_enabled() and "backend" not in options:
+            options.setdefault("options", {"deterministic": True})
         for block in self.blocks:
             block._forward_function = torch.compile(block.forward_with_recompute, **options)
 
@@ -227,6 +216,8 @@ class Decoder(nn.Module):
         row_weight: Tensor | float | None = None,
         row_loss: RowLoss | None = None,
         weights_BT: Tensor | None = None,
+        host_labels_BT: np.ndarray | None = None,
+        host_document_ids_BT: np.ndarray | None = None,
     ) -> Tensor:
         """Compute logits `[B, T, V]`, or with `labels_BT` the summed loss of supervised tokens.
 
@@ -243,7 +234,9 @@ class Decoder(nn.Module):
         `row_weight` is the weight of one row's router losses in the gradient. It is given in
         training steps of a sparse model: the experts' capacity is then limited, and the router
         statistics are added to `router_totals`. `row_loss` replaces the token loss. `weights_BT`
-        are weights of the token losses.
+        are weights of the token losses. `host_labels_BT` and `host_document_ids_BT` are equal to
+        `labels_BT` and `document_ids_BT`; without them the host reads those of the device, and
+        waits for it.
         """
         x_BTD = self.compute_hidden(
             input_ids_BT,
@@ -254,6 +247,7 @@ class Decoder(nn.Module):
             stage=stage,
             hidden_BTD=hidden_BTD,
             row_weight=row_weight,
+            host_document_ids_BT=host_document_ids_BT,
         )
         if stage is not None and not stage.has_head:
             return x_BTD
@@ -266,7 +260,12 @@ class Decoder(nn.Module):
         labels_BT = None if labels_BT is None else _select_tokens(labels_BT, token_indices_T)
         weights_BT = None if weights_BT is None else _select_tokens(weights_BT, token_indices_T)
         return self.compute_output(
-            x_BTD, labels_BT, cached=cache is not None, loss=loss, weights_BT=weights_BT
+            x_BTD,
+            labels_BT,
+            cached=cache is not None,
+            loss=loss,
+            weights_BT=weights_BT,
+            num_supervised=self._count_supervised(host_labels_BT),
         )
 
     def compute_hidden(
@@ -280,6 +279,7 @@ class Decoder(nn.Module):
         stage: PipelineStage | None = None,
         hidden_BTD: Tensor | None = None,
         row_weight: Tensor | float | None = None,
+        host_document_ids_BT: np.ndarray | None = None,
     ) -> Tensor:
         """Compute the final norm's output, `[B, T, D]`; without the norm, the last block's."""
         num_tokens = input_ids_BT.shape[1]
@@ -309,6 +309,11 @@ class Decoder(nn.Module):
             has_explicit_attention=self.has_explicit_attention,
             cache=cache,
             routing=self._build_routing_context(row_weight),
+            row_chunks=None
+            if self.parallel_hooks.context is None
+            else self.parallel_hooks.context.split_rows(
+                num_tokens, document_ids_BT, host_document_ids_BT
+            ),
             tensor_parallel=tensor,
         )
         if is_first_stage and context.dropout is not None and self.shape.embedding_dropout > 0.0:
@@ -343,6 +348,15 @@ class Decoder(nn.Module):
             else self.parallel_hooks.context.local_token_indices(input_ids_BT.shape[1])
         )
 
+    def _count_supervised(self, host_labels_BT: np.ndarray | None) -> int | None:
+        """Count the supervised tokens of this rank; None if the host does not have the labels."""
+        if host_labels_BT is None:
+            return None
+        context = self.parallel_hooks.context
+        if context is not None:
+            host_labels_BT = context.select_local_tokens(host_labels_BT)
+        return int(np.count_nonzero(host_labels_BT != IGNORED_LABEL))
+
     def _get_tensor_parallel(self, *, cached: bool) -> TensorParallelHooks | None:
         """Return the tensor-parallel hooks; with a cache, without sequence parallelism."""
         tensor = self.parallel_hooks.tensor
@@ -356,10 +370,12 @@ class Decoder(nn.Module):
         cached: bool = False,
         loss: LossFunction | None = None,
         weights_BT: Tensor | None = None,
+        num_supervised: int | None = None,
     ) -> Tensor:
         """Compute logits, or the summed loss of the labels, from the final norm's output.
 
-        `cached`: True if the pass that computed `hidden_BTD` used a cache.
+        `cached`: True if the pass that computed `hidden_BTD` used a cache. `num_supervised`: number
+        of supervised tokens, if the host knows it.
         """
         shape = self.shape
         weight_VD = self.head_weight.to(hidden_BTD.dtype)
@@ -380,6 +396,8 @@ class Decoder(nn.Module):
             options["label_smoothing"] = self.label_smoothing
         if weights_BT is not None:
             options["weights_N"] = weights_BT.flatten()
+        if num_supervised is not None:
+            options["num_supervised"] = num_supervised
         loss = loss or self.loss_function
         return loss(hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten(), **options)
 

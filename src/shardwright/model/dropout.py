@@ -42,9 +42,14 @@ class DropoutKey:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Masks of one forward pass or one layer; `keys_BT` hashes their inputs so far."""
+    """Masks of one forward pass or one layer; `keys_BT` hashes their inputs so far.
+
+    `row_keys_BT` are the keys of all tokens of the rows, for attention whose queries are not
+    this rank's own tokens (context parallelism by heads).
+    """
 
     keys_BT: Tensor
+    row_keys_BT: Tensor | None = None
 
     @staticmethod
     def from_key(key: DropoutKey, token_indices_T: Tensor, device: torch.device) -> Dropout:
@@ -69,7 +74,11 @@ class Dropout:
 
     def select_layer(self, index: int) -> Dropout:
         """Derive the masks of layer `index`."""
-        return Dropout(_mix(self.keys_BT ^ _to_int32(index + 1)))
+        number = _to_int32(index + 1)
+        return Dropout(
+            _mix(self.keys_BT ^ number),
+            None if self.row_keys_BT is None else _mix(self.row_keys_BT ^ number),
+        )
 
     def drop(self, x_BTD: Tensor, rate: float, site: DropoutSite) -> Tensor:
         """Zero each feature of each token with probability `rate`; divide others by 1 -

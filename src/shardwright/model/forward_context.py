@@ -5,6 +5,9 @@ Legend: B sequences, T query tokens, S key tokens, R rotated features.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +27,7 @@ class ForwardContext:
 
     `masks` has, per window, the mask added to the scores (0 or -inf), `[B or 1, 1, T, S]`. None
     if the kernels' causal masking is enough, or if a single new token needs no mask.
+    `row_chunks` comes from `ContextParallelHooks.split_rows`.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class ForwardContext:
         routing: RoutingContext | None = None,
         document_ids_BT: Tensor | None = None,
         token_indices_T: Tensor | None = None,
-        dropout_key: DropoutKey | None = None,
+        row_chunks: Any = None,
         tensor_parallel: TensorParallelHooks | None = None,
     ) -> None:
         self.rope_tables = rope_tables
@@ -48,7 +52,7 @@ class ForwardContext:
         self.routing = routing
         self.document_ids_BT = document_ids_BT
         self.token_indices_T = token_indices_T
-        self.dropout_key = dropout_key
+        self.row_chunks = row_chunks
         self.tensor_parallel = tensor_parallel
 
 
@@ -64,6 +68,7 @@ def build_forward_context(
     has_explicit_attention: bool,
     cache: KeyValueCache | None,
     routing: RoutingContext | None = None,
+    row_chunks: Any = None,
     tensor_parallel: TensorParallelHooks | None = None,
 ) -> ForwardContext:
     """Build the context of a forward pass.
@@ -98,15 +103,38 @@ def build_forward_context(
             for window in {layer.window for layer in shape.layers}
             if token_indices_T is None
         },
-        dropout=None if dropout is None else Dropout.from_key(dropout, indices_T, x_BTD.device),
+        dropout=_build_dropout(
+            dropout,
+            indices_T,
+            x_BTD.device,
+            num_row_tokens=num_tokens
+            if token_indices_T is not None and shape.attention_dropout > 0.0
+            else None,
+        ),
         has_explicit_attention=has_explicit_attention,
         cache=cache,
         routing=routing,
         document_ids_BT=document_ids_BT,
         token_indices_T=token_indices_T,
-        dropout_key=dropout,
+        row_chunks=row_chunks,
         tensor_parallel=tensor_parallel,
     )
+
+
+def _build_dropout(
+    key: DropoutKey | None,
+    token_indices_T: Tensor,
+    device: torch.device,
+    *,
+    num_row_tokens: int | None,
+) -> Dropout | None:
+    if key is None:
+        return None
+    dropout = Dropout.from_key(key, token_indices_T, device)
+    if num_row_tokens is None:
+        return dropout
+    row = Dropout.from_key(key, torch.arange(num_row_tokens, device=device), device)
+    return replace(dropout, row_keys_BT=row.keys_BT)
 
 
 def build_default_positions(

@@ -17,8 +17,8 @@ LossFunction = Callable[..., Tensor]
 """Function from the head's inputs to the summed loss.
 
 Arguments: (hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap).
-Further keywords: `vocabulary`, if the head's rows are sharded over ranks, and `weights_N`, if
-losses of labels have weights.
+Further keywords: `vocabulary`, if the head's rows are sharded over ranks, `weights_N`, if losses
+of labels have weights, and `num_supervised`, if the host knows the number of labels.
 """
 
 
@@ -41,8 +41,12 @@ def compute_full_logits_loss(
     label_smoothing: float = 0.0,
     vocabulary: VocabularyHooks | None = None,
     weights_N: Tensor | None = None,
+    num_supervised: int | None = None,
 ) -> Tensor:
-    """Compute the summed cross-entropy from all logits at once; used without a chunked loss."""
+    """Compute the summed cross-entropy from all logits at once; used without a chunked loss.
+
+    It computes the logits of unsupervised tokens too, so `num_supervised` makes no difference.
+    """
     logits_NV = compute_logits(
         hidden_ND, weight_VD, bias_V, logit_scale=logit_scale, soft_cap=soft_cap
     )

@@ -248,7 +248,8 @@ class HFDecoder(Decoder):
                 "fine-tune this model on the chosen responses instead",
             )
         weights_BT: Tensor | None = others.pop("weights_BT", None)
-        unsupported = {name for name, value in others.items() if value is not None} - {"dropout"}
+        ignored = {"dropout", "host_labels_BT", "host_document_ids_BT"}
+        unsupported = {name for name, value in others.items() if value is not None} - ignored
         assert not unsupported, f"a transformers model does not accept {unsupported}"
         if document_ids_BT is None:
             return self._run_rows(
@@ -306,6 +307,7 @@ class HFDecoder(Decoder):
         cached: bool = False,
         loss: LossFunction | None = None,
         weights_BT: Tensor | None = None,
+        num_supervised: int | None = None,
     ) -> Tensor:
         """Compute logits, or the summed loss of the labels, from the head's input."""
         assert not cached, "a transformers model does not use our cache"
@@ -314,7 +316,11 @@ class HFDecoder(Decoder):
         assert bias_V is None or isinstance(bias_V, Tensor)
         if labels_BT is None:
             return F.linear(hidden_BTD, weight_VD, bias_V)
-        options = {} if weights_BT is None else {"weights_N": weights_BT.flatten()}
+        options: dict[str, Any] = {}
+        if weights_BT is not None:
+            options["weights_N"] = weights_BT.flatten()
+        if num_supervised is not None:
+            options["num_supervised"] = num_supervised
         return (loss or self.loss_function)(
             hidden_BTD.flatten(0, 1), weight_VD, bias_V, labels_BT.flatten(), **options
         )

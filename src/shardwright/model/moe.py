@@ -156,10 +156,9 @@ class MixtureOfExperts(nn.Module):
 
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
 
-    def __init__(self, shape: ModelShape, index: int) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         assert shape.experts is not None
-        self.layer_index = index
         self.shape = shape.experts
         self.router = Router(shape, self.shape)
         self.experts = Experts(shape, self.shape)
@@ -168,7 +167,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(
         self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None
-    ) -> Tensor:
+    ) -> tuple[Tensor, RouterStatistics | None]:
         # Tensor-parallel ranks route the same tokens; their outputs and gradients are partial
         # sums.
         tensor = context.tensor_parallel
@@ -177,10 +176,14 @@ class MixtureOfExperts(nn.Module):
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:
             shared = partial(self.shared_experts.compute, x_BTD, None, dropout)
-        routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
+        hooks = self.parallel_hooks.expert
+        reads_counts = routing.has_drops or (hooks is not None and hooks.degree > 1)
+        run = self.run_experts_uncompiled if reads_counts else self.run_experts
+        routed_ND, shared_BTD = run(x_BTD.flatten(0, 1), routing, shared)
         out_BTD = routed_ND.view_as(x_BTD)
         out_BTD = out_BTD if shared_BTD is None else out_BTD + shared_BTD
-        return out_BTD if tensor is None else tensor.reduce_output(out_BTD)
+        out_BTD = out_BTD if tensor is None else tensor.reduce_output(out_BTD)
+        return out_BTD, routing.statistics
 
     def run_experts(
         self, x_ND: Tensor, routing: Routing, overlapped_compute: Callable[[], Tensor] | None
@@ -209,6 +212,17 @@ class MixtureOfExperts(nn.Module):
             0, (num_tokens, copies)
         )
         return (routing.weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
+
+    @torch.compiler.disable
+    def run_experts_uncompiled(
+        self, x_ND: Tensor, routing: Routing, overlapped_compute: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call `run_experts` outside compiled code.
+
+        It reads row counts on the host if they differ between steps (expert parallelism, limited
+        capacity). The compiler would break the graph there and compile again for each count.
+        """
+        return self.run_experts(x_ND, routing, overlapped_compute)
 
     def route(self, x_BTD: Tensor, context: ForwardContext) -> Routing:
         """Choose experts; in training also count, limit to capacity, and add router losses."""
@@ -239,10 +253,14 @@ class MixtureOfExperts(nn.Module):
             experts_NK = experts_NK.masked_fill(dropped_NK, self.shape.num_experts)
             weights_NK = weights_NK.masked_fill(dropped_NK, 0.0)
             num_dropped = dropped_NK.sum()
-        training.statistics[self.layer_index] = RouterStatistics(
-            tokens_E, num_dropped, balance_loss.detach(), z_loss.detach()
+        return Routing(
+            experts_NK,
+            weights_NK,
+            has_drops=rules.capacity_factor is not None,
+            statistics=RouterStatistics(
+                tokens_E, num_dropped, balance_loss.detach(), z_loss.detach()
+            ),
         )
-        return Routing(experts_NK, weights_NK, has_drops=rules.capacity_factor is not None)
 
     def _compute_router_losses(
         self, experts_BTK: Tensor, probabilities_NE: Tensor, logits_NE: Tensor

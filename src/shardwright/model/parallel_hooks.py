@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
@@ -31,7 +32,6 @@ class AttentionSettings:
     logit per head of this rank.
     """
 
-    layer: int
     scale: float
     window: int | None = None
     soft_cap: float | None = None
@@ -44,6 +44,24 @@ class ContextParallelHooks(Protocol):
 
     def local_token_indices(self, num_tokens: int) -> Tensor:
         """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""
+        ...
+
+    def split_rows(
+        self,
+        num_tokens: int,
+        document_ids_BT: Tensor | None,
+        host_document_ids_BT: np.ndarray | None = None,
+    ) -> Any:
+        """Return what `attend` needs to know of the rows of a forward pass, in
+        `ForwardContext.row_chunks`.
+
+        Called outside compiled code. Without `host_document_ids_BT`, the same ids in host memory,
+        it reads those of the device.
+        """
+        ...
+
+    def select_local_tokens(self, x_BT: np.ndarray) -> np.ndarray:
+        """Select this rank's tokens of rows in host memory, `[B, L]`, in the same order."""
         ...
 
     def attend(

@@ -20,8 +20,8 @@ Legend: B rows, T tokens of a row, N = B x T, E experts, K experts per token, G 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,8 +97,7 @@ _BIAS_UPDATE_RATE = 0.001
 """Update rate of DeepSeek-V3 (arXiv 2412.19437, section 4.2)."""
 
 
-@dataclass(frozen=True)
-class RouterStatistics:
+class RouterStatistics(NamedTuple):
     """Statistics of one layer's router, summed over rows."""
 
     tokens_E: Tensor
@@ -115,9 +114,9 @@ class RouterStatistics:
 class RoutingContext:
     """Training settings and router statistics of one forward pass.
 
-    `row_weight` is the weight of one row's router losses in the gradient. `statistics` are
-    stored by layer: a block that the backward pass recomputes overwrites its own and counts
-    nothing twice.
+    `row_weight` is the weight of one row's router losses in the gradient. Blocks store their
+    `statistics` by layer, outside the computation that is compiled and that the backward pass
+    may repeat: nothing is counted twice.
     """
 
     rules: ExpertRules
@@ -137,11 +136,9 @@ class RouterTotals:
         for layer, statistics in routing.statistics.items():
             total = self._sums.get(layer)
             if total is not None:
-                pairs = (
-                    (getattr(total, f.name), getattr(statistics, f.name))
-                    for f in fields(RouterStatistics)
+                statistics = RouterStatistics(
+                    *(a + b for a, b in zip(total, statistics, strict=True))
                 )
-                statistics = RouterStatistics(*(a + b for a, b in pairs))
             self._sums[layer] = statistics
 
     def pop_table(self, num_layers: int, num_experts: int, device: torch.device) -> Tensor:
@@ -168,6 +165,8 @@ class Routing:
     """Expert indices, int64; E for a dropped choice, whose weight is 0."""
     weights_NK: Tensor
     has_drops: bool = False
+    statistics: RouterStatistics | None = None
+    """Statistics of a training step's routing; None otherwise."""
 
 
 def choose_experts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -110,13 +111,13 @@ def _choose_sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def compute_clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+def compute_clip_coefficient(norm: float, max_norm: float) -> float:
     """Compute min(1, max_norm / (norm + 1e-6)) as torch.nn.utils.clip_grad_norm_ does.
 
-    The result is an fp64 scalar; the host does not wait for the device. Only a finite norm
-    gives a meaningful coefficient: inf would give 0, and 0 x inf is nan.
+    The division is a product with the reciprocal, as torch divides a number by a tensor. Only a
+    finite norm gives a meaningful coefficient: inf would give 0, and 0 x inf is nan.
     """
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return min(1.0, max_norm * (1.0 / (norm + 1e-6)))
 
 
 def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -130,9 +131,10 @@ def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
         ValueError: the norm is inf or nan. The caller checks this first (every rank skips the
             step together).
     """
-    if not bool(torch.isfinite(norm)):
-        raise ValueError(f"gradients with norm {norm.item()} cannot be clipped; skip the step")
-    scale_(gradients, compute_clip_coefficient(norm, max_norm))
+    gradient_norm = float(norm)
+    if not isfinite(gradient_norm):
+        raise ValueError(f"gradients with norm {gradient_norm} cannot be clipped; skip the step")
+    scale_(gradients, compute_clip_coefficient(gradient_norm, max_norm))
 
 
 def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:

@@ -29,6 +29,7 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     vocabulary: VocabularyShard | None = None,
     weights_N: Tensor | None = None,
+    num_supervised: int | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of the supervised tokens, in nats.
 
@@ -65,12 +66,14 @@ def chunked_cross_entropy(
         label_smoothing: share of each target spread evenly over the whole vocabulary.
         vocabulary: this rank's rows; None for all rows.
         weights_N: factor of each token's loss, of either sign, without gradient; None for 1.
+        num_supervised: number of labels that are not -100, if the host knows it; None reads it
+            from the device.
 
     Source: Liger Kernel (Hsu et al. 2024) computes the gradient in the forward pass;
     torch.nn.functional.linear_cross_entropy (torch 2.13) likewise. Why not the latter:
     docs/decisions/0001-chunked-cross-entropy.md.
     """
-    hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N)
+    hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N, num_supervised)
     head = _LogitTransform(bias_V, logit_scale, soft_cap, label_smoothing, vocabulary)
     weights_S = (
         weights_N if weights_N is None or index_S is None else weights_N.index_select(0, index_S)
@@ -93,12 +96,13 @@ def compute_token_losses(
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
     vocabulary: VocabularyShard | None = None,
+    num_supervised: int | None = None,
 ) -> Tensor:
     """Compute the cross-entropy of every token in nats, `[N]`, without gradient.
 
     It is 0 for unsupervised tokens. See `chunked_cross_entropy`.
     """
-    hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N)
+    hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N, num_supervised)
     head = _LogitTransform(bias_V, logit_scale, soft_cap, 0.0, vocabulary)
     weight_VD = weight_VD.to(hidden_SD.dtype)
     losses_S = hidden_SD.new_zeros(
@@ -118,12 +122,21 @@ def compute_token_losses(
     return losses_S.new_zeros(len(labels_N)).index_copy(0, index_S, losses_S)
 
 
-def _select_supervised(hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _select_supervised(
+    hidden_ND: Tensor, labels_N: Tensor, num_supervised: int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Select the labelled rows; also return their labels and indices (None for all rows).
 
-    On CUDA this waits once for the device, which costs less than the logits of masked tokens.
+    If their number is not known, the host waits once for the device, which costs less than the
+    logits of masked tokens.
     """
-    index_S = (labels_N != IGNORED_LABEL).nonzero().squeeze(1)
+    if num_supervised == labels_N.numel():
+        return hidden_ND, labels_N, None
+    is_supervised_N = labels_N != IGNORED_LABEL
+    if num_supervised is None:
+        index_S = is_supervised_N.nonzero().squeeze(1)
+    else:
+        index_S = is_supervised_N.nonzero_static(size=num_supervised).squeeze(1)
     if index_S.numel() == labels_N.numel():
         return hidden_ND, labels_N, None
     return hidden_ND.index_select(0, index_S), labels_N.index_select(0, index_S), index_S

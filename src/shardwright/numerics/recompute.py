@@ -37,8 +37,8 @@ Norms, activations, rotations and casts are cheap to recompute and make up most 
 """
 
 
-_SAVED_OPERATION_NAMES = frozenset({"shardwright::grouped_product"})
-"""Names of our own products, which are registered when the model package is imported."""
+_SAVED_OPERATION_NAMES = frozenset({"shardwright::grouped_product", "shardwright::row_attention"})
+"""Names of our own operators, which are registered when their modules are imported."""
 
 
 def _choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -110,8 +110,17 @@ class Adafactor(ShardedOptimizer):
                 )
             }
         self._sum_over_ranks(updates, ("update",))
-        for item in updates:
-            self._apply_update(item)
+        if not updates:
+            return
+        # One read for all parameters: each read makes the host wait for the device.
+        means = [
+            item.sums[kind] / count_elements(item.shape)
+            for item in updates
+            for kind in ("parameter", "update")
+        ]
+        roots = torch.stack(means).sqrt().tolist()
+        for item, parameter_rms, update_rms in zip(updates, roots[::2], roots[1::2], strict=True):
+            self._apply_update(item, parameter_rms, update_rms)
 
     def _list_first_copies(self, name: str) -> list[ParameterBox]:
         """Return the boxes that this rank adds to sums over ranks, so that each counts once."""
@@ -180,12 +189,12 @@ class Adafactor(ShardedOptimizer):
             )
         return update
 
-    def _apply_update(self, item: _ParameterUpdate) -> None:
+    def _apply_update(
+        self, item: _ParameterUpdate, parameter_rms: float, update_rms: float
+    ) -> None:
         assert item.update is not None
         lr = item.group["lr"]
-        count = count_elements(item.shape)
-        parameter_rms = float((item.sums["parameter"] / count).sqrt())
-        clip_divisor = max(1.0, float((item.sums["update"] / count).sqrt()) / _MAX_UPDATE_RMS)
+        clip_divisor = max(1.0, update_rms / _MAX_UPDATE_RMS)
         relative_step = min(lr, float(item.state["step"]) ** -0.5)
         item.local.mul_(1 - lr * item.group["weight_decay"])
         item.local.add_(

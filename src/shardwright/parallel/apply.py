@@ -109,6 +109,7 @@ def apply_layout(
     decoder.set_recompute(build_recompute_runner(plan.recompute))
     if compile_blocks:
         decoder.compile_blocks()
+        _log_uncompiled_parts(decoder, plan)
     fsdp_modules: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
@@ -122,10 +123,12 @@ def apply_layout(
         _fill_parameters(decoder, layouts, layout, coordinates, read_slice)
     module: nn.Module = decoder
     # A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to
-    # wrap it.
+    # wrap it. DDP changes its buckets after the first step, so the sums of a resumed run's first
+    # step could be rounded differently: no DDP under deterministic algorithms.
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     replica_group = (
         None
-        if mesh is None or sharded or stages or not trainable
+        if mesh is None or sharded or stages or not trainable or is_deterministic
         else mesh.group("dp_replicate", "fsdp")
     )
     # Experts on different `ep` ranks are not copies of each other, so DDP must not reduce them
@@ -199,6 +202,26 @@ def _report_reduce_dtype(layout: Layout, precision: PrecisionDtypes) -> None:
             layout,
             str(precision.param).removeprefix("torch."),
         )
+
+
+def _log_uncompiled_parts(decoder: Decoder, plan: Plan) -> None:
+    """Log what `compile_blocks` leaves uncompiled: experts whose row counts the host reads."""
+    if decoder.shape.experts is None:
+        return
+    if plan.layout.ep > 1:
+        reason = f"layout.ep is {plan.layout.ep}"
+    elif decoder.expert_rules.capacity_factor is not None:
+        reason = "moe.capacity_factor is set"
+    else:
+        return
+    part = "experts" if plan.recompute == "none" else "whole sparse blocks"
+    also = "" if plan.recompute == "none" else f", and recompute is {plan.recompute}"
+    logger.info(
+        "model.compile: %s run uncompiled: the host reads their numbers of rows (%s)%s",
+        part,
+        reason,
+        also,
+    )
 
 
 def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:

@@ -3,8 +3,8 @@
 A chunk's queries see all of an earlier chunk, nothing of it (another document, outside the
 window), or some of it. Invisible tiles are not computed; fully visible ones need no mask.
 Windows and chunks are known on the host. For documents the ids at the ends of the chunks are
-enough, because a document is contiguous; reading them makes the host wait for the device once
-per forward pass.
+enough, because a document is contiguous. They are read in host memory; if the host does not have
+them, it waits for the device once per forward pass.
 
 Legend: B sequences, T tokens of the row, L queries, S keys, C chunks of the row.
 """
@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,40 +47,55 @@ class AttentionTile(NamedTuple):
     has_self_keys: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RowChunks:
     """The rows of one forward pass, split into equal chunks.
+
+    Not frozen: the compiler would specialise compiled code to every field of a frozen dataclass.
 
     Attributes:
         chunk_tokens: tokens of a chunk.
         document_ids_BT: document ids of whole rows; None if each row is one document.
-        sharing: by chunk of queries and earlier (or the same) chunk of keys: (do they share a
-            document in any row, are they one document in every row); None without documents.
+        shared_documents_2CC: by chunk of queries and earlier (or the same) chunk of keys, on the
+            host: do they share a document in any row, are they one document in every row. None
+            without documents.
     """
 
     chunk_tokens: int
     document_ids_BT: Tensor | None = None
-    shared_documents: tuple[tuple[tuple[bool, bool], ...], ...] | None = None
+    shared_documents_2CC: Tensor | None = None
 
     @staticmethod
     def from_documents(
-        num_tokens: int, num_chunks: int, document_ids_BT: Tensor | None
+        num_tokens: int,
+        num_chunks: int,
+        document_ids_BT: Tensor | None,
+        host_document_ids_BT: np.ndarray | None = None,
     ) -> RowChunks:
-        """Build the chunks of rows and compare the documents at their ends."""
+        """Build the chunks of rows and compare the documents at their ends.
+
+        Args:
+            host_document_ids_BT: the same ids in host memory; None reads them from the device.
+        """
         chunk_tokens = num_tokens // num_chunks
         if document_ids_BT is None:
             return RowChunks(chunk_tokens)
-        first_BC = document_ids_BT[:, ::chunk_tokens]
-        last_BC = document_ids_BT[:, chunk_tokens - 1 :: chunk_tokens]
+        if host_document_ids_BT is None:
+            host_document_ids_BT = document_ids_BT.cpu().numpy()
+        first_BC = host_document_ids_BT[:, ::chunk_tokens]
+        last_BC = host_document_ids_BT[:, chunk_tokens - 1 :: chunk_tokens]
         share_CC = (first_BC[:, :, None] == last_BC[:, None, :]).any(0)
-        share_CC.fill_diagonal_(True)  # whatever ends within a chunk, its tokens see themselves
+        np.fill_diagonal(share_CC, True)  # whatever ends within a chunk, its tokens see themselves
         same_CC = (last_BC[:, :, None] == first_BC[:, None, :]).all(0)
-        share, same = torch.stack((share_CC, same_CC)).tolist()
-        sharing = tuple(
-            tuple(zip(in_any_row, in_every_row, strict=True))
-            for in_any_row, in_every_row in zip(share, same, strict=True)
-        )
-        return RowChunks(chunk_tokens, document_ids_BT, sharing)
+        shared_documents_2CC = torch.from_numpy(np.stack((share_CC, same_CC)))
+        return RowChunks(chunk_tokens, document_ids_BT, shared_documents_2CC)
+
+    @cached_property
+    def _shared_documents(self) -> tuple[list[list[bool]], list[list[bool]]] | None:
+        if self.shared_documents_2CC is None:
+            return None
+        in_any_row, in_every_row = self.shared_documents_2CC.tolist()
+        return in_any_row, in_every_row
 
     def find_visibility(self, query: int, key: int, window: int | None) -> Visibility:
         """Find the visibility of chunk `key` to the queries of chunk `query`.
@@ -87,8 +104,11 @@ class RowChunks:
         """
         if key > query:
             return Visibility.NONE
+        documents = self._shared_documents
         share, same = (
-            (True, True) if self.shared_documents is None else self.shared_documents[query][key]
+            (True, True)
+            if documents is None
+            else (documents[0][query][key], documents[1][query][key])
         )
         distance = (query - key) * self.chunk_tokens
         last_token = self.chunk_tokens - 1

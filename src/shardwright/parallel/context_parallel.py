@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +28,8 @@ from shardwright.model.parallel_hooks import AttentionSettings
 from shardwright.parallel.attention_kernels import ScoreSettings
 from shardwright.parallel.block_mask import RowChunks
 from shardwright.parallel.mesh import Mesh
-from shardwright.parallel.ring_attention import RowAttentionSettings, attend_row
+from shardwright.parallel.ring_attention import RowAttentionSettings, RowRanks
+from shardwright.parallel.row_attention import attend_row
 from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 from shardwright.placement import Placement
 
@@ -82,7 +83,12 @@ class ContextParallel:
         self.degree = group.size()
         self.chunks = assign_chunks(method, self.degree)
         self.device = torch.device(device_type)
-        self._row_chunks: WeakKeyDictionary[ForwardContext, RowChunks] = WeakKeyDictionary()
+        # Under Ulysses each rank attends over whole rows, of its share of the heads.
+        self.row_ranks = (
+            RowRanks(None, ((0,),))
+            if method == "ulysses"
+            else RowRanks(group, self.chunks, method == "all_gather")
+        )
 
     def local_token_indices(self, num_tokens: int) -> Tensor:
         """Return this rank's positions in a row of `num_tokens`, in its order, `[L]`.
@@ -95,7 +101,22 @@ class ContextParallel:
             num_tokens, count_chunks(self.method, self.degree), None
         ).token_indices(self.chunks[self.rank], self.device)
 
-    @torch.compiler.disable
+    def split_rows(
+        self,
+        num_tokens: int,
+        document_ids_BT: Tensor | None,
+        host_document_ids_BT: np.ndarray | None = None,
+    ) -> RowChunks:
+        """Split the rows of a forward pass into chunks, and read which share documents."""
+        return RowChunks.from_documents(
+            num_tokens, self.row_ranks.num_chunks, document_ids_BT, host_document_ids_BT
+        )
+
+    def select_local_tokens(self, x_BT: np.ndarray) -> np.ndarray:
+        """Select this rank's tokens of rows in host memory, `[B, L]`, in its order."""
+        pieces = np.split(x_BT, count_chunks(self.method, self.degree), axis=1)
+        return np.concatenate([pieces[chunk] for chunk in self.chunks[self.rank]], axis=1)
+
     def attend(
         self,
         terms: AttentionSettings,
@@ -115,9 +136,8 @@ class ContextParallel:
                 remedy="Generate from a checkpoint of this run without context parallelism",
             )
         settings = RowAttentionSettings(
-            group=self.group,
-            chunks=self.chunks,
-            row_chunks=self._get_row_chunks(context, q_BHLE),
+            ranks=self.row_ranks,
+            row_chunks=context.row_chunks,
             scores=ScoreSettings(
                 scale=terms.scale,
                 soft_cap=terms.soft_cap,
@@ -126,51 +146,28 @@ class ContextParallel:
                 first_head=self.tensor_rank * q_BHLE.shape[1],
             ),
             window=terms.window,
-            is_all_gather=self.method == "all_gather",
             is_explicit=context.has_explicit_attention,
         )
         if self.method != "ulysses":
             return attend_row(q_BHLE, k_BKLE, v_BKLE, terms.sinks_H, settings)
-        return self._attend_by_heads((q_BHLE, k_BKLE, v_BKLE), terms, settings, context)
+        return self._attend_by_heads((q_BHLE, k_BKLE, v_BKLE), terms, settings)
 
     def _attend_by_heads(
         self,
         parts: tuple[Tensor, Tensor, Tensor],
         settings: AttentionSettings,
         row_attention: RowAttentionSettings,
-        context: ForwardContext,
     ) -> Tensor:
         """Attend over whole rows for this rank's share of the heads, between two all-to-alls."""
         num_heads = parts[0].shape[1] // self.degree
         first = self.rank * num_heads
         scores = replace(row_attention.scores, first_head=row_attention.scores.first_head + first)
         if scores.dropout is not None:
-            assert context.dropout_key is not None
-            places_T = torch.arange(parts[0].shape[2] * self.degree)
-            dropout = Dropout.from_key(context.dropout_key, places_T, parts[0].device).select_layer(
-                settings.layer
-            )
-            scores = replace(scores, dropout=dropout)
-        row_attention = replace(row_attention, group=None, chunks=((0,),), scores=scores)
+            assert scores.dropout.row_keys_BT is not None
+            scores = replace(scores, dropout=Dropout(scores.dropout.row_keys_BT))
+        row_attention = replace(row_attention, scores=scores)
         sinks_H = None if settings.sinks_H is None else settings.sinks_H[first : first + num_heads]
         q_BHTE, k_BKTE, v_BKTE = exchange_to_heads(parts, self.group)
         return exchange_to_tokens(
             attend_row(q_BHTE, k_BKTE, v_BKTE, sinks_H, row_attention), self.group
         )
-
-    def _get_row_chunks(self, context: ForwardContext, q_BHLE: Tensor) -> RowChunks:
-        """Return the row chunks of a forward pass.
-
-        Its first layer computes them, because which chunks share documents is read from the
-        device.
-        """
-        row = self._row_chunks.get(context)
-        if row is None:
-            num_row_chunks = (
-                1 if self.method == "ulysses" else count_chunks(self.method, self.degree)
-            )
-            row = RowChunks.from_documents(
-                q_BHLE.shape[2] * self.degree, num_row_chunks, context.document_ids_BT
-            )
-            self._row_chunks[context] = row
-        return row

@@ -15,14 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel.comm_timing import time_wait
-from shardwright.parallel.mesh import Mesh, RankTuple
+from shardwright.parallel.mesh import Mesh
 from shardwright.schedule import Action, Transfer, assign_channel_groups
-
-_later_groups: dict[tuple[dist.ProcessGroup | None, RankTuple, int], dist.ProcessGroup] = {}
-"""Process groups of each pipeline beside its mesh's, by world, ranks and number.
-
-Like a mesh's groups they exist until the process ends.
-"""
 
 
 class P2PChannels:
@@ -34,18 +28,20 @@ class P2PChannels:
         self._ranks = mesh.grid.group_of(mesh.rank, ["pp"])
         self._pp_rank = mesh.coordinates["pp"]
         self._group_of_channel = assign_channel_groups(rank_of_stage)
-        first_group = mesh.group("pp")
-        assert first_group is not None, "a pipeline of one rank needs no channels"
-        self._groups = [first_group]
-        for number in range(1, 1 + max(self._group_of_channel.values())):
-            for ranks in mesh.grid.groups(["pp"]):
-                key = (dist.group.WORLD, ranks, number)
-                if key not in _later_groups:
-                    _later_groups[key] = dist.new_group(list(ranks))
-            self._groups.append(_later_groups[dist.group.WORLD, self._ranks, number])
+        self._groups = [
+            self._join_group(mesh, number)
+            for number in range(1 + max(self._group_of_channel.values()))
+        ]
         self._pending_receives: dict[Transfer, tuple[Tensor, dist.Work | None]] = {}
         self._pending_sends: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._connect()
+
+    @staticmethod
+    def _join_group(mesh: Mesh, number: int) -> dist.ProcessGroup:
+        """Return one of the groups of this rank's pipeline; the first is the mesh's own."""
+        group = mesh.join_group(mesh.grid.groups(["pp"]), f"pp channels {number}", copy=number)
+        assert group is not None, "a pipeline of one rank needs no channels"
+        return group
 
     def _connect(self) -> None:
         """Send one number through every channel.

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.parallel.attention_kernels import (
     AttentionKernel,
@@ -40,100 +39,106 @@ from shardwright.parallel.comm_timing import time_wait
 KeyValuePair = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class RowAttentionSettings:
-    """Settings of one layer's attention over the ranks of a group, for one forward pass.
+class RowRanks:
+    """Ranks that share the tokens of rows, and how they exchange keys and values.
 
     Attributes:
         group: context-parallel ranks; None for one rank that has the whole row.
         chunks: chunk indices of each rank of the group.
-        gather: fetch all keys and values at once instead of passing them around a ring.
-        window: tokens that a token sees, itself included; None for all preceding tokens.
-        explicit: use no fused kernels.
+        is_all_gather: fetch all keys and values at once instead of passing them around a ring.
+        name: identifies equal ranks of this process; compiled code finds them by it.
     """
 
-    group: dist.ProcessGroup | None
-    chunks: tuple[tuple[int, ...], ...]
-    row_chunks: RowChunks
-    scores: ScoreSettings
-    window: int | None = None
-    is_all_gather: bool = False
-    is_explicit: bool = False
+    by_name: ClassVar[dict[str, RowRanks]] = {}
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        chunks: tuple[tuple[int, ...], ...],
+        is_all_gather: bool = False,
+    ) -> None:
+        self.group = group
+        self.chunks = chunks
+        self.is_all_gather = is_all_gather
+        self.name = f"{None if group is None else group.group_name} {chunks} {is_all_gather}"
+        self.by_name[self.name] = self
 
     @property
     def rank(self) -> int:
         """This rank's position in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks of a row."""
+        return sum(map(len, self.chunks))
 
-def attend_row(
+
+@dataclass(frozen=True, eq=False)
+class RowAttentionSettings:
+    """Settings of one layer's attention over rows that ranks share, for one forward pass.
+
+    Attributes:
+        window: tokens that a token sees, itself included; None for all preceding tokens.
+        is_explicit: use no fused kernels.
+    """
+
+    ranks: RowRanks
+    row_chunks: RowChunks
+    scores: ScoreSettings
+    window: int | None = None
+    is_explicit: bool = False
+
+
+def compute_row_output(
     q_BHLE: Tensor,
     k_BKLE: Tensor,
     v_BKLV: Tensor,
     sinks_H: Tensor | None,
     settings: RowAttentionSettings,
-) -> Tensor:
-    """Compute attention of this rank's queries over the whole row, `[B, H, L, V]`.
-
-    `sinks_H` adds a term to each softmax denominator, with no value.
-    """
-    out: Tensor = _RowAttentionFunction.apply(q_BHLE, k_BKLE, v_BKLV, sinks_H, settings)
-    return out
-
-
-class _RowAttentionFunction(torch.autograd.Function):
-    """Autograd function that saves inputs, output and log-sum-exp of this rank's tokens only.
-
-    A flash kernel saves the same.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BHLE: Tensor,
-        k_BKLE: Tensor,
-        v_BKLV: Tensor,
-        sinks_H: Tensor | None,
-        settings: RowAttentionSettings,
-    ) -> Tensor:
-        wide = torch.promote_types(q_BHLE.dtype, torch.float32)
-        out_BHLV = q_BHLE.new_empty((*q_BHLE.shape[:3], v_BKLV.shape[3]), dtype=wide)
-        lse_BHL = q_BHLE.new_empty(q_BHLE.shape[:3], dtype=wide)
-        for key_values in _iterate_key_values(k_BKLE, v_BKLV, settings):
-            _attend(q_BHLE, key_values, settings, PartialAttention(out_BHLV, lse_BHL))
-        if sinks_H is not None:
-            with_sink_BHL = torch.logaddexp(lse_BHL, sinks_H.to(wide)[:, None])
-            out_BHLV, lse_BHL = (
-                out_BHLV * torch.exp(lse_BHL - with_sink_BHL)[..., None],
-                with_sink_BHL,
-            )
-        out_BHLV = out_BHLV.to(q_BHLE.dtype)
-        ctx.save_for_backward(q_BHLE, k_BKLE, v_BKLV, sinks_H, out_BHLV, lse_BHL)
-        ctx.settings = settings
-        return out_BHLV
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out_BHLV: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHLE, k_BKLE, v_BKLV, sinks_H, out_BHLV, lse_BHL = ctx.saved_tensors
-        d_sinks_H = None
-        if sinks_H is not None:
-            delta_BHL = (d_out_BHLV.to(lse_BHL.dtype) * out_BHLV).sum(-1)
-            sink_weights_BHL = torch.exp(sinks_H.to(lse_BHL.dtype)[:, None] - lse_BHL)
-            d_sinks_H = -(sink_weights_BHL * delta_BHL).sum((0, 2)).to(sinks_H.dtype)
-        back = _RowBackward(
-            d_out_BHLV.contiguous(), q_BHLE, PartialAttention(out_BHLV, lse_BHL), ctx.settings
+) -> tuple[Tensor, Tensor]:
+    """Compute the output, in the queries' dtype, and the log-sum-exp of this rank's tokens."""
+    wide = torch.promote_types(q_BHLE.dtype, torch.float32)
+    out_BHLV = q_BHLE.new_empty((*q_BHLE.shape[:3], v_BKLV.shape[3]), dtype=wide)
+    lse_BHL = q_BHLE.new_empty(q_BHLE.shape[:3], dtype=wide)
+    for key_values in _iterate_key_values(k_BKLE, v_BKLV, settings):
+        _attend(q_BHLE, key_values, settings, PartialAttention(out_BHLV, lse_BHL))
+    if sinks_H is not None:
+        with_sink_BHL = torch.logaddexp(lse_BHL, sinks_H.to(wide)[:, None])
+        out_BHLV, lse_BHL = (
+            out_BHLV * torch.exp(lse_BHL - with_sink_BHL)[..., None],
+            with_sink_BHL,
         )
-        d_k_BKLE, d_v_BKLV = (_gather_backward if ctx.settings.is_all_gather else _ring_backward)(
-            back, k_BKLE, v_BKLV
-        )
-        return (
-            back.d_q_BHLE.to(q_BHLE.dtype),
-            d_k_BKLE.to(k_BKLE.dtype),
-            d_v_BKLV.to(v_BKLV.dtype),
-            d_sinks_H,
-            None,
-        )
+    return out_BHLV.to(q_BHLE.dtype), lse_BHL
+
+
+def compute_row_gradients(
+    d_out_BHLV: Tensor,
+    q_BHLE: Tensor,
+    k_BKLE: Tensor,
+    v_BKLV: Tensor,
+    sinks_H: Tensor | None,
+    out_BHLV: Tensor,
+    lse_BHL: Tensor,
+    settings: RowAttentionSettings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute the gradients of queries, keys, values and sinks."""
+    d_sinks_H = None
+    if sinks_H is not None:
+        delta_BHL = (d_out_BHLV.to(lse_BHL.dtype) * out_BHLV).sum(-1)
+        sink_weights_BHL = torch.exp(sinks_H.to(lse_BHL.dtype)[:, None] - lse_BHL)
+        d_sinks_H = -(sink_weights_BHL * delta_BHL).sum((0, 2)).to(sinks_H.dtype)
+    back = _RowBackward(
+        d_out_BHLV.contiguous(), q_BHLE, PartialAttention(out_BHLV, lse_BHL), settings
+    )
+    compute = _gather_backward if settings.ranks.is_all_gather else _ring_backward
+    d_k_BKLE, d_v_BKLV = compute(back, k_BKLE, v_BKLV)
+    return (
+        back.d_q_BHLE.to(q_BHLE.dtype),
+        d_k_BKLE.to(k_BKLE.dtype),
+        d_v_BKLV.to(v_BKLV.dtype),
+        d_sinks_H,
+    )
 
 
 class KeyValueShard(NamedTuple):
@@ -152,20 +157,20 @@ def _iterate_key_values(
 
     The next transfer runs while the caller computes with the current one.
     """
-    rank = settings.rank
+    ranks = settings.ranks
     row = settings.row_chunks
     current = (k_BKLE, v_BKLV)
-    own = settings.chunks[rank]
+    own = ranks.chunks[ranks.rank]
     device = k_BKLE.device
-    if settings.is_all_gather and settings.group is not None:
-        gather = _KeyValueGather(current, settings.group)
+    if ranks.is_all_gather and ranks.group is not None:
+        gather = _KeyValueGather(current, ranks.group)
         yield KeyValueShard(
             *current,
             row.token_indices(own, device),
             row.list_diagonal_tiles(own, own, settings.window),
         )
-        all_chunks = tuple(range(sum(map(len, settings.chunks))))
-        k_BKTE, v_BKTV = (_reorder_to_row(stacked, settings.chunks) for stacked in gather.wait())
+        all_chunks = tuple(range(ranks.num_chunks))
+        k_BKTE, v_BKTV = (_reorder_to_row(stacked, ranks.chunks) for stacked in gather.wait())
         yield KeyValueShard(
             k_BKTE,
             v_BKTV,
@@ -173,13 +178,13 @@ def _iterate_key_values(
             row.list_off_diagonal_tiles(own, all_chunks, settings.window),
         )
         return
-    for step in range(len(settings.chunks)):
+    for step in range(len(ranks.chunks)):
         transfer = None
-        if step < len(settings.chunks) - 1:
-            assert settings.group is not None
-            transfer = _RingPass(current, settings.group)
+        if step < len(ranks.chunks) - 1:
+            assert ranks.group is not None
+            transfer = _RingPass(current, ranks.group)
         # Chunks of the rank that is `step` positions before this one.
-        chunks = settings.chunks[rank - step]
+        chunks = ranks.chunks[ranks.rank - step]
         yield KeyValueShard(
             *current,
             row.token_indices(chunks, device),
@@ -215,7 +220,8 @@ def _attend(
 def _prepare_kernel(
     q_BHLE: Tensor, key_values: KeyValueShard, tile: AttentionTile, settings: RowAttentionSettings
 ) -> tuple[TileVisibility, AttentionKernel]:
-    own_places_L = settings.row_chunks.token_indices(settings.chunks[settings.rank], q_BHLE.device)
+    ranks = settings.ranks
+    own_places_L = settings.row_chunks.token_indices(ranks.chunks[ranks.rank], q_BHLE.device)
     visibility = settings.row_chunks.build_visibility(
         tile, own_places_L, key_values.token_indices_S, settings.window
     )
@@ -286,15 +292,14 @@ def _ring_backward(back: _RowBackward, k_BKLE: Tensor, v_BKLV: Tensor) -> KeyVal
 
     After the last step the gradients are back on their own rank.
     """
+    group = back.settings.ranks.group
     gradients = None
     transfer = None
     for key_values in _iterate_key_values(k_BKLE, v_BKLV, back.settings):
         gradients = back.accumulate(key_values)
         if transfer is not None:
             gradients = _add_pairs(gradients, transfer.wait())
-        transfer = (
-            None if back.settings.group is None else _RingPass(gradients, back.settings.group)
-        )
+        transfer = None if group is None else _RingPass(gradients, group)
     assert gradients is not None
     return gradients if transfer is None else transfer.wait()
 
@@ -306,7 +311,8 @@ def _gather_backward(back: _RowBackward, k_BKLE: Tensor, v_BKLV: Tensor) -> KeyV
         for key_values in _iterate_key_values(k_BKLE, v_BKLV, back.settings)
     ]
     return _add_pairs(
-        own_gradients, *(_scatter_gradients(gradients, back.settings) for gradients in others)
+        own_gradients,
+        *(_scatter_gradients(gradients, back.settings.ranks) for gradients in others),
     )
 
 
@@ -373,16 +379,16 @@ def _reorder_to_row(stacked_RBKLE: Tensor, chunks: Sequence[Sequence[int]]) -> T
     return torch.cat([pieces[chunk] for chunk in range(len(pieces))], dim=2)
 
 
-def _scatter_gradients(gradients: KeyValuePair, settings: RowAttentionSettings) -> KeyValuePair:
+def _scatter_gradients(gradients: KeyValuePair, ranks: RowRanks) -> KeyValuePair:
     """Sum gradients of the whole row over the ranks; return those of this rank's tokens."""
     own = []
     for gradient_BKTE in gradients:
-        pieces = gradient_BKTE.chunk(sum(map(len, settings.chunks)), dim=2)
+        pieces = gradient_BKTE.chunk(ranks.num_chunks, dim=2)
         by_rank = torch.stack(
-            [torch.cat([pieces[chunk] for chunk in chunks], dim=2) for chunks in settings.chunks]
+            [torch.cat([pieces[chunk] for chunk in chunks], dim=2) for chunks in ranks.chunks]
         )
         own.append(torch.empty_like(by_rank[0]))
-        assert settings.group is not None
+        assert ranks.group is not None
         with time_wait("context"):
-            reduce_scatter_single(own[-1], by_rank.flatten(0, 1), group=settings.group)
+            reduce_scatter_single(own[-1], by_rank.flatten(0, 1), group=ranks.group)
     return own[0], own[1]

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -46,6 +47,9 @@ class LiveMemoryTracker(TorchDispatchMode):
     """Mode that counts the bytes of all storages created under it or registered with
     `register_tensors`.
 
+    Args:
+        device_type: count storages of this type of device only; None counts all.
+
     Attributes:
         live_bytes: live bytes now.
         peak_bytes: maximum of `live_bytes` since the last `reset_peak`.
@@ -59,8 +63,9 @@ class LiveMemoryTracker(TorchDispatchMode):
     (1024, 2048)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str | None = None) -> None:
         super().__init__()
+        self._device_type = device_type
         self.phase = "other"
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -97,7 +102,7 @@ class LiveMemoryTracker(TorchDispatchMode):
     def record(self, func: Any, result: Any) -> None:
         """Count an operator's new storages; for modes that call operators themselves."""
         for value in (result,) if isinstance(result, Tensor) else tree_iter(result):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and self._is_counted(value):
                 self._track_tensor(value, func)
 
     def register_tensors(self, tensors: Iterable[Tensor], kind: str) -> int:
@@ -131,6 +136,12 @@ class LiveMemoryTracker(TorchDispatchMode):
             MemoryContribution(origin, size, count) for origin, (size, count) in totals.items()
         ]
         return sorted(contributions, key=lambda contribution: -contribution.num_bytes)
+
+    def _is_counted(self, tensor: Tensor) -> bool:
+        if self._device_type is None:
+            return True
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        return device.type == self._device_type
 
     def _track_tensor(self, tensor: Tensor, func: Any) -> int:
         if isinstance(tensor, DTensor):

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,6 +38,9 @@ from shardwright.training.step import (
     update_parameters,
 )
 
+RehearsalDevice = Literal["cpu", "cuda"]
+"""Device type of the fake tensors."""
+
 
 @dataclass(frozen=True)
 class RankRehearsal:
@@ -54,20 +58,30 @@ class RankRehearsal:
     seconds: float
 
 
-def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> RankRehearsal:
+def rehearse_rank(
+    recipe: Recipe,
+    shape: ModelShape,
+    plan: Plan,
+    rank: int,
+    device_type: RehearsalDevice = "cpu",
+) -> RankRehearsal:
     """Build this rank's part of the model, allocate optimizer states and run one training step.
 
     Fake tensors have no values: every token counts as supervised and every gradient as finite.
+    On `cuda` operators take CUDA's paths, and host memory is not counted.
     """
     began = time.perf_counter()
     with _use_fake_group(rank, plan.layout.world_size):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        live = LiveMemoryTracker()
+        device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+        live = LiveMemoryTracker(None if device_type == "cpu" else device_type)
         recorder = CollectiveRecorder()
-        model = _build_model(recipe, shape, plan, _FakeStorage(fake, live))
+        model = _build_model(recipe, shape, plan, device, _FakeStorage(fake, live))
         reference = None
         if recipe.preference is not None and has_frozen_reference(recipe):
-            reference = _build_model(recipe, shape, plan, _FakeStorage(fake, live), is_frozen=True)
+            reference = _build_model(
+                recipe, shape, plan, device, _FakeStorage(fake, live), is_frozen=True
+            )
         objective = _build_objective(recipe, model, reference)
         with fake, live.track_resizes(), _StepTracker(live) as watch:
             weights_bytes = live.register_tensors(
@@ -165,6 +179,7 @@ def _build_model(
     recipe: Recipe,
     shape: ModelShape,
     plan: Plan,
+    device: torch.device,
     storage: AbstractContextManager[None] | None,
     *,
     is_frozen: bool = False,
@@ -189,8 +204,8 @@ def _build_model(
     return apply_layout(
         decoder,
         plan,
-        build_mesh(plan.layout, "cpu"),
-        torch.device("cpu"),
+        build_mesh(plan.layout, device.type),
+        device,
         read_slice=fill,
         storage=storage,
     )
@@ -207,12 +222,25 @@ def _build_micro_batches(plan: Plan, *, has_documents: bool = False) -> list[Mic
     positions_BT = torch.arange(batch.sequence_length).expand(shape)
     samples_B = torch.arange(batch.micro_batch_size)
     documents_BT = None
+    host_documents_BT = None
     if has_documents:
         half = batch.sequence_length // 2
         documents_BT = (positions_BT >= half).long()
+        is_second_T = np.arange(batch.sequence_length) >= half
+        host_documents_BT = np.broadcast_to(is_second_T, shape).astype(np.int64)
         positions_BT = positions_BT % max(1, half)
     num_supervised = batch.micro_batch_size * batch.sequence_length
-    rows = MicroBatch(ids_BT, ids_BT, positions_BT, documents_BT, samples_B, num_supervised)
+    rows = MicroBatch(
+        ids_BT,
+        ids_BT,
+        positions_BT,
+        documents_BT,
+        samples_B,
+        num_supervised,
+        # Fake tensors have no values for the host to read.
+        host_labels_BT=np.zeros(shape, dtype=np.int64),
+        host_document_ids_BT=host_documents_BT,
+    )
     return [rows] * batch.gradient_accumulation_steps
 
 
@@ -244,11 +272,8 @@ _DEVICE_OPERATOR = torch.ops.prim.device.default
 def _run_operator(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator; for operators that read values, return those of an ordinary step.
 
-    All tokens are supervised, every norm is 1 and every flag is False.
+    Every norm is 1 and every flag is False.
     """
     if func is torch.ops.aten._local_scalar_dense.default:
         return 1.0 if args[0].dtype.is_floating_point else 0
-    if func is torch.ops.aten.nonzero.default:
-        assert args[0].ndim == 1, "nonzero is only used to select supervised tokens"
-        return torch.arange(args[0].shape[0], device=args[0].device)[:, None]
     return func(*args, **kwargs)

@@ -10,15 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, get_args
+
+import torch
 
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
+from shardwright.config.run import DeviceKind
+from shardwright.errors import InputError
 from shardwright.layout import AXES, Layout, RankGrid
 from shardwright.plans import Plan
 from shardwright.rehearsal.agreement import Disagreement, find_disagreement
 from shardwright.rehearsal.collective_recorder import Collective, sum_bytes_by_axis
-from shardwright.rehearsal.rank_rehearsal import RankRehearsal, has_several_documents, rehearse_rank
+from shardwright.rehearsal.rank_rehearsal import (
+    RankRehearsal,
+    RehearsalDevice,
+    has_several_documents,
+    rehearse_rank,
+)
 from shardwright.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -87,7 +96,9 @@ class Rehearsal:
     reports: tuple[RankRehearsal, ...]
     disagreement: Disagreement | None
     assumptions: tuple[str, ...] = ()
-    """Assumptions about the data, one sentence each."""
+    """Assumptions about the data and the device, one sentence each."""
+    device: RehearsalDevice = "cpu"
+    """Device type whose operators the step runs."""
 
     def __repr__(self) -> str:
         layout = self.plan.layout
@@ -131,6 +142,7 @@ class Rehearsal:
         return {
             "schema_version": SCHEMA_VERSION,
             "plan": self.plan.as_dict(),
+            "device": self.device,
             "agrees": self.disagreement is None,
             "disagreement": None if self.disagreement is None else self.disagreement.message,
             "peak_bytes": self.peak_bytes,
@@ -179,12 +191,14 @@ def rehearse(
     shape: ModelShape,
     plan: Plan,
     *,
+    device: RehearsalDevice = "cpu",
     should_run_each_rank: bool | None = None,
     on_report: Callable[[RankRehearsal], None] = lambda _report: None,
 ) -> Rehearsal:
     """Rehearse one optimizer step of every role, in parallel processes.
 
     Args:
+        device: device type of the fake tensors, from `choose_device`.
         should_run_each_rank: rehearse every rank; default for at most `MAX_RANKS_WITHOUT_ROLES`
             ranks.
         on_report: called with every role's report when it is finished.
@@ -196,15 +210,15 @@ def rehearse(
     )
     roles = list_roles(plan.layout, should_run_each_rank=should_run_each_rank)
     reports: list[RankRehearsal] = []
-    if len(roles) == 1:
+    if len(roles) == 1 and device == "cpu":
         reports.append(rehearse_rank(recipe, shape, plan, roles[0].rank))
         on_report(reports[0])
-    else:
+    else:  # a process that has used CUDA keeps its context's memory until it ends
         workers = min(len(roles), os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
             for report in pool.map(
                 rehearse_rank,
-                *zip(*((recipe, shape, plan, role.rank) for role in roles), strict=True),
+                *zip(*((recipe, shape, plan, role.rank, device) for role in roles), strict=True),
             ):
                 reports.append(report)
                 on_report(report)
@@ -216,11 +230,41 @@ def rehearse(
         tuple(roles),
         tuple(reports),
         disagreement,
-        tuple(_list_assumptions(recipe, shape, plan)),
+        tuple(_list_assumptions(recipe, shape, plan, device)),
+        device,
     )
 
 
-def _list_assumptions(recipe: Recipe, shape: ModelShape, plan: Plan) -> Iterator[str]:
+def choose_device(requested: DeviceKind, recipe: Recipe) -> RehearsalDevice:
+    """Choose the device type of the fake tensors; `auto` uses CUDA if the ranks would.
+
+    They would if torch finds a CUDA device and `run.device` is not cpu.
+
+    Raises:
+        InputError: no such device type, or CUDA is requested and torch finds no CUDA device.
+    """
+    if requested not in get_args(DeviceKind):
+        raise InputError(
+            "not a device type", field="--device", got=requested, allowed="auto, cpu or cuda"
+        )
+    is_available = torch.cuda.is_available()
+    if requested == "cuda" and not is_available:
+        raise InputError(
+            "torch finds no CUDA device, whose operators the step would run (without its memory)",
+            field="--device",
+            got="cuda",
+            allowed="cpu or auto",
+            remedy="Rehearse on a machine with a GPU, or give a CPU build of torch the test device "
+            "of shardwright's repository (python -m tests.hostcuda -m shardwright rehearse ...)",
+        )
+    if requested == "auto":
+        requested = "cuda" if is_available and recipe.run.device != "cpu" else "cpu"
+    return requested
+
+
+def _list_assumptions(
+    recipe: Recipe, shape: ModelShape, plan: Plan, device: RehearsalDevice
+) -> Iterator[str]:
     """List the assumptions made because fake tensors have no values."""
     if shape.experts is not None:
         over = f" over {plan.layout.ep} ranks" if plan.layout.ep > 1 else ""
@@ -233,9 +277,14 @@ def _list_assumptions(recipe: Recipe, shape: ModelShape, plan: Plan) -> Iterator
             "every row holds two documents of half its length; memory does not depend on the "
             "documents' lengths"
         )
-        if shape.num_kv_heads < shape.num_heads:
+        if device == "cpu" and shape.num_kv_heads < shape.num_heads:
             yield (
                 "the mask of such rows makes the CUDA kernel repeat keys and values for every "
                 "query head; these copies are not counted"
             )
     yield "every token is supervised and every gradient is finite"
+    if device == "cpu":
+        yield (
+            "operators run as on a CPU; those of CUDA keep other workspaces (--device cuda, where "
+            "torch has a CUDA device)"
+        )

@@ -110,7 +110,10 @@ def find_resume_point(
 
 def list_changes(start: ResumePoint, validated_run: ValidatedRun) -> list[FieldDifference]:
     """List the changes of the recipe that a resumed run may make; they are only reported."""
-    return find_differences(start.values.recipe, _collect_changeable_settings(validated_run))
+    saved = dict(start.values.recipe)
+    # A run of a former version has no value of a newer key, and behaves as by its default.
+    saved["training"] = {"deterministic": False, **saved.get("training", {})}
+    return find_differences(saved, _collect_changeable_settings(validated_run))
 
 
 def _collect_changeable_settings(validated_run: ValidatedRun) -> dict[str, Any]:

@@ -128,6 +128,8 @@ def evaluate_loss(
             while chunk := list(islice(batches, at_once)):
                 if should_abort():
                     return None
+                if model.device.type == "cuda":
+                    chunk = [batch.pin_memory() for batch in chunk]
                 loss_sum += model.compute_losses(objective.prepare(chunk), objective.arguments)
                 num_supervised += sum(batch.num_supervised for batch in chunk)
                 num_counted += sum(objective.count(batch) for batch in chunk)

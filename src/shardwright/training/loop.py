@@ -133,15 +133,18 @@ class TrainingLoop:
         return last_loss
 
     def _read_micro_batches(self) -> list[MicroBatch]:
-        """Read this rank's samples of the next step."""
+        """Read this rank's samples of the next step; for a GPU into pinned memory."""
         context = self.context
-        return read_step_micro_batches(
+        micro_batches = read_step_micro_batches(
             context.validated_run.data.train,
             self.sample_order,
             context.plan.batch,
             self.state.step + self.state.skipped_data_steps,
             context.data_rank,
         )
+        if context.device.type == "cuda":
+            return [batch.pin_memory() for batch in micro_batches]
+        return micro_batches
 
     def _run_step(self) -> StepResult:
         """Run one optimizer step."""

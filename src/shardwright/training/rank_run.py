@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.data.source_files import ProgressOpener
 from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
-from shardwright.launch.devices import choose_rank_device
+from shardwright.launch.devices import choose_rank_device, should_use_cuda
 from shardwright.launch.rank_claim import join_ranks
 from shardwright.launch.rank_environment import (
     RankEnvironment,
@@ -27,6 +27,7 @@ from shardwright.launch.rank_outcome import (
     is_lost_peer_message,
 )
 from shardwright.launch.stop_signals import StopRequest
+from shardwright.numerics.determinism import use_deterministic_algorithms
 from shardwright.telemetry.event_logger import open_event_logger
 from shardwright.training.checkpointing import (
     ResumePoint,
@@ -72,13 +73,18 @@ def train_rank(
 ) -> None:
     """Run one rank, from joining the process group to the last step."""
     start_seconds = time.perf_counter()
-    device = choose_rank_device(recipe.run.device, rank_environment, field="run.device")
     is_main_rank = rank_environment.is_main_rank
     folder = RunFolder.from_recipe(recipe)
-    with (
-        _start_watchdog(recipe, rank_environment, folder) as watchdog,
-        _join_process_group(rank_environment, device, recipe.run.timeout_seconds),
-    ):
+    with ExitStack() as stack:
+        if recipe.training.deterministic:
+            # Before the device is chosen, because that starts CUDA.
+            uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
+            stack.enter_context(use_deterministic_algorithms(is_cuda=uses_cuda))
+        device = choose_rank_device(recipe.run.device, rank_environment, field="run.device")
+        watchdog = stack.enter_context(_start_watchdog(recipe, rank_environment, folder))
+        stack.enter_context(
+            _join_process_group(rank_environment, device, recipe.run.timeout_seconds)
+        )
         rank_sync = RankSync(rank_environment, device)
         # A node that rejoined under torchrun does not see the restart count of the others.
         resume = rank_sync.any_rank(resume)

@@ -81,6 +81,12 @@ def log_start(context: RankContext, step: int, matmul_flops_per_second: float) -
         flops_per_token=validated_run.shape.count_flops_per_token(plan.batch.sequence_length),
         matmul_flops_per_second=matmul_flops_per_second,
     )
+    if context.is_main_rank and context.recipe.training.deterministic:
+        logger.info(
+            "training.deterministic: operations without a deterministic implementation are "
+            "errors; attention uses no cuDNN kernel, NCCL sums nothing inside switches, and "
+            "gradients of replicas are summed after the backward pass instead of by DDP"
+        )
     if context.is_main_rank:
         for message in _list_warnings(validated_run, context.device):
             context.log_warning(message)

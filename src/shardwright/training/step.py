@@ -158,7 +158,7 @@ class StepTimes:
 def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """Sum the supervised tokens of a step over micro-batches and ranks, an int64 scalar."""
     number = sum(batch.num_supervised for batch in micro_batches)
-    return model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device))
+    return model.sum_over_batch(torch.full((), number, dtype=torch.int64, device=model.device))
 
 
 def count_tokens_and_flops(
@@ -187,7 +187,7 @@ def _count_objective(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], objective: Objective
 ) -> Tensor:
     number = sum(objective.count(batch) for batch in micro_batches)
-    return model.sum_over_batch(torch.tensor(number, dtype=torch.float64, device=model.device))
+    return model.sum_over_batch(torch.full((), number, dtype=torch.float64, device=model.device))
 
 
 def _replace_zero_by_one(count: Tensor) -> Tensor:
@@ -235,8 +235,8 @@ def accumulate_gradients(
         num_rows = (
             sum(batch.input_ids_BT.shape[0] for batch in micro_batches) * model.layout.data_ranks
         )
-        routing["row_weight"] = (tokens > 0) * torch.tensor(
-            loss_scale / num_rows, dtype=torch.float64, device=model.device
+        routing["row_weight"] = (tokens > 0) * torch.full(
+            (), loss_scale / num_rows, dtype=torch.float64, device=model.device
         )
 
     def arguments(batch: MicroBatch) -> dict[str, Any]:
@@ -303,7 +303,7 @@ def update_parameters(
     if not skipped:
         factor = 1.0 / loss_scale
         if max_grad_norm is not None:
-            factor *= float(compute_clip_coefficient(norm, max_grad_norm))
+            factor *= compute_clip_coefficient(gradient_norm, max_grad_norm)
         if factor != 1.0:
             scale_([gradient for gradient, _ in gradients if gradient is not None], factor)
         set_learning_rate(optimizer, learning_rate)

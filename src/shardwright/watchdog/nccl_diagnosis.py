@@ -5,7 +5,8 @@ which rank is missing on the device. Checks, from the most to the least certain:
 
     1  a rank that enqueued another collective, size or dtype under the same number
     2  a rank that has not enqueued what others wait for, and waits for no rank
-    3  a rank whose device has not started what the devices of others have started
+    3  a rank whose device has not started what the devices of others have started, or has other
+       operations of the group in front of it: NCCL runs those of a rank and group one by one
     4  ranks that wait for each other; the one that enqueued its last operation first stopped first
     5  a rank without a record, if all others have enqueued what they wait for
     6  ranks that enqueued the collectives of two groups in opposite orders
@@ -83,15 +84,21 @@ def diagnose_records(records: NcclRecords) -> HangDiagnosis | None:
     mismatch = _find_mismatch(by_rank)
     if mismatch is not None:
         return mismatch
-    waits = [*_find_collective_waits(by_rank), *_find_message_waits(by_rank)]
+    waits = [
+        *_find_collective_waits(by_rank),
+        *_find_message_waits(by_rank),
+        *_find_queue_waits(by_rank),
+    ]
     if not waits:
         return _find_unrecorded_rank(records) or _find_opposite_order(by_rank)
-    late = {rank for wait in waits for rank in wait.late_ranks}
-    free = tuple(sorted(late.difference(*(wait.waiting_ranks for wait in waits))))
-    if not free:
+    waiting = {rank for wait in waits for rank in wait.waiting_ranks}
+    blocking = [wait for wait in waits if not waiting.issuperset(wait.late_ranks)]
+    if not blocking:
         return _describe_circle(waits, by_rank)
-    blocked = [wait for wait in waits if set(wait.late_ranks) & set(free)]
-    first = min(blocked, key=lambda wait: (wait.is_enqueued, wait.operation.created_ns))
+    # A device may be late because the host of another rank is.
+    surest = [wait for wait in blocking if not wait.is_enqueued] or blocking
+    free = tuple(sorted({rank for wait in surest for rank in wait.late_ranks} - waiting))
+    first = min(surest, key=lambda wait: wait.operation.created_ns)
     return HangDiagnosis(free, _describe_wait(first, free, by_rank))
 
 
@@ -240,6 +247,31 @@ def _find_message_waits(records: Mapping[int, NcclRecord]) -> Iterator[_Wait]:
             if pending and surplus > 0:
                 message = pending[max(0, len(pending) - surplus)]
                 yield _Wait(message, (waiting,), (late,), is_enqueued=False)
+
+
+def _find_queue_waits(records: Mapping[int, NcclRecord]) -> Iterator[_Wait]:
+    """Yield first pending messages whose other side has other operations in front of it."""
+    queues: dict[tuple[int, NcclGroup], list[NcclOperation]] = {}
+    for rank, record in records.items():
+        for operation in record.operations:
+            if operation.is_pending:
+                queues.setdefault((rank, operation.group), []).append(operation)
+    for (rank, group), queue in queues.items():
+        for message in queue[0].parts or queue[:1]:
+            if message.pair is None:
+                continue
+            other = message.pair[1] if message.pair[0] == rank else message.pair[0]
+            place = next(
+                (
+                    place
+                    for place, operation in enumerate(queues.get((other, group), ()))
+                    for counterpart in operation.parts or (operation,)
+                    if counterpart.pair == message.pair and counterpart.name != message.name
+                ),
+                0,
+            )
+            if place > 0:
+                yield _Wait(message, (rank,), (other,), is_enqueued=True)
 
 
 def _find_opposite_order(records: Mapping[int, NcclRecord]) -> HangDiagnosis | None:

@@ -111,8 +111,8 @@ def stop_ring_one_rank_early() -> Iterator[None]:
         passing = None
         for key_values in ring_attention._iterate_key_values(k_BKLE, v_BKLV, back.settings):
             if gradients is not None:
-                assert back.settings.group is not None
-                passing = ring_attention._RingPass(gradients, back.settings.group)
+                assert back.settings.ranks.group is not None
+                passing = ring_attention._RingPass(gradients, back.settings.ranks.group)
             gradients = back.accumulate(key_values)
             if passing is not None:
                 gradients = ring_attention._add_pairs(gradients, passing.wait())
@@ -208,7 +208,7 @@ def ignore_document_boundaries() -> Iterator[None]:
     with patch.object(
         RowChunks,
         "from_documents",
-        lambda num_tokens, num_chunks, _ids: original(num_tokens, num_chunks, None),
+        lambda num_tokens, num_chunks, *_ids: original(num_tokens, num_chunks, None),
     ):
         yield
 

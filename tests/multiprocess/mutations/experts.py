@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.model import moe
+from shardwright.model.block import Block
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.routing import RouterTotals, RoutingContext
 from shardwright.parallel import ParallelModel, apply, expert_parallel
@@ -142,14 +143,14 @@ def add_router_losses_on_every_tensor_rank() -> Iterator[None]:
 def count_tokens_twice_in_recompute() -> Iterator[None]:
     """Add the router statistics of a block again when the block is recomputed."""
     add = RouterTotals.add
-    route = MixtureOfExperts.route
+    compute = Block.compute
 
-    def route_and_count(self: MixtureOfExperts, x_BTD: Tensor, context: Any) -> Any:
-        before = context.routing.statistics.get(self.layer_index)
-        routing = route(self, x_BTD, context)
-        if before is not None:
+    def compute_and_count(self: Block, x_BTD: Tensor, context: Any, dropout: Any) -> Any:
+        is_repeated = self.layer_index in context.routing.statistics
+        output = compute(self, x_BTD, context, dropout)
+        if is_repeated:
             tally.add(context.routing)
-        return routing
+        return output
 
     tally = RouterTotals()
 
@@ -160,7 +161,7 @@ def count_tokens_twice_in_recompute() -> Iterator[None]:
 
     with (
         patch.object(RouterTotals, "add", add_both),
-        patch.object(MixtureOfExperts, "route", route_and_count),
+        patch.object(Block, "compute", compute_and_count),
     ):
         yield
 

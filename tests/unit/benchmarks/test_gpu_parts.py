@@ -13,12 +13,15 @@ import zipfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import gpu_packages, gpu_parts
 from benchmarks.gpu_page import count_tests
 from benchmarks.gpu_parts import Step
+from benchmarks.gpu_profile import summarise_kernels
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -138,6 +141,29 @@ def test_failed_tests_are_named_with_their_reason() -> None:
     message="assert 1 == 2&#10;more"/></testcase><testcase name="c"><skipped/></testcase>
     </testsuite></testsuites>"""
     assert count_tests(junit) == (1, 1, 1, ["b: assert 1 == 2"])
+
+
+def test_kernels_are_the_events_of_the_device_without_annotations() -> None:
+    def make_event(name: str, kind: str, *, is_annotation: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(
+            key=name,
+            count=2,
+            self_device_time_total=3e6,
+            self_cpu_time_total=5e6,
+            device_type=f"DeviceType.{kind}",
+            is_user_annotation=is_annotation,
+        )
+
+    events = [
+        make_event("aten::mm", "CPU"),
+        make_event("gemm", "CUDA"),
+        make_event("Optimizer.step", "CUDA", is_annotation=True),
+    ]
+    recorded = SimpleNamespace(key_averages=lambda: events)
+    assert summarise_kernels(recorded, torch.device("cuda")) == [
+        {"name": "gemm", "calls": 2, "seconds": 3.0}
+    ]
+    assert [row["seconds"] for row in summarise_kernels(recorded, torch.device("cpu"))] == [5.0] * 3
 
 
 def write_wheel(folder: Path, name: str, files: dict[str, str]) -> None:

@@ -213,6 +213,25 @@ def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(frozen: str)
         )
 
 
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_a_known_number_of_labels_changes_no_bit(is_partial: bool) -> None:
+    hidden_ND, weight_VD, bias_V, labels_N = make_inputs()
+    labels_N = labels_N.clamp(min=0)
+    if is_partial:
+        labels_N[::3] = -100
+    inputs = hidden_ND, weight_VD, bias_V
+
+    def differentiate(num_supervised: int | None) -> list[torch.Tensor]:
+        loss = chunked_cross_entropy(
+            *inputs, labels_N, chunk_tokens=8, num_supervised=num_supervised
+        )
+        return [loss, *torch.autograd.grad(loss, inputs)]
+
+    known = differentiate(int((labels_N != -100).sum()))
+    for got, expected in zip(known, differentiate(None), strict=True):
+        assert torch.equal(got, expected)
+
+
 def test_a_second_backward_raises_instead_of_scaling_twice() -> None:
     hidden_ND, weight_VD, _, labels_N = make_inputs()
     loss = chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=8)

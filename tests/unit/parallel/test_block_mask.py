@@ -45,6 +45,11 @@ def test_every_visible_pair_is_in_one_tile(
     chunk, count, window, ids_BT = row
     tokens = chunk * count
     chunks = RowChunks.from_documents(tokens, count, ids_BT)
+    if ids_BT is not None:
+        from_host = RowChunks.from_documents(tokens, count, ids_BT, ids_BT.numpy())
+        assert from_host.shared_documents_2CC is not None
+        assert chunks.shared_documents_2CC is not None
+        assert torch.equal(from_host.shared_documents_2CC, chunks.shared_documents_2CC)
     queries = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=2)))
     keys = data.draw(st.permutations(range(count)))[: data.draw(st.integers(1, count))]
     expected = compute_mask(tokens, window, torch.zeros(2, tokens) if ids_BT is None else ids_BT)

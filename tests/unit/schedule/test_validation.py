@@ -35,9 +35,10 @@ from shardwright.schedule import (
         ("0F0,0B0\n0F1,0B1", "rank 1 computes 0F1, but stage 0 is on rank 0"),
         (
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
-            "deadlock: rank 0 issues the message of 0F1 from rank 0 to rank 1 after 0F1; "
+            "1F1 needs the message of 0F1 from rank 0 to rank 1; "
+            "rank 0 issues the message of 0F1 from rank 0 to rank 1 after 0F1; "
             "0F1 runs on rank 0 after 0B0; "
-            "0B0 needs the message of 1B0 from rank 1 to rank 0; ",
+            "0B0 needs the message of 1B0 from rank 1 to rank 0",
         ),
         ("1F0,0F0,0B0,1B0", "deadlock: 1F0 needs 0F0; 0F0 runs on rank 0 after 1F0"),
     ],

@@ -203,6 +203,41 @@ def test_of_ranks_with_receives_posted_ahead_the_one_that_stopped_first_is_named
     assert verdict.blocking_ranks == (1,)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_receives_in_front_of_the_sends_that_others_wait_for_are_a_circle(count: int) -> None:
+    """All hosts have enqueued everything; each device waits in a receive, its send behind it."""
+    ring = ("abcd", "pp", tuple(range(count)))
+    recorders = make_recorders(count)
+    for recorder in recorders:
+        recorder.clock += 10**9 * recorder.rank
+        recorder.receive(ring, (recorder.rank - 1) % count, 6, "scheduled")
+        recorder.send(ring, (recorder.rank + 1) % count, 6, "scheduled")
+    verdict = diagnose(recorders)
+    assert verdict.blocking_ranks == (0,)
+    assert f"rank 0 in recv from rank {count - 1} to rank 0 (6 BFloat16 elements)" in (
+        verdict.message
+    )
+    for recorder in recorders:  # sends first on one rank: no circle
+        if recorder.rank == 0:
+            recorder.entries.reverse()
+            for number, entry in enumerate(recorder.entries):
+                entry["record_id"] = number
+    verdict = diagnose_records(read_all(recorders))
+    assert verdict is None or "wait for each other" not in verdict.message
+
+
+def test_a_late_host_is_named_before_late_devices() -> None:
+    """The host of rank 3 is late for rank 2, and the device of rank 1 for rank 0."""
+    recorders = make_recorders()
+    recorders[0].collective(TENSOR, "all_reduce", 8, "started")
+    recorders[1].collective(TENSOR, "all_reduce", 8, "scheduled")
+    recorders[2].collective(OTHER_TENSOR, "all_reduce", 8, "scheduled")
+    recorders[3].collective(WORLD, "barrier", 1)
+    assert diagnose(recorders).blocking_ranks == (3,)
+    recorders[3].collective(OTHER_TENSOR, "all_reduce", 8, "scheduled")
+    assert diagnose(recorders).blocking_ranks == (1,)
+
+
 def test_batches_of_messages_have_the_state_of_their_end() -> None:
     ring = ("abcd", "cp", (0, 1, 2))
     recorders = make_recorders(3)

@@ -1,0 +1,46 @@
+"""Counting of the graphs into which torch compiles a decoder's blocks, without code generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from shardwright.model import Decoder
+
+
+class GraphCounter:
+    """Backend of torch.compile that counts graphs, and runs their operations one by one.
+
+    `fullgraph` makes a graph break an error, and also the compiler's limit of recompilations,
+    at which it otherwise falls back to eager code.
+    """
+
+    def __init__(self) -> None:
+        self.num_forward = 0
+        self.num_backward = 0
+
+    def compile(self, decoder: Decoder, **options: Any) -> None:
+        """Compile the decoder's blocks with this backend."""
+        torch._dynamo.reset()
+        decoder.compile_blocks(
+            backend=aot_autograd(fw_compiler=self._count_forward, bw_compiler=self._count_backward),
+            **{"fullgraph": True, **options},
+        )
+
+    def _count_forward(self, graph: Any, _inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        self.num_forward += 1
+        return make_boxed_func(graph.forward)
+
+    def _count_backward(self, graph: Any, _inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        self.num_backward += 1
+        return make_boxed_func(graph.forward)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Forward and backward graphs."""
+        return self.num_forward, self.num_backward

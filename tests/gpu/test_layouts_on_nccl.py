@@ -1,0 +1,178 @@
+"""Runs of two and four GPUs over NCCL: every parallelism has the losses of one GPU, and resumes.
+
+NCCL's buffers are smaller than the messages, so that a send completes only when it is received.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.config import Recipe
+from shardwright.schedule import PIPELINE_SCHEDULES
+from shardwright.training.run import train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+DEVICE = "cuda"
+ROWS = 8
+"""Rows of a step, which the layouts divide into micro-batches of one row."""
+NUM_STEPS = 6
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
+EXPERT_CONFIG = CONFIG | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
+}
+DENSE_LAYOUTS: list[dict[str, Any]] = [
+    {"dp_replicate": 2},
+    *({"dp_shard": 2, "zero_stage": stage} for stage in (1, 2, 3)),
+    {"tp": 2, "sequence_parallel": True},
+    {"tp": 2, "sequence_parallel": False},
+    *({"cp": 2, "cp_method": method} for method in ("ring", "all_gather", "ulysses")),
+    *({"pp": ranks, "schedule": name} for ranks in (2, 4) for name in PIPELINE_SCHEDULES),
+    {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3},
+    {"dp_shard": 2, "tp": 2, "zero_stage": 3},
+    {"dp_shard": 2, "pp": 2, "zero_stage": 3, "schedule": "zb_h1"},
+    {"tp": 2, "pp": 2, "schedule": "zbv"},
+    {"pp": 2, "cp": 2, "cp_method": "ring", "schedule": "1f1b"},
+]
+EXPERT_LAYOUTS: list[dict[str, Any]] = [
+    {"dp_shard": 2, "ep": 2, "zero_stage": 3},
+    {"dp_shard": 4, "ep": 2, "zero_stage": 1},
+    {"dp_shard": 2, "ep": 2, "tp": 2, "zero_stage": 2},
+    {"dp_shard": 2, "ep": 2, "pp": 2, "zero_stage": 2},
+]
+
+
+def count_ranks(layout: dict[str, Any]) -> int:
+    ranks = 1
+    for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
+        ranks *= layout.get(axis, 1)
+    return ranks
+
+
+def name_layout(layout: dict[str, Any]) -> str:
+    return "-".join(f"{key}={setting}" for key, setting in layout.items())
+
+
+def build_recipe(
+    folder: Path, config: dict[str, Any], layout: dict[str, Any], num_steps: int = NUM_STEPS
+) -> Recipe:
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    data_ranks = layout.get("dp_replicate", 1) * layout.get("dp_shard", 1)
+    return Recipe.model_validate(
+        {
+            "model": {"config": config},
+            "tokenizer": {"kind": "character"},
+            "data": {
+                "sources": [str(text)],
+                "validation_fraction": 0.1,
+                "validation_split": "tail",
+                "cache_dir": str(folder / "cache"),
+            },
+            "training": {
+                "sequence_length": 128,
+                "micro_batch_size": 1,
+                "gradient_accumulation_steps": ROWS // data_ranks,
+                "max_steps": num_steps,
+                "learning_rate": 1e-3,
+                "schedule": "constant",
+            },
+            "layout": layout,
+            "precision": "fp32",
+            "checkpoint": {"every_steps": NUM_STEPS // 2},
+            "run": {"dir": str(folder / "run"), "device": DEVICE},
+        }
+    )
+
+
+def train_recipe(recipe: Recipe, layout: dict[str, Any], *, resume: bool = False) -> float:
+    """Train a recipe on the ranks of a layout; return the validation loss."""
+    summary = train(recipe, num_ranks=count_ranks(layout), resume=resume)
+    assert summary is not None
+    assert summary["status"] == "completed"
+    loss: float = summary["validation_loss"]
+    return loss
+
+
+@pytest.fixture(autouse=True)
+def _use_small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hidden state has 128 KiB."""
+    monkeypatch.setenv("NCCL_BUFFSIZE", str(2**16))
+    monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "1")
+
+
+@pytest.fixture(scope="module")
+def one_gpu_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """Validation loss after `NUM_STEPS` on one GPU, by model."""
+    skip_without_gpus(1)
+    return {
+        config["model_type"]: train_recipe(
+            build_recipe(tmp_path_factory.mktemp("one"), config, {}), {}
+        )
+        for config in (CONFIG, EXPERT_CONFIG)
+    }
+
+
+def skip_without_gpus(number: int) -> None:
+    if torch.cuda.device_count() < number:
+        pytest.skip(f"needs {number} CUDA devices; torch finds {torch.cuda.device_count()}")
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        *((CONFIG, layout) for layout in DENSE_LAYOUTS),
+        *((EXPERT_CONFIG, layout) for layout in EXPERT_LAYOUTS),
+    ],
+    ids=lambda given: name_layout(given) if "model_type" not in given else given["model_type"],
+)
+def test_losses_equal_those_of_one_gpu(
+    config: dict[str, Any],
+    layout: dict[str, Any],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    skip_without_gpus(count_ranks(layout))
+    expected = request.getfixturevalue("one_gpu_losses")[config["model_type"]]
+    loss = train_recipe(build_recipe(tmp_path, config, layout), layout)
+    assert loss == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"dp_shard": 2, "zero_stage": 3}, {"pp": 2, "schedule": "1f1b"}),
+        ({"pp": 4, "schedule": "1f1b"}, {"dp_shard": 2, "tp": 2, "zero_stage": 3}),
+    ],
+    ids=name_layout,
+)
+def test_a_run_resumes_under_another_layout(
+    first: dict[str, Any],
+    second: dict[str, Any],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    skip_without_gpus(max(count_ranks(first), count_ranks(second)))
+    expected = request.getfixturevalue("one_gpu_losses")[CONFIG["model_type"]]
+    train_recipe(build_recipe(tmp_path, CONFIG, first, NUM_STEPS // 2), first)
+    resumed = train_recipe(build_recipe(tmp_path, CONFIG, second), second, resume=True)
+    assert resumed == pytest.approx(expected, rel=1e-4)

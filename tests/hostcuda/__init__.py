@@ -1,0 +1,1 @@
+"""A CUDA device on a CPU build of torch, for tests: see README.md."""

@@ -1,0 +1,208 @@
+"""Operators that only CUDA has a kernel for, by plain operators: fused attention and RMS norm.
+
+Arguments, checks, shapes and dtypes are CUDA's. Import it after the library is loaded: it imports
+torch. Legend: B sequences, H query heads, K key/value heads, T queries, S keys, E head_dim, N rows,
+D features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LSE_ALIGNMENT = 32
+_BIAS_ALIGNMENT_BYTES = 16
+
+
+def _expand(x_BKSE: Tensor, q_BHTE: Tensor) -> Tensor:
+    return x_BKSE.float().repeat_interleave(q_BHTE.shape[1] // x_BKSE.shape[1], dim=1)
+
+
+def _sum_groups(gradient_BHSE: Tensor, like_BKSE: Tensor) -> Tensor:
+    groups = gradient_BHSE.unflatten(1, (like_BKSE.shape[1], -1))
+    return groups.sum(2).to(like_BKSE.dtype)
+
+
+def _compute_scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    scores_BHTS = (q.float() @ _expand(k, q).mT) * scale
+    if bias is not None:
+        scores_BHTS = scores_BHTS + bias.float()
+    if is_causal:
+        later = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores_BHTS = scores_BHTS.masked_fill(later, float("-inf"))
+    return scores_BHTS
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp; a query that sees no key has 0 in both."""
+    scores_BHTS = _compute_scores(q, k, bias, is_causal, scale or q.shape[-1] ** -0.5)
+    lse_BHT = torch.logsumexp(scores_BHTS, -1)
+    lse_BHT = lse_BHT.masked_fill(lse_BHT == float("-inf"), 0.0)
+    out_BHTE = (torch.exp(scores_BHTS - lse_BHT[..., None]) @ _expand(v, q)).to(q.dtype)
+    return out_BHTE.transpose(1, 2).contiguous().transpose(1, 2), lse_BHT
+
+
+def _differentiate(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse_BHT: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert d_out.dtype == q.dtype == out.dtype
+    assert lse_BHT.dtype == torch.float32
+    scale = scale or q.shape[-1] ** -0.5
+    scores_BHTS = _compute_scores(q, k, bias, is_causal, scale)
+    weights_BHTS = torch.exp(scores_BHTS - lse_BHT[..., None])
+    weights_BHTS = weights_BHTS.masked_fill(scores_BHTS == float("-inf"), 0.0)
+    d_out, out = d_out.float(), out.float()
+    d_weights_BHTS = d_out @ _expand(v, q).mT
+    d_scores_BHTS = weights_BHTS * (d_weights_BHTS - (d_out * out).sum(-1, keepdim=True)) * scale
+    return (
+        (d_scores_BHTS @ _expand(k, q)).to(q.dtype),
+        _sum_groups(d_scores_BHTS.mT @ q.float(), k),
+        _sum_groups(weights_BHTS.mT @ d_out, v),
+    )
+
+
+def _run_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    assert dropout_p == 0.0
+    assert q.dtype in (torch.float16, torch.bfloat16), "FlashAttention supports fp16 and bf16 only"
+    assert q.shape[-1] % 8 == 0, "FlashAttention needs head_dim to be a multiple of 8"
+    assert q.shape[-1] <= 256, "FlashAttention supports head_dim up to 256"
+    out, lse = _attend(q, k, v, None, is_causal, scale)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = q.new_empty(0)
+    return out, lse, None, None, q.shape[2], k.shape[2], seed, seed[:0].clone(), unused
+
+
+def _run_flash_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert logsumexp.is_contiguous()
+    return _differentiate(d_out, q, k, v, None, out, logsumexp, is_causal, scale)
+
+
+def _run_efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    assert dropout_p == 0.0
+    assert q.shape[1] == k.shape[1] == v.shape[1], "the kernel has no grouped heads"
+    if attn_bias is not None:
+        assert attn_bias.dtype == q.dtype, "invalid dtype for bias - should match query's dtype"
+        assert attn_bias.shape == (*q.shape[:3], k.shape[2]), attn_bias.shape
+        alignment = _BIAS_ALIGNMENT_BYTES // attn_bias.element_size()
+        assert attn_bias.stride(-2) % alignment == 0, "attn_bias is not correctly aligned"
+    out, lse = _attend(q, k, v, attn_bias, is_causal, scale)
+    lse = F.pad(lse, (0, -q.shape[2] % _LSE_ALIGNMENT), value=float("inf"))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    return out, lse if compute_log_sumexp else lse[..., :0].clone(), seed, seed.clone()
+
+
+def _run_efficient_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    assert not grad_input_mask[3], "the gradient of the mask is not supported"
+    assert logsumexp.shape[-1] % _LSE_ALIGNMENT == 0, "logsumexp is not padded to a multiple of 32"
+    lse = logsumexp[..., : q.shape[2]]
+    return (*_differentiate(d_out, q, k, v, attn_bias, out, lse, is_causal, scale), None)
+
+
+def _run_rms_norm(
+    x: Tensor, normalized_shape: list[int], weight_D: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    assert weight_D is None or weight_D.dtype == x.dtype
+    assert len(normalized_shape) == 1
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * scale
+    return (normed if weight_D is None else normed * weight_D).to(x.dtype), scale
+
+
+def _run_rms_norm_backward(
+    d_out: Tensor,
+    x: Tensor,
+    normalized_shape: list[int],
+    scale: Tensor,
+    weight_D: Tensor | None,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    wide = d_out.to(scale.dtype)
+    unit = x * scale
+    d_unit = wide if weight_D is None else wide * weight_D
+    d_x = (d_unit - unit * (d_unit * unit).mean(-1, keepdim=True)) * scale
+    d_weight_D = (wide * unit).flatten(0, -2).sum(0)
+    return (
+        d_x.to(x.dtype) if output_mask[0] else None,
+        d_weight_D.to(weight_D.dtype) if weight_D is not None and output_mask[1] else None,
+    )
+
+
+def register() -> torch.library.Library:
+    """Register the operators; they exist as long as the result."""
+    library = torch.library.Library("aten", "IMPL")
+    name = "_scaled_dot_product_{}_attention{}"
+    library.impl(name.format("flash", ""), _run_flash, "CUDA")
+    library.impl(name.format("flash", "_backward"), _run_flash_backward, "CUDA")
+    library.impl(name.format("efficient", ""), _run_efficient, "CUDA")
+    library.impl(name.format("efficient", "_backward"), _run_efficient_backward, "CUDA")
+    library.impl("_fused_rms_norm", _run_rms_norm, "CUDA")
+    library.impl("_fused_rms_norm_backward", _run_rms_norm_backward, "CUDA")
+    return library

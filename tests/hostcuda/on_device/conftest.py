@@ -1,0 +1,19 @@
+"""Ranks with the test device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from multiprocessing import forkserver
+
+import pytest
+
+from shardwright.verification.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def device_ranks() -> Iterator[RankPool]:
+    """Return a pool whose ranks have the device; their collectives run on gloo."""
+    forkserver.set_forkserver_preload(["tests.hostcuda.activate", "tests.hostcuda.ranks"])
+    forkserver.ensure_running()  # before the pool sets its own imports
+    with RankPool(timeout_seconds=120.0) as pool:
+        yield pool

@@ -1,0 +1,249 @@
+"""The real step of every family and layout on fake CUDA tensors and a fake process group.
+
+No operator mixes devices (fake tensors raise), lacks a CUDA kernel, or multiplies integers, and the
+attention kernels are those that CUDA takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.architecture import read_recipe_shape
+from shardwright.config import Recipe
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.layout import Layout
+from shardwright.plans import BatchPlan, Plan
+from shardwright.rehearsal import rank_rehearsal
+from shardwright.rehearsal.rank_rehearsal import RankRehearsal, RehearsalDevice, rehearse_rank
+from tests.hostcuda import device
+
+TOKENS = 128
+_SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_nextn_predict_layers": 0,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+_GPT2: dict[str, Any] = {
+    "vocab_size": 256, "n_embd": 128, "n_head": 8, "n_layer": 2, "n_positions": 256,
+    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _SIZES,
+    "mistral": _SIZES | {"sliding_window": 32},
+    "qwen2": _SIZES,
+    "qwen3": _SIZES | {"head_dim": 16},
+    "phi3": _SIZES | {"original_max_position_embeddings": 256},
+    "gemma2": _SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32},
+    "gemma3_text": _SIZES | {"head_dim": 16, "sliding_window": 32},
+    "olmo2": _SIZES,
+    "granite": _SIZES,
+    "smollm3": _SIZES,
+    "gpt2": _GPT2,
+    "gpt_neox": {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"},
+    "mixtral": _SIZES | {"num_local_experts": 8},
+    "qwen3_moe": _SIZES | _EXPERTS | {"head_dim": 16},
+    "olmoe": _SIZES | {"num_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": _SIZES | {"head_dim": 16, "sliding_window": 32, "num_local_experts": 8},
+    "deepseek_v3": _SIZES | _LATENT,
+}
+SPARSE = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
+EXPLICIT = {"fsdp-tp-cp-pp": ("gemma2",), "ddp-tp": ("gemma2", "gpt_oss")}
+"""Families that no fused kernel supports: soft caps, and sinks unless cp adds them itself."""
+
+
+def make_recipe(family: str, **sections: Any) -> Recipe:
+    return validate_recipe(
+        {
+            "model": {
+                "config": {"model_type": family, **FAMILIES[family]},
+                "loss_chunk_tokens": 64,
+            },
+            "data": {"sources": ["nowhere"]},
+            "training": {
+                "sequence_length": TOKENS,
+                "micro_batch_size": 2,
+                "learning_rate": 1e-3,
+                "max_steps": 1,
+            },
+            **sections,
+        }
+    )
+
+
+def rehearse(
+    family: str,
+    layout: Layout,
+    *,
+    kind: str = "bf16",
+    recompute: str = "none",
+    device_type: RehearsalDevice = "cuda",
+    rank: int = 0,
+    **sections: Any,
+) -> RankRehearsal:
+    recipe = make_recipe(family, **sections)
+    precision = recipe.precision.model_copy(update={"kind": kind})
+    batch = BatchPlan(TOKENS, 2, max(2, layout.pp), layout.data_ranks)
+    plan = Plan(layout, batch, precision, recompute)  # type: ignore[arg-type]
+    return rehearse_rank(recipe, read_recipe_shape(recipe), plan, rank, device_type)
+
+
+@pytest.fixture(autouse=True)
+def checked_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Refuse operators without a CUDA kernel; return the names of those that ran on CUDA."""
+    run = rank_rehearsal._run_operator
+    names: set[str] = set()
+
+    def run_checked(func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        if any(x.device.type == "cuda" for x in tensors):
+            names.add(func.name())
+            assert device.has_cuda_kernel(func), f"{func.name()} has no CUDA kernel"
+            if func.name() in ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"):
+                assert tensors[0].is_floating_point(), f"{func.name()} of {tensors[0].dtype}"
+        return run(func, args, kwargs)
+
+    monkeypatch.setattr(rank_rehearsal, "_run_operator", run_checked)
+    return names
+
+
+def list_attention(names: set[str]) -> set[str]:
+    """Return which fused kernels ran forward, of flash and efficient."""
+    return {
+        kernel
+        for kernel in ("flash", "efficient")
+        if f"aten::_scaled_dot_product_{kernel}_attention" in names
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("axes", ["fsdp-tp-cp-pp", "ddp-tp"])
+def test_every_family_takes_a_step(family: str, axes: str, checked_operators: set[str]) -> None:
+    ep = 2 if family in SPARSE else 1
+    layout = (
+        Layout(dp_shard=2, tp=2, cp=2, pp=2, ep=ep, zero_stage=1)
+        if axes == "fsdp-tp-cp-pp"
+        else Layout(dp_replicate=2, tp=2)
+    )
+    report = rehearse(family, layout)
+    assert report.peak_bytes > report.weights_bytes > 0
+    kernels = list_attention(checked_operators)
+    if family in EXPLICIT[axes]:
+        assert kernels == set()
+    elif "sliding_window" in FAMILIES[family]:
+        assert "efficient" in kernels  # masks
+    else:
+        assert kernels == {"flash"}
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2, zero_stage=1),
+    Layout(dp_shard=2, zero_stage=2),
+    Layout(dp_shard=2, zero_stage=3),
+    Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(tp=2, sequence_parallel=False),
+    Layout(cp=2, cp_method="ring"),
+    Layout(cp=2, cp_method="all_gather"),
+    Layout(cp=2, cp_method="ulysses"),
+    Layout(pp=2, schedule="1f1b"),
+    Layout(pp=2, schedule="zb_h1"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_takes_a_step_with_the_bytes_and_collectives_of_a_cpu(
+    layout: Layout, checked_operators: set[str]
+) -> None:
+    on_cuda = rehearse("llama", layout)
+    assert list_attention(checked_operators) == {"flash"}
+    on_cpu = rehearse("llama", layout, device_type="cpu")
+    assert on_cuda.collectives == on_cpu.collectives
+    assert on_cuda.weights_bytes == on_cpu.weights_bytes
+    assert on_cuda.optimizer_bytes == on_cpu.optimizer_bytes
+    # Of a model this small, a norm's wide temporaries on a CPU are 7% of the peak.
+    assert on_cuda.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.08)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=2, ep=2, zero_stage=3)], ids=str)
+def test_experts_take_a_step(layout: Layout) -> None:
+    assert rehearse("qwen3_moe", layout).peak_bytes > 0
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "muon", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=2, zero_stage=3), Layout(dp_replicate=2, tp=2)], ids=str
+)
+def test_every_optimizer_takes_a_step(rule: str, layout: Layout) -> None:
+    if rule == "adamw_8bit":
+        pytest.importorskip("torchao.optim", reason="the extra `lowbit` is not installed")
+    options = {"block_size": 32} if rule == "adamw_8bit" else {}
+    assert rehearse("llama", layout, optimizer={"name": rule, **options}).optimizer_bytes >= 0
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+def test_other_precisions_take_their_kernels(kind: str, checked_operators: set[str]) -> None:
+    rehearse("llama", Layout(), kind=kind)
+    assert list_attention(checked_operators) == {"efficient" if kind == "fp32" else "flash"}
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_takes_the_same_kernels(recompute: str, checked_operators: set[str]) -> None:
+    rehearse("llama", Layout(dp_shard=2, zero_stage=3), recompute=recompute)
+    assert list_attention(checked_operators) == {"flash"}
+
+
+@pytest.mark.parametrize("cp_method", ["ring", "all_gather", "ulysses", None])
+def test_packed_documents_are_masked(cp_method: Any, checked_operators: set[str]) -> None:
+    layout = Layout() if cp_method is None else Layout(cp=2, cp_method=cp_method)
+    packed = rehearse("llama", layout, data={"sources": ["nowhere"], "packing": "documents"})
+    # The two documents of a row end where chunks of the ring end, so that no tile needs a mask.
+    is_masked = cp_method in ("ulysses", None)
+    assert list_attention(checked_operators) == {"efficient" if is_masked else "flash"}
+    assert packed.peak_bytes > 0
+
+
+def test_adapters_of_a_quantised_base_take_a_step() -> None:
+    assert rehearse("llama", Layout(), adapters={"rank": 4, "quantize": "nf4"}).peak_bytes > 0
+
+
+def test_the_public_function_rehearses_on_cuda_by_default() -> None:
+    recipe = make_recipe("llama", precision="bf16", layout={"pp": 2, "dp_shard": 1}).model_dump(
+        mode="json"
+    )
+    rehearsal = sw.rehearse(recipe, 2)  # two roles, in processes of their own
+    assert rehearsal.device == "cuda"
+    assert rehearsal.disagreement is None
+    assert not any("--device cuda" in line for line in rehearsal.assumptions)
+    assert sw.rehearse(recipe, 2, device="cpu").device == "cpu"

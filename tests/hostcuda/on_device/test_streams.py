@@ -1,0 +1,143 @@
+"""Copies on other streams than training's: events order them, and the host waits before it reads.
+
+Background saves copy on a stream of their own, micro-batches come from pinned memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.checkpoint import background_save
+from shardwright.checkpoint.background_save import BackgroundSaver, HostBuffer
+from shardwright.checkpoint.tensor_loading import load_checkpoint
+from shardwright.data.loader import MicroBatch
+from shardwright.errors import SaveFailed
+from shardwright.layout import Layout
+from shardwright.optim import build_optimizer
+from shardwright.optim.state import collect_optimizer_tensors
+from shardwright.training.step import accumulate_gradients, update_parameters
+from tests.hostcuda import device
+from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches
+
+CASE = Case(Layout())
+
+
+class Training:
+    """A model on the device with its optimizer, and the batches of a step in pinned memory."""
+
+    def __init__(self) -> None:
+        recipe = CASE.make_recipe()
+        self.model = build_model(CASE, recipe, CASE.layout, torch.device("cuda", 0))
+        self.optimizer = build_optimizer(
+            self.model.named_parameters(),
+            recipe.optimizer,
+            learning_rate=LEARNING_RATE,
+            weight_decay=0.1,
+        )
+        self.step = 0
+
+    def accumulate(self) -> None:
+        batches = [batch.pin_memory() for batch in draw_micro_batches(CASE, 0)]
+        accumulate_gradients(self.model, batches, seed=0, step=self.step)
+        self.step += 1
+
+    def update(self) -> None:
+        update_parameters(
+            self.model, self.optimizer, learning_rate=LEARNING_RATE, max_grad_norm=0.5
+        )
+
+    def collect_state(self) -> dict[str, torch.Tensor]:
+        weights = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
+        return weights | collect_optimizer_tensors(self.optimizer, self.model.named_parameters())
+
+
+def save_during_a_step(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Save in the background during a step; return the state at that time and the saved one."""
+    training = Training()
+    training.accumulate()
+    training.update()
+    state = training.collect_state()
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    # The host has not waited for the update's kernels, which only an event orders before the copy.
+    saver = BackgroundSaver()
+    saver.save(folder, 1, state, {})
+    training.accumulate()
+    saver.wait_for_copy()
+    training.update()
+    saved = saver.close()
+    assert saved is not None
+    loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    load_checkpoint(saved.path, loaded)
+    return expected, loaded
+
+
+def test_a_background_save_has_the_state_at_its_start(tmp_path: Path) -> None:
+    expected, loaded = save_during_a_step(tmp_path)
+    assert len(expected) > 30
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name].cpu(), tensor.cpu()), name
+
+
+def test_a_save_without_its_event_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_save, "_record_ready_event", lambda _tensors: None)
+    with pytest.raises(SaveFailed, match="missing event: aten::copy_ on stream"):
+        save_during_a_step(tmp_path)
+
+
+def test_a_host_buffer_that_is_read_too_early_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(100, device="cuda")
+    ready = torch.cuda.current_stream().record_event()
+    (copied,) = HostBuffer().copy_tensors([x], ready)
+    assert copied.tolist() == [1.0] * 100
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda _stream: None)
+    (copied,) = HostBuffer().copy_tensors([x], ready)
+    assert copied.isnan().all()
+    torch.cuda.synchronize()
+
+
+def test_an_update_before_the_copy_has_finished_is_detected() -> None:
+    training = Training()
+    training.accumulate()
+    training.update()
+    started = threading.Event()
+    go = threading.Event()
+    ready = torch.cuda.current_stream().record_event()
+    weight = next(iter(training.collect_state().values()))
+
+    def copy() -> None:
+        side = torch.cuda.Stream()
+        side.wait_event(ready)
+        with torch.cuda.stream(side):
+            torch.empty(weight.shape, pin_memory=True).copy_(weight, non_blocking=True)
+        started.set()
+        go.wait(60)
+        side.synchronize()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    started.wait(60)
+    training.accumulate()  # reads the weights, which is allowed
+    with pytest.raises(RuntimeError, match=r"missing event: .* writes memory that aten::copy_"):
+        weight.add_(1.0)
+    go.set()
+    thread.join()
+    weight.add_(1.0)
+
+
+def test_micro_batches_are_copied_from_pinned_memory_without_waiting() -> None:
+    (batch, *_) = draw_micro_batches(CASE, 0)
+
+    def move(batch: MicroBatch) -> Callable[[], object]:
+        return lambda: batch.to("cuda")
+
+    for source, number in ((batch, 4), (batch.pin_memory(), 0)):
+        with device.log_synchronisations() as log:
+            move(source)()
+        assert log.total() == number, log

@@ -1,0 +1,65 @@
+"""Steps with real numbers on ranks with the test device: losses of a CPU, and host synchronisations
+as in the table of docs/cuda.md.
+
+The table has the number per step of a rank that reads two micro-batches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from shardwright.layout import Layout
+from shardwright.verification.rank_pool import RankPool
+from tests.hostcuda.ranks import Case, compute_reference, run_on_device
+
+PAGE = Path(__file__).parents[3] / "docs/cuda.md"
+SHARDED = Layout(dp_shard=2, zero_stage=3)
+CASES: dict[str, Case] = {
+    "one GPU": Case(Layout()),
+    "DDP": Case(Layout(dp_replicate=2)),
+    "ZeRO-1": Case(Layout(dp_shard=2, zero_stage=1)),
+    "ZeRO-3": Case(SHARDED),
+    "tp, sp": Case(Layout(tp=2, sequence_parallel=True)),
+    "cp ring": Case(Layout(cp=2, cp_method="ring")),
+    "cp ring, packed documents": Case(Layout(cp=2, cp_method="ring"), has_documents=True),
+    "cp all-gather, packed documents": Case(
+        Layout(cp=2, cp_method="all_gather"), has_documents=True
+    ),
+    "cp Ulysses": Case(Layout(cp=2, cp_method="ulysses")),
+    "pp 1F1B": Case(Layout(pp=2, schedule="1f1b")),
+    "pp ZB-H1": Case(Layout(pp=2, schedule="zb_h1")),
+    "experts, bf16": Case(Layout(), model="qwen3_moe", kind="bf16"),
+    "experts, fp32": Case(Layout(), model="qwen3_moe"),
+    "ep, bf16": Case(Layout(dp_shard=2, ep=2, zero_stage=3), model="qwen3_moe", kind="bf16"),
+    "ZeRO-3, Muon": Case(SHARDED, sections={"optimizer": {"name": "muon"}}),
+    "ZeRO-3, Adafactor": Case(SHARDED, sections={"optimizer": {"name": "adafactor"}}),
+}
+
+
+def read_budget() -> dict[str, int]:
+    """Read the table of docs/cuda.md: synchronisations per step by layout."""
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    return {name: int(number) for name, number in rows}
+
+
+def test_every_row_of_the_table_is_measured() -> None:
+    assert set(read_budget()) == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_has_the_losses_of_a_cpu_and_no_more_synchronisations_than_documented(
+    device_ranks: RankPool, name: str
+) -> None:
+    case = CASES[name]
+    results = device_ranks.run(case.layout.world_size, run_on_device, case)
+    expected = compute_reference(case)
+    tolerance = 1e-4 if case.kind == "fp32" else 2e-2  # Muon multiplies in bf16
+    for losses, _ in results:
+        assert losses == pytest.approx(expected, rel=tolerance)
+    budget = read_budget()[name]
+    for rank, (_, counts) in enumerate(results):
+        assert sum(counts.values()) == budget, f"rank {rank}: {Counter(counts)}"

@@ -1,0 +1,37 @@
+"""Sessions of pytest with the test device, which must be loaded before torch is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hostcuda.library import find_obstacle
+
+ROOT = Path(__file__).parents[2]
+ON_DEVICE = "tests/hostcuda/on_device"
+SESSIONS = {
+    "rehearsed steps": [f"{ON_DEVICE}/test_rehearsed_step.py"],
+    "other tests": [ON_DEVICE, f"--ignore={ON_DEVICE}/test_rehearsed_step.py"],
+    "GPU tests": ["tests/gpu", "-m", "gpu"],
+}
+
+
+@pytest.mark.timeout(900)  # the longest takes one minute on an idle machine
+@pytest.mark.parametrize("name", SESSIONS)
+def test_the_session_passes_on_the_test_device(name: str) -> None:
+    obstacle = find_obstacle()
+    if obstacle is not None:
+        pytest.skip(obstacle)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.hostcuda.plugin"]
+    command += ["-p", "no:cacheprovider", *SESSIONS[name]]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850
+    )
+    assert result.returncode == 0, result.stdout[-20_000:] + result.stderr[-4000:]

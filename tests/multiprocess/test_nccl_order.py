@@ -1,0 +1,296 @@
+"""Every parallelism in NCCL's order: `nccl_order` describes the process group and the check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from shardwright.architecture import read_recipe_shape
+from shardwright.config.training import OptimizerSection
+from shardwright.data.loader import MicroBatch
+from shardwright.errors import RankFailed
+from shardwright.layout import Layout
+from shardwright.optim import build_optimizer
+from shardwright.parallel import p2p_channels
+from shardwright.parallel.p2p_channels import P2PChannels
+from shardwright.plans import BatchPlan
+from shardwright.schedule import PIPELINE_SCHEDULES, assign_channel_groups
+from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.verification import cell
+from shardwright.verification.cases import VerificationCase
+from shardwright.verification.grid import (
+    GRID_SEQUENCE_LENGTH,
+    GridCell,
+    group_by_reference,
+    list_cells,
+    read_grid_shape,
+)
+from shardwright.verification.reference import (
+    SGD_LEARNING_RATE,
+    VerificationProblem,
+    write_reference,
+)
+from shardwright.verification.verification import verify
+from tests.multiprocess.models import LLAMA, build_recipe
+from tests.multiprocess.nccl_order.order import WrongOrder
+from tests.multiprocess.nccl_order.pool import OrderedRankPool
+from tests.multiprocess.test_pipeline_execution import build, micro_batch
+
+MAX_RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def ordered_ranks() -> Iterator[OrderedRankPool]:
+    with OrderedRankPool(timeout_seconds=120.0) as pool:
+        yield pool
+
+
+def exchange_numbers(calls: Sequence[str]) -> list[float]:
+    """Send this rank's number around a ring by these calls; return the number received."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    sent = torch.full((1,), float(rank))
+    received = torch.zeros(1)
+    works = []
+    for call in calls:
+        if call == "send":
+            works.append(dist.isend(sent, (rank + 1) % size))
+        elif call == "receive":
+            works.append(dist.irecv(received, (rank - 1) % size))
+        elif call == "batch":
+            works += dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, (rank + 1) % size),
+                    dist.P2POp(dist.irecv, received, (rank - 1) % size),
+                ]
+            )
+        elif call == "change":
+            sent += 1
+        elif call == "wait":
+            for work in works:
+                assert work is not None
+                work.wait()
+    return received.tolist()
+
+
+def test_a_send_that_gloo_buffers_is_refused(ordered_ranks: OrderedRankPool) -> None:
+    with pytest.raises(WrongOrder) as caught:
+        ordered_ranks.run(3, exchange_numbers, ["send", "receive", "wait"])
+    assert "deadlock on NCCL" in str(caught.value)
+    assert "after the connection for message of (0, 1)" in str(caught.value)
+
+
+def test_a_batch_is_one_operation(ordered_ranks: OrderedRankPool) -> None:
+    assert ordered_ranks.run(3, exchange_numbers, ["batch", "wait"]) == [[2.0], [0.0], [1.0]]
+
+
+def read_early() -> list[float]:
+    peer = 1 - dist.get_rank()
+    received = torch.zeros(1)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, torch.ones(1), peer), dist.P2POp(dist.irecv, received, peer)]
+    )
+    early: list[float] = received.tolist()
+    for work in works:
+        work.wait()
+    assert received.item() == 1.0
+    return early
+
+
+def test_a_receive_is_unreadable_until_it_is_waited_for(ordered_ranks: OrderedRankPool) -> None:
+    assert torch.tensor(ordered_ranks.run(2, read_early)).isnan().all()
+
+
+def test_a_buffer_that_changes_while_it_is_sent_is_refused(
+    ordered_ranks: OrderedRankPool,
+) -> None:
+    with pytest.raises(RankFailed, match="an input changed before a wait for"):
+        ordered_ranks.run(2, exchange_numbers, ["batch", "change", "wait"])
+
+
+def test_an_operation_that_nobody_waits_for_is_refused(ordered_ranks: OrderedRankPool) -> None:
+    with pytest.raises(WrongOrder, match="rank 0 never waits for send: message 1"):
+        ordered_ranks.run(2, exchange_numbers, ["batch"])
+
+
+def sum_in_two_groups(is_reversed: bool) -> list[float]:
+    """Sum a number in two groups of all ranks, asynchronously; the last rank may reverse them."""
+    everyone = list(range(dist.get_world_size()))
+    groups = [dist.new_group(everyone), dist.new_group(everyone)]
+    sums = [torch.ones(1), torch.ones(1)]
+    order = [1, 0] if is_reversed and dist.get_rank() == everyone[-1] else [0, 1]
+    works = [dist.all_reduce(sums[i], group=groups[i], async_op=True) for i in order]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return [float(each) for each in sums]
+
+
+def test_first_collectives_of_two_groups_in_opposite_order_are_refused(
+    ordered_ranks: OrderedRankPool,
+) -> None:
+    assert ordered_ranks.run(2, sum_in_two_groups, False) == [[2.0, 2.0]] * 2
+    with pytest.raises(WrongOrder, match="rank 1 opens the connection for allreduce"):
+        ordered_ranks.run(2, sum_in_two_groups, True)
+
+
+def call_different_collectives() -> None:
+    number = torch.ones(1)
+    if dist.get_rank():
+        dist.all_reduce(number)
+    else:
+        dist.barrier()
+
+
+def receive_before_send() -> None:
+    peer = 1 - dist.get_rank()
+    dist.recv(torch.zeros(1), peer)
+    dist.send(torch.ones(1), peer)
+
+
+def test_operations_that_are_stuck_under_gloo_are_named() -> None:
+    with OrderedRankPool(stuck_seconds=2.0) as pool:
+        with pytest.raises(WrongOrder, match="rank 0: barrier; rank 1: allreduce"):
+            pool.run(2, call_different_collectives)
+        with pytest.raises(WrongOrder, match="rank 1 never calls its part of message 1 "):
+            pool.run(2, receive_before_send)
+
+
+def run_step(layout: Layout, num_micro_batches: int, fault: str) -> float:
+    """Run a training step of a pipeline with a known fault in its channels."""
+
+    def group_by_direction(rank_of_stage: Sequence[int]) -> dict[tuple[int, int], int]:
+        return {pair: int(pair[0] > pair[1]) for pair in assign_channel_groups(rank_of_stage)}
+
+    faults = {
+        "one group per direction": patch.object(
+            p2p_channels, "assign_channel_groups", group_by_direction
+        ),
+        "no connection": patch.object(P2PChannels, "_connect", lambda _self: None),
+    }
+    with faults[fault]:
+        model = build(layout, num_micro_batches=num_micro_batches)
+        batches = [micro_batch(1, 6, number) for number in range(num_micro_batches)]
+        return float(accumulate_gradients(model, batches, seed=0, step=0).mean())
+
+
+def test_one_group_per_direction_waits_in_a_circle(ordered_ranks: OrderedRankPool) -> None:
+    with pytest.raises(WrongOrder) as caught:
+        ordered_ranks.run(4, run_step, Layout(pp=4), 8, "one group per direction")
+    assert "is queued on rank" in str(caught.value)
+    assert "behind message" in str(caught.value)
+
+
+def test_channels_that_are_not_connected_wait_in_a_circle(ordered_ranks: OrderedRankPool) -> None:
+    """Each rank's first call is a receive of a message that answers its own."""
+    with pytest.raises(WrongOrder, match="opens the connection for message"):
+        ordered_ranks.run(2, run_step, Layout(pp=2), 4, "no connection")
+
+
+def list_order_properties(grid_cell: GridCell) -> set[tuple[str, ...]]:
+    """Properties of a cell that the order depends on, and all pairs of them."""
+    layout = grid_cell.layout
+    properties = {
+        f"{axis} {layout.zero_stage}" if axis == "dp_shard" else axis
+        for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+        if layout.degree(axis) > 1
+    }
+    properties |= {layout.schedule} if layout.pp > 1 else set()
+    properties |= {layout.cp_method} if layout.cp > 1 else set()
+    properties |= {"tied"} if grid_cell.model == "tied" and layout.pp > 1 else set()
+    return {(one,) for one in properties} | set(combinations(sorted(properties), 2))
+
+
+def choose_cells() -> list[GridCell]:
+    """Choose cells until all pairs of properties that the order depends on are covered."""
+    cells = [each for each in list_cells(MAX_RANKS) if each.refusal is None]
+    uncovered = set().union(*map(list_order_properties, cells))
+    chosen = []
+    while uncovered:
+        best = max(
+            cells,
+            key=lambda each: (
+                len(uncovered & list_order_properties(each)),
+                -each.layout.world_size,
+                -each.case.accumulation,
+            ),
+        )
+        chosen.append(best)
+        uncovered -= list_order_properties(best)
+    return sorted(chosen, key=cells.index)
+
+
+def train_two_steps(problem: VerificationProblem, layout: Layout) -> list[float]:
+    """Return the losses of two steps of SGD, with an evaluation between them."""
+    model = cell._build_model(problem, layout)
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        OptimizerSection(name="sgd"),
+        learning_rate=SGD_LEARNING_RATE,
+        weight_decay=0.0,
+    )
+    losses = []
+    for step in range(2):
+        loss = cell._accumulate_step(problem, layout, model, step)
+        update_parameters(
+            model,
+            optimizer,
+            learning_rate=SGD_LEARNING_RATE,
+            max_grad_norm=None,
+            router_table=loss.router_table,
+        )
+        losses.append(loss.mean())
+        with model.evaluate_mode():
+            evaluation_loss = model.compute_losses(
+                cell._read_micro_batches(problem, layout, step), MicroBatch.build_model_arguments
+            )
+        assert evaluation_loss.isfinite()
+    return losses
+
+
+def test_every_pair_of_parallelisms(ordered_ranks: OrderedRankPool, tmp_path: Path) -> None:
+    cells = choose_cells()
+    path = tmp_path / "reference.safetensors"
+    for (model, case, data_ranks), group in group_by_reference(cells).items():
+        problem = VerificationProblem(
+            shape=read_grid_shape(model),
+            frozen_names=frozenset(),
+            attention="auto",
+            optimizer=OptimizerSection(),
+            batch=BatchPlan(GRID_SEQUENCE_LENGTH, 2, case.accumulation, data_ranks),
+            case=case,
+            dtype="float32",
+            seed=0,
+        )
+        ordered_ranks.run(1, write_reference, problem, path)
+        expected = load_file(path)["loss"][:2].tolist()
+        for chosen in group:
+            layout = chosen.layout
+            for losses in ordered_ranks.run(layout.world_size, train_two_steps, problem, layout):
+                assert losses == pytest.approx(expected, rel=1e-4), (model, str(layout))
+    covered = set().union(*map(list_order_properties, cells))
+    axes = ("dp_replicate", "dp_shard 1", "dp_shard 2", "dp_shard 3", "tp", "cp", "ep", "pp")
+    assert {(each,) for each in (*axes, *PIPELINE_SCHEDULES)} <= covered
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+def test_every_schedule(ordered_ranks: OrderedRankPool, num_ranks: int) -> None:
+    recipe = build_recipe(LLAMA | {"num_hidden_layers": 2 * num_ranks})
+    layouts = [Layout(pp=num_ranks, schedule=name) for name in PIPELINE_SCHEDULES]
+    report = verify(
+        recipe,
+        read_recipe_shape(recipe),
+        layouts,
+        [VerificationCase(2 * num_ranks, tied=True)],
+        ["float32"],
+        sequence_length=12,
+        pool=ordered_ranks,
+    )
+    assert report.passed, report
