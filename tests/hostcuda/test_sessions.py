@@ -14,7 +14,8 @@ from tests.hostcuda.library import find_obstacle
 ROOT = Path(__file__).parents[2]
 ON_DEVICE = "tests/hostcuda/on_device"
 SESSIONS = {
-    "rehearsed steps": [f"{ON_DEVICE}/test_rehearsed_step.py"],
+    "rehearsed families": [f"{ON_DEVICE}/test_rehearsed_step.py", "-k", "family"],
+    "rehearsed layouts": [f"{ON_DEVICE}/test_rehearsed_step.py", "-k", "not family"],
     "other tests": [ON_DEVICE, f"--ignore={ON_DEVICE}/test_rehearsed_step.py"],
     "GPU tests": ["tests/gpu", "-m", "gpu"],
 }

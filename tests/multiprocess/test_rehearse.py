@@ -121,7 +121,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
     specs = {spec.name: spec for spec in shape.list_parameters()}
     param = resolve_dtypes(plan.precision).param
     with _allocate_real_memory(specs, param):
-        model = rank_rehearsal._build_model(recipe, shape, plan, None)
+        model = rank_rehearsal._build_model(recipe, shape, plan, torch.device("cpu"), None)
     optimizer = build_optimizer(
         model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1
     )
