@@ -146,11 +146,10 @@ def count_tokens_twice_in_recompute() -> Iterator[None]:
     compute = Block.compute
 
     def compute_and_count(self: Block, x_BTD: Tensor, context: Any, dropout: Any) -> Any:
-        is_repeated = self.layer_index in context.routing.statistics
-        output = compute(self, x_BTD, context, dropout)
-        if is_repeated:
+        # Before the computation: a repeated one stops as soon as it has what was not saved.
+        if self.layer_index in context.routing.statistics:
             tally.add(context.routing)
-        return output
+        return compute(self, x_BTD, context, dropout)
 
     tally = RouterTotals()
 
