@@ -97,18 +97,19 @@ def _list_checks(arguments: argparse.Namespace) -> list[Step]:
     )
 
     def test(name: str, part: int, *modules: str) -> Step:
-        files = [f"tests/gpu/test_{module}_on_cuda.py" for module in modules]
+        files = [f"tests/gpu/test_{module}.py" for module in modules]
         return Step(name, part, 300, (*tests, *files), "junit.xml")
 
+    others = ("experts_on_cuda", "context_on_cuda", "doctor_on_cuda", "layouts_on_nccl")
     described = (*_MODULE, "benchmarks.gpu_device", device, "{out}/device.json")
     compared = (*_MODULE, "benchmarks.gpu_numbers", device, "{out}/numbers.json")
     return [
         Step("device", 1, 90, described, "device.json"),
         Step("smoke", 1, 120, (*_MODULE, "benchmarks.gpu", *smoke), "one-gpu.json"),
         Step("numbers", 1, 150, compared, "numbers.json"),
-        test("tests of numbers", 1, "numerics", "decoder"),
-        test("tests of training", 2, "training", "optimizers"),
-        test("other tests", 2, "experts", "context", "doctor"),
+        test("tests of numbers", 1, "numerics_on_cuda", "decoder_on_cuda"),
+        test("tests of training", 2, "training_on_cuda", "optimizers_on_cuda"),
+        test("other tests", 2, *others),
     ]
 
 

@@ -28,7 +28,7 @@ from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import apply_layout
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import accumulate_gradients, update_parameters
 
 _WARMUP_STEPS = 3
@@ -82,7 +82,7 @@ def build_step(
         )
     model = apply_layout(
         decoder,
-        Plan(Layout(), BatchPlan(sequence_length, rows, 1, 1), section, "none"),
+        build_plan(shape, Layout(), BatchPlan(sequence_length, rows, 1, 1), section),
         None,
         device,
         read_slice=lambda name, narrow: initialise_parameter(

@@ -21,7 +21,7 @@ from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import accumulate_gradients, update_parameters
 
 TOKENS = 64
@@ -100,7 +100,7 @@ def build_model(case: Case, recipe: Recipe, layout: Layout, device: torch.device
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
-        Plan(layout, batch, recipe.precision, case.recompute),  # type: ignore[arg-type]
+        build_plan(shape, layout, batch, recipe.precision, case.recompute),  # type: ignore[arg-type]
         build_mesh(layout, device.type),
         device,
         read_slice=lambda name, narrow: initialise_parameter(

@@ -17,7 +17,8 @@ SESSIONS = {
     "rehearsed families": [f"{ON_DEVICE}/test_rehearsed_step.py", "-k", "family"],
     "rehearsed layouts": [f"{ON_DEVICE}/test_rehearsed_step.py", "-k", "not family"],
     "other tests": [ON_DEVICE, f"--ignore={ON_DEVICE}/test_rehearsed_step.py"],
-    "GPU tests": ["tests/gpu", "-m", "gpu"],
+    # The device has no NCCL.
+    "GPU tests": ["tests/gpu", "-m", "gpu", "--ignore=tests/gpu/test_layouts_on_nccl.py"],
 }
 
 

@@ -112,7 +112,9 @@ def list_changes(start: ResumePoint, validated_run: ValidatedRun) -> list[FieldD
     """List the changes of the recipe that a resumed run may make; they are only reported."""
     saved = dict(start.values.recipe)
     # A run of a former version has no value of a newer key, and behaves as by its default.
-    saved["training"] = {"deterministic": False, **saved.get("training", {})}
+    training = saved.get("training", {})
+    if isinstance(training, dict):
+        saved["training"] = {"deterministic": False, **training}
     return find_differences(saved, _collect_changeable_settings(validated_run))
 
 

@@ -196,6 +196,7 @@ def _choose_next_tokens(
     ) -> Tensor:
         has_label = labels_N != IGNORED_LABEL
         vocabulary = options.pop("vocabulary", None)
+        options.pop("num_supervised", None)
         logits_SV = compute_logits(
             hidden_ND[has_label],
             weight_VD,

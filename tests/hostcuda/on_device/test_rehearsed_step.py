@@ -17,7 +17,7 @@ from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
-from shardwright.plans import BatchPlan, Plan
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal import rank_rehearsal
 from shardwright.rehearsal.rank_rehearsal import RankRehearsal, RehearsalDevice, rehearse_rank
 from tests.hostcuda import device
@@ -113,8 +113,9 @@ def rehearse(
     recipe = make_recipe(family, **sections)
     precision = recipe.precision.model_copy(update={"kind": kind})
     batch = BatchPlan(TOKENS, 2, num_micro_batches, layout.data_ranks)
-    plan = Plan(layout, batch, precision, recompute)  # type: ignore[arg-type]
-    return rehearse_rank(recipe, read_recipe_shape(recipe), plan, 0, device_type)
+    shape = read_recipe_shape(recipe)
+    plan = build_plan(shape, layout, batch, precision, recompute)  # type: ignore[arg-type]
+    return rehearse_rank(recipe, shape, plan, 0, device_type)
 
 
 @pytest.fixture(autouse=True)

@@ -80,7 +80,7 @@ def reduce_experts_in_ddp() -> Iterator[None]:
     with patch.object(
         apply,
         "apply_ddp",
-        lambda *arguments, **named: replicate(*arguments, **(named | {"excluded": ()})),
+        lambda *arguments, **named: replicate(*arguments, **(named | {"excluded_names": ()})),
     ):
         yield
 

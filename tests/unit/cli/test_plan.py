@@ -87,7 +87,7 @@ def test_a_tight_choice_gives_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for module in ("prediction", "search"):
+    for module in ("prediction", "search.best_first"):
         monkeypatch.setattr(f"shardwright.planner.{module}.MEMORY_ERROR_SHARE", 20.0)
     assert run(["plan", str(recipe), *A100]) == ExitCode.DONE
     assert "warning: the chosen layout may run out of memory: " in " ".join(

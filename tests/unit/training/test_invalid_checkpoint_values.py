@@ -186,8 +186,8 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
         return content
 
     monkeypatch.setattr("shardwright.checkpoint.tensor_loading.read_values", read_current_values)
-    monkeypatch.setattr(checkpointing, "find_newest_checkpoint", lambda _: newest)
-    monkeypatch.setattr(checkpointing, "load_checkpoint", lambda *_: None)
+    monkeypatch.setattr(checkpointing, "find_newest_checkpoint", lambda *_, **__: newest)
+    monkeypatch.setattr(checkpointing, "load_checkpoint", lambda *_, **__: None)
     refused = accepted = longest = 0
     for variant in iterate_variants():
         current[0] = variant
