@@ -88,7 +88,10 @@ class RowChunks:
         np.fill_diagonal(share_CC, True)  # whatever ends within a chunk, its tokens see themselves
         same_CC = (last_BC[:, :, None] == first_BC[:, None, :]).all(0)
         shared_documents_2CC = torch.from_numpy(np.stack((share_CC, same_CC)))
-        return RowChunks(chunk_tokens, document_ids_BT, shared_documents_2CC)
+        row = RowChunks(chunk_tokens, document_ids_BT, shared_documents_2CC)
+        # Not read back from the tensor, which has no values in a rehearsal on fake tensors.
+        row._shared_documents = (share_CC.tolist(), same_CC.tolist())
+        return row
 
     @cached_property
     def _shared_documents(self) -> tuple[list[list[bool]], list[list[bool]]] | None:
