@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
+from shardwright.config.recipe import RecomputeKind
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid
@@ -59,7 +60,7 @@ class Case:
     layout: Layout
     model: str = "llama"
     kind: str = "fp32"
-    recompute: str = "none"
+    recompute: RecomputeKind = "none"
     has_documents: bool = False
     is_partly_supervised: bool = True
     sections: dict[str, Any] = field(default_factory=dict)
@@ -98,9 +99,10 @@ def build_model(case: Case, recipe: Recipe, layout: Layout, device: torch.device
         )
     batch = BatchPlan(TOKENS, ROWS, case.num_micro_batches, layout.data_ranks)
     specs = {spec.name: spec for spec in shape.list_parameters()}
+    plan = build_plan(shape, layout, batch, recipe.precision, case.recompute)
     return apply_layout(
         decoder,
-        build_plan(shape, layout, batch, recipe.precision, case.recompute),  # type: ignore[arg-type]
+        plan,
         build_mesh(layout, device.type),
         device,
         read_slice=lambda name, narrow: initialise_parameter(
