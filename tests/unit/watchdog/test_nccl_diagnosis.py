@@ -392,14 +392,14 @@ def test_records_are_waited_for_and_those_of_an_earlier_hang_are_refused(tmp_pat
     request = RecordRequest(stem, range(4))
 
     def write_later() -> None:
-        time.sleep(0.3)
+        time.sleep(0.1)
         recorders[0].write(tmp_path)
         path = recorders[3].write(tmp_path)
         path.write_bytes(path.read_bytes()[:100])
 
     writer = threading.Thread(target=write_later)
     writer.start()
-    records = request.wait(1.0)
+    records = request.wait(4.0)
     writer.join()
     assert set(records.by_rank) == {0}
     assert records.unreadable[1] == "its record is of an earlier hang"
