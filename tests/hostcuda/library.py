@@ -1,7 +1,7 @@
 """Build the device's C++ library once, and load it before torch is imported.
 
-The library is in a cache folder outside the repository, by the version of torch and the hash of the
-sources. Nothing here imports torch.
+The library is in a cache folder outside the repository, by the version of torch and a hash of the
+sources and of torch's folder. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def build_library() -> Path:
     sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
     digest.update(Path(__file__).read_bytes())
+    digest.update(str(_find_torch()).encode())  # the library finds torch's libraries by this path
     name = f"{metadata.version('torch')}-{digest.hexdigest()[:16]}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "shardwright-tests" / "hostcuda" / name

@@ -9,7 +9,7 @@ from shardwright.architecture import HFShape, ModelShape
 from shardwright.layout import Layout, ParameterLayout, PipelineStage
 from shardwright.layout.context_method import ContextChoice, check_context_parallel
 from shardwright.placement.parameter_layouts import build_parameter_layouts
-from shardwright.placement.rules import check_model_degrees
+from shardwright.placement.rules import check_hf_degrees, check_model_degrees
 from shardwright.placement.stages import partition_stages
 
 
@@ -39,7 +39,7 @@ def place_model(shape: ModelShape, layout: Layout, sequence_length: int) -> Plac
         ScheduleError: an unknown schedule, or unsupported virtual stages.
     """
     if isinstance(shape, HFShape):
-        check_model_degrees(shape, layout, sequence_length)
+        check_hf_degrees(shape, layout)
         return Placement(shape, layout, None, None)
     stages = partition_stages(shape, layout, sequence_length)
     check_model_degrees(shape, layout, sequence_length)

@@ -12,14 +12,11 @@ from shardwright.placement.parameter_layouts import TENSOR_PARALLEL_STYLES
 
 
 def check_model_degrees(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
-    """Check that tensor and expert parallelism divide a model.
+    """Check that tensor and expert parallelism divide a model of our decoder.
 
     Raises:
         LayoutError: names the numbers and the nearest degree that works.
     """
-    if isinstance(shape, HFShape):
-        _check_hf_model(shape, layout)
-        return
     _check_tensor_parallel(shape, layout, sequence_length)
     _check_quantised_blocks(shape, layout)
     _check_expert_parallel(shape, layout)
@@ -35,7 +32,12 @@ UNSUPPORTED_HF_DEGREES = {
 model."""
 
 
-def _check_hf_model(shape: HFShape, layout: Layout) -> None:
+def check_hf_degrees(shape: HFShape, layout: Layout) -> None:
+    """Check that a layout has only the degrees that models run by transformers support.
+
+    Raises:
+        LayoutError: names the degree and what is not known of the model.
+    """
     for degree, reason in UNSUPPORTED_HF_DEGREES.items():
         if getattr(layout, degree) > 1:
             raise LayoutError(

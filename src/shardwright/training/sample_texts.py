@@ -57,13 +57,11 @@ class SampleText:
 def check_samples(
     recipe: Recipe, shape: ModelShape, tokenizer: Tokenizer, *, has_validation_data: bool
 ) -> None:
-    """Check that samples can be generated, before ranks start.
+    """Check that the samples that a recipe asks for can be generated, before ranks start.
 
     Raises:
         RecipeError: There is no validation data, no tokenizer, or no way to compute the logits.
     """
-    if not recipe.evaluation.num_samples:
-        return
     field = "evaluation.num_samples"
     got = recipe.evaluation.num_samples
     if isinstance(tokenizer, AbsentTokenizer):

@@ -254,31 +254,24 @@ def _adapt_case(case: VerificationCase, layout: Layout, shape: ModelShape) -> Ve
 
 def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
     """Choose cells that cover all pairs of properties, greedily by new pairs per cost."""
-    uncovered = {pair for cell in cells for pair in _list_property_pairs(cell)}
+    pairs = {cell: set(combinations(sorted(cell.properties), 2)) for cell in cells}
+    uncovered = set().union(*pairs.values())
     chosen: list[GridCell] = []
     while uncovered:
-        best = max(
-            cells,
-            key=lambda cell: len(uncovered & _list_property_pairs(cell)) / _estimate_cost(cell),
-        )
+        best = max(cells, key=lambda cell: len(uncovered & pairs[cell]) / _estimate_cost(cell))
         chosen.append(best)
-        uncovered -= _list_property_pairs(best)
-    num_cells = Counter(pair for cell in chosen for pair in _list_property_pairs(cell))
+        uncovered -= pairs[best]
+    num_cells = Counter(pair for cell in chosen for pair in pairs[cell])
     for cell in sorted(chosen, key=_estimate_cost, reverse=True):  # covered by later choices
-        pairs = _list_property_pairs(cell)
-        if all(num_cells[pair] > 1 for pair in pairs):
+        if all(num_cells[pair] > 1 for pair in pairs[cell]):
             chosen.remove(cell)
-            num_cells.subtract(pairs)
+            num_cells.subtract(pairs[cell])
     return sorted(chosen, key=cells.index)
 
 
 def _estimate_cost(cell: GridCell) -> int:
     """Estimate the processor time of a cell: ranks times micro-batches and a constant part."""
     return cell.layout.world_size * (cell.case.accumulation + 2)
-
-
-def _list_property_pairs(cell: GridCell) -> set[tuple[str, str]]:
-    return set(combinations(sorted(cell.properties), 2))
 
 
 def group_by_reference(
