@@ -25,8 +25,9 @@ from shardwright.doctor.examination import BUDGET_SHARES, ExaminationContext
 from shardwright.doctor.probe_budget import Omission, TimeBudget
 from shardwright.doctor.rendezvous import MAX_CLOCKS_SECONDS
 from shardwright.doctor.stage_watchdog import BROKEN_KEY
-from shardwright.errors import RankFailed
+from shardwright.errors import InputError, RankFailed
 from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.launch.devices import claim_device
 from shardwright.launch.rank_outcome import extract_first_line
 from shardwright.parallel.clock_sync import estimate_clock_offset
 from shardwright.parallel.mesh import build_mesh, init_process_group
@@ -95,7 +96,7 @@ def run_stages(context: ExaminationContext) -> None:
         except RankFailed:  # the failed rank reports the error
             destroy_groups(context)
             break
-        except (RuntimeError, OSError) as error:
+        except (InputError, RuntimeError, OSError) as error:
             context.report.failure = (name, extract_first_line(str(error)))
             if context.rendezvous is not None:
                 context.rendezvous.store.set(BROKEN_KEY, str(context.ranks.rank))
@@ -121,6 +122,7 @@ def destroy_groups(context: ExaminationContext) -> None:
 def _join_groups(context: ExaminationContext) -> None:
     assert context.rendezvous is not None
     if context.is_group_owner:
+        claim_device(context.rendezvous.store, context.ranks, context.device)
         init_process_group(
             context.device.type,
             timeout=timedelta(

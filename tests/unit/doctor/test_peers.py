@@ -8,14 +8,22 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardwright.doctor import storage
 from shardwright.doctor.diagnosis import examine_rank
-from shardwright.doctor.examination import STAGES, ExaminationRequest
+from shardwright.doctor.examination import (
+    STAGES,
+    ExaminationContext,
+    ExaminationRequest,
+    RankExamination,
+)
+from shardwright.doctor.examination_stages import run_stages
 from shardwright.doctor.probe_budget import RankMaximum, TimeBudget
 from shardwright.doctor.rendezvous import (
     RankLocation,
@@ -38,6 +46,7 @@ from shardwright.doctor.storage import (
     time_write,
 )
 from shardwright.errors import RankFailed
+from shardwright.launch.devices import claim_device
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
 from shardwright.parallel.clock_sync import ClockOffset, estimate_clock_offset
@@ -376,3 +385,30 @@ def test_a_rank_waits_for_progressing_ranks_and_not_for_a_failed_one(
     for watchdog in watchdogs:
         watchdog.close()
     assert expired == []
+
+
+def test_two_ranks_on_one_device_fail_before_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="a")
+    )
+    device = torch.device("cuda", 0)
+    store = dist.HashStore()
+    claim_device(store, RankEnvironment(0, 2, 0), device)
+    store.set("started/groups", "1")  # rank 0 waits for this rank
+    location = RankLocation("host", "node", 0)
+    watchdog = StageWatchdog(60.0, lambda _stage: None, rank=1, store=store)
+    context = ExaminationContext(
+        ExaminationRequest(Layout(dp_shard=2)),
+        RankEnvironment(1, 2, 1),
+        device,
+        Rendezvous(1, dict.fromkeys(range(2), location), store, store, "host:1", 0.0),
+        watchdog,
+        RankExamination(1, "host", "cuda"),
+    )
+    run_stages(context)
+    watchdog.close()
+    assert context.report.failure is not None
+    stage, reason = context.report.failure
+    assert stage == "groups"
+    assert "ranks 0 and 1 compute on the same device, GPU-a" in reason
+    assert store.check([BROKEN_KEY])
