@@ -42,7 +42,7 @@ check: $(STAMP) ## format, lint, types, layers, doctests, unit tests
 test-all: $(STAMP) ## everything, once: the full layout matrix, soaks and fuzzers, with new random examples
 	@$(TESTS) -p no:rerunfailures --hypothesis-profile=exploring
 
-verify-all: $(STAMP) ## gradients of every cut, pair and product against one process: the whole matrix
+verify-all: $(STAMP) ## gradients of every layout, pair and triple of parallelisms against one process: the whole matrix
 	@$(BIN)/shardwright verify --all
 
 bench: $(BENCH_STAMP) ## tokens/s and memory against a plain loop, DeepSpeed and Trainer, on two CPU ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import shardwright
@@ -47,6 +48,7 @@ class Import:
         return f"{self.module}:{self.line} imports {self.target}"
 
 
+@cache
 def list_modules() -> dict[str, Path]:
     """Map the dotted name of every module of the package to its file."""
     paths = {}
@@ -75,6 +77,7 @@ def iterate_imports(module: str, path: Path) -> Iterator[Import]:
                 yield Import(module, whole if whole in known else base, node.lineno)
 
 
+@cache
 def list_imports() -> list[Import]:
     """List all imports of the package."""
     return [

@@ -1,4 +1,4 @@
-"""The pool of worker processes that all multi-process tests share."""
+"""The pools of worker processes that all multi-process tests share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.multiprocess.pool import RankPool
+from tests.multiprocess.nccl_order.pool import OrderedRankPool
+from tests.multiprocess.pool import RankPool, SharedReferencePool
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +19,12 @@ def ranks() -> Iterator[RankPool]:
     """
     # Long enough for a busy machine, and below the limit of a test (600 s), so that it also ends
     # hangs.
-    with RankPool(timeout_seconds=280.0) as pool:
+    with SharedReferencePool(timeout_seconds=280.0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ordered_ranks() -> Iterator[OrderedRankPool]:
+    """Return the pool whose ranks run in NCCL's order; a test fails where they would deadlock."""
+    with OrderedRankPool(timeout_seconds=280.0) as pool:
         yield pool

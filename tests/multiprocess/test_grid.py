@@ -1,5 +1,5 @@
 """Layouts and their combinations against one process: a few cells that cover all pairs of
-properties, and all of them in the long suite.
+properties, in NCCL's order, and all of them in the long suite.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import pytest
 
 from shardwright.verification.grid import choose_covering_cells, list_cells
 from shardwright.verification.verification import GridCellResult, verify_grid
+from tests.multiprocess.nccl_order.pool import OrderedRankPool
 from tests.multiprocess.pool import RankPool
 
 MAX_RANKS = 4
@@ -33,9 +34,9 @@ def list_failures(rows: list[GridCellResult]) -> list[str]:
 
 
 @pytest.mark.timeout(900)  # dozens of cells: more than four minutes on a busy machine
-def test_cells_that_cover_all_pairs_of_properties(ranks: RankPool) -> None:
+def test_cells_that_cover_all_pairs_of_properties(ordered_ranks: OrderedRankPool) -> None:
     cells = [cell for cell in list_cells(MAX_RANKS) if cell.refusal is None]
-    rows = verify_grid(choose_covering_cells(cells), ranks, on_row=lambda _row: None)
+    rows = verify_grid(choose_covering_cells(cells), ordered_ranks, on_row=lambda _row: None)
     assert not list_failures(rows)
     assert len(rows) >= 40
     assert {"dense", "tied", "moe"} == {row.cell.model for row in rows}

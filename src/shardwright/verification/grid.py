@@ -112,6 +112,7 @@ class GridCell:
             properties.add(f"sequence_parallel {layout.sequence_parallel}")
         if layout.pp > 1:
             properties.add(layout.schedule)
+            properties |= {"embedding tied over stages"} if self.model == "tied" else set()
         if layout.cp > 1:
             properties.add(layout.cp_method)
         return frozenset(properties)
