@@ -40,7 +40,12 @@ class AttentionSettings:
 
 
 class ContextParallelHooks(Protocol):
-    """Hooks of context parallelism: the tokens of a row are sharded over ranks."""
+    """Hooks of context parallelism: the tokens of a row are sharded over ranks.
+
+    With `has_whole_rows`, attention computes whole rows of some heads on each rank.
+    """
+
+    has_whole_rows: bool
 
     def local_token_indices(self, num_tokens: int) -> Tensor:
         """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""
