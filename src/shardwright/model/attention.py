@@ -227,18 +227,17 @@ class Attention(nn.Module):
         ]
 
 
+_TILES = "tiles of shared rows: flash or memory-efficient attention, or explicit products"
+
+
 def describe_attention(context: ForwardContext) -> str:
     """Describe in one line the kernels of a forward pass and the reasons for them."""
     if not context.kernels:
-        return (
-            "explicit products over tiles of shared rows, as configured (model.attention: explicit)"
-            if context.has_explicit_attention
-            else "tiles of shared rows, by flash or memory-efficient attention where it computes "
-            "them, explicit products for soft caps and dropout"
-        )
+        return _TILES
     reasons_by_kernel: dict[str, list[str]] = {}
-    for window, layer_kernel in context.kernels.items():
-        reasons = reasons_by_kernel.setdefault(layer_kernel.kernel, [])
+    for window, (kernel, *_) in context.kernels.items():
+        is_tiled = context.row_chunks is not None and kernel in ("sdpa", "explicit")
+        reasons = reasons_by_kernel.setdefault(_TILES if is_tiled else kernel, [])
         if context.kernel_reasons[window] not in reasons:
             reasons.append(context.kernel_reasons[window])
     return "; ".join(

@@ -25,11 +25,7 @@ from shardwright.model.block import Block, RecomputeRunner, build_norm
 from shardwright.model.document_rows import IGNORED_LABEL
 from shardwright.model.dropout import DropoutKey, DropoutSite
 from shardwright.model.embedding import Embedding
-from shardwright.model.forward_context import (
-    ForwardContext,
-    build_default_positions,
-    build_forward_context,
-)
+from shardwright.model.forward_context import build_default_positions, build_forward_context
 from shardwright.model.head import (
     Head,
     LossFunction,
@@ -292,6 +288,7 @@ class Decoder(nn.Module):
         token_indices_T = self._find_local_token_indices(input_ids_BT)
         is_first_stage = hidden_BTD is None
         tensor = self._get_tensor_parallel(cached=cache is not None)
+        shared_rows = self.parallel_hooks.context
         if hidden_BTD is None:
             x_BTD = self.embed(
                 _select_tokens(input_ids_BT, token_indices_T),
@@ -312,16 +309,13 @@ class Decoder(nn.Module):
             cache=cache,
             routing=self._build_routing_context(row_weight),
             row_chunks=None
-            if self.parallel_hooks.context is None
-            else self.parallel_hooks.context.split_rows(
-                num_tokens, document_ids_BT, host_document_ids_BT
-            ),
+            if shared_rows is None
+            else shared_rows.split_rows(num_tokens, document_ids_BT, host_document_ids_BT),
             tensor_parallel=tensor,
             host_document_ids_BT=host_document_ids_BT,
-            has_whole_rows=self.parallel_hooks.context is None
-            or self.parallel_hooks.context.has_whole_rows,
+            has_whole_rows=shared_rows is None or shared_rows.has_whole_rows,
         )
-        self._log_attention(context)
+        self._log_attention(describe_attention(context))
         if is_first_stage and context.dropout is not None and self.shape.embedding_dropout > 0.0:
             x_BTD = context.dropout.select_local_tokens(tensor).drop(
                 x_BTD, self.shape.embedding_dropout, DropoutSite.EMBEDDING
@@ -340,9 +334,8 @@ class Decoder(nn.Module):
             x_BTD = self.final_norm(x_BTD)
         return x_BTD
 
-    def _log_attention(self, context: ForwardContext) -> None:
+    def _log_attention(self, text: str) -> None:
         """Log the attention kernels of a forward pass, each choice once."""
-        text = describe_attention(context)
         if text not in self._logged_attention:
             self._logged_attention.add(text)
             logger.info("attention: %s", text)
