@@ -263,5 +263,9 @@ flex_replacement: Callable[..., Any] | None = None
 
 @cache
 def _compile_flex() -> Callable[..., Any]:
+    from torch._inductor import list_options  # imports the compiler
+
     # The wrapped region is one operator to selective recomputation, which saves its results.
-    return torch.compile(flex.flex_attention, options={"wrap_inductor_compiled_regions": True})
+    option = "wrap_inductor_compiled_regions"
+    options = {option: True} if option in list_options() else {}
+    return torch.compile(flex.flex_attention, options=options)
