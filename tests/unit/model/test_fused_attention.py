@@ -25,6 +25,7 @@ from shardwright.model import Decoder, KeyValueCache, forward_context, fused_att
 from shardwright.model.fused_attention import LayerKernel, attend_fused, build_block_mask
 from shardwright.model.parallel_hooks import AttentionSettings
 from shardwright.numerics.recompute import build_recompute_runner
+from tests.compiled_graphs import GraphCounter
 from tests.plain_varlen import PlainVarlen
 from tests.reference.cases import CASES, LONG
 
@@ -50,17 +51,20 @@ def build(case: str, attention: Any, dtype: torch.dtype = torch.float64) -> Deco
     return decoder.to(dtype)
 
 
-def compute_gradients(decoder: Decoder, *, is_packed: bool) -> tuple[Tensor, list[Tensor]]:
+def compute_gradients(
+    decoder: Decoder, *, is_packed: bool, first: int = LENGTHS[0]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss and the gradients of a step; the first document has `first` tokens."""
+    decoder.zero_grad()
     ids_BT = torch.randint(
         0, decoder.shape.vocab_size, (2, LONG), generator=torch.Generator().manual_seed(1)
     )
     documents_BT = None
     if is_packed:
         # The rows' documents end at different places.
-        rows = [
-            torch.repeat_interleave(torch.tensor([3, 0, 7, 1]), torch.tensor(lengths))
-            for lengths in (LENGTHS, LENGTHS[::-1])
-        ]
+        lengths = torch.tensor([first, *LENGTHS[1:-1], LONG - first - sum(LENGTHS[1:-1])])
+        ids = torch.tensor([3, 0, 7, 1])
+        rows = [torch.repeat_interleave(ids, each) for each in (lengths, lengths.flip(0))]
         documents_BT = torch.stack(rows)
     loss = decoder(ids_BT, labels_BT=ids_BT.roll(-1, 1), document_ids_BT=documents_BT)
     loss.backward()
@@ -187,6 +191,21 @@ def test_recomputation_gives_the_same_gradients(kind: Any) -> None:
     decoder = build("gpt_oss", "flex")
     decoder.set_recompute(build_recompute_runner(kind))
     assert_equal_gradients(compute_gradients(decoder, is_packed=True), expected, 1e-15)
+
+
+# Tracing reads `.grad` of a block's input.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_flex_in_compiled_blocks_has_one_graph_per_kind_whatever_the_documents() -> None:
+    decoder = build("gemma2", "flex", torch.float32)
+    assert len({layer.window for layer in decoder.shape.layers}) == 2
+    expected = [compute_gradients(decoder, is_packed=True, first=first) for first in (9, 14)]
+    expected = [(loss, [each.clone() for each in gradients]) for loss, gradients in expected]
+    counter = GraphCounter()
+    counter.compile(decoder)
+    for number, first in enumerate((9, 14)):
+        got = compute_gradients(decoder, is_packed=True, first=first)
+        assert_equal_gradients(got, expected[number], 1e-5)
+    assert counter.counts == (2, 2)
 
 
 @pytest.mark.parametrize(
