@@ -38,15 +38,17 @@ def choose_planned_kernel(
 ) -> AttentionKernelName:
     """Return the attention kernel of layers with a window, by the decoder's rule.
 
-    Ranks that share rows compute tiles, by kernels that mask nothing.
+    Ranks that share rows compute tiles with other kernels, which add sinks to their results.
     """
     shape = facts.shape
-    has_tiles = candidate.layout.cp > 1 and resolve_context_method(facts, candidate) != "ulysses"
+    has_tiles = candidate.layout.cp > 1 and not (
+        candidate.has_masked_kernels and resolve_context_method(facts, candidate) == "ulysses"
+    )
     needs = AttentionNeeds(
         window=window if window is not None and window < candidate.sequence_length else None,
         is_packed=candidate.document_tokens is not None,
         soft_cap=shape.attention_soft_cap,
-        has_sinks=shape.attention_sinks,
+        has_sinks=shape.attention_sinks and not has_tiles,
     )
     if not candidate.flash_attention:
         return "explicit"
