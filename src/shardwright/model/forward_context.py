@@ -93,7 +93,7 @@ def build_forward_context(
     Tables are in fp32 (fp64 for fp64 activations), masks in the activations' precision.
 
     Args:
-        x_BTD: activations; only device and precision are used.
+        x_BTD: activations; only number of rows, device and precision are used.
         positions_BT: positions of whole rows; `document_ids_BT` covers whole rows too.
         token_indices_T: indices in the row of this context rank's tokens; None for all
             `num_tokens`.

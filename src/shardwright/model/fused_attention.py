@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,11 +28,25 @@ from shardwright.architecture.attention_kernel import (
     KernelSupport,
     find_flash_limit,
 )
-from shardwright.model.parallel_hooks import AttentionSettings
 
 _BLOCK_TOKENS = 128
 """Tokens of a block of FlexAttention's masks: the default of its kernels."""
 _FLASH_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSettings:
+    """Settings of one layer's attention.
+
+    `window` is the number of tokens that a token attends to, itself included. `sinks_H` has one
+    logit per head of this rank.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    sinks_H: Tensor | None = None
 
 
 class DocumentBounds(NamedTuple):

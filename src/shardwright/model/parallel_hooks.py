@@ -17,26 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from shardwright.model.fused_attention import AttentionSettings
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 if TYPE_CHECKING:
     from shardwright.model.dropout import Dropout
     from shardwright.model.forward_context import ForwardContext
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionSettings:
-    """Settings of one layer's attention.
-
-    `window` is the number of tokens that a token attends to, itself included. `sinks_H` has one
-    logit per head of this rank.
-    """
-
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
-    dropout_rate: float = 0.0
-    sinks_H: Tensor | None = None
 
 
 class ContextParallelHooks(Protocol):

@@ -22,8 +22,12 @@ from shardwright.architecture import read_config
 from shardwright.architecture.attention_kernel import KernelSupport
 from shardwright.errors import RecipeError
 from shardwright.model import Decoder, KeyValueCache, forward_context, fused_attention
-from shardwright.model.fused_attention import LayerKernel, attend_fused, build_block_mask
-from shardwright.model.parallel_hooks import AttentionSettings
+from shardwright.model.fused_attention import (
+    AttentionSettings,
+    LayerKernel,
+    attend_fused,
+    build_block_mask,
+)
 from shardwright.numerics.recompute import build_recompute_runner
 from tests.compiled_graphs import GraphCounter
 from tests.plain_varlen import PlainVarlen
