@@ -25,7 +25,8 @@ def attend_plainly(
     The window counts the tokens before and after a token; -1 is no limit.
     """
     before, after = window_size
-    outputs, sums = [q_NHE[:0]], [q_NHE.new_zeros(q_NHE.shape[1], 0)]
+    outputs = [q_NHE[:0]]
+    sums = [q_NHE.new_zeros(q_NHE.shape[1], 0)]
     for start, end in pairwise(bounds):
         if start == end:
             continue

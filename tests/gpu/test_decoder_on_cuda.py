@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.architecture import read_config
+from shardwright.config.model import AttentionSetting
 from shardwright.inference.generation import SamplingSettings, complete_prompt
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.loss import chunked_cross_entropy
@@ -122,9 +123,10 @@ def test_the_chosen_kernels_have_the_gradients_of_explicit_products(
     ids_BT = draw_tokens(device, config)
     documents_BT = (torch.arange(ids_BT.shape[1], device=device) >= 25).long().expand(2, -1)
     gradients = []
-    for attention in ("explicit", "auto"):
+    settings: tuple[AttentionSetting, ...] = ("explicit", "auto")
+    for attention in settings:
         torch.manual_seed(0)
-        decoder = Decoder(shape, attention=attention, compute_dtype=torch.bfloat16)  # type: ignore[arg-type]
+        decoder = Decoder(shape, attention=attention, compute_dtype=torch.bfloat16)
         with torch.no_grad():
             for parameter in decoder.parameters():
                 parameter.copy_(torch.randn(parameter.shape) * 0.05)

@@ -16,7 +16,7 @@ AttentionKernelName = Literal["sdpa", "varlen", "flex", "explicit"]
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What the attention of one kind of layer has to compute in one forward pass.
+    """Needs of one kind of layer in one forward pass: what its attention has to compute.
 
     Attributes:
         window: tokens that a token attends to, itself included; None if no token of the row is

@@ -286,7 +286,8 @@ def test_the_planner_counts_the_bytes_of_the_kernel(
     monkeypatch.setattr(fused_attention, "_find_missing_flex", lambda _: None)
     config = {"model_type": family, **FAMILIES[family], "max_position_embeddings": 512}
     training = {"sequence_length": 512, "micro_batch_size": 2, "learning_rate": 1e-3}
-    predicted, rehearsed = [], []
+    predicted = []
+    rehearsed = []
     for attention in ("auto", "explicit"):
         recipe = make_recipe(
             family,

@@ -34,6 +34,11 @@ from tests.plain_varlen import PlainVarlen
 from tests.reference.cases import CASES, LONG
 
 LENGTHS = (11, 1, 20, LONG - 32)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    # Tracing reads `.grad` of a block's input.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +143,8 @@ def test_block_masks_are_those_of_the_dense_mask(window: int | None) -> None:
         rows = None if documents_BT is None else 2
         dense = flex.create_block_mask(mask.mask_mod, rows, None, 300, 300, device="cpu")
         for name in ("kv_num_blocks", "full_kv_num_blocks"):
-            got, want = getattr(mask, name), getattr(dense, name)
+            got = getattr(mask, name)
+            want = getattr(dense, name)
             # Blocks at a row's end count as partial there, since tokens beyond it are invisible.
             assert torch.equal(got[..., :-1], want[..., :-1]), name
         assert torch.equal(mask.to_dense(), dense.to_dense())
@@ -151,7 +157,9 @@ def test_flex_over_several_blocks(
     dtype: torch.dtype, has_sinks: bool, soft_cap: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(2)
-    num_heads, num_tokens, window = 4, 300, 150
+    num_heads = 4
+    num_tokens = 300
+    window = 150
 
     def draw(*size: int) -> Tensor:
         values = torch.randn(*size, generator=generator, dtype=torch.float64)
@@ -197,8 +205,6 @@ def test_recomputation_gives_the_same_gradients(kind: Any) -> None:
     assert_equal_gradients(compute_gradients(decoder, is_packed=True), expected, 1e-15)
 
 
-# Tracing reads `.grad` of a block's input.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_flex_in_compiled_blocks_has_one_graph_per_kind_whatever_the_documents() -> None:
     decoder = build("gemma2", "flex", torch.float32)
     assert len({layer.window for layer in decoder.shape.layers}) == 2

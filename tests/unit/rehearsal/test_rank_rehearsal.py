@@ -94,7 +94,7 @@ def test_the_planner_adds_the_bytes_of_a_dense_mask_and_of_repeated_keys() -> No
         predict_live_bytes(has_masked_kernels=True, **sections)
         for sections in ({"data": packing}, {})
     )
-    assert next(with_kernels) - next(with_kernels) == 0
+    assert next(with_kernels) - next(with_kernels) < 0.05 * rehearsed_bytes  # rotary tables
 
 
 def test_a_frozen_reference_doubles_the_weights_and_runs_first() -> None:
