@@ -7,11 +7,15 @@ D features.
 
 from __future__ import annotations
 
+import ctypes
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.plain_varlen import attend_plainly
 
 _LSE_ALIGNMENT = 32
 _BIAS_ALIGNMENT_BYTES = 16
@@ -164,6 +168,82 @@ def _run_efficient_backward(
     return (*_differentiate(d_out, q, k, v, attn_bias, out, lse, is_causal, scale), None)
 
 
+def _attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float | None, window: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    wide = (part.float() for part in (q, k, v))
+    scale = scale or q.shape[-1] ** -0.5
+    return attend_plainly(*wide, _read_integers(bounds), scale, window)
+
+
+def _read_integers(x: Tensor) -> list[int]:
+    """Read int32 values without a wait, as a kernel does: the device's memory is the host's."""
+    return list((ctypes.c_int32 * x.numel()).from_address(x.data_ptr()))
+
+
+def _get_window(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
+    return -1 if left is None else left, 0 if is_causal or right is None else right
+
+
+def _run_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **unused: Any,
+) -> tuple[Tensor, ...]:
+    assert dropout_p == 0.0
+    assert q.dtype in (torch.float16, torch.bfloat16), "FlashAttention supports fp16 and bf16 only"
+    assert q.shape[-1] % 8 == 0, "FlashAttention needs head_dim to be a multiple of 8"
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert cum_seq_q.dtype == cum_seq_k.dtype == torch.int32
+    bounds = _read_integers(cum_seq_q)
+    assert max(end - start for start, end in pairwise(bounds)) <= max_q == max_k
+    window = _get_window(is_causal, window_size_left, window_size_right)
+    out, lse = _attend_documents(q, k, v, cum_seq_q, scale, window)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return out.to(q.dtype), lse, seed, seed[:0].clone(), q.new_empty(0)
+
+
+def _run_varlen_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    assert d_out.dtype == q.dtype == out.dtype
+    assert logsumexp.shape == (q.shape[1], q.shape[0])
+    window = _get_window(is_causal, window_size_left, window_size_right)
+    parts = [part.detach().requires_grad_() for part in (q, k, v)]
+    with torch.enable_grad():
+        wide_out, _ = _attend_documents(*parts, cum_seq_q, scale, window)
+        return torch.autograd.grad(wide_out, parts, d_out.float())
+
+
 def _run_rms_norm(
     x: Tensor, normalized_shape: list[int], weight_D: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -203,6 +283,8 @@ def register() -> torch.library.Library:
     library.impl(name.format("flash", "_backward"), _run_flash_backward, "CUDA")
     library.impl(name.format("efficient", ""), _run_efficient, "CUDA")
     library.impl(name.format("efficient", "_backward"), _run_efficient_backward, "CUDA")
+    library.impl("_flash_attention_forward", _run_varlen, "CUDA")
+    library.impl("_flash_attention_backward", _run_varlen_backward, "CUDA")
     library.impl("_fused_rms_norm", _run_rms_norm, "CUDA")
     library.impl("_fused_rms_norm_backward", _run_rms_norm_backward, "CUDA")
     return library

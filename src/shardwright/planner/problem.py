@@ -100,6 +100,8 @@ def build_template(
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         compile=recipe.model.compile,
         flash_attention=recipe.model.attention != "explicit",
+        attention=recipe.model.attention,
+        has_masked_kernels=recipe.run.device != "cpu",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
         loss_chunk_tokens=recipe.model.loss_chunk_tokens,
         reference=_choose_reference(recipe, adapter),
