@@ -76,7 +76,7 @@ def apply_layout(
         mesh: from `build_mesh`; None for one rank.
         device: device on which the rank computes.
         read_slice: returns any slice of any parameter by name.
-        compile_blocks: torch.compile each block.
+        compile_blocks: torch.compile each block; for rows of any length if the plan's differ.
         storage: context entered while memory is allocated and filled; a rehearsal passes one in
             which tensors take no memory.
 
@@ -108,7 +108,9 @@ def apply_layout(
     )
     decoder.set_recompute(build_recompute_runner(plan.recompute))
     if compile_blocks:
-        decoder.compile_blocks()
+        # Rows of a length of their own would each be a graph. None lets torch assume that shapes
+        # stay, and generalise only those that change after all (an evaluation's batch).
+        decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True)
         _log_uncompiled_parts(decoder, plan)
     fsdp_modules: list[FSDPModule] = []
     if sharded:

@@ -98,7 +98,7 @@ def build_template(
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
-        compile=recipe.model.compile,
+        compile=recipe.model.compile is not False,
         flash_attention=recipe.model.attention != "explicit",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
         loss_chunk_tokens=recipe.model.loss_chunk_tokens,
