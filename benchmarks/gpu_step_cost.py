@@ -84,11 +84,11 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     run_step = loop.TrainingLoop._run_step
     last_step = WARM_UP_STEPS + arguments.steps
 
-    def record_start(self: Any, launched: Any) -> Any:
+    def record_start(self: Any) -> Any:
         if self.state.step == last_step:
             raise _Measured
         starts.append(time.perf_counter())
-        return run_step(self, launched)
+        return run_step(self)
 
     with (
         tempfile.TemporaryDirectory() as name,

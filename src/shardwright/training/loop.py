@@ -84,6 +84,8 @@ class TrainingLoop:
         self.checkpointer = checkpointer
         self.num_tokens = 0
         """Tokens of all steps so far; an upper bound for those before this process."""
+        self._launched: StepResult | None = None
+        """Last step, if `_finish_step` has not been called for it."""
         validated_run = context.validated_run
         plan = context.plan
         ranks = context.rank_environment
@@ -139,15 +141,14 @@ class TrainingLoop:
         context = self.context
         state = self.state
         last_loss = self.policy.make_up_evaluation()
-        launched: StepResult | None = None
         while state.step < context.validated_run.total_steps:
             context.watchdog.begin_phase("step", state.step)
-            result = self._run_step(launched)
+            result = self._run_step()
             state.step += 1
             self.num_tokens += result.tokens
-            should_stop = launched is not None and self._finish_step(launched)
-            launched = result if self._may_finish_later(result) and not should_stop else None
-            if launched is None:
+            should_stop = self._launched is not None and self._finish_step(self._launched)
+            self._launched = result if self._may_finish_later(result) and not should_stop else None
+            if self._launched is None:
                 should_stop |= self._finish_step(result)
             garbage_collection.collect_if_due(state.step)
             loss = self.policy.apply(result.loss, result.update, should_stop=should_stop)
@@ -193,12 +194,8 @@ class TrainingLoop:
         is_last = state.step + 1 == self.context.validated_run.total_steps
         return self.batches.read(step, None if is_last else step + 1)
 
-    def _run_step(self, launched: StepResult | None) -> StepResult:
-        """Run one optimizer step; the host waits for the device once, to read its numbers.
-
-        Args:
-            launched: Last step, if `_finish_step` has not been called for it.
-        """
+    def _run_step(self) -> StepResult:
+        """Run one optimizer step; the host waits for the device once, to read its numbers."""
         validated_run = self.context.validated_run
         state = self.state
         recipe = validated_run.recipe
@@ -263,7 +260,7 @@ class TrainingLoop:
             self.rank_metrics.end_step(
                 start_seconds,
                 data_seconds,
-                previous=None if launched is None else launched.measured,
+                previous=None if self._launched is None else self._launched.measured,
             ),
             expert_loads=None
             if loss.router_table is None

@@ -14,6 +14,7 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe, load_recipe
 from shardwright.errors import RecipeError
 from shardwright.launch import auto_layout
+from shardwright.model import Decoder
 from shardwright.numerics import compilation
 from shardwright.placement import place_model
 from shardwright.plans import CompileChoice, Plan, complete_plan, resolve_degrees
@@ -23,6 +24,7 @@ from shardwright.training.compile_choice import agree_on_compilation
 from shardwright.training.run import train
 from shardwright.training.run_checks import validate_run
 from tests.multiprocess.models import LLAMA
+from tests.unit.training import test_run_checks
 from tests.unit.training.test_precision_choice import FakeRankSync, build_recipe
 
 CHOSEN = CompileChoice(True, "a test says so")
@@ -155,3 +157,16 @@ def test_all_ranks_compile_or_none(
         build_compiled_recipe(tmp_path, "auto"), FakeRankSync(*others), CUDA
     )
     assert choice == CompileChoice(is_compiled, reason)
+
+
+@pytest.mark.parametrize(("padding", "dynamic"), [("longest", True), ("max_length", None)])
+def test_rows_of_different_lengths_are_compiled_for_any_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, padding: str, dynamic: bool | None
+) -> None:
+    recipe = test_run_checks.build_recipe(tmp_path, data={"padding": padding})
+    model = recipe.model.model_copy(update={"compile": True})
+    options: list[dict[str, Any]] = []
+    monkeypatch.setattr(auto_layout, "find_compiler_obstacle", lambda _device: None)
+    monkeypatch.setattr(Decoder, "compile_blocks", lambda _self, **named: options.append(named))
+    train(recipe.model_copy(update={"model": model}))
+    assert options == [{"dynamic": dynamic}]

@@ -52,9 +52,9 @@ def test_a_step_leaves_no_tensors_in_cycles(
     counts: list[int] = []
     run_step = TrainingLoop._run_step
 
-    def count_tensors(loop: TrainingLoop, launched: Any) -> Any:
+    def count_tensors(loop: TrainingLoop) -> Any:
         counts.append(sum(isinstance(item, torch.Tensor) for item in gc.get_objects()))
-        return run_step(loop, launched)
+        return run_step(loop)
 
     monkeypatch.setattr(TrainingLoop, "_run_step", count_tensors)
     monkeypatch.setattr(garbage_collection, "EVERY_STEPS", 1000)

@@ -293,10 +293,10 @@ def test_a_stop_ends_a_run_whose_events_are_late(
     monkeypatch.setattr(TrainingLoop, "_may_finish_later", lambda _loop, result: result.step < 20)
     run_step = TrainingLoop._run_step
 
-    def stop_in_step_4(loop: TrainingLoop, launched: Any) -> Any:
+    def stop_in_step_4(loop: TrainingLoop) -> Any:
         if loop.state.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        return run_step(loop, launched)
+        return run_step(loop)
 
     monkeypatch.setattr(TrainingLoop, "_run_step", stop_in_step_4)
     recipe = build_recipe(tmp_path, max_steps=20)
