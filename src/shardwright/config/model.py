@@ -22,21 +22,23 @@ class ModelSection(RecipeSection):
 
     path: PathText | None = None
     """A Hugging Face folder: its config.json defines the architecture and, with
-    `init: is_pretrained`, its safetensors files the weights."""
+    `init: pretrained`, its safetensors files the weights."""
     config: dict[str, Any] | None = None
     """The content of a config.json, inline (`model_type: llama`, ...). Without `vocab_size` the
     tokenizer's size is used."""
     init: Literal["random", "pretrained"] | None = None
-    """`is_pretrained` loads the folder's weights; `random` initialises each parameter from its
-    name and the seed. Default: `is_pretrained` with `path`, `random` with `config`."""
+    """`pretrained` loads the folder's weights; `random` initialises each parameter from its
+    name and the seed. Default: `pretrained` with `path`, `random` with `config`."""
     attention: AttentionSetting = "auto"
     """The attention kernel. `auto` takes the best one for the device and what the model needs, and
     logs it with the reason; `sdpa` is PyTorch's scaled dot product, with a dense mask if needed;
     `varlen` flash attention over documents and windows; `flex` FlexAttention, also for soft caps
     and sinks; `explicit` computes attention with separate matrix products. A kernel that is missing
     or cannot compute the model is an error."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block with torch.compile. `auto` compiles on CUDA devices on which Triton
+    works, if model and layout allow it; the choice and its reason are recorded in the run
+    folder."""
     loss_chunk_tokens: Positive = 1024
     """Tokens whose logits the chunked linear cross-entropy computes at a time."""
     dropout: Dropout = "config"
