@@ -8,14 +8,13 @@ D features.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from tests.plain_varlen import attend_plainly
 
 _LSE_ALIGNMENT = 32
 _BIAS_ALIGNMENT_BYTES = 16
@@ -168,12 +167,26 @@ def _run_efficient_backward(
     return (*_differentiate(d_out, q, k, v, attn_bias, out, lse, is_causal, scale), None)
 
 
-def _attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float | None, window: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    wide = (part.float() for part in (q, k, v))
-    scale = scale or q.shape[-1] ** -0.5
-    return attend_plainly(*wide, _read_integers(bounds), scale, window)
+def _list_documents(
+    bounds: Tensor, window: tuple[int, int], device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the tokens of each document, and the mask added to its scores."""
+    before, after = window
+    for start, end in pairwise(_read_integers(bounds)):
+        places = torch.arange(end - start, device=device)
+        distance = places[:, None] - places
+        hidden = distance < -after if after >= 0 else torch.zeros_like(distance, dtype=torch.bool)
+        if before >= 0:
+            hidden = hidden | (distance > before)
+        if start < end:
+            yield (
+                slice(start, end),
+                torch.zeros(hidden.shape, device=device).masked_fill(hidden, float("-inf")),
+            )
+
+
+def _select_document(x_NHE: Tensor, tokens: slice) -> Tensor:
+    return x_NHE[tokens].transpose(0, 1)[None]
 
 
 def _read_integers(x: Tensor) -> list[int]:
@@ -210,9 +223,15 @@ def _run_varlen(
     bounds = _read_integers(cum_seq_q)
     assert max(end - start for start, end in pairwise(bounds)) <= max_q == max_k
     window = _get_window(is_causal, window_size_left, window_size_right)
-    out, lse = _attend_documents(q, k, v, cum_seq_q, scale, window)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
+    for tokens, bias in _list_documents(cum_seq_q, window, q.device):
+        parts = (_select_document(part, tokens) for part in (q, k, v))
+        part_out, part_lse = _attend(*parts, bias, False, scale)
+        out[tokens] = part_out[0].transpose(0, 1)
+        lse[:, tokens] = part_lse[0]
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    return out.to(q.dtype), lse, seed, seed[:0].clone(), q.new_empty(0)
+    return out, lse, seed, seed[:0].clone(), q.new_empty(0)
 
 
 def _run_varlen_backward(
@@ -238,10 +257,20 @@ def _run_varlen_backward(
     assert d_out.dtype == q.dtype == out.dtype
     assert logsumexp.shape == (q.shape[1], q.shape[0])
     window = _get_window(is_causal, window_size_left, window_size_right)
-    parts = [part.detach().requires_grad_() for part in (q, k, v)]
-    with torch.enable_grad():
-        wide_out, _ = _attend_documents(*parts, cum_seq_q, scale, window)
-        return torch.autograd.grad(wide_out, parts, d_out.float())
+    gradients = [
+        torch.zeros_like(part, memory_format=torch.contiguous_format) for part in (q, k, v)
+    ]
+    for tokens, bias in _list_documents(cum_seq_q, window, q.device):
+        d_out_part, q_part, k_part, v_part, out_part = (
+            _select_document(part, tokens) for part in (d_out, q, k, v, out)
+        )
+        lse = logsumexp[None, :, tokens]
+        found = _differentiate(
+            d_out_part, q_part, k_part, v_part, bias, out_part, lse, False, scale
+        )
+        for gradient, part in zip(gradients, found, strict=True):
+            gradient[tokens] = part[0].transpose(0, 1)
+    return tuple(gradients)
 
 
 def _run_rms_norm(

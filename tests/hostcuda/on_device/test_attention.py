@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.model import Decoder
-from tests.compiled_graphs import GraphCounter
 from tests.hostcuda import device
 from tests.reference.cases import CASES, LONG
 
@@ -96,22 +95,3 @@ def test_the_host_waits_for_documents_only_if_it_does_not_have_them() -> None:
         with device.log_synchronisations() as waits:
             decoder.compute_hidden(ids_BT, document_ids_BT=on_device, host_document_ids_BT=host)
         assert sum(waits.values()) == num_waits, waits
-
-
-def test_documents_of_any_lengths_share_one_compiled_graph() -> None:
-    decoder = Decoder(build_shape("llama"), compute_dtype=torch.bfloat16).to("cuda")
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.1)
-    ids_BT = torch.arange(32, device="cuda")[None]
-    counter = GraphCounter()
-    counter.compile(decoder)
-    for first in (9, 5, 14):
-        documents_BT = (np.arange(32) >= first).astype(np.int64)[None]
-        decoder(
-            ids_BT,
-            labels_BT=ids_BT,
-            document_ids_BT=torch.from_numpy(documents_BT).to("cuda"),
-            host_document_ids_BT=documents_BT,
-        ).backward()
-    assert counter.counts == (1, 1)
