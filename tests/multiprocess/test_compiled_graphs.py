@@ -53,11 +53,11 @@ LONG = [
 ]
 
 
-def run_step(model: Any, step: int, num_tokens: int = TOKENS) -> list[Tensor]:
+def run_step(model: Any, step: int) -> list[Tensor]:
     """Return the gradients of a step on rows of other documents than those of other steps."""
     random = torch.Generator().manual_seed(step)
-    ids_BT = torch.randint(0, model.decoder.shape.vocab_size, (2, num_tokens), generator=random)
-    documents_BT = (torch.arange(num_tokens) >= 3 + 2 * step).long().expand(2, -1)
+    ids_BT = torch.randint(0, model.decoder.shape.vocab_size, (2, TOKENS), generator=random)
+    documents_BT = (torch.arange(TOKENS) >= 3 + 2 * step).long().expand(2, -1)
     model.decoder.zero_grad()
     model.module(
         ids_BT,
@@ -102,20 +102,3 @@ def test_experts_on_several_ranks_leave_a_few_graphs_per_kind(ranks: RankPool) -
     for num_forward, num_backward in ranks.run(2, compare_with_eager, case, False):
         assert 0 < num_forward <= 4
         assert 0 < num_backward <= 4
-
-
-def compare_changing_lengths(layout: Layout) -> tuple[int, int]:
-    """Run three steps of other lengths, eager and compiled; return the numbers of graphs."""
-    model = build(layout, PrecisionSection(kind="fp64"), MODELS["llama"])
-    lengths = (TOKENS, TOKENS // 2, 2 * TOKENS)
-    expected = [run_step(model, step, length) for step, length in enumerate(lengths)]
-    counter = GraphCounter()
-    counter.compile(model.decoder, dynamic=True)
-    for step, length in enumerate(lengths):
-        for got, want in zip(run_step(model, step, length), expected[step], strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    return counter.counts
-
-
-def test_tensor_parallel_rows_of_changing_lengths_share_one_graph(ranks: RankPool) -> None:
-    assert ranks.run(2, compare_changing_lengths, Layout(tp=2)) == [(1, 1)] * 2
