@@ -298,7 +298,8 @@ def record_actions_and_reductions(layout: Layout) -> tuple[list[str], float]:
         return launch(*arguments)
 
     batches = [micro_batch(2, 12, 10 * dist.get_rank() + number) for number in range(4)]
-    gradients, orders = [], []
+    gradients = []
+    orders = []
     for overlap in (ParallelModel.overlap_reductions, lambda *_: None):
         with patch.object(ParallelModel, "overlap_reductions", overlap):
             model = build(layout)

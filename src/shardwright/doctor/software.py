@@ -169,7 +169,7 @@ def judge_software(by_rank: Mapping[int, Software]) -> list[Finding]:
         findings.append(Finding(SECTION, "compile", "pass", value))
     else:
         remedy = "pip install triton" if first.has_cuda else "Install g++"
-        value = "no compiler, so model.compile: true will fail"
+        value = "no compiler, so model.compile: auto compiles nothing, and true is an error"
         findings.append(Finding(SECTION, "compile", "warn", value, remedy))
     return [*findings, _judge_optional_packages(first)]
 

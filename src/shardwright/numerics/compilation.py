@@ -1,4 +1,4 @@
-"""Whether torch.compile can compile for a device, and the choice of `model.compile: auto` from it.
+"""Compilers of torch.compile on this machine, and the choice of `model.compile: auto` from them.
 
 Inductor generates Triton code for CUDA and C++ for a CPU. Triton itself compiles a small C module
 for every kernel, with Python's headers, so it needs both beside its own package.

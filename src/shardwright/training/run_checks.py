@@ -172,10 +172,10 @@ def _choose_row_multiple(
     """Return the number of which row lengths are a multiple; None if all rows are full."""
     if packing == "windows" or recipe.data.padding == "max_length":
         return None
-    if plan.is_compiled and plan.layout.cp > 1:
+    if plan.is_compiled and (plan.layout.cp > 1 or plan.layout.tp > 1):
         logger.info(
             "all rows are padded to training.sequence_length: "
-            "with layout.cp, model.compile compiles blocks for one length"
+            "with layout.tp and layout.cp, model.compile compiles blocks for one length"
         )
         return None
     if expert_rules not in (None, ExpertRules()):

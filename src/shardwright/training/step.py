@@ -174,7 +174,8 @@ class StepTimes:
 
         On CUDA the device must have reached both.
         """
-        start, end = self._marks[0][1] if mark is None else mark, self.end
+        start = self._marks[0][1] if mark is None else mark
+        end = self.end
         if isinstance(start, float):
             assert isinstance(end, float)
             return end - start
@@ -353,10 +354,11 @@ def update_parameters(
         / loss_scale
     )
     norm = synchronise_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
+    read_values: list[list[float]] = []
     if read_along:
         (gradient_norm,), *read_values = read_together([norm, *read_along])
     else:  # fake tensors of a rehearsal have a value for a scalar only
-        gradient_norm, read_values = float(norm), []
+        gradient_norm = float(norm)
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
         scaler.update(skipped)

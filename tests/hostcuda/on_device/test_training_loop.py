@@ -20,7 +20,8 @@ def test_the_loop_waits_once_per_step(tmp_path: Path, monkeypatch: pytest.Monkey
     counts: Counter[Any] = Counter()
     finished: list[tuple[int, int]] = []
     logging = ExitStack()
-    run_step, finish_step = TrainingLoop._run_step, TrainingLoop._finish_step
+    run_step = TrainingLoop._run_step
+    finish_step = TrainingLoop._finish_step
 
     def run_and_count(loop: TrainingLoop) -> Any:
         if loop.state.step == 3:

@@ -32,7 +32,7 @@ def test_the_next_step_is_read_while_the_caller_works() -> None:
     assert {name for _, name in read} == {"read-batches_0"}
 
 
-def test_a_rollback_discards_what_was_read_ahead() -> None:
+def test_a_rollback_discards_batches_that_were_read_ahead() -> None:
     with BatchPrefetcher(lambda step: [step], CPU) as batches:  # type: ignore[list-item]
         assert batches.read(7, 8) == [7]
         assert batches.read(3, 4) == [3]

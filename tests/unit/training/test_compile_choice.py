@@ -104,7 +104,7 @@ def complete(recipe: Recipe, world_size: int, shape: Any = None) -> Plan:
         (False, "1f1b", False, None),
     ],
 )
-def test_auto_compiles_what_the_layout_allows(
+def test_auto_compiles_only_where_the_layout_allows_it(
     tmp_path: Path, setting: Any, schedule: str, is_compiled: bool, reason: str | None
 ) -> None:
     layout = {"pp": 2, "schedule": schedule}

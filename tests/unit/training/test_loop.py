@@ -269,7 +269,8 @@ def test_events_that_are_written_one_step_late_are_the_same(
     ]
     train(recipes[0])
     finished: list[tuple[int, int]] = []
-    may_act, finish = step_policy.StepPolicy.may_act, TrainingLoop._finish_step
+    may_act = step_policy.StepPolicy.may_act
+    finish = TrainingLoop._finish_step
 
     def record(loop: TrainingLoop, result: Any) -> bool:
         finished.append((loop.state.step, result.step))
@@ -287,7 +288,7 @@ def test_events_that_are_written_one_step_late_are_the_same(
     assert read_numbers(tmp_path / "late") == read_numbers(tmp_path / "now")
 
 
-def test_a_stop_ends_a_run_whose_events_are_late(
+def test_a_stop_ends_a_run_with_late_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingLoop, "_may_finish_later", lambda _loop, result: result.step < 20)

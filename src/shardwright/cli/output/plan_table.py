@@ -77,8 +77,6 @@ def print_plan(
     headline += f", {template.precision}" if template is not None else ""
     if result.precision_reason is not None:
         headline += f" (precision auto: {result.precision_reason})"
-    if template is not None and template.compile and recipe.model.compile == "auto":
-        headline += ", blocks compiled (compile auto: on CUDA where Triton works)"
     if template is not None and template.adapter is not None:
         headline += f", LoRA rank {template.adapter.rank}" + (
             " on NF4" if template.adapter.quantised else ""
