@@ -203,7 +203,7 @@ def _attend_varlen(
     q_NHE, k_NKE, v_NKE = (part.transpose(1, 2).flatten(0, 1) for part in (q_BHTE, k_BKTE, v_BKTE))
     # The kernel counts the tokens before a token, not the token itself.
     before = -1 if settings.window is None else settings.window - 1
-    out_NHE = varlen.varlen_attn(
+    out_NHE: Any = varlen.varlen_attn(
         q_NHE,
         k_NKE,
         v_NKE,
@@ -220,7 +220,7 @@ def _attend_varlen(
 
 
 # Since torch 2.12 grouped heads are an option; in 2.11 the kernel takes them without it.
-_GROUP_OPTION = (
+_GROUP_OPTION: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
 
@@ -282,5 +282,5 @@ def _compile_flex() -> Callable[..., Any]:
 
     # The wrapped region is one operator to selective recomputation, which saves its results.
     option = "wrap_inductor_compiled_regions"
-    options = {option: True} if option in list_options() else {}
+    options: dict[str, Any] = {option: True} if option in list_options() else {}
     return torch.compile(flex.flex_attention, options=options)
