@@ -49,7 +49,7 @@ class FindingRow:
     arguments: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
     verdict: str = ""
-    """How the difference is called; empty where the audit passes."""
+    """Name of the difference; empty where the audit passes."""
     cause: str = ""
     others: tuple[str, ...] = ()
     """Further packages that the example needs."""

@@ -4,7 +4,7 @@
     shardwright audit check audit
 
 Options: `--completion-only` supervises completions, `--packing` packs rows (best-fit decreasing),
-`--wrapped` cuts the packed text without regard to documents, `--padding-free` joins the rows of a
+`--wrapped` splits the joined text without regard to documents, `--padding-free` joins the rows of a
 micro-batch, `--lora` trains PEFT's LoRA adapters, `--own-tokens` counts tokens per rank.
 """
 

@@ -24,7 +24,7 @@ def test_a_row_that_differs_is_explained_and_no_other() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_released_trainer_computes_what_the_page_says(row: FindingRow, tmp_path: Path) -> None:
+def test_a_released_trainer_equals_the_page(row: FindingRow, tmp_path: Path) -> None:
     if missing := row.list_missing_packages():
         pytest.skip(f"{', '.join(missing)} is not installed")
     run_row(row, tmp_path)
