@@ -41,6 +41,12 @@ def render_page(content: dict[str, Any]) -> str:
             for step in profiles
             for section in _render_safely(_render_profile, step if "result" in step else None)
         ),
+        *(
+            section
+            for step in steps
+            if step["name"].startswith("step cost")
+            for section in _render_safely(_render_step_cost, step if "result" in step else None)
+        ),
     ]
     conditions = [step["conditions"] for step in steps if "conditions" in step]
     if conditions:
@@ -80,6 +86,29 @@ def _render_speed(speed: dict[str, Any]) -> str:
     _, preface, *tables = render_gpu(speed)
     lowered = [table.replace("## ", "### ", 1) for table in tables]
     return "\n\n".join(["## Speed and memory", preface, *lowered])
+
+
+def _render_step_cost(step: dict[str, Any]) -> str:
+    """Render the rates of the training loop with each of its switches off."""
+    lines = [
+        f"## {step['name'][0].upper()}{step['name'][1:]}",
+        "The whole training loop on random text, with one change in each row; seconds per step.",
+        "| variant | difference | compiled | seconds | tokens/s | peak GiB | reserved GiB |"
+        "\n|---|---|---|---|---|---|---|",
+    ]
+    for row in step["result"]["variants"]:
+        if "failure" in row:
+            lines[-1] += f"\n| {row['name']} | {row['failure']} | | | | | |"
+            continue
+        peak, reserved = (
+            "" if row[key] is None else f"{row[key] / 2**30:.2f}"
+            for key in ("peak_bytes", "reserved_bytes")
+        )
+        lines[-1] += (
+            f"\n| {row['name']} | {row['difference']} | {'yes' if row['compiled'] else 'no'} "
+            f"| {row['step_seconds']:.4f} | {row['tokens_per_second']:,.0f} | {peak} | {reserved} |"
+        )
+    return "\n\n".join(lines)
 
 
 def _find_result(steps: Iterable[dict[str, Any]], name: str) -> dict[str, Any] | None:

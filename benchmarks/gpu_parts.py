@@ -67,6 +67,12 @@ def list_steps(arguments: argparse.Namespace) -> list[Step]:
     steps.append(
         Step(f"profile {name}-{length}", 3, 200, (*command, "{out}/profile.json"), "profile.json")
     )
+    command = (*_MODULE, "benchmarks.gpu_step_cost", *config, str(length), str(rows))
+    quick = ("--steps", "3", "--num-variants", "1") if arguments.quick else ()
+    result = "step-cost.json"
+    steps.append(
+        Step(f"step cost {name}-{length}", 4, 500, (*command, f"{{out}}/{result}", *quick), result)
+    )
     steps.sort(key=lambda step: step.part)
     patterns = arguments.step or ["*"]
     return [step for step in steps if any(fnmatchcase(step.name, pattern) for pattern in patterns)]

@@ -145,7 +145,7 @@ class Comparison:
         with self.rank_metrics.measure_step():
             numbers = self.step(self.rank_metrics.step_times)
         logging_start = time.perf_counter()
-        own_times = self.rank_metrics.finish_step(start_seconds, 0.0)
+        own_times = self.rank_metrics.finish_step(self.rank_metrics.end_step(start_seconds, 0.0))
         logging_seconds = time.perf_counter() - logging_start
         synchronised = self.rank_sync.synchronise_step(
             should_stop=False,
@@ -244,7 +244,7 @@ def compare(layout: Layout, pairs: int) -> dict[str, list[float]]:
                     comparison.run_measured(
                         number + 10
                     ) if kind == "with" else comparison.run_unmeasured()
-        waits = float(len(meter._comm_timer._spans))
+        waits = float(len(meter._timers[0][1]._spans))
     return comparison.seconds | {"waits": [waits], "mark_seconds": [time_marks(model)]}
 
 

@@ -10,13 +10,18 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from shardwright.architecture import ModelShape
+from shardwright.architecture import HFShape, ModelShape
 from shardwright.config.recipe import Recipe, RecomputeKind
 from shardwright.config.training import PrecisionSection, TrainingSection
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
 from shardwright.placement import Placement, place_model
-from shardwright.schedule import PIPELINE_SCHEDULES, load_schedule, load_schedule_file
+from shardwright.schedule import (
+    PIPELINE_SCHEDULES,
+    has_split_backward,
+    load_schedule,
+    load_schedule_file,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,17 @@ class PrecisionChoice:
 
 
 @dataclass(frozen=True)
+class CompileChoice:
+    """Result of `model.compile: auto` for a run; the reason is one clause for a person to read."""
+
+    is_compiled: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'compiled' if self.is_compiled else 'not compiled'} (auto: {self.reason})"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Distribution of a training run over devices. Its precision is never `auto`."""
 
@@ -67,6 +83,10 @@ class Plan:
     recompute: RecomputeKind = "none"
     precision_reason: str | None = None
     """Reason why `precision: auto` chose this kind; None if the recipe names the kind."""
+    is_compiled: bool = False
+    """True if every block is compiled with torch.compile."""
+    compile_reason: str | None = None
+    """Reason of `model.compile: auto`; None if the recipe chooses, or if nothing is to train."""
 
     def __post_init__(self) -> None:
         assert self.precision.kind != "auto", "`resolve_plan` resolves `auto`"
@@ -86,6 +106,8 @@ class Plan:
             **(
                 {} if self.precision_reason is None else {"precision_reason": self.precision_reason}
             ),
+            "compile": self.is_compiled,
+            **({} if self.compile_reason is None else {"compile_reason": self.compile_reason}),
         }
 
 
@@ -131,17 +153,42 @@ def resolve_plan(
 
 
 def complete_plan(
-    recipe: Recipe, placement: Placement, batch: BatchPlan, auto_precision: PrecisionChoice | None
+    recipe: Recipe,
+    placement: Placement,
+    batch: BatchPlan,
+    auto_precision: PrecisionChoice | None,
+    auto_compilation: CompileChoice | None = None,
 ) -> Plan:
-    """Complete a placed model to a plan: precision and recompute of the recipe."""
+    """Complete a placed model to a plan: precision, recompute and compilation of the recipe.
+
+    Without `auto_compilation`, `model.compile: auto` compiles nothing.
+    """
     choice = auto_precision if recipe.precision.kind == "auto" else None
+    compilation = None
+    if recipe.model.compile == "auto" and auto_compilation is not None:
+        obstacle = _find_compile_obstacle(placement.shape, placement.layout)
+        compilation = auto_compilation if obstacle is None else CompileChoice(False, obstacle)
     return Plan(
         placement,
         batch,
         settle_precision(recipe, choice).precision,
         recipe.recompute,
         None if choice is None else choice.reason,
+        recipe.model.compile is True if compilation is None else compilation.is_compiled,
+        None if compilation is None else compilation.reason,
     )
+
+
+def _find_compile_obstacle(shape: ModelShape, layout: Layout) -> str | None:
+    """Return why blocks of this model under this layout cannot be compiled; None if they can."""
+    if isinstance(shape, HFShape):
+        return f"the model runs through transformers' {shape.class_name}"
+    if layout.pp > 1 and has_split_backward(layout.schedule):
+        return (
+            f"layout.schedule {layout.schedule} delays gradients of weights, "
+            "and a compiled block computes all of its gradients at once"
+        )
+    return None
 
 
 def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]:
@@ -153,7 +200,7 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
     layout = resolve_layout(recipe.layout, world_size)
     batch = resolve_batch(recipe.training, layout.data_ranks)
     if layout.pp > 1:
-        _check_schedule(layout, batch, is_compiled=recipe.model.compile)
+        _check_schedule(layout, batch, is_compiled=recipe.model.compile is True)
     elif layout.schedule not in PIPELINE_SCHEDULES:
         load_schedule_file(layout.schedule)  # unused, but a wrong name is an error all the same
     return layout, batch
@@ -184,7 +231,7 @@ def _check_schedule(layout: Layout, batch: BatchPlan, *, is_compiled: bool) -> N
             field="layout.schedule",
             got=layout.schedule,
             allowed="one without I and W: gpipe, 1f1b, interleaved_1f1b",
-            remedy="Use one of these, or set model.compile: false",
+            remedy="Use one of these, or leave model.compile at auto",
         )
 
 

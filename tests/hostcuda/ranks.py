@@ -23,7 +23,11 @@ from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plans import BatchPlan, build_plan
-from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.training.step import (
+    accumulate_gradients,
+    compute_mean_loss,
+    update_parameters,
+)
 
 TOKENS = 64
 ROWS = 2
@@ -160,14 +164,16 @@ def run_steps(
         if device.type == "cuda":
             batches = [batch.pin_memory() for batch in batches]
         loss = accumulate_gradients(model, batches, seed=0, step=len(losses))
-        update_parameters(
+        update = update_parameters(
             model,
             optimizer,
             learning_rate=LEARNING_RATE,
             max_grad_norm=0.5,
             router_table=loss.router_table,
+            read_along=[loss.loss_sum, loss.count],
         )
-        losses.append(loss.mean())
+        (loss_sum,), (count,) = update.read_values
+        losses.append(compute_mean_loss(loss_sum, count))
 
     for _ in range(NUM_STEPS - 1):
         run_step()

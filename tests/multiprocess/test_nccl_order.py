@@ -266,3 +266,18 @@ def test_every_schedule(ordered_ranks: OrderedRankPool, num_ranks: int) -> None:
         pool=ordered_ranks,
     )
     assert report.passed, report
+
+
+def run_replicated_step(layout: Layout) -> float:
+    model = build(layout)
+    batches = [micro_batch(1, 6, 10 * dist.get_rank() + number) for number in range(4)]
+    return float(accumulate_gradients(model, batches, seed=0, step=0).mean())
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_reductions_behind_backward_passes_wait_in_no_circle(
+    ordered_ranks: OrderedRankPool, schedule: str
+) -> None:
+    layout = Layout(pp=2, dp_replicate=2, schedule=schedule)
+    losses = ordered_ranks.run(4, run_replicated_step, layout)
+    assert len(set(losses)) == 1

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.architecture import read_config
@@ -21,7 +22,13 @@ from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh, pipeline_parallel
+from shardwright.parallel import (
+    ParallelModel,
+    apply_layout,
+    build_mesh,
+    gradient_reduction,
+    pipeline_parallel,
+)
 from shardwright.parallel.p2p_channels import P2PChannels
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.schedule import (
@@ -277,3 +284,44 @@ def test_a_stage_that_is_frozen_completely(ranks: RankPool) -> None:
             VerificationCase(4, tied=False),
             model={"freeze": ["model.embed_tokens.weight", "model.layers.0.*"]},
         )
+
+
+def record_actions_and_reductions(layout: Layout) -> tuple[list[str], float]:
+    """Return the order of a step's actions and reductions (`reduce`), and the largest difference
+    of a gradient from one that is reduced after the last action.
+    """
+    order: list[str] = []
+    launch = gradient_reduction._launch_all_reduce
+
+    def record(*arguments: Any) -> Any:
+        order.append("reduce")
+        return launch(*arguments)
+
+    batches = [micro_batch(2, 12, 10 * dist.get_rank() + number) for number in range(4)]
+    gradients = []
+    orders = []
+    for overlap in (ParallelModel.overlap_reductions, lambda *_: None):
+        with patch.object(ParallelModel, "overlap_reductions", overlap):
+            model = build(layout)
+        assert model.pipeline is not None
+        order.clear()
+        model.pipeline.action_observer = lambda action, *_: order.append(str(action))
+        with patch.object(gradient_reduction, "_launch_all_reduce", record):
+            accumulate_gradients(model, batches, seed=0, step=0)
+        gradients.append({name: model.gather_gradient(name) for name in model.layouts})
+        orders.append(list(order))
+    early, late = gradients
+    difference = max(float((early[name] - late[name]).abs().max()) for name in early)
+    return orders[0], difference
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_gradients_of_a_stage_are_reduced_behind_the_backward_passes_of_others(
+    ranks: RankPool, schedule: str
+) -> None:
+    layout = Layout(pp=2, dp_replicate=2, schedule=schedule)
+    for order, difference in ranks.run(4, record_actions_and_reductions, layout):
+        assert difference == 0.0  # two summands: the order of a sum does not matter
+        last_action = max(place for place, entry in enumerate(order) if entry != "reduce")
+        assert order[:last_action].count("reduce") == 1, order
+        assert order[last_action:].count("reduce") == 1, order

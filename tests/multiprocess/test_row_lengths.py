@@ -81,10 +81,11 @@ def run_step(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> 
     data_rank = RankGrid(layout).data_rank(0 if model.mesh is None else model.mesh.rank)
     micro_batches = read_step_micro_batches(rows, SampleOrder(3, len(rows)), batch, 1, data_rank)
     loss = accumulate_gradients(model, micro_batches, seed=0, step=1).mean()
+    tokens, work = count_tokens_and_flops(model, micro_batches, float).tolist()
     return (
         loss,
         {name: model.gather_gradient(name) for name in model.layouts},
-        count_tokens_and_flops(model, micro_batches, float),
+        (int(tokens), work / tokens),
     )
 
 

@@ -136,7 +136,7 @@ def verify_command(
                 f"gradients are compared in {' and '.join(dtypes)} nevertheless",
                 highlight=False,
             )
-        if loaded_recipe.model.compile:
+        if loaded_recipe.model.compile is True:
             console.print("model.compile is ignored: blocks run uncompiled")
 
     with console.status("starting ranks") as status:

@@ -31,8 +31,10 @@ class ModelSection(RecipeSection):
     attention: Literal["auto", "explicit"] = "auto"
     """`auto` uses PyTorch's fused kernels and logs where they are unavailable; `explicit`
     computes attention with separate matrix products."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block with torch.compile. `auto` compiles on CUDA devices on which Triton
+    works, if model and layout allow it; the choice and its reason are recorded in the run
+    folder."""
     loss_chunk_tokens: Positive = 1024
     """Tokens whose logits the chunked linear cross-entropy computes at a time."""
     dropout: Dropout = "config"

@@ -55,7 +55,7 @@ def write(request: EmitRequest) -> EmittedConfig:
         )
     if precision == "fp64":
         notes.append("precision.kind: fp64: convert the model's weights to float64 in the script")
-    if request.recipe.model.compile:
+    if request.recipe.model.compile is True:
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     if _is_sharded(request):
         config["fsdp_config"] = _build_fsdp_section(request, notes)

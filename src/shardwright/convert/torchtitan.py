@@ -29,7 +29,7 @@ def write(request: EmitRequest) -> EmittedConfig:
         | _build_training_arguments(request)
         | _build_learning_rate_arguments(request)
     )
-    if request.recipe.model.compile:
+    if request.recipe.model.compile is True:
         arguments["compile.enable"] = True
     heading = (
         f"shardwright plan --emit torchtitan: {request.recipe.name}, {request.layout}\n"

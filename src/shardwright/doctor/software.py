@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import platform
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ from packaging.version import Version
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwright.doctor.finding import Finding, format_ranks
+from shardwright.numerics.compilation import find_compiler
 
 SECTION = "software"
 
@@ -86,7 +84,7 @@ def read_software(device: torch.device) -> Software:
             for name, backend in _ATTENTION_BACKENDS.items()
             if _is_backend_supported(backend, device)
         ),
-        compiler_name=_find_compiler(device),
+        compiler_name=find_compiler(device),
         collective_backends=tuple(collectives),
         has_cuda=device.type == "cuda",
         missing_packages=tuple(name for name in _OPTIONAL_PACKAGES if name not in versions),
@@ -140,14 +138,6 @@ def _is_backend_supported(backend: SDPBackend, device: torch.device) -> bool:
     return True
 
 
-def _find_compiler(device: torch.device) -> str:
-    """Find the compiler that inductor needs: triton on CUDA, a C++ compiler on the CPU."""
-    if device.type == "cuda":
-        return "triton" if importlib.util.find_spec("triton") else ""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return next((name for name in names if shutil.which(name)), "")
-
-
 def judge_software(by_rank: Mapping[int, Software]) -> list[Finding]:
     """Judge versions against requirements and between ranks, and the available features."""
     first = by_rank[min(by_rank)]
@@ -179,7 +169,7 @@ def judge_software(by_rank: Mapping[int, Software]) -> list[Finding]:
         findings.append(Finding(SECTION, "compile", "pass", value))
     else:
         remedy = "pip install triton" if first.has_cuda else "Install g++"
-        value = "no compiler, so model.compile: true will fail"
+        value = "no compiler, so model.compile: auto compiles nothing, and true is an error"
         findings.append(Finding(SECTION, "compile", "warn", value, remedy))
     return [*findings, _judge_optional_packages(first)]
 

@@ -1,4 +1,4 @@
-"""`layout: auto` and `precision: auto`, resolved from the devices before ranks start."""
+"""`layout`, `precision` and `model.compile: auto`, resolved from the devices before ranks start."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 
 from shardwright.config import Recipe
 from shardwright.config.layout import ClusterSection
-from shardwright.errors import InputError, LayoutError
+from shardwright.errors import InputError, LayoutError, RecipeError
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.numerics.bf16 import choose_precision
+from shardwright.numerics.compilation import choose_compilation, find_compiler_obstacle
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.problem import choose_precision_on
-from shardwright.plans import PrecisionChoice
+from shardwright.plans import CompileChoice, PrecisionChoice
 from shardwright.units import format_bytes, format_count, format_seconds
 
 logger = logging.getLogger("shardwright")
@@ -63,9 +64,36 @@ def choose_precision_here(recipe: Recipe) -> PrecisionChoice:
     Raises:
         InputError: The recipe requests CUDA, and this machine has no CUDA device.
     """
-    return choose_precision(
-        torch.device("cuda" if should_use_cuda(recipe.run.device, field="run.device") else "cpu")
-    )
+    return choose_precision(_get_device_here(recipe))
+
+
+def choose_compilation_here(recipe: Recipe) -> CompileChoice | None:
+    """Resolve `model.compile: auto` for the device of this machine on which the recipe runs.
+
+    Returns None if the recipe sets it to true or false.
+
+    Raises:
+        InputError: The recipe requests CUDA, and this machine has no CUDA device.
+        RecipeError: It is true, and torch.compile cannot compile for the device.
+    """
+    if recipe.model.compile is False:
+        return None
+    device = _get_device_here(recipe)
+    if recipe.model.compile == "auto":
+        return choose_compilation(device)
+    if (obstacle := find_compiler_obstacle(device)) is not None:
+        raise RecipeError(
+            f"torch.compile cannot compile for {device.type}: {obstacle}",
+            field="model.compile",
+            got="true",
+            allowed="auto or false",
+            remedy="Install what is missing, or leave model.compile at auto",
+        )
+    return None
+
+
+def _get_device_here(recipe: Recipe) -> torch.device:
+    return torch.device("cuda" if should_use_cuda(recipe.run.device, field="run.device") else "cpu")
 
 
 def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:

@@ -158,7 +158,9 @@ class Attention(nn.Module):
                 part.repeat_interleave(group_size, dim=1) for part in (k_BKSE, v_BKSE)
             )
             is_grouped = False
-        is_causal = mask is None and q_BHTE.shape[2] > 1
+        # Only with a cache may a single query see several keys. Compiled code has no cache, and the
+        # number of queries may be symbolic there, which no kernel takes for its switch.
+        is_causal = mask is None and (context.cache is None or q_BHTE.shape[2] > 1)
         return F.scaled_dot_product_attention(
             q_BHTE,
             k_BKSE,

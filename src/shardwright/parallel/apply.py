@@ -11,7 +11,8 @@ On the meta device until step 6:
     6  storage      empty memory on the device, for this rank's shards only
     7  weights      written by name, slice by slice
     8  replicate    DDP over dp_replicate: its buckets need real memory; not under a pipeline,
-                    which accumulates gradients itself and reduces them at its end
+                    which accumulates gradients itself and reduces those of a stage behind the
+                    backward passes of the others
 
 Then the reductions that no wrapper makes. The descriptor of a parameter (`ParameterLayout`) is
 computed from the layout alone and then checked against the sharded tensors.
@@ -76,7 +77,7 @@ def apply_layout(
         mesh: from `build_mesh`; None for one rank.
         device: device on which the rank computes.
         read_slice: returns any slice of any parameter by name.
-        compile_blocks: torch.compile each block.
+        compile_blocks: torch.compile each block; for rows of any length if the plan's differ.
         storage: context entered while memory is allocated and filled; a rehearsal passes one in
             which tensors take no memory.
 
@@ -108,7 +109,9 @@ def apply_layout(
     )
     decoder.set_recompute(build_recompute_runner(plan.recompute))
     if compile_blocks:
-        decoder.compile_blocks()
+        # Rows of a length of their own would each be a graph. None lets torch assume that shapes
+        # stay, and generalise only those that change after all (an evaluation's batch).
+        decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True)
         _log_uncompiled_parts(decoder, plan)
     fsdp_modules: list[FSDPModule] = []
     if sharded:
@@ -176,6 +179,7 @@ def _build_pipeline(
     if model.fsdp_modules:
         module = StageRoot(model.decoder)
         apply_fsdp_root(module, mesh)
+    model.overlap_reductions(_find_stages(model, stages))
     pipeline = Pipeline(
         module,
         model.decoder,
@@ -186,11 +190,34 @@ def _build_pipeline(
         set_gradient_sync=model.fsdp_modules[-1].set_requires_gradient_sync
         if model.fsdp_modules
         else None,
+        end_stage=model.launch_stage_reduction,
     )
     warning = pipeline.schedule(num_micro_batches).describe_low_utilisation()
     if warning is not None and mesh.rank == 0:
         logger.warning(warning)
     return pipeline
+
+
+def _find_stages(model: ParallelModel, stages: Sequence[PipelineStage]) -> dict[str, int]:
+    """Return the stage of each parameter that only one stage uses: all but a tied embedding."""
+    shape = model.decoder.shape
+    found = {}
+    for spec in shape.list_parameters():
+        is_input = spec.role in ("embedding", "positions")
+        if spec.role == "embedding" and shape.tied_embeddings:
+            continue
+        found[spec.name] = next(
+            stage.index
+            for stage in stages
+            if (
+                spec.layer in stage.layers
+                if spec.layer is not None
+                else stage.has_embedding
+                if is_input
+                else stage.has_head
+            )
+        )
+    return found
 
 
 def _report_reduce_dtype(layout: Layout, precision: PrecisionDtypes) -> None:

@@ -1,4 +1,4 @@
-"""Gradient reductions that DDP and FSDP2 do not make, after the last backward pass.
+"""Gradient reductions that DDP and FSDP2 do not make.
 
 They follow from the parameters' descriptors: parameters that are replicated over
 tensor-parallel ranks which see different tokens or heads, key-value heads that several of these
@@ -8,7 +8,7 @@ parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,11 @@ from torch import Tensor
 from shardwright.layout import DATA_AXES, Bounds, ParameterLayout, compute_local_boxes
 from shardwright.parallel.comm_timing import time_wait
 from shardwright.parallel.mesh import Mesh
+
+_DATA_GROUP_AXES = (*DATA_AXES, "efsdp")
+_ALONE_BYTES = 1 << 20
+"""Gradients of this size are reduced in place, not copied into a bucket: a bucket that is reduced
+beside backward passes takes memory until they end."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,9 @@ class PendingReduction:
     name: str
     boxes: tuple[Bounds, ...]
     group: dist.ProcessGroup
+    is_over_data: bool = False
+    """True if `group` has the ranks with different tokens: every rank of it runs the same stages
+    in the same order."""
 
 
 def list_pending_reductions(
@@ -59,7 +67,12 @@ def list_pending_reductions(
             group = mesh.group(*axes)
             if group is not None and boxes:
                 reductions.append(
-                    PendingReduction(name, tuple(box.local_bounds for box in boxes), group)
+                    PendingReduction(
+                        name,
+                        tuple(box.local_bounds for box in boxes),
+                        group,
+                        is_over_data=axes[0] in _DATA_GROUP_AXES,
+                    )
                 )
         if len(layout.pp_ranks) > 1:
             group = mesh.join_group(
@@ -86,7 +99,7 @@ def list_pending_reductions(
 
 def _group_axes(axes: Sequence[str]) -> list[tuple[str, ...]]:
     """Split axes into reductions: all data axes in one, each other axis in its own."""
-    data = tuple(axis for axis in axes if axis in (*DATA_AXES, "efsdp"))
+    data = tuple(axis for axis in axes if axis in _DATA_GROUP_AXES)
     return ([data] if data else []) + [(axis,) for axis in axes if axis not in data]
 
 
@@ -112,16 +125,48 @@ def reduce_gradients(
 
     Every rank of a group passes the same tensors in the same order.
     """
+    # A tensor may be reduced over several groups, one after another. The order is the same on
+    # every rank, because descriptors come in the model's order.
+    for group, parts in _group_parts(reductions, gradients):
+        for bucket in _split_into_buckets(parts, bucket_size_bytes):
+            _launch_all_reduce(bucket, group).wait()
+
+
+def launch_reductions(
+    reductions: Iterable[PendingReduction],
+    gradients: Mapping[str, Tensor],
+    *,
+    bucket_size_bytes: int,
+) -> list[LaunchedReduction]:
+    """Begin to reduce local gradients; `wait` of each result puts the sums in place.
+
+    Until then nobody may read or change these gradients. As `reduce_gradients` otherwise; a
+    gradient is reduced over one group only.
+    """
+    launched = []
+    for group, parts in _group_parts(reductions, gradients):
+        small = [part for part in parts if not _is_reduced_alone(part)]
+        buckets = [[part] for part in parts if _is_reduced_alone(part)]
+        buckets += _split_into_buckets(small, bucket_size_bytes)
+        launched += [_launch_all_reduce(bucket, group) for bucket in buckets]
+    return launched
+
+
+def _is_reduced_alone(part: Tensor) -> bool:
+    return part.is_contiguous() and part.numel() * part.element_size() >= _ALONE_BYTES
+
+
+def _group_parts(
+    reductions: Iterable[PendingReduction], gradients: Mapping[str, Tensor]
+) -> Iterator[tuple[dist.ProcessGroup, list[Tensor]]]:
+    """Yield each group with the parts of gradients of one dtype to reduce over it."""
     by_kind: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = {}
     for pending in reductions:
         gradient = gradients[pending.name]
         parts = by_kind.setdefault((pending.group, gradient.dtype), [])
         parts += [narrow_to_box(gradient, box) for box in pending.boxes]
-    # A tensor may be reduced over several groups, one after another. The order is the same on
-    # every rank, because descriptors come in the model's order.
     for (group, _), parts in by_kind.items():
-        for bucket in _split_into_buckets(parts, bucket_size_bytes):
-            _all_reduce_bucket(bucket, group)
+        yield group, parts
 
 
 def narrow_to_box(tensor: Tensor, bounds: Bounds) -> Tensor:
@@ -145,15 +190,32 @@ def _split_into_buckets(tensors: list[Tensor], size_bytes: int) -> Iterable[list
         yield bucket
 
 
-def _all_reduce_bucket(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        with time_wait(group):
-            dist.all_reduce(tensors[0], group=group)
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    with time_wait(group):
-        dist.all_reduce(flat, group=group)
-    for tensor, summed in zip(
-        tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
-    ):
-        tensor.copy_(summed.view(tensor.shape))
+@dataclass(frozen=True)
+class LaunchedReduction:
+    """Sum of tensors over a group that is under way.
+
+    `flat` has the tensors one after another; None if there is one, which is reduced in place.
+    """
+
+    tensors: list[Tensor]
+    flat: Tensor | None
+    group: dist.ProcessGroup
+    work: dist.Work
+
+    def wait(self) -> None:
+        """Wait for the sums, on CUDA in the stream, and put them in place."""
+        with time_wait(self.group):
+            self.work.wait()
+        if self.flat is not None:
+            sums = self.flat.split([tensor.numel() for tensor in self.tensors])
+            for tensor, summed in zip(self.tensors, sums, strict=True):
+                tensor.copy_(summed.view(tensor.shape))
+
+
+def _launch_all_reduce(tensors: list[Tensor], group: dist.ProcessGroup) -> LaunchedReduction:
+    flat = None
+    if len(tensors) > 1 or not tensors[0].is_contiguous():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    work = dist.all_reduce(tensors[0] if flat is None else flat, group=group, async_op=True)
+    assert work is not None, "this rank belongs to the group"
+    return LaunchedReduction(tensors, flat, group, work)

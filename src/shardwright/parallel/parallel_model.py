@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -27,7 +27,9 @@ from shardwright.layout import (
 from shardwright.model.decoder import Decoder
 from shardwright.parallel.comm_timing import CommunicationTimer, begin_wait, end_wait
 from shardwright.parallel.gradient_reduction import (
+    LaunchedReduction,
     PendingReduction,
+    launch_reductions,
     narrow_to_box,
     reduce_gradients,
 )
@@ -80,6 +82,8 @@ class ParallelModel:
         self._pending_reductions = [
             pending for pending in pending_reductions if pending.name in trainable
         ]
+        self._stage_reductions: dict[int, list[PendingReduction]] = {}
+        self._launched_reductions: list[LaunchedReduction] = []
         self._coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
         # FSDP2 swaps a module's parameters between sharded and gathered ones. The sharded ones
         # are the model's, and always these objects.
@@ -194,25 +198,56 @@ class ParallelModel:
         """Complete gradient reduction and reshard parameters, after the last backward pass."""
         if self.fsdp_modules and self.layout.zero_stage < 3:
             self.reshard()
+        for launched in self._launched_reductions:
+            launched.wait()
+        self._launched_reductions.clear()
         if self._pending_reductions:
-            trained_parameters = {
-                name: parameter
-                for name, parameter in self._parameters.items()
-                if parameter.requires_grad
-            }
-            for parameter in trained_parameters.values():
-                if parameter.grad is None:  # the other ranks of its group have a gradient
-                    parameter.grad = torch.zeros_like(parameter)
-            gradients = {
-                name: get_local_tensor(p.grad)
-                for name, p in trained_parameters.items()
-                if p.grad is not None
-            }
             reduce_gradients(
-                self._pending_reductions, gradients, bucket_size_bytes=self.layout.bucket_size_bytes
+                self._pending_reductions,
+                self._complete_gradients(self._parameters),
+                bucket_size_bytes=self.layout.bucket_size_bytes,
             )
         for call in self._gradient_hooks:
             call()
+
+    def overlap_reductions(self, stage_of_parameter: Mapping[str, int]) -> None:
+        """Reduce gradients over data ranks as soon as their stage's last backward pass has ended.
+
+        Args:
+            stage_of_parameter: index of the only stage that uses a parameter, by name; a
+                parameter that is left out is reduced at the end of the step.
+        """
+        remaining = []
+        for pending in self._pending_reductions:
+            stage = stage_of_parameter.get(pending.name)
+            if stage is None or not pending.is_over_data:
+                remaining.append(pending)
+            else:
+                self._stage_reductions.setdefault(stage, []).append(pending)
+        self._pending_reductions = remaining
+
+    def launch_stage_reduction(self, stage: int) -> None:
+        """Begin to reduce the gradients of a stage; `finish_gradients` waits for it."""
+        reductions = self._stage_reductions.get(stage)
+        if reductions:
+            names = {pending.name for pending in reductions}
+            self._launched_reductions += launch_reductions(
+                reductions,
+                self._complete_gradients(names),
+                bucket_size_bytes=self.layout.bucket_size_bytes,
+            )
+
+    def _complete_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the local gradients of trained parameters, zeros where there are none."""
+        gradients = {}
+        for name in names:
+            parameter = self._parameters[name]
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:  # the other ranks of its group have a gradient
+                parameter.grad = torch.zeros_like(parameter)
+            gradients[name] = get_local_tensor(parameter.grad)
+        return gradients
 
     def add_gradient_hook(self, callback: Callable[[], None]) -> None:
         """Register a function to run when a step's gradients are complete, before any use."""

@@ -90,6 +90,7 @@ class Pipeline:
         device: torch.device,
         *,
         set_gradient_sync: Callable[[bool], None] | None,
+        end_stage: Callable[[int], None] | None = None,
     ) -> None:
         """Build the executor of this rank's stages; every rank of the world calls this.
 
@@ -98,6 +99,8 @@ class Pipeline:
             stages: all stages of the pipeline.
             set_gradient_sync: sets whether FSDP2 reduces gradients at the end of the next
                 backward passes; None without FSDP2.
+            end_stage: called with a stage when its gradients are complete, while other stages
+                still run; None to call nothing.
         """
         self.module = module
         self.decoder = decoder
@@ -105,6 +108,7 @@ class Pipeline:
         self.layout = layout
         self.device = device
         self.set_gradient_sync = set_gradient_sync
+        self.end_stage = end_stage
         self.rank = mesh.coordinates["pp"]
         self.channels = P2PChannels(mesh, device, [stage.rank for stage in self.stages])
         self.gradient_store = WeightGradientStore()
@@ -209,6 +213,9 @@ class _StepExecution:
         last_backward = max(
             (index for index, step in enumerate(steps) if step.action.kind != "F"), default=-1
         )
+        last_of_stage = {
+            step.action.stage: index for index, step in enumerate(steps) if step.action.kind != "F"
+        }
         for index, step in enumerate(steps):
             for transfer in step.posted_receives:
                 shape = self.pipeline.hidden_shape(self.micro_batches[transfer.action.micro_batch])
@@ -230,6 +237,12 @@ class _StepExecution:
                     step.action.stage + (1 if is_forward else -1),
                     step.action.micro_batch,
                 ] = output
+            # After the send, which the next rank waits for.
+            if (
+                self.pipeline.end_stage is not None
+                and last_of_stage.get(step.action.stage) == index
+            ):
+                self.pipeline.end_stage(step.action.stage)
         channels.finish()
         self.mark("waiting")
         remaining = [*self.saved_forwards, *self.local_transfers, *self.deferred_products]

@@ -98,7 +98,9 @@ def build_template(
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
-        compile=recipe.model.compile,
+        # `auto` is decided by the device and, under a split backward pass, by the schedule. Without
+        # compilation a step needs no less memory and time.
+        compile=recipe.model.compile is True,
         flash_attention=recipe.model.attention != "explicit",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
         loss_chunk_tokens=recipe.model.loss_chunk_tokens,

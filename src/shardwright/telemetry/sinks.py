@@ -62,7 +62,7 @@ def describe_event(event: Event, progress: RunProgress | None = None) -> str:
                 f"layout {event.layout}, "
                 f"{devices}{host}, {event.total_steps:,} steps of {_format_token_bound(event)}"
                 f"{format_count(event.global_batch_tokens)} tokens, "
-                f"{_describe_precision(event)}"
+                f"{_describe_precision(event)}{_describe_compilation(event)}"
             )
         case StepEvent():
             return _describe_step(event, progress)
@@ -123,6 +123,15 @@ def _describe_precision(event: RunStartedEvent) -> str:
     kind = event.plan.get("precision", {}).get("kind", "unknown precision")
     reason = event.plan.get("precision_reason")
     return kind if reason is None else f"{kind} (precision auto: {reason})"
+
+
+def _describe_compilation(event: RunStartedEvent) -> str:
+    """Describe what `model.compile: auto` chose and why; empty if the recipe chose."""
+    reason = event.plan.get("compile_reason")
+    if reason is None:
+        return ""
+    is_compiled = event.plan.get("compile")
+    return f", blocks {'compiled' if is_compiled else 'not compiled'} (compile auto: {reason})"
 
 
 def _describe_step(event: StepEvent, progress: RunProgress | None) -> str:

@@ -38,7 +38,7 @@ class ExpertLoads:
 
 
 def read_expert_loads(routers_LE3: Tensor, shape: ModelShape, num_rows: int) -> ExpertLoads:
-    """Convert `RouterTotals.take`'s table, summed over all ranks (synchronises the device)."""
+    """Convert `RouterTotals.take`'s table, summed over all ranks and in host memory."""
     sparse = [index for index, layer in enumerate(shape.layers) if layer.sparse]
     table = routers_LE3[sparse].tolist()
     count = num_rows * len(sparse)

@@ -7,23 +7,28 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from shardwright.data.loader import MicroBatch, read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.layout import RankGrid
 from shardwright.optim import compute_learning_rate
 from shardwright.telemetry.meter import ThroughputMeter
+from shardwright.training.batch_prefetch import BatchPrefetcher
 from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.expert_load import ExpertLoadMonitor, ExpertLoads, read_expert_loads
+from shardwright.training.garbage_collection import GarbageCollection
 from shardwright.training.preference_objective import PreferenceMetrics, PreferenceObjective
 from shardwright.training.profiling import StepProfiler
 from shardwright.training.rank_context import RankContext
-from shardwright.training.rank_metrics import RankMetrics, RankStepTimes
+from shardwright.training.rank_metrics import MeasuredStep, RankMetrics, RankStepTimes
 from shardwright.training.rank_sync import StepSync
 from shardwright.training.run_prediction import PredictionComparison, predict_training_run
 from shardwright.training.setup import TrainingState
 from shardwright.training.step import (
     StepUpdate,
     accumulate_gradients,
+    compute_mean_loss,
     count_tokens_and_flops,
     update_parameters,
 )
@@ -33,8 +38,10 @@ from shardwright.watchdog.stragglers import build_straggler_detector
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step. Identical on all ranks except for the times."""
+    """Result of one optimizer step. Identical on all ranks except for the marks."""
 
+    step: int
+    """Number of the step, from 1."""
     loss: float
     update: StepUpdate
     learning_rate: float
@@ -43,8 +50,12 @@ class StepResult:
     """Tokens that all ranks computed: supervised, unsupervised and padding."""
     flops_per_token: float
     """Mean FLOPs per token of the model; attention costs more in longer rows."""
-    times: RankStepTimes
-    """Times of this rank in seconds."""
+    samples_seen: int
+    """Sequences that all steps so far have read or skipped."""
+    loss_scale: float | None
+    """Loss scale after the step; None unless the precision is fp16."""
+    measured: MeasuredStep
+    """Marks of this rank, whose device may still run the update."""
     expert_loads: ExpertLoads | None
     """Expert loads. None for dense models."""
     preference_metrics: PreferenceMetrics | None = None
@@ -73,10 +84,18 @@ class TrainingLoop:
         self.checkpointer = checkpointer
         self.num_tokens = 0
         """Tokens of all steps so far; an upper bound for those before this process."""
+        self._launched: StepResult | None = None
+        """Last step, if `_finish_step` has not been called for it."""
         validated_run = context.validated_run
         plan = context.plan
         ranks = context.rank_environment
-        self.sample_order = SampleOrder(context.recipe.seed, len(validated_run.data.train))
+        sample_order = SampleOrder(context.recipe.seed, len(validated_run.data.train))
+        self.batches = BatchPrefetcher(
+            lambda step: read_step_micro_batches(
+                validated_run.data.train, sample_order, plan.batch, step, context.data_rank
+            ),
+            context.device,
+        )
         self.flops_per_token_of_length = cache(validated_run.shape.count_flops_per_token)
         self.throughput = ThroughputMeter(ranks.world_size, matmul_flops_per_second)
         self.rank_metrics = RankMetrics(
@@ -109,45 +128,74 @@ class TrainingLoop:
         Raises:
             Preempted, SaveFailed, NonFiniteError, RankFailed: As `StepPolicy.apply`.
         """
+        self.num_tokens = self.state.step * self.context.plan.batch.global_batch_tokens
+        with self.batches, GarbageCollection() as garbage_collection:
+            return self._run_steps(garbage_collection)
+
+    def _run_steps(self, garbage_collection: GarbageCollection) -> float | None:
+        """Run the steps.
+
+        On CUDA the times of a step are known, and its event is written, when the next step has
+        been launched, unless the policy acts in between: so the host never waits for an update.
+        """
         context = self.context
         state = self.state
-        self.num_tokens = state.step * context.plan.batch.global_batch_tokens
         last_loss = self.policy.make_up_evaluation()
         while state.step < context.validated_run.total_steps:
             context.watchdog.begin_phase("step", state.step)
             result = self._run_step()
             state.step += 1
             self.num_tokens += result.tokens
-            sync = context.rank_sync.synchronise_step(
-                should_stop=bool(context.stop_request),
-                step_seconds=result.times.step_seconds,
-                own_seconds=result.times.own_seconds,
-            )
-            with self.rank_metrics.measure_checkpoint():
-                self.checkpointer.poll()
-            self._log_step(result, sync.memory_bytes)
-            self._compare_step(result, sync)
-            loss = self.policy.apply(result.loss, result.update, should_stop=sync.should_stop)
+            should_stop = self._launched is not None and self._finish_step(self._launched)
+            self._launched = result if self._may_finish_later(result) and not should_stop else None
+            if self._launched is None:
+                should_stop |= self._finish_step(result)
+            garbage_collection.collect_if_due(state.step)
+            loss = self.policy.apply(result.loss, result.update, should_stop=should_stop)
             if loss is not None:
                 last_loss = loss
         return last_loss
 
-    def _read_micro_batches(self) -> list[MicroBatch]:
-        """Read this rank's samples of the next step; for a GPU into pinned memory."""
-        context = self.context
-        micro_batches = read_step_micro_batches(
-            context.validated_run.data.train,
-            self.sample_order,
-            context.plan.batch,
-            self.state.step + self.state.skipped_data_steps,
-            context.data_rank,
+    def _may_finish_later(self, result: StepResult) -> bool:
+        """Return True if nothing needs the step's times before the next step is launched.
+
+        A pipeline's timeline is aligned with the host's clock while the device is idle, and a
+        profile has the kernels of its own step only.
+        """
+        return (
+            self.context.device.type == "cuda"
+            and self.state.model.pipeline is None
+            and not self.policy.may_act(result.step, result.update)
+            and not self.rank_metrics.is_profiled(result.step)
+            and not self.rank_metrics.is_profiled(result.step + 1)
         )
-        if context.device.type == "cuda":
-            return [batch.pin_memory() for batch in micro_batches]
-        return micro_batches
+
+    def _finish_step(self, result: StepResult) -> bool:
+        """Log and compare a step that has ended; return True if any rank is asked to stop.
+
+        Collective.
+        """
+        times = self.rank_metrics.finish_step(result.measured)
+        sync = self.context.rank_sync.synchronise_step(
+            should_stop=bool(self.context.stop_request),
+            step_seconds=times.step_seconds,
+            own_seconds=times.own_seconds,
+        )
+        with self.rank_metrics.measure_checkpoint():
+            self.checkpointer.poll()
+        self._log_step(result, times, sync.memory_bytes)
+        self._compare_step(result, times, sync)
+        return sync.should_stop
+
+    def _read_micro_batches(self) -> list[MicroBatch]:
+        """Return this rank's samples of the next step, and start to read those after it."""
+        state = self.state
+        step = state.step + state.skipped_data_steps
+        is_last = state.step + 1 == self.context.validated_run.total_steps
+        return self.batches.read(step, None if is_last else step + 1)
 
     def _run_step(self) -> StepResult:
-        """Run one optimizer step."""
+        """Run one optimizer step; the host waits for the device once, to read its numbers."""
         validated_run = self.context.validated_run
         state = self.state
         recipe = validated_run.recipe
@@ -169,6 +217,19 @@ class TrainingLoop:
                 objective=state.objective,
             )
             self.rank_metrics.record_gradient_bytes()
+            numbers = {
+                "loss_sum": loss.loss_sum,
+                "count": loss.count,
+                "supervised_tokens": loss.supervised_tokens,
+            }
+            if loss.router_table is not None:
+                numbers["router_table"] = loss.router_table
+            if isinstance(state.objective, PreferenceObjective):
+                numbers["pairs"] = state.objective.pop_totals()
+            if batch.row_multiple is not None:
+                numbers["work"] = count_tokens_and_flops(
+                    state.model, micro_batches, self.flops_per_token_of_length
+                )
             updated = update_parameters(
                 state.model,
                 state.optimizer,
@@ -176,39 +237,51 @@ class TrainingLoop:
                 max_grad_norm=recipe.training.max_grad_norm,
                 scaler=state.scaler,
                 router_table=loss.router_table,
+                read_along=tuple(numbers.values()),
                 times=self.rank_metrics.step_times,
             )
-        mean_loss = loss.mean()
-        supervised = int(loss.supervised_tokens)
-        # Synchronises the device: the optimizer's kernels are part of the step's time.
-        times = self.rank_metrics.finish_step(start_seconds, data_seconds)
+        values = dict(zip(numbers, updated.read_values, strict=True))
         tokens = batch.global_batch_tokens
         flops_per_token = self.flops_per_token_of_length(batch.sequence_length)
-        if batch.row_multiple is not None:
-            tokens, flops_per_token = count_tokens_and_flops(
-                state.model, micro_batches, self.flops_per_token_of_length
-            )
+        if "work" in values:
+            tokens = int(values["work"][0])
+            flops_per_token = values["work"][1] / values["work"][0]
+        step = state.step + 1
         return StepResult(
-            mean_loss,
+            step,
+            compute_mean_loss(values["loss_sum"][0], values["count"][0]),
             updated,
             learning_rate,
-            supervised,
+            int(values["supervised_tokens"][0]),
             tokens,
             flops_per_token,
-            times,
+            (step + state.skipped_data_steps) * batch.global_batch_size,
+            None if state.scaler is None else state.scaler.scale,
+            self.rank_metrics.end_step(
+                start_seconds,
+                data_seconds,
+                previous=None if self._launched is None else self._launched.measured,
+            ),
             expert_loads=None
             if loss.router_table is None
-            else read_expert_loads(loss.router_table, validated_run.shape, batch.global_batch_size),
-            preference_metrics=state.objective.pop_metrics()
-            if isinstance(state.objective, PreferenceObjective)
+            else read_expert_loads(
+                torch.tensor(values["router_table"], dtype=torch.float64).view(
+                    loss.router_table.shape
+                ),
+                validated_run.shape,
+                batch.global_batch_size,
+            ),
+            preference_metrics=PreferenceMetrics.from_totals(values["pairs"])
+            if "pairs" in values
             else None,
         )
 
-    def _log_step(self, result: StepResult, memory_bytes: tuple[int, ...]) -> None:
-        plan = self.context.plan
-        step = self.state.step
+    def _log_step(
+        self, result: StepResult, times: RankStepTimes, memory_bytes: tuple[int, ...]
+    ) -> None:
+        step = result.step
         throughput = self.throughput.measure(
-            result.tokens, result.times.step_seconds, result.flops_per_token
+            result.tokens, times.step_seconds, result.flops_per_token
         )
         self.context.event_logger.log(
             "step",
@@ -218,22 +291,22 @@ class TrainingLoop:
             learning_rate=result.learning_rate,
             tokens=result.tokens,
             supervised_tokens=result.supervised_tokens,
-            samples_seen=(step + self.state.skipped_data_steps) * plan.batch.global_batch_size,
-            step_seconds=result.times.step_seconds,
+            samples_seen=result.samples_seen,
+            step_seconds=times.step_seconds,
             tokens_per_second=throughput.tokens_per_second,
             model_flops_per_second=throughput.model_flops_per_second,
             mfu=throughput.mfu,
             memory_bytes=memory_bytes,
-            waiting_seconds=result.times.part_seconds.get("waiting"),
+            waiting_seconds=times.part_seconds.get("waiting"),
             **{
-                f"{part}_seconds": result.times.part_seconds[part]
+                f"{part}_seconds": times.part_seconds[part]
                 for part in ("data", "forward", "backward", "reduction", "optimizer")
             },
-            loss_scale=None if self.state.scaler is None else self.state.scaler.scale,
+            loss_scale=result.loss_scale,
             **(
                 {}
                 if result.expert_loads is None
-                else self._collect_expert_fields(result.expert_loads)
+                else self._collect_expert_fields(step, result.expert_loads)
             ),
             **({} if result.preference_metrics is None else asdict(result.preference_metrics)),
         )
@@ -241,37 +314,37 @@ class TrainingLoop:
         self.rank_metrics.log_events(
             self.context.event_logger,
             step,
-            result.times,
+            times,
             log_every_steps=log_every,
             total_steps=self.context.validated_run.total_steps,
         )
 
-    def _collect_expert_fields(self, loads: ExpertLoads) -> dict[str, Any]:
+    def _collect_expert_fields(self, step: int, loads: ExpertLoads) -> dict[str, Any]:
         """Return the step event's fields of a sparse model; warn about an overloaded expert."""
         recipe = self.context.recipe
         warning = self.expert_load_monitor.observe(loads)
         if warning is not None:
-            self.context.event_logger.log("warning", step=self.state.step, message=warning)
+            self.context.event_logger.log("warning", step=step, message=warning)
         return {
             "expert_load": loads.max_load_ratio,
             "expert_tokens": tuple(loads.tokens_by_layer.values())
-            if self.state.step % recipe.run.log_every_steps == 0
+            if step % recipe.run.log_every_steps == 0
             else None,
             "dropped_choices": None if recipe.moe.capacity_factor is None else loads.num_dropped,
             "balance_loss": loads.balance_loss,
             "router_z_loss": loads.z_loss,
         }
 
-    def _compare_step(self, result: StepResult, sync: StepSync) -> None:
+    def _compare_step(self, result: StepResult, times: RankStepTimes, sync: StepSync) -> None:
         """Compare the step's times between ranks, and with the prediction."""
         context = self.context
         if self.straggler_detector is not None and (
             warning := self.straggler_detector.observe(sync.own_seconds)
         ):
-            context.log_warning(warning, step=self.state.step)
+            context.log_warning(warning, step=result.step)
         if self.prediction_comparison is not None:
             # On a CPU, resident memory is not comparable: the prediction counts tensors.
             self.prediction_comparison.add(
-                result.times.step_seconds,
+                times.step_seconds,
                 sync.memory_bytes if context.device.type == "cuda" else (),
             )

@@ -53,6 +53,15 @@ class PreferenceMetrics:
     reward_accuracy: float
     """Share of pairs whose chosen response has the higher reward."""
 
+    @classmethod
+    def from_totals(cls, totals: Sequence[float]) -> PreferenceMetrics:
+        """Return the means from the sums of `PreferenceObjective.pop_totals`."""
+        chosen, rejected, num_correct, num_pairs = totals
+        count = max(1.0, num_pairs)
+        return cls(
+            chosen / count, rejected / count, (chosen - rejected) / count, num_correct / count
+        )
+
 
 class PreferenceObjective:
     """Objective of preference tuning: loss of the pairs, divided by their number.
@@ -162,6 +171,13 @@ class PreferenceObjective:
 
     def pop_metrics(self) -> PreferenceMetrics:
         """Return the means of the pairs since the last call, over all ranks. Collective."""
+        return PreferenceMetrics.from_totals(self.pop_totals().tolist())
+
+    def pop_totals(self) -> Tensor:
+        """Return the sums of the pairs since the last call, over all ranks. Collective.
+
+        `[4]` in fp64 on the device, for `PreferenceMetrics.from_totals`.
+        """
         total = (
             torch.stack(self._recorded).sum(dim=0)
             if self._recorded
@@ -169,13 +185,7 @@ class PreferenceObjective:
         )
         self._recorded.clear()
         # Of a pipeline's ranks, only the one with the head has recorded pairs.
-        chosen, rejected, num_correct, count = self.model.sum_over_batch(
-            self.model.sum_over(total, ("pp",))
-        ).tolist()
-        count = max(1.0, count)
-        return PreferenceMetrics(
-            chosen / count, rejected / count, (chosen - rejected) / count, num_correct / count
-        )
+        return self.model.sum_over_batch(self.model.sum_over(total, ("pp",)))
 
 
 class _PairLoss:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwright.layout import RankGrid
 from shardwright.parallel.clock_sync import SharedClock
-from shardwright.parallel.comm_timing import PARALLELISMS, use_timer
+from shardwright.parallel.comm_timing import PARALLELISMS, CommunicationTimer, use_timer
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.sensors import SensorReading, open_sensor
@@ -46,6 +46,25 @@ class RankStepTimes:
     """Seconds by part of the step, including `data`."""
     wait_seconds: dict[str, float]
     """Seconds of waiting for communication, by kind of parallelism; contained in the parts."""
+    number: int = 0
+    """Number of the step in this process, from 1."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Marks of a step that has been launched; `RankMetrics.finish_step` computes its times.
+
+    The device may not have reached the last mark yet.
+    """
+
+    number: int
+    start_seconds: float
+    data_seconds: float
+    step_times: StepTimes
+    comm_timer: CommunicationTimer
+    previous_end: float | torch.cuda.Event | None
+    """Last mark of the previous step, if the device goes from that step to this one without
+    waiting for the host."""
 
 
 class RankMetrics:
@@ -59,14 +78,14 @@ class RankMetrics:
         num_micro_batches: int,
         profiler: StepProfiler,
     ) -> None:
-        self.step_times = StepTimes(device)
         self._state = state
         self._model = state.model
         self._device = device
         self._rank_sync = rank_sync
         self._num_micro_batches = num_micro_batches
         self._profiler = profiler
-        self._comm_timer = state.model.build_comm_timer()
+        # Two, because a step may be launched before the times of the last one are known.
+        self._timers = [(StepTimes(device), state.model.build_comm_timer()) for _ in range(2)]
         self._sensor = (
             open_sensor(str(torch.cuda.get_device_properties(device).uuid))
             if device.type == "cuda"
@@ -77,13 +96,23 @@ class RankMetrics:
         self._gradients_bytes = 0
         self._clock: SharedClock | None = None
 
+    @property
+    def step_times(self) -> StepTimes:
+        """Marks of the current step, which `measure_step` begins."""
+        return self._timers[self._num_steps % 2][0]
+
     @contextmanager
     def measure_step(self) -> Iterator[None]:
         """Measure communication, and profile if requested, while a step runs in the block."""
-        self._comm_timer.reset()
         self._num_steps += 1
-        with self._profiler.profile_step(self._state.step + 1), use_timer(self._comm_timer):
+        comm_timer = self._timers[self._num_steps % 2][1]
+        comm_timer.reset()
+        with self._profiler.profile_step(self._state.step + 1), use_timer(comm_timer):
             yield
+
+    def is_profiled(self, step: int) -> bool:
+        """Return True if this step is profiled."""
+        return self._profiler.is_due(step)
 
     def record_gradient_bytes(self) -> None:
         """Record the gradients' bytes, once, when all gradients of a step exist."""
@@ -92,21 +121,52 @@ class RankMetrics:
                 gradient for gradient, _ in self._model.list_gradients()
             )
 
-    def finish_step(self, start_seconds: float, data_seconds: float) -> RankStepTimes:
-        """Return the times of the step that started at `start_seconds`; synchronises the device.
+    def end_step(
+        self,
+        start_seconds: float,
+        data_seconds: float,
+        *,
+        previous: MeasuredStep | None = None,
+    ) -> MeasuredStep:
+        """Return the marks of the step that `measure_step` began; waits for nothing.
 
         Args:
-            start_seconds: Reading of `time.perf_counter`, seconds.
+            start_seconds: Reading of `time.perf_counter` at the start of the step, seconds.
             data_seconds: Time spent reading the data.
+            previous: Previous step, if `finish_step` has not been called for it.
         """
-        parts = self.step_times.seconds()
-        step_seconds = time.perf_counter() - start_seconds
-        waits = self._comm_timer.seconds()
+        step_times, comm_timer = self._timers[self._num_steps % 2]
+        return MeasuredStep(
+            self._num_steps,
+            start_seconds,
+            data_seconds,
+            step_times,
+            comm_timer,
+            None if previous is None else previous.step_times.end,
+        )
+
+    def finish_step(self, measured: MeasuredStep) -> RankStepTimes:
+        """Return the times of a step. Waits for the device if it has not finished that step.
+
+        Call it for every step, before the next but one begins.
+        """
+        times = measured.step_times
+        parts = times.seconds()
+        if self._device.type != "cuda":
+            step_seconds = time.perf_counter() - measured.start_seconds
+        elif measured.previous_end is not None:
+            step_seconds = times.compute_seconds_since(measured.previous_end)
+        else:
+            # The device was idle until the host launched the first kernel.
+            step_seconds = times.start_seconds - measured.start_seconds
+            step_seconds += times.compute_seconds_since(None)
+        waits = measured.comm_timer.seconds()
         return RankStepTimes(
             step_seconds,
             max(0.0, step_seconds - sum(waits.values())),
-            {"data": data_seconds} | parts,
+            {"data": measured.data_seconds} | parts,
             waits,
+            measured.number,
         )
 
     @contextmanager
@@ -134,10 +194,10 @@ class RankMetrics:
             log_every_steps * -(-world_size // RANKS_PER_EVENT)
         ) == 0:
             self._log_ranks(event_logger, step, times)
-        if self._num_steps == 2:
+        if times.number == 2:
             self._log_memory(event_logger, step)
         if self._model.pipeline is not None and (
-            self._num_steps == 3 or step % max(1, total_steps // _NUM_PIPELINE_EVENTS) == 0
+            times.number == 3 or step % max(1, total_steps // _NUM_PIPELINE_EVENTS) == 0
         ):
             self._log_pipeline(event_logger, step)
         if self._profiler.is_due(step):

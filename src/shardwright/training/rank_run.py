@@ -16,6 +16,7 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.data.source_files import ProgressOpener
 from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
+from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import choose_rank_device, should_use_cuda
 from shardwright.launch.rank_claim import join_ranks
 from shardwright.launch.rank_environment import (
@@ -35,6 +36,7 @@ from shardwright.training.checkpointing import (
     find_resume_point,
     list_changes,
 )
+from shardwright.training.compile_choice import agree_on_compilation
 from shardwright.training.loop import TrainingLoop
 from shardwright.training.oom import convert_oom_errors
 from shardwright.training.precision_choice import agree_on_precision
@@ -76,9 +78,11 @@ def train_rank(
     is_main_rank = rank_environment.is_main_rank
     folder = RunFolder.from_recipe(recipe)
     with ExitStack() as stack:
+        # Before the device is chosen, because that starts CUDA.
+        uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
+        if uses_cuda:
+            use_expandable_segments()
         if recipe.training.deterministic:
-            # Before the device is chosen, because that starts CUDA.
-            uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
             stack.enter_context(use_deterministic_algorithms(is_cuda=uses_cuda))
         device = choose_rank_device(recipe.run.device, rank_environment, field="run.device")
         watchdog = stack.enter_context(_start_watchdog(recipe, rank_environment, folder))
@@ -89,9 +93,14 @@ def train_rank(
         # A node that rejoined under torchrun does not see the restart count of the others.
         resume = rank_sync.any_rank(resume)
         precision = agree_on_precision(recipe, folder, rank_sync, device, is_resumed=resume)
+        compilation = agree_on_compilation(recipe, rank_sync, device)
         with open_progress() if is_main_rank else nullcontext() as progress:
             validated_run = validate_run(
-                recipe, rank_environment.world_size, auto_precision=precision, progress=progress
+                recipe,
+                rank_environment.world_size,
+                auto_precision=precision,
+                auto_compilation=compilation,
+                progress=progress,
             )
         resume_point = find_resume_point(validated_run, folder, allow_drift) if resume else None
         starts_again = resume and resume_point is None and folder.is_started

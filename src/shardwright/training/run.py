@@ -16,6 +16,7 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe, dump_recipe
 from shardwright.data.source_files import ProgressOpener
 from shardwright.errors import InputError
+from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.elastic import LaunchAttempt, run_with_restarts
 from shardwright.launch.launcher import launch_ranks
@@ -76,7 +77,8 @@ def train(
     # All ranks then look for a checkpoint before one is written, so all find the same one.
     resume = resume or resume_if_started
     if ranks is None and world_size > 1:
-        should_use_cuda(recipe.run.device, field="run.device")
+        if should_use_cuda(recipe.run.device, field="run.device"):
+            use_expandable_segments()  # the ranks inherit it
         with open_progress() as progress:
             validate_run(recipe, world_size, progress=progress)
         with listen_for_stop() as stop:

@@ -15,12 +15,13 @@ from shardwright.data.model_data import prepare_for_model
 from shardwright.data.preparation import PreparedData
 from shardwright.data.source_files import ProgressCallback
 from shardwright.errors import RecipeError
-from shardwright.launch.auto_layout import choose_precision_here
+from shardwright.launch.auto_layout import choose_compilation_here, choose_precision_here
 from shardwright.model.hf_model import read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
 from shardwright.placement import place_model
 from shardwright.plans import (
+    CompileChoice,
     Plan,
     PrecisionChoice,
     complete_plan,
@@ -43,7 +44,7 @@ FIXED_TRAINING_FIELDS = (
 class ValidatedRun:
     """Recipe that passed all checks, with everything that ranks build from.
 
-    Its precision is that of the plan, never `auto`.
+    Its precision and `model.compile` are those of the plan, never `auto`.
     """
 
     recipe: Recipe
@@ -94,6 +95,7 @@ def validate_run(
     world_size: int,
     *,
     auto_precision: PrecisionChoice | None = None,
+    auto_compilation: CompileChoice | None = None,
     progress: ProgressCallback | None = None,
 ) -> ValidatedRun:
     """Check a recipe against its ranks, model, tokenizer and data; tokenise uncached data.
@@ -101,20 +103,28 @@ def validate_run(
     Args:
         auto_precision: Precision that `precision: auto` stands for; None chooses the best one
             for this machine's device.
+        auto_compilation: Choice that `model.compile: auto` stands for, likewise.
 
     Raises:
         InputError: First problem found, with its field.
     """
     if recipe.precision.kind == "auto" and auto_precision is None:
         auto_precision = choose_precision_here(recipe)
+    if auto_compilation is None:
+        auto_compilation = choose_compilation_here(recipe)
     layout, batch = resolve_degrees(recipe, world_size)
     _check_preference(recipe)
     shape, data = prepare_for_model(
         recipe, partial(read_model_shape, section=recipe.model), progress=progress
     )
     placement = place_model(shape, layout, batch.sequence_length)
-    plan = complete_plan(recipe, placement, batch, auto_precision)
-    recipe = recipe.model_copy(update={"precision": plan.precision})
+    plan = complete_plan(recipe, placement, batch, auto_precision, auto_compilation)
+    recipe = recipe.model_copy(
+        update={
+            "precision": plan.precision,
+            "model": recipe.model.model_copy(update={"compile": plan.is_compiled}),
+        }
+    )
     if recipe.model.is_pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base_shape)
@@ -156,10 +166,10 @@ def _choose_row_multiple(
     """Return the number of which row lengths are a multiple; None if all rows are full."""
     if packing == "windows" or recipe.data.padding == "max_length":
         return None
-    if recipe.model.compile:
+    if plan.is_compiled and (plan.layout.cp > 1 or plan.layout.tp > 1):
         logger.info(
             "all rows are padded to training.sequence_length: "
-            "model.compile compiles blocks for one length"
+            "with layout.tp and layout.cp, model.compile compiles blocks for one length"
         )
         return None
     if expert_rules not in (None, ExpertRules()):
@@ -220,7 +230,11 @@ def _check_hf_model(recipe: Recipe, shape: ModelShape) -> None:
         return
     by_class = [spec.name for spec in shape.list_parameters() if isinstance(spec.init, HFClassInit)]
     refusals = {
-        "model.compile": (recipe.model.compile, "its blocks cannot be compiled", "Remove it"),
+        "model.compile": (
+            recipe.model.compile is True,
+            "its blocks cannot be compiled",
+            "Remove it",
+        ),
         "training.label_smoothing": (
             recipe.training.label_smoothing > 0.0,
             "its loss cannot be smoothed",

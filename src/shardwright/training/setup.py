@@ -103,7 +103,7 @@ def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelMo
         build_mesh(plan.layout, device.type),
         device,
         read_slice=build_weight_reader(validated_run, precision.param),
-        compile_blocks=recipe.model.compile,
+        compile_blocks=plan.is_compiled,
     )
 
 

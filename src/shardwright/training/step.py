@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import isfinite
 from typing import Any, Protocol
 
@@ -78,10 +79,38 @@ class StepLoss:
     normaliser: Tensor | None = None
     """Normaliser if it is not the supervised tokens: pairs, or the sum of the loss weights."""
 
+    @property
+    def count(self) -> Tensor:
+        """Normaliser of the loss, a scalar on the device."""
+        return self.supervised_tokens if self.normaliser is None else self.normaliser
+
     def mean(self) -> float:
-        """Return the loss per supervised token (nats) or per pair; synchronises the device."""
-        count = self.supervised_tokens if self.normaliser is None else self.normaliser
-        return float(self.loss_sum / _replace_zero_by_one(count))
+        """Return the loss per supervised token (nats) or per pair; synchronises the device.
+
+        A training run reads the sum and the count with the gradient norm instead
+        (`update_parameters`), so that the host waits once per step.
+        """
+        (loss_sum,), (count,) = read_together([self.loss_sum, self.count])
+        return compute_mean_loss(loss_sum, count)
+
+
+def compute_mean_loss(loss_sum: float, count: float) -> float:
+    """Divide a summed loss by its count; 0 without supervised tokens, not nan."""
+    return loss_sum / (count if count > 0 else 1.0)
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Read tensors of one device in one copy, in fp64: the host waits for the device once.
+
+    Integers are exact up to 2^53.
+
+    Returns:
+        The elements of each tensor, flattened.
+    """
+    flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
+    values = torch.cat(flat).tolist()
+    ends = list(accumulate(len(part) for part in flat))
+    return [values[end - len(part) : end] for part, end in zip(flat, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -91,20 +120,23 @@ class StepUpdate:
     gradient_norm: float
     """L2 norm of the whole model's gradient before clipping; inf or nan if it was skipped."""
     is_skipped: bool
+    read_values: tuple[list[float], ...] = ()
+    """Elements of the tensors that were read with the norm, in their order."""
 
 
 @dataclass
 class StepTimes:
     """Times between marks of a step, summed by part in `seconds`.
 
-    On CUDA a mark is an event in the stream, which costs the host nothing; `seconds`
-    synchronises the device. `reduction` is the exposed part of the gradient reduction, after
-    the backward pass has reached the embeddings.
+    On CUDA a mark is an event in the stream, which costs the host nothing; `seconds` waits for
+    the last one. `reduction` is the exposed part of the gradient reduction, after the backward
+    pass has reached the embeddings.
     """
 
     device: torch.device
+    start_seconds: float = 0.0
+    """Reading of `time.perf_counter` at the first mark."""
     _marks: list[tuple[str, float | torch.cuda.Event]] = field(default_factory=list)
-    _start_seconds: float = 0.0
 
     def mark(self, part: str) -> None:
         """End the interval since the last mark and assign it to `part`."""
@@ -118,7 +150,7 @@ class StepTimes:
     def reset(self) -> None:
         """Forget the previous step and start timing."""
         self._marks.clear()
-        self._start_seconds = time.perf_counter()
+        self.start_seconds = time.perf_counter()
         self.mark("")
 
     def list_spans(self) -> list[tuple[str, float, float]]:
@@ -132,17 +164,36 @@ class StepTimes:
             spans.append((part, self._instant(before), self._instant(after)))
         return spans
 
+    @property
+    def end(self) -> float | torch.cuda.Event:
+        """Last mark."""
+        return self._marks[-1][1]
+
+    def compute_seconds_since(self, mark: float | torch.cuda.Event | None) -> float:
+        """Return the seconds from `mark` (default: the first mark) to the last one.
+
+        On CUDA the device must have reached both.
+        """
+        start = self._marks[0][1] if mark is None else mark
+        end = self.end
+        if isinstance(start, float):
+            assert isinstance(end, float)
+            return end - start
+        assert isinstance(end, torch.cuda.Event)
+        return start.elapsed_time(end) / 1000.0
+
     def _instant(self, mark: float | torch.cuda.Event) -> float:
         if isinstance(mark, float):
             return mark
         first = self._marks[0][1]
         assert isinstance(first, torch.cuda.Event)
-        return self._start_seconds + first.elapsed_time(mark) / 1000.0
+        return self.start_seconds + first.elapsed_time(mark) / 1000.0
 
     def seconds(self) -> dict[str, float]:
         """Return seconds of forward, backward, reduction, optimizer; under pp also waiting."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        last = self._marks[-1][1]
+        if isinstance(last, torch.cuda.Event) and not last.query():
+            last.synchronize()
         total = dict.fromkeys(("forward", "backward", "reduction", "optimizer"), 0.0)
         for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
             total.setdefault(part, 0.0)
@@ -165,22 +216,26 @@ def count_tokens_and_flops(
     model: ParallelModel,
     micro_batches: Sequence[MicroBatch],
     flops_per_token: Callable[[int], float],
-) -> tuple[int, float]:
-    """Count the tokens of a step over all ranks, including padding, and their mean model FLOPs.
+) -> Tensor:
+    """Count the tokens of a step over all ranks, including padding, and their model FLOPs.
 
     Collective. FLOPs per token depend on the row length because of attention.
 
     Args:
         flops_per_token: Function from row length in tokens to FLOPs per token.
+
+    Returns:
+        Tokens and FLOPs, `[2]` in fp64 on the device.
     """
     sizes = [batch.input_ids_BT.shape for batch in micro_batches]
     tokens = sum(rows * length for rows, length in sizes)
     flops = sum(rows * length * flops_per_token(length) for rows, length in sizes)
-    work = model.sum_over_batch(
-        torch.tensor([tokens, flops], dtype=torch.float64, device=model.device)
-    )
-    all_tokens, all_flops = work.tolist()
-    return int(all_tokens), all_flops / all_tokens
+    # `torch.tensor` on a CUDA device would wait for its copy.
+    work = [
+        torch.full((), number, dtype=torch.float64, device=model.device)
+        for number in (tokens, flops)
+    ]
+    return model.sum_over_batch(torch.stack(work))
 
 
 def _count_objective(
@@ -270,18 +325,21 @@ def update_parameters(
     max_grad_norm: float | None,
     scaler: LossScaler | None = None,
     router_table: Tensor | None = None,
+    read_along: Sequence[Tensor] = (),
     times: StepTimes | None = None,
 ) -> StepUpdate:
     """Clip the gradients, update the parameters and drop the gradients.
 
     The norm is summed over all shards, identical on all ranks, and non-finite on all if it is
-    so on one. All ranks then skip the update.
+    so on one. All ranks then skip the update. The host reads the norm to decide, which is the
+    only time in a step that it waits for the device; the update itself it only launches.
 
     Args:
         learning_rate: Learning rate of this step, for every parameter group.
         max_grad_norm: Largest global gradient norm; None for no clipping.
         scaler: Loss scaler of fp16, whose scale the gradients still contain.
         router_table: `StepLoss.router_table`, for the update of the balance biases.
+        read_along: Tensors to read in the same copy as the norm.
         times: Receives the mark of the optimizer.
     """
     loss_scale = 1.0 if scaler is None else scaler.scale
@@ -296,7 +354,11 @@ def update_parameters(
         / loss_scale
     )
     norm = synchronise_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
-    gradient_norm = float(norm)
+    read_values: list[list[float]] = []
+    if read_along:
+        (gradient_norm,), *read_values = read_together([norm, *read_along])
+    else:  # fake tensors of a rehearsal have a value for a scalar only
+        gradient_norm = float(norm)
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
         scaler.update(skipped)
@@ -313,4 +375,4 @@ def update_parameters(
     optimizer.zero_grad(set_to_none=True)
     if times is not None:
         times.mark("optimizer")
-    return StepUpdate(gradient_norm, skipped)
+    return StepUpdate(gradient_norm, skipped, tuple(read_values))

@@ -86,6 +86,18 @@ class StepPolicy:
             self._stop()
         return loss
 
+    def may_act(self, step: int, update: StepUpdate) -> bool:
+        """Return True if `apply` may do more after this step than note that it succeeded."""
+        recipe = self.context.recipe
+        return (
+            update.is_skipped
+            or recipe.elastic.rollback is not None
+            or step == self.context.validated_run.total_steps
+            or (self.has_validation and _is_due(step, recipe.evaluation.every_steps))
+            or _is_due(step, recipe.checkpoint.every_steps)
+            or _is_due(step, recipe.run.replica_check_every_steps)
+        )
+
     def make_up_evaluation(self) -> float | None:
         """Run the evaluation that a stop prevented before a resume; return its loss, if any."""
         if not (self.state.is_evaluation_due and self.has_validation):

@@ -255,7 +255,7 @@ def test_a_python_with_only_torch_runs_a_step_of_every_kind(tmp_path: Path) -> N
     } | {"OMP_NUM_THREADS": "1", "OUT": str(tmp_path / "out")}
     has_ours = subprocess.run([python, "-c", "import pydantic"], env=environment)
     assert has_ours.returncode != 0
-    chosen = ["device", "numbers", "tests of numbers", "speed tiny-64", "profile*"]
+    chosen = ["device", "numbers", "tests of numbers", "speed tiny-64", "profile*", "step cost*"]
     steps = " ".join(f"--step '{name}'" for name in chosen)
     completed = subprocess.run(
         [
@@ -279,8 +279,11 @@ def test_a_python_with_only_torch_runs_a_step_of_every_kind(tmp_path: Path) -> N
     (case,) = results["speed tiny-64"]["cases"]
     assert case["contenders"]["shardwright"]["tokens_per_second"] > 0
     assert results["profile tiny-64"]["kernels"][0]["seconds"] > 0
+    (variant,) = results["step cost tiny-64"]["variants"]
+    assert variant["tokens_per_second"] > 0
     page = (tmp_path / "out/gpu.md").read_text()
-    for expected in ("**5 passed.**", "## Numbers", "## Speed and memory", "## Profile tiny-64"):
+    headings = ("## Numbers", "## Speed and memory", "## Profile tiny-64", "## Step cost tiny-64")
+    for expected in ("**6 passed.**", *headings):
         assert expected in page
 
 

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from shardwright.architecture import read_config
 from shardwright.config.recipe import RecomputeKind
@@ -108,3 +109,18 @@ def test_layers_of_a_kind_share_one_graph(name: str, recompute: RecomputeKind) -
             torch.testing.assert_close(table, expected_table, rtol=1e-5, atol=1e-7)
     num_kinds = MODELS[name][1]
     assert counter.counts == (num_kinds, num_kinds)
+
+
+def test_rows_of_changing_lengths_compile_once() -> None:
+    decoder = build("llama", "none")
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    decoder.compile_blocks(backend=counter, fullgraph=True, dynamic=True)
+    for step in range(50):
+        num_tokens = 8 * (2 + step * 7 % 23)
+        ids_BT = torch.randint(0, decoder.shape.vocab_size, (2, num_tokens))
+        documents_BT = (torch.arange(num_tokens) >= 3 + step % 5).long().expand(2, -1)
+        decoder(ids_BT, labels_BT=ids_BT, document_ids_BT=documents_BT).backward()
+        if step == 0:
+            num_graphs = counter.frame_count
+    assert counter.frame_count == num_graphs == 1

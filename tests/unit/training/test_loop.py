@@ -16,6 +16,7 @@ from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.checkpoint.storage_path import parse_storage_path
 from shardwright.config import Recipe
+from shardwright.config.training import EvaluationSection
 from shardwright.errors import CheckpointError, Preempted, SaveFailed
 from shardwright.inference.model_source import open_model_source
 from shardwright.telemetry.event_log import (
@@ -28,6 +29,7 @@ from shardwright.telemetry.event_log import (
 )
 from shardwright.training import checkpointing, step_policy
 from shardwright.training.checkpointing import RunCheckpointer
+from shardwright.training.loop import TrainingLoop
 from shardwright.training.run import train
 from shardwright.training.step import StepTimes
 from tests.unit.training.finished import ALPHABET, CONFIG
@@ -237,3 +239,69 @@ def test_a_reduction_dtype_without_effect_is_reported(tmp_path: Path) -> None:
     messages = (tmp_path / "run" / "log.txt").read_text()
     assert messages.count("precision.reduce_dtype has no effect under") == 1
     assert "in their own dtype, float32" in messages
+
+
+def read_numbers(folder: Path) -> list[tuple[Any, ...]]:
+    """Return the numbers of a run that no clock decides, in the order of its events."""
+    return [
+        (event.step, event.loss, event.gradient_norm, event.samples_seen, event.supervised_tokens)
+        if isinstance(event, StepEvent)
+        else (event.kind, getattr(event, "step", None), getattr(event, "loss", None))
+        for event in read_events(folder)
+        if isinstance(event, StepEvent | EvaluationEvent)  # saves end in the background
+    ]
+
+
+def test_events_that_are_written_one_step_late_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the times of a step are known when the next one is launched."""
+    sections = {"max_steps": 7}
+    recipes = [build_recipe(tmp_path, run, **sections) for run in ("now", "late")]
+    recipes = [
+        recipe.model_copy(
+            update={
+                "evaluation": recipe.evaluation.model_copy(update={"every_steps": 3}),
+                "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": 5}),
+            }
+        )
+        for recipe in recipes
+    ]
+    train(recipes[0])
+    finished: list[tuple[int, int]] = []
+    may_act = step_policy.StepPolicy.may_act
+    finish = TrainingLoop._finish_step
+
+    def record(loop: TrainingLoop, result: Any) -> bool:
+        finished.append((loop.state.step, result.step))
+        return finish(loop, result)
+
+    monkeypatch.setattr(TrainingLoop, "_finish_step", record)
+    monkeypatch.setattr(
+        TrainingLoop,
+        "_may_finish_later",
+        lambda loop, result: not may_act(loop.policy, result.step, result.update),
+    )
+    train(recipes[1])
+    # Steps 3 and 6 are evaluated, step 5 is saved, step 7 is the last one.
+    assert finished == [(2, 1), (3, 2), (3, 3), (5, 4), (5, 5), (6, 6), (7, 7)]
+    assert read_numbers(tmp_path / "late") == read_numbers(tmp_path / "now")
+
+
+def test_a_stop_ends_a_run_with_late_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingLoop, "_may_finish_later", lambda _loop, result: result.step < 20)
+    run_step = TrainingLoop._run_step
+
+    def stop_in_step_4(loop: TrainingLoop) -> Any:
+        if loop.state.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_step(loop)
+
+    monkeypatch.setattr(TrainingLoop, "_run_step", stop_in_step_4)
+    recipe = build_recipe(tmp_path, max_steps=20)
+    with pytest.raises(Preempted, match="saved at step 4 of 20"):
+        train(recipe.model_copy(update={"evaluation": EvaluationSection()}))
+    steps = read_events(tmp_path / "run").filter_by_type(StepEvent)
+    assert [step.step for step in steps] == [1, 2, 3, 4]

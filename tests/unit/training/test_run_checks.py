@@ -71,7 +71,9 @@ def build_recipe(folder: Path, *, run: str = "run", **sections: Any) -> Recipe:
         ({"data": {"pad_to_multiple_of": 3}, "layout": {"cp": 2}}, 2, 12, ""),
         ({"data": {"padding": "max_length"}}, 1, None, ""),
         ({"data": {"packing": "documents"}}, 1, 8, ""),
-        ({"model": {"compile": True}}, 1, None, "model.compile"),
+        ({"model": {"compile": True}}, 1, 8, ""),
+        ({"model": {"compile": True}, "layout": {"cp": 2}}, 2, None, "model.compile"),
+        ({"model": {"compile": True}, "layout": {"tp": 2}}, 2, None, "model.compile"),
         (
             {"model": {"config": CONFIG | EXPERTS}, "moe": {"capacity_factor": 1.0}},
             1,
@@ -79,7 +81,16 @@ def build_recipe(folder: Path, *, run: str = "run", **sections: Any) -> Recipe:
             "experts",
         ),
     ],
-    ids=["default", "sharded", "fixed", "packed", "compiled", "experts"],
+    ids=[
+        "default",
+        "sharded",
+        "fixed",
+        "packed",
+        "compiled",
+        "compiled-cp",
+        "compiled-tp",
+        "experts",
+    ],
 )
 def test_rows_are_padded_to_the_expected_multiple(
     tmp_path: Path,
