@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)
-	@$(PIP) -c constraints.txt setuptools wheel ninja accelerate
+	@$(PIP) -c constraints.txt setuptools wheel ninja accelerate datasets lightning peft trl
 	@$(PIP) -c constraints.txt --no-build-isolation deepspeed
 	@touch $@
 
@@ -45,8 +45,10 @@ test-all: $(STAMP) ## everything, once: the full layout matrix, soaks and fuzzer
 verify-all: $(STAMP) ## gradients of every layout, pair and triple of parallelisms against one process: the whole matrix
 	@$(BIN)/shardwright verify --all
 
-bench: $(BENCH_STAMP) ## tokens/s and memory against a plain loop, DeepSpeed and Trainer, on two CPU ranks
+bench: $(BENCH_STAMP) ## tokens/s and memory against a plain loop, DeepSpeed and Trainer, on two CPU ranks; audit of released trainers
 	@$(BIN)/python -m benchmarks.cpu --publish
+	@$(BIN)/python -m benchmarks.audit_findings
+	@$(BIN)/python -m benchmarks.audit_findings --publish
 
 gpu: ## what one GPU can show, with the given Python (PYTHON=...); PART=3/6 runs a part of under nine minutes; installs nothing
 	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu_parts $(if $(PART),--part $(PART)) $(ARGS)

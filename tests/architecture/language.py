@@ -95,6 +95,8 @@ EXEMPT_IDENTIFIERS = frozenset(
         "on_log",
         "on_step_begin",
         "on_step_end",
+        "on_train_batch_end",
+        "on_train_batch_start",
         "on_train_begin",
         "resume_if_begun",
     }

@@ -359,6 +359,10 @@ class _StepRecord:
         if self.is_deepspeed:
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             return ShardInfo(shape, (_build_whole_box(shape),), "gathered by DeepSpeed")
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+            raise RecorderError(
+                f"{name} belongs to a DeepSpeed engine; give before_step the engine, not the model"
+            )
         if getattr(parameter, "tensor_model_parallel", False):
             return self._describe_megatron(name, parameter)
         if type(parameter) not in (nn.Parameter, Tensor):
@@ -506,8 +510,28 @@ class _StepRecord:
             name, local.cpu(), tuple(info["shape"]), boxes, self.recorder.projections
         )
 
-    def _before_optimizer(self, optimizer: Any, *_arguments: Any) -> None:
-        """Copy hyperparameters and states when an optimizer of this model steps."""
+    def _before_optimizer(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Copy hyperparameters and states when an optimizer of this model steps.
+
+        A closure given to `step` computes the gradients, so they are copied when it returns.
+        """
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._copy_optimizer(optimizer)
+            return None
+
+        def run_closure() -> Any:
+            loss = closure()
+            self._copy_optimizer(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": run_closure}
+        return (args[0], run_closure, *args[2:]), kwargs
+
+    def _copy_optimizer(self, optimizer: Any) -> None:
         parameters = {
             self.names[id(p)]: (index, p)
             for index, group in enumerate(optimizer.param_groups)

@@ -256,6 +256,13 @@ def test_deepspeed_is_read_through_its_public_functions(
     assert torch.equal(record.join("gradient", "weight")[0], 10 * whole)
 
 
+def test_a_model_inside_a_deepspeed_engine_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    model.weight._hp_mapping = None  # type: ignore[attr-defined]
+    with pytest.raises(RecorderError, match="give before_step the engine"):
+        Recorder(tmp_path).before_step(model)
+
+
 def test_projections_of_shards_add_up_and_preserve_norms() -> None:
     torch.manual_seed(0)
     whole = torch.randn(12, 7)
@@ -273,3 +280,24 @@ def test_projections_of_shards_add_up_and_preserve_norms() -> None:
         ratios.append(float(sketch.norm() / vector.norm()))
     assert torch.tensor(ratios).mean() == pytest.approx(1.0, abs=0.02)
     assert torch.tensor(ratios).std() == pytest.approx((2 * 64) ** -0.5, rel=0.2)
+
+
+def test_gradients_that_the_optimizer_s_closure_computes_are_recorded(tmp_path: Path) -> None:
+    model = build_initial_model("llama", 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(8).view(1, 8)
+    computed: dict[str, torch.Tensor] = {}
+
+    def compute() -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        computed.update({n: p.grad.clone() for n, p in model.named_parameters()})
+        return loss
+
+    with Recorder(tmp_path).record_step(model):
+        optimizer.step(compute)
+    record = load_step(tmp_path)
+    assert computed
+    for name, gradient in computed.items():
+        assert torch.equal(record.join("gradient", name)[0], gradient)
+    assert record.values["applied_scales"]

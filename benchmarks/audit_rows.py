@@ -1,0 +1,219 @@
+"""Rows of docs/audit/findings.md: worked examples with options, and what their results mean.
+
+Every cause was read in the trainer's source of the named version; line numbers are of that version.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib import metadata
+
+INTRODUCTION = """
+Each row runs a small Llama on two CPU ranks in float32 with rows of unequal numbers of supervised
+tokens (but `trl-wrapped`) and four micro-batches a step, records the second optimizer step with
+`Recorder`, and compares it with one process. The definition is the one that users expect: the sum
+over the supervised tokens of the global batch over their number. `residual` is the norm of the
+difference of all gradients over the norm of the recorded ones. No row shows a defect.
+
+"by design": the trainer divides by the numbers of micro-batches and ranks on purpose, so its step
+is the mean of the micro-batches' means. If all micro-batches have equally many supervised tokens,
+both definitions agree; otherwise tokens of micro-batches with few of them weigh more. The rows
+`-counted` show loops that divide by the tokens of the global batch.
+
+Not in the table: preference losses (DPO), which the audit does not know; the Trainer of
+transformers with tensor parallelism, which Accelerate refuses on a CPU
+(accelerate/parallelism_config.py:395), and with `fsdp=...`, which Accelerate uses only on
+accelerators (`AcceleratorState.__init__`, accelerate/state.py:986, read, not run); DeepSpeed
+inside the Trainer, because its callbacks have no moment between the backward pass and DeepSpeed's
+step; torchtitan and Axolotl, which were not run. A row says nothing about other settings of the
+same trainer, nor about GPUs.
+"""
+DESIGN = "by design"
+_PACKAGES = ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class FindingRow:
+    """A worked example with options, and what its result means.
+
+    `expected` are the mistakes of the first diagnosis; empty where the audit passes. `cause` is
+    hand-written, and names the place in the trainer's source where the audit does not pass.
+    """
+
+    name: str
+    trainer: str
+    package: str
+    setting: str
+    example: str
+    arguments: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
+    verdict: str = ""
+    """Name of the difference; empty where the audit passes."""
+    cause: str = ""
+    others: tuple[str, ...] = ()
+    """Further packages that the example needs."""
+
+    @property
+    def command(self) -> str:
+        """The example's command, as a reader types it."""
+        script = f"docs/audit/{self.example}.py"
+        return " ".join(("torchrun --nproc-per-node 2", script, *self.arguments))
+
+    def list_missing_packages(self) -> list[str]:
+        """List the packages of this row that are not installed."""
+        packages = (self.package, *self.others)
+        return [name for name in packages if importlib.util.find_spec(name) is None]
+
+    def read_versions(self) -> dict[str, str]:
+        """Read the versions of torch, transformers and the packages of this row."""
+        names = dict.fromkeys((*_PACKAGES, self.package, *self.others))
+        return {name: metadata.version(name) for name in names if name != "shardwright"}
+
+
+_ACCELERATE = (
+    "Documented: `Accelerator.backward` divides by the accumulation "
+    "(accelerate/accelerator.py:2851), DDP averages over ranks."
+)
+_DEEPSPEED = (
+    "Documented (`gradient_accumulation_steps`). `DeepSpeedEngine.backward` divides by the "
+    "accumulation (deepspeed/runtime/engine.py:3413), {place} averages over ranks."
+)
+_LIGHTNING = (
+    "`ClosureResult.from_training_step_output` divides the loss by `accumulate_grad_batches` "
+    "(lightning/pytorch/loops/optimization/automatic.py:83), DDP averages over ranks."
+)
+_OWN_TOKENS = (
+    "The option's meaning: `Trainer._get_num_items_in_batch` sums the count over ranks only with "
+    "it (transformers/trainer.py:2340), DDP averages. The reported loss is the same mean."
+)
+_DEEPSPEED_PLACES = {
+    0: "`allreduce_bucket` (engine.py:3813)",
+    1: "`average_tensor` (zero/stage_1_and_2.py:1688)",
+    2: "`average_tensor` (zero/stage_1_and_2.py:1688)",
+    3: "`reduce_scatter_coalesced` (comm/coalesced_collectives.py:124)",
+}
+_DEEPSPEED_NOTES = {3: " (parameters below its persistence threshold, all of these, stay whole)"}
+_MEANS = ("mean_of_micro_batch_means",)
+
+
+def _build_trl(name: str, setting: str, *arguments: str) -> FindingRow:
+    return FindingRow(
+        name, "TRL SFTTrainer", "trl", setting, "trl_sft", arguments, others=("peft", "datasets")
+    )
+
+
+def _build_deepspeed(stage: int) -> FindingRow:
+    return FindingRow(
+        f"deepspeed-{stage}",
+        "DeepSpeed",
+        "deepspeed",
+        f"ZeRO {stage}{_DEEPSPEED_NOTES.get(stage, '')}, the model's own loss",
+        "deepspeed_loop",
+        (str(stage),),
+        _MEANS,
+        DESIGN,
+        _DEEPSPEED.format(place=_DEEPSPEED_PLACES[stage]),
+    )
+
+
+ROWS: tuple[FindingRow, ...] = (
+    FindingRow(
+        "accelerate",
+        "Accelerate",
+        "accelerate",
+        "DDP, `accumulate`, the model's own loss",
+        "accelerate_loop",
+        (),
+        _MEANS,
+        DESIGN,
+        _ACCELERATE,
+    ),
+    FindingRow(
+        "accelerate-counted",
+        "Accelerate",
+        "accelerate",
+        "DDP, a loop that counts the tokens of the global batch",
+        "accelerate_loop",
+        ("--count-tokens",),
+    ),
+    FindingRow(
+        "transformers-ddp",
+        "transformers Trainer",
+        "transformers",
+        "DDP",
+        "hf_trainer",
+        others=("accelerate",),
+    ),
+    FindingRow(
+        "transformers-fsdp2",
+        "transformers Trainer",
+        "transformers",
+        "FSDP2, sharded by transformers (`DistributedConfig(fsdp_size=2)`)",
+        "hf_trainer_sharded",
+        others=("accelerate",),
+    ),
+    _build_trl("trl", "DDP, padded rows"),
+    _build_trl("trl-completion", "DDP, padded rows, completions only", "--completion-only"),
+    _build_trl(
+        "trl-packing", "DDP, packed rows (best fit), 43 or 44 targets a micro-batch", "--packing"
+    ),
+    _build_trl(
+        "trl-packing-completion",
+        "DDP, packed rows (best fit), completions only",
+        "--packing",
+        "--completion-only",
+    ),
+    _build_trl("trl-padding-free", "DDP, rows joined without padding", "--padding-free"),
+    FindingRow(
+        "trl-wrapped",
+        "TRL SFTTrainer",
+        "trl",
+        'DDP, `packing_strategy="wrapped"`: a row counts as one document, as the trainer passes '
+        "it; 46 targets in every micro-batch",
+        "trl_sft",
+        ("--wrapped",),
+        others=("peft", "datasets"),
+    ),
+    FindingRow(
+        "trl-own-tokens",
+        "TRL SFTTrainer",
+        "trl",
+        "DDP, `average_tokens_across_devices=False`",
+        "trl_sft",
+        ("--own-tokens",),
+        ("mean_of_rank_means",),
+        "by choice of the option",
+        _OWN_TOKENS,
+        ("peft", "datasets"),
+    ),
+    FindingRow(
+        "peft-lora",
+        "PEFT",
+        "peft",
+        "LoRA in TRL's SFTTrainer, DDP",
+        "trl_sft",
+        ("--lora",),
+        others=("trl", "datasets"),
+    ),
+    _build_deepspeed(3),
+    FindingRow(
+        "deepspeed-3-counted",
+        "DeepSpeed",
+        "deepspeed",
+        f"ZeRO 3{_DEEPSPEED_NOTES[3]}, tokens of the global batch counted",
+        "deepspeed_loop",
+        ("3", "--count-tokens"),
+    ),
+    FindingRow(
+        "lightning",
+        "Lightning Trainer",
+        "lightning",
+        "DDP, `accumulate_grad_batches=4`, the model's own loss",
+        "lightning_trainer",
+        (),
+        _MEANS,
+        DESIGN,
+        _LIGHTNING,
+    ),
+)
