@@ -56,7 +56,7 @@ class AllocationCounter:
         self._exit_stack = ExitStack()
         self._exit_stack.enter_context(_release_operands(pause_seconds))
         self._profiler = self._exit_stack.enter_context(
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            profile(activities=[ProfilerActivity.CPU], acc_events=True, profile_memory=True)
         )
 
     def end(self) -> int:

@@ -52,7 +52,7 @@ def main() -> None:
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         compute(device, compute_dtype)  # loads the kernels
-        with profile(activities=activities) as recorded:
+        with profile(activities=activities, acc_events=True) as recorded:
             found = compute(device, compute_dtype)
         errors = {name: measure_error(found[name], exact[name]) for name in exact}
         worst = max((name for name in errors if name not in ("logits", "loss")), key=errors.get)

@@ -50,7 +50,7 @@ def main() -> None:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as recorded:
+    with profile(activities=activities, acc_events=True) as recorded:
         run_step()
         wait(device)
     kernels = summarise_kernels(recorded, device)

@@ -87,7 +87,7 @@ def test_auto_attention_runs_a_fused_kernel_forward_and_backward(
 ) -> None:
     _, decoder = build_pair(device, config, torch.bfloat16)
     ids_BT = draw_tokens(device, config)
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         decoder(ids_BT, labels_BT=shift(ids_BT)).backward()
     operators = {
         event.key for event in recorded.key_averages() if "scaled_dot_product" in event.key

@@ -49,7 +49,8 @@ class StepProfiler:
         if not self.is_due(step):
             yield
             return
-        with profile(activities=self._activities) as recorded:
+        # Without `acc_events` torch 2.11 warns that a second cycle would clear the events.
+        with profile(activities=self._activities, acc_events=True) as recorded:
             yield
         try:
             self._get_part_path(step, self._rank).parent.mkdir(parents=True, exist_ok=True)
