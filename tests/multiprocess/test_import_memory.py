@@ -50,7 +50,9 @@ def import_folder(layout: Layout, folder: Path) -> tuple[int, int]:
     )
     mesh = build_mesh(layout, "cpu")
     device = torch.device("cpu")
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True, profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], acc_events=True, profile_memory=True
+    ) as profiler:
         model = apply_layout(
             decoder,
             plan,

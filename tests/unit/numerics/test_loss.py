@@ -308,7 +308,9 @@ def test_no_kernel_allocates_a_wide_copy_of_a_narrow_tensor(compute: torch.dtype
     hidden_ND = torch.randn(tokens, width).to(compute).requires_grad_()
     weight_VD = torch.randn(vocabulary, width).requires_grad_()
     labels_N = torch.randint(0, vocabulary, (tokens,))
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True, profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], acc_events=True, profile_memory=True
+    ) as profiler:
         chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=tokens)
     wide_sizes = [tokens * vocabulary * 4, vocabulary * width * 4]
     assert profiler.profiler is not None
