@@ -21,13 +21,13 @@ class ModelSection(RecipeSection):
 
     path: PathText | None = None
     """A Hugging Face folder: its config.json defines the architecture and, with
-    `init: is_pretrained`, its safetensors files the weights."""
+    `init: pretrained`, its safetensors files the weights."""
     config: dict[str, Any] | None = None
     """The content of a config.json, inline (`model_type: llama`, ...). Without `vocab_size` the
     tokenizer's size is used."""
     init: Literal["random", "pretrained"] | None = None
-    """`is_pretrained` loads the folder's weights; `random` initialises each parameter from its
-    name and the seed. Default: `is_pretrained` with `path`, `random` with `config`."""
+    """`pretrained` loads the folder's weights; `random` initialises each parameter from its
+    name and the seed. Default: `pretrained` with `path`, `random` with `config`."""
     attention: Literal["auto", "explicit"] = "auto"
     """`auto` uses PyTorch's fused kernels and logs where they are unavailable; `explicit`
     computes attention with separate matrix products."""
