@@ -91,7 +91,7 @@ _DEEPSPEED_PLACES = {
     0: "`allreduce_bucket` (engine.py:3813)",
     1: "`average_tensor` (zero/stage_1_and_2.py:1688)",
     2: "`average_tensor` (zero/stage_1_and_2.py:1688)",
-    3: "`reduce_scatter_coalesced` (comm/coalesced_collectives.py:124)",
+    3: "`reduce_scatter_coalesced` (deepspeed/runtime/comm/coalesced_collectives.py:124)",
 }
 _DEEPSPEED_NOTES = {3: " (parameters below its persistence threshold, all of these, stay whole)"}
 _MEANS = ("mean_of_micro_batch_means",)
