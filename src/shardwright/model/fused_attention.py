@@ -282,5 +282,5 @@ def _compile_flex() -> Callable[..., Any]:
 
     # The wrapped region is one operator to selective recomputation, which saves its results.
     option = "wrap_inductor_compiled_regions"
-    options = {option: True} if option in list_options() else {}
+    options: dict[str, Any] = {option: True} if option in list_options() else {}
     return torch.compile(flex.flex_attention, options=options)
