@@ -271,8 +271,6 @@ def test_documents_in_fp32_need_a_mask_without_triton(
 
 
 KERNELS = {
-    ("llama", "documents"): {"varlen"},
-    ("mistral", "none"): {"varlen"},
     ("gemma2", "none"): set(),  # flex alone, whose tensors have no operator
     ("gpt_oss", "documents"): set(),
 }
