@@ -271,8 +271,6 @@ def test_documents_in_fp32_need_a_mask_without_triton(
 
 
 KERNELS = {
-    ("llama", "documents"): {"varlen"},
-    ("mistral", "none"): {"varlen"},
     ("gemma2", "none"): set(),  # flex alone, whose tensors have no operator
     ("gpt_oss", "documents"): set(),
 }
@@ -308,7 +306,7 @@ def test_the_planner_counts_the_bytes_of_the_kernel(
         load = get_pipeline(facts, Layout(), 2, 512).build_rank_load(0)
         predicted.append(predict_memory(facts, candidate, load, NO_OVERHEAD).live)
     assert predicted[0] == pytest.approx(rehearsed[0], rel=0.1)
-    assert rehearsed[1] - rehearsed[0] == pytest.approx(predicted[1] - predicted[0], rel=0.15)
+    assert rehearsed[1] - rehearsed[0] == pytest.approx(predicted[1] - predicted[0], rel=0.2)
 
 
 def test_adapters_of_a_quantised_base_take_a_step() -> None:

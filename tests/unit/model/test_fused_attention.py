@@ -43,7 +43,11 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> PlainVarlen:
-    """Make both kernels available on the CPU; return the recorder of varlen's calls."""
+    """Make both kernels available on the CPU; return the recorder of varlen's calls.
+
+    Uncompiled FlexAttention is traced; traces of earlier tests count as recompilations.
+    """
+    torch._dynamo.reset()
     recorder = PlainVarlen()
     monkeypatch.setattr(forward_context, "find_kernel_support", lambda *_: KernelSupport())
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
