@@ -16,15 +16,15 @@ A real interpreter starts where a fork is impossible: for environment variables 
 import (`READ_ON_IMPORT`) with other values than the server's, options of the interpreter, inherited
 file descriptors, or a system other than Linux.
 
-Forks do not test whether the imports of a program suffice, the environment in /proc/PID/environ
-(psutil reads it), or effects of the seed of Python's hashes, which all forks share. Tests of these
-use `subprocess`.
+Forks do not test whether the imports of a program suffice, or effects of the seed of Python's
+hashes, which all forks share. Tests of these use `subprocess`.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import os
 import pickle
@@ -94,6 +94,8 @@ _MAX_REQUEST_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVER_SECONDS = 300.0
 """Longest time of the server's imports on a busy machine."""
+_PADDING = {"SHARDWRIGHT_FORK_PADDING": "x" * (1 << 15)}
+"""Room in the server's initial environment, into which forked programs write theirs."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def _find_server() -> _Server:
         near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far_end:
             words = [sys.executable, "-m", "tests.forked", str(far_end.fileno())]
-            environment = os.environ | QUIET
+            environment = os.environ | QUIET | _PADDING
             process = subprocess.Popen(
                 words,
                 cwd=ROOT,
@@ -375,17 +377,29 @@ def _apply_request(request: Request, streams: Sequence[int]) -> None:
         os.dup2(stream, number)
     _close_all(streams)
     _open_standard_streams()
+    faulthandler.enable()
     if request.is_session:
         os.setsid()
     if request.folder is not None:
         os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    _expose_environment(request.environment)
     time.tzset()
     tempfile.tempdir = None  # as TMPDIR has it now
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own generator and torch's need nothing
+
+
+def _expose_environment(environment: Mapping[str, str]) -> None:
+    """Write the environment where /proc/PID/environ and psutil read it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
+    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    assert len(block) < end - begin, "the padding of the server's environment is too small"
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, block, len(block))
 
 
 def _open_standard_streams() -> None:
