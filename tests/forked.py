@@ -105,6 +105,8 @@ class Request:
     words: tuple[str, ...]
     environment: dict[str, str]
     folder: str | None
+    is_unbuffered: bool
+    """True if standard output and error are written at once (`python -u`)."""
     is_session: bool
     """True if the program leads a session of its own."""
 
@@ -223,7 +225,14 @@ class Popen(subprocess.Popen[Any]):
             ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
             super()._execute_child(*arguments, *ends, *others)  # type: ignore[misc, unused-ignore]
             return
-        request = Request(words[1:], environment, os.fspath(cwd or os.getcwd()), is_session)
+        is_unbuffered = words[1] == "-u"
+        request = Request(
+            words[2:] if is_unbuffered else words[1:],
+            environment,
+            os.fspath(cwd or os.getcwd()),
+            is_unbuffered,
+            is_session,
+        )
         streams = (p2cread, c2pwrite, errwrite)
         channel = server.fork(
             request, [stream if stream >= 0 else own for own, stream in enumerate(streams)]
@@ -263,8 +272,10 @@ class Popen(subprocess.Popen[Any]):
 
 
 def is_program(words: Sequence[str]) -> bool:
-    """True for `python -m MODULE ...` and `python -c CODE ...`."""
-    return len(words) > 2 and words[0] == sys.executable and words[1] in ("-m", "-c")
+    """True for `python -m MODULE ...` and `python -c CODE ...`, with or without `-u`."""
+    if len(words) < 3 or words[0] != sys.executable:
+        return False
+    return words[1] in ("-m", "-c") or (words[1] == "-u" and words[2] in ("-m", "-c"))
 
 
 def run(
@@ -376,7 +387,7 @@ def _apply_request(request: Request, streams: Sequence[int]) -> None:
     for number, stream in enumerate(streams[:3]):
         os.dup2(stream, number)
     _close_all(streams)
-    _open_standard_streams()
+    _open_standard_streams(request.is_unbuffered)
     faulthandler.enable()
     if request.is_session:
         os.setsid()
@@ -402,7 +413,7 @@ def _expose_environment(environment: Mapping[str, str]) -> None:
     ctypes.memmove(begin, block, len(block))
 
 
-def _open_standard_streams() -> None:
+def _open_standard_streams(is_unbuffered: bool) -> None:
     """Open the standard streams as an interpreter does at its start.
 
     Python's streams remember if their file can seek, and the server's may be of another kind.
@@ -412,7 +423,8 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
         2, "w", errors="backslashreplace", closefd=False
     )
-    sys.stderr.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(write_through=is_unbuffered)
+    sys.stderr.reconfigure(line_buffering=True, write_through=is_unbuffered)
 
 
 def _execute(request: Request) -> None:
