@@ -406,7 +406,8 @@ def _apply_request(request: Request, streams: Sequence[int]) -> None:
 def _expose_environment(environment: Mapping[str, str]) -> None:
     """Write the environment where /proc/PID/environ and psutil read it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
+    begin = int(fields[47])  # env_start of proc(5)
+    end = int(fields[48])  # env_end
     block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     assert len(block) < end - begin, "the padding of the server's environment is too small"
     ctypes.memset(begin, 0, end - begin)

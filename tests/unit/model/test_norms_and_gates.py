@@ -69,8 +69,10 @@ def test_gate_and_its_gradients(activation: Activation) -> None:
 
 def test_clamped_gate_and_its_gradients_save_only_the_projections() -> None:
     projections = (3 * torch.randn(6, 10, dtype=torch.float64)).requires_grad_()
-    gate, up = projections[..., ::2], projections[..., 1::2]
-    limit, gain = 2.0, 1.7
+    gate = projections[..., ::2]
+    up = projections[..., 1::2]
+    limit = 2.0
+    gain = 1.7
     assert (gate > limit).any()
     assert (up.abs() > limit).any()
     bounded = gate.clamp(max=limit)
