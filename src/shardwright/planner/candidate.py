@@ -94,8 +94,8 @@ class Candidate:
 
     @property
     def is_runnable(self) -> bool:
-        """True if `train` supports it. Offload and 8-bit floats are predicted only."""
-        return self.offload == "none" and self.precision not in ("fp8", "nvfp4")
+        """True if `train` supports it. Offloaded parameters and 8-bit floats are predicted only."""
+        return self.offload != "parameters" and self.precision not in ("fp8", "nvfp4")
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -96,6 +96,7 @@ def build_template(
         sequence_length=training.sequence_length,
         precision=kind,
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
+        offload="optimizer" if recipe.offload.is_enabled else "none",
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         # `auto` is decided by the device and, under a split backward pass, by the schedule. Without

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from shardwright.architecture import ExpertShape, HFClassInit, HFShape, LatentShape, ModelShape
+from shardwright.architecture import (
+    ExpertShape,
+    HFClassInit,
+    HFShape,
+    LatentShape,
+    ModelShape,
+    ParameterSpec,
+)
 from shardwright.config import Recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.data.preparation import PreparedData
@@ -34,6 +41,7 @@ from shardwright.plans import (
     count_steps,
     resolve_degrees,
 )
+from shardwright.training.offload_checks import check_offload
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +164,7 @@ def validate_run(
         )
     frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
     _check_optimizer(recipe, plan, shape, frozen)
+    check_offload(recipe, plan, _list_trained(shape, frozen))
     return ValidatedRun(
         recipe=recipe,
         plan=plan,
@@ -201,16 +210,21 @@ def _check_preference(recipe: Recipe) -> None:
         )
 
 
-def _check_optimizer(
-    recipe: Recipe, plan: Plan, shape: ModelShape, frozen_names: frozenset[str]
-) -> None:
-    """Check that the optimizer's package, matrices and whole blocks are available."""
-    trained = {
+def _list_trained(shape: ModelShape, frozen_names: frozenset[str]) -> dict[str, ParameterSpec]:
+    """List the trained parameters by name."""
+    return {
         spec.name: spec
         for spec in shape.list_parameters()
         if spec.name not in frozen_names
         and (shape.adapters is None or spec.adapter_part is not None)
     }
+
+
+def _check_optimizer(
+    recipe: Recipe, plan: Plan, shape: ModelShape, frozen_names: frozenset[str]
+) -> None:
+    """Check that the optimizer's package, matrices and whole blocks are available."""
+    trained = _list_trained(shape, frozen_names)
     if recipe.optimizer.name == "adamw_8bit":
         from shardwright.optim import check_block_boundaries, require_torchao
 
