@@ -61,7 +61,6 @@ class PlainVarlen:
         *,
         scale: float,
         window_size: tuple[int, int],
-        enable_gqa: bool = False,
     ) -> Tensor:
         bounds = cu_seq_q.tolist()
         assert cu_seq_q is cu_seq_k

@@ -17,6 +17,7 @@ from shardwright.architecture.attention_kernel import KernelSupport
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import forward_context, fused_attention
+from shardwright.model.fused_attention import VarlenFunction
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_compiled_graphs import run_step
 from tests.multiprocess.test_layouts import build
@@ -44,7 +45,7 @@ def compare_with_explicit(layout: Layout, model_name: str) -> tuple[int, int]:
         patch.object(forward_context, "find_kernel_support", lambda *_: KernelSupport()),
         patch.object(flex, "_validate_device", lambda *_: None),
         patch.object(fused_attention, "flex_replacement", attend),
-        patch.object(fused_attention.varlen, "varlen_attn", varlen),
+        patch.object(fused_attention, "varlen_function", VarlenFunction(varlen, {})),
     ):
         for got, want in zip(run_step(model, 0), expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
-from torch.nn.attention import varlen
 
 from shardwright.architecture.attention_kernel import (
     AttentionKernelName,
@@ -108,6 +107,7 @@ def build_document_bounds(
     device: torch.device,
 ) -> DocumentBounds:
     """Build the bounds of documents from ids in host memory; None makes a row one document."""
+    _import_varlen()
     begins_BT = np.zeros((num_rows, num_tokens), dtype=np.bool_)
     begins_BT[:, 0] = True
     if document_ids_BT is not None:
@@ -203,7 +203,8 @@ def _attend_varlen(
     q_NHE, k_NKE, v_NKE = (part.transpose(1, 2).flatten(0, 1) for part in (q_BHTE, k_BKTE, v_BKTE))
     # The kernel counts the tokens before a token, not the token itself.
     before = -1 if settings.window is None else settings.window - 1
-    out_NHE: Any = varlen.varlen_attn(
+    assert varlen_function is not None
+    out_NHE: Any = varlen_function.attend(
         q_NHE,
         k_NKE,
         v_NKE,
@@ -213,16 +214,34 @@ def _attend_varlen(
         documents.max_tokens,
         scale=settings.scale,
         window_size=(before, 0),
-        **_GROUP_OPTION,
+        **varlen_function.group_option,
     )
     out: Tensor = out_NHE.unflatten(0, (q_BHTE.shape[0], -1)).transpose(1, 2)
     return out
 
 
-# Since torch 2.12 grouped heads are an option; in 2.11 the kernel takes them without it.
-_GROUP_OPTION: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
-)
+class VarlenFunction(NamedTuple):
+    """Varlen attention, and the option that makes it take grouped heads.
+
+    It is an option since torch 2.12; in 2.11 the kernel takes them without it.
+    """
+
+    attend: Callable[..., Any]
+    group_option: dict[str, Any]
+
+
+varlen_function: VarlenFunction | None = None
+"""Imported by the first forward pass that needs it."""
+
+
+def _import_varlen() -> None:
+    """Import varlen attention, and with it the compiler, which takes seconds."""
+    global varlen_function
+    if varlen_function is None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        varlen_function = VarlenFunction(varlen_attn, {"enable_gqa": True} if has_option else {})
 
 
 def _attend_flex(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.attention.varlen  # registers the operator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -25,6 +25,7 @@ from shardwright.model import Decoder, KeyValueCache, forward_context, fused_att
 from shardwright.model.fused_attention import (
     AttentionSettings,
     LayerKernel,
+    VarlenFunction,
     attend_fused,
     build_block_mask,
 )
@@ -51,7 +52,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> PlainVarlen:
     recorder = PlainVarlen()
     monkeypatch.setattr(forward_context, "find_kernel_support", lambda *_: KernelSupport())
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(fused_attention.varlen, "varlen_attn", recorder)
+    monkeypatch.setattr(fused_attention, "varlen_function", VarlenFunction(recorder, {}))
     return recorder
 
 
