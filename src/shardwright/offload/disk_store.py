@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
@@ -160,12 +161,7 @@ class DiskStore:
         for part, place in zip(parts, bucket.ranges, strict=True):
             position = self._offsets[place.segment] + place.offset_bytes
             data = part.numpy().data
-            self._attempt(
-                "read",
-                lambda data=data, position=position: self._disk.read_at(
-                    self._descriptor, data, position
-                ),
-            )
+            self._attempt("read", partial(self._disk.read_at, self._descriptor, data, position))
             self.counts.read_bytes += place.num_bytes
         self.counts.busy_seconds += time.perf_counter() - start_seconds
         return parts
@@ -182,10 +178,7 @@ class DiskStore:
                 position = self._offsets[place.segment] + place.offset_bytes
                 data = part.numpy().data
                 self._attempt(
-                    "written",
-                    lambda data=data, position=position: self._disk.write_at(
-                        self._descriptor, data, position
-                    ),
+                    "written", partial(self._disk.write_at, self._descriptor, data, position)
                 )
                 self.counts.written_bytes += place.num_bytes
             self.counts.busy_seconds += time.perf_counter() - start_seconds
