@@ -103,6 +103,8 @@ def build_template(
         # compilation a step needs no less memory and time.
         compile=recipe.model.compile is True,
         flash_attention=recipe.model.attention != "explicit",
+        attention=recipe.model.attention,
+        has_masked_kernels=recipe.run.device != "cpu",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
         loss_chunk_tokens=recipe.model.loss_chunk_tokens,
         reference=_choose_reference(recipe, adapter),
