@@ -106,7 +106,7 @@ def _read_counts(counts: dict[str, Tensor]) -> dict[str, int]:
 
     Fused kernels have their counts on the GPU; Muon has those of its matrices on the CPU.
     """
-    steps = {}
+    steps: dict[str, int] = {}
     for device in {count.device for count in counts.values()}:
         names = [name for name, count in counts.items() if count.device == device]
         numbers = torch.stack([counts[name] for name in names]).tolist()

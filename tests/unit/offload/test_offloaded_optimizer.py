@@ -152,7 +152,7 @@ def test_a_parameter_without_gradient_keeps_its_state(tmp_path: Path, tier: str)
     runs[1].close()
 
 
-def test_a_state_loaded_between_steps_replaces_what_was_read_for_the_next_one(
+def test_a_state_loaded_between_steps_replaces_buckets_read_ahead(
     tmp_path: Path,
 ) -> None:
     resident = Run("adamw")
