@@ -4,6 +4,7 @@ step counts are those of a run whose states are resident, bit for bit, on every 
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
+from tests import forked
+from tests.multiprocess.limited_update import MOMENT_BYTES
 from tests.multiprocess.pool import RankPool
 from tests.unit.training.finished import ALPHABET
 
@@ -156,3 +159,23 @@ def test_five_steps_have_the_bits_of_resident_states(
     world_size = 4 if "pp2" in name else 2
     validate_run(recipe, world_size)  # tokenises once
     assert ranks.run(world_size, find_differences, recipe, world_size) == [[]] * world_size
+
+
+def update_within_limit(tier: str, folder: Path, limit_bytes: int) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "tests.multiprocess.limited_update"]
+    done = forked.run(
+        [*command, tier, str(folder), str(limit_bytes)], capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_states_on_disk_train_within_a_memory_limit_that_resident_ones_exceed(
+    tmp_path: Path,
+) -> None:
+    limit_bytes = MOMENT_BYTES // 2
+    status, expected, _ = update_within_limit("none", tmp_path, 0)
+    assert status == 0
+    status, _, error = update_within_limit("none", tmp_path, limit_bytes)
+    assert status != 0
+    assert "can't allocate memory" in error
+    assert update_within_limit("disk", tmp_path, limit_bytes)[:2] == (0, expected)

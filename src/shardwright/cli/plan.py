@@ -240,7 +240,10 @@ def _emit_layout(
     emitted = emit(
         system,
         EmitRequest(
-            resolved, *resolve_degrees(resolved, chosen.num_gpus), candidate.offload, num_nodes
+            resolved,
+            *resolve_degrees(resolved, chosen.num_gpus),
+            "optimizer" if candidate.offload == "optimizer_disk" else candidate.offload,
+            num_nodes,
         ),
     )
     for note in emitted.notes:

@@ -3,7 +3,15 @@
 from shardwright.offload.offloaded_optimizer import (
     OffloadedOptimizer,
     describe_offload,
+    describe_transfers,
     offload_optimizer,
 )
+from shardwright.offload.store import TransferCounts
 
-__all__ = ["OffloadedOptimizer", "describe_offload", "offload_optimizer"]
+__all__ = [
+    "OffloadedOptimizer",
+    "TransferCounts",
+    "describe_offload",
+    "describe_transfers",
+    "offload_optimizer",
+]

@@ -163,7 +163,7 @@ class DiskStore:
             data = part.numpy().data
             self._attempt("read", partial(self._disk.read_at, self._descriptor, data, position))
             self.counts.read_bytes += place.num_bytes
-        self.counts.busy_seconds += time.perf_counter() - start_seconds
+        self.counts.reading_seconds += time.perf_counter() - start_seconds
         return parts
 
     def _write(
@@ -181,7 +181,7 @@ class DiskStore:
                     "written", partial(self._disk.write_at, self._descriptor, data, position)
                 )
                 self.counts.written_bytes += place.num_bytes
-            self.counts.busy_seconds += time.perf_counter() - start_seconds
+            self.counts.writing_seconds += time.perf_counter() - start_seconds
         finally:
             self._free.put(buffer)
 

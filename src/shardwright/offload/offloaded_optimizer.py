@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         )
         self._swaps: deque[Swap] = deque()
         """Open swaps, in the order in which they will be used."""
+        self._reported_counts = TransferCounts()
 
     @property
     def tier(self) -> str:
@@ -97,6 +99,13 @@ class OffloadedOptimizer(ShardedOptimizer):
     def counts(self) -> TransferCounts:
         """Bytes and times of all transfers so far."""
         return self._store.counts
+
+    def take_counts(self) -> TransferCounts:
+        """Return bytes and times since the previous call."""
+        counts = replace(self.counts)
+        since = counts.subtract(self._reported_counts)
+        self._reported_counts = counts
+        return since
 
     @property
     def num_bytes(self) -> int:
@@ -284,3 +293,24 @@ def describe_offload(optimizer: OffloadedOptimizer, device: torch.device) -> str
     if optimizer.tier == "host" and device.type == "cpu":
         return f"{line}; the device is the CPU, so its memory is the host's and nothing moves"
     return line
+
+
+def describe_transfers(counts: TransferCounts, num_steps: int) -> str:
+    """Describe the transfers of a run in one line, with the share that work has hidden.
+
+    A store without threads (host memory) has no times: a device waits for its copies, not the host.
+    """
+    line = (
+        f"offload: {format_bytes(counts.read_bytes / num_steps)} read and "
+        f"{format_bytes(counts.written_bytes / num_steps)} written per step"
+    )
+    if not counts.reading_seconds or not counts.writing_seconds:
+        return line
+    # Both directions run at the same time.
+    seconds = max(counts.reading_seconds, counts.writing_seconds)
+    hidden = max(0.0, 1.0 - counts.waiting_seconds / seconds)
+    return (
+        f"{line}, at {format_bytes(counts.read_bytes / counts.reading_seconds)}/s and "
+        f"{format_bytes(counts.written_bytes / counts.writing_seconds)}/s; "
+        f"{hidden:.0%} of the transfer time was hidden"
+    )

@@ -4,8 +4,8 @@ A store has *segments*: consecutive bytes, each with whole state tensors. Small 
 a bucket, which is one segment, so it moves in one transfer. A parameter whose state exceeds the
 buffer is divided by rows into buckets of its own; each of its state tensors is one segment and
 stays contiguous, as checkpoints read it. Parts begin at multiples of a page, which direct I/O
-requires, and of 1024 elements: vectorised kernels then treat the same last elements of a tensor
-one by one as in an update of the whole, so the bits are the same.
+requires. So vectorised kernels treat the same last elements of a tensor one by one as in an
+update of the whole, and the bits are the same.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ PAGE_BYTES = 4096
 """Alignment of transfers: the largest logical block size of common disks."""
 _TENSOR_BYTES = 256
 """Alignment of tensors inside a segment, which CUDA's vector loads need."""
-_ROW_ELEMENTS = 1024
-"""Divided parameters are divided at multiples of this many elements."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,6 @@ def _add_divided_parameter(
         partition.segment_bytes.append(_round_up(spec.num_bytes, PAGE_BYTES))
     # Every piece begins on a page in every state tensor.
     unit = math.lcm(
-        _ROW_ELEMENTS // math.gcd(_ROW_ELEMENTS, parameter.row_length),
         *(PAGE_BYTES // math.gcd(PAGE_BYTES, size) for size in row_bytes.values()),
     )
     piece_rows = max(unit, buffer_bytes // sum(row_bytes.values()) // unit * unit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 import torch
@@ -25,9 +25,19 @@ class TransferCounts:
     read_bytes: int = 0
     written_bytes: int = 0
     waiting_seconds: float = 0.0
-    """Time of the training thread; transfers beside it are not included."""
-    busy_seconds: float = 0.0
-    """Time of the store's threads in transfers."""
+    """Time that the training thread waited; transfers beside its work are not included."""
+    reading_seconds: float = 0.0
+    """Time of the store's thread that reads; 0 for a store without threads."""
+    writing_seconds: float = 0.0
+
+    def subtract(self, earlier: TransferCounts) -> TransferCounts:
+        """Return the counts since an earlier time."""
+        return TransferCounts(
+            *(
+                getattr(self, field.name) - getattr(earlier, field.name)
+                for field in fields(TransferCounts)
+            )
+        )
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,24 @@ def collect_optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]
                 else torch.zeros(())
             )
             hyperparameters[name] = group_values
-    # Read together: fused optimizers keep the counts on the GPU, where each read waits for it.
-    numbers = torch.stack(list(counts.values())).tolist() if counts else []
-    steps = dict(zip(counts, map(int, numbers), strict=True))
-    return {"rule": get_rule(optimizer), "steps": steps, "hyperparameters": hyperparameters}
+    return {
+        "rule": get_rule(optimizer),
+        "steps": _read_counts(counts),
+        "hyperparameters": hyperparameters,
+    }
+
+
+def _read_counts(counts: dict[str, Tensor]) -> dict[str, int]:
+    """Read step counts, those of one device together: each read waits for the device.
+
+    Fused kernels have their counts on the GPU; Muon has those of its matrices on the CPU.
+    """
+    steps: dict[str, int] = {}
+    for device in {count.device for count in counts.values()}:
+        names = [name for name, count in counts.items() if count.device == device]
+        numbers = torch.stack([counts[name] for name in names]).tolist()
+        steps |= dict(zip(names, map(int, numbers), strict=True))
+    return {name: steps[name] for name in counts}
 
 
 def load_optimizer_values(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwright.config.layout import ClusterSection, LayoutSection
+from shardwright.config.offload import OffloadSection
 from shardwright.config.recipe import Recipe
 from shardwright.errors import InputError, LayoutError
 from shardwright.hardware import Cluster
@@ -13,7 +14,7 @@ from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.hardware.measured_profile import load_profile
 from shardwright.placement import place_model
 from shardwright.planner.calibration import load_efficiencies
-from shardwright.planner.candidate import Candidate
+from shardwright.planner.candidate import Candidate, OffloadKind
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -79,7 +80,15 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
         )
     if "recompute" in recipe.model_fields_set:
         problem = replace(problem, recompute_kinds=(recipe.recompute,))
-    result = search_layouts(Predictor(facts, cluster, efficiency), problem, num_layouts=1)
+    predictor = Predictor(facts, cluster, efficiency)
+    result = search_layouts(predictor, problem, num_layouts=1)
+    if "offload" not in recipe.model_fields_set:
+        for kind in _list_offload_kinds(cluster):
+            if result.chosen is None:
+                template = replace(problem.template, offload=kind)
+                result = search_layouts(
+                    predictor, replace(problem, template=template), num_layouts=1
+                )
     if result.chosen is None:
         larger = find_min_gpus(facts, cluster, efficiency, problem)
         remedy = "Shorten the sequence, unset recompute and micro_batch_size, or run `plan`"
@@ -93,6 +102,16 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
             remedy=remedy,
         )
     return apply_candidate(recipe, result.chosen.candidate), result.chosen
+
+
+def _list_offload_kinds(cluster: Cluster) -> tuple[OffloadKind, ...]:
+    """List the offloading to try if nothing fits, the fastest first.
+
+    The memory of a CPU device is the host's, so offloading to the host frees none.
+    """
+    if cluster.accelerator.kind == "cpu":
+        return ("optimizer_disk",)
+    return ("optimizer", "optimizer_disk")
 
 
 def apply_candidate(recipe: Recipe, candidate: Candidate) -> Recipe:
@@ -112,4 +131,14 @@ def apply_candidate(recipe: Recipe, candidate: Candidate) -> Recipe:
             "training": recipe.training.model_copy(update=batch),
             "recompute": candidate.recompute,
         }
+        | _offload_optimizer(recipe, candidate)
     )
+
+
+def _offload_optimizer(recipe: Recipe, candidate: Candidate) -> dict[str, OffloadSection]:
+    """Return the section of a candidate that offloads; none if the recipe has its own."""
+    if recipe.offload.is_enabled or candidate.offload not in ("optimizer", "optimizer_disk"):
+        return {}
+    return {
+        "offload": OffloadSection(optimizer="host" if candidate.offload == "optimizer" else "disk")
+    }

@@ -14,7 +14,8 @@ Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
 """Precision of matmuls. fp8 and nvfp4 keep activations and everything but the matmuls in
 bf16."""
 
-OffloadKind = Literal["none", "optimizer", "parameters"]
+OffloadKind = Literal["none", "optimizer", "optimizer_disk", "parameters"]
+"""Optimizer states in host memory, or on disk; or parameters and states in host memory."""
 
 ReferenceKind = Literal["none", "frozen", "adapter_off"]
 """Reference model of preference training: none (no preferences), a frozen copy of the model, or
@@ -155,6 +156,8 @@ class Candidate:
             degrees.append(layout.cp_method)
         if layout.tp > 1 and not layout.sequence_parallel:
             degrees.append("no sequence parallel")
+        if self.offload != "none":
+            degrees.append(f"offload {self.offload.replace('_', ' on ')}")
         return ", ".join(degrees) or "one GPU"
 
 

@@ -58,6 +58,10 @@ class SavedTensors(NamedTuple):
     """Additional outputs of ring attention, saved in head order and in token order."""
 
 
+_OFFLOAD_BUFFER_BYTES = 64 * 2**20
+"""Default of the recipe's `offload.buffer_bytes`."""
+
+
 class BlockBytes(NamedTuple):
     """Bytes of a block's tensors: all saved ones, the residual stream, results of matmuls and
     attention, a branch's output, and the attention kernel's output."""
@@ -122,6 +126,17 @@ class EngineModel:
     def get_optimizer_bytes(self, optimizer: OptimizerKind, master_bytes: int) -> float:
         """Return the bytes of optimizer states, and of master weights beside the weights."""
         return OPTIMIZER_STATE_BYTES[optimizer] * (2 if master_bytes == 8 else 1)
+
+    def compute_staging_bytes(self, optimizer_bytes: float) -> float:
+        """Compute total device bytes of the buffers through which offloaded states pass."""
+        return min(optimizer_bytes, 3.0 * _OFFLOAD_BUFFER_BYTES)
+
+    def compute_offloaded_update_seconds(
+        self, update_seconds: float, num_elements: float, state_bytes: float, rate: float
+    ) -> float:
+        """Compute the seconds of an update whose states come and go at `rate` bytes per second in
+        each direction. The transfers run beside the update."""
+        return max(update_seconds, state_bytes / rate)
 
     @property
     def has_gradient_buffers(self) -> bool:

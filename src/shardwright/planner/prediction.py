@@ -38,6 +38,8 @@ class MemoryParts:
 
     driver: float = 0.0
     """The device's context and the collectives' buffers, outside the tensor allocator."""
+    offloaded: float = 0.0
+    """Optimizer states in host memory or on disk; not part of the total."""
 
     @property
     def total(self) -> float:

@@ -15,6 +15,7 @@ from shardwright.layout import Layout, resolve_layout
 from shardwright.planner.candidate import (
     Candidate,
     LowRankAdapter,
+    OffloadKind,
     OptimizerKind,
     Precision,
     ReferenceKind,
@@ -96,7 +97,7 @@ def build_template(
         sequence_length=training.sequence_length,
         precision=kind,
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
-        offload="optimizer" if recipe.offload.is_enabled else "none",
+        offload=_choose_offload(recipe),
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         # `auto` is decided by the device and, under a split backward pass, by the schedule. Without
@@ -121,6 +122,13 @@ def choose_precision_on(accelerator: Accelerator) -> PrecisionChoice:
     if accelerator.has_bf16_units:
         return PrecisionChoice("bf16", f"{accelerator.name} multiplies bf16 natively")
     return PrecisionChoice("fp32", f"{accelerator.name} has no bf16 units")
+
+
+def _choose_offload(recipe: Recipe) -> OffloadKind:
+    """Return the kind of the recipe's offloading. On a CPU host memory is the device's."""
+    if recipe.offload.optimizer == "host":
+        return "none" if recipe.run.device == "cpu" else "optimizer"
+    return "optimizer_disk" if recipe.offload.optimizer == "disk" else "none"
 
 
 def _choose_reference(recipe: Recipe, adapter: LowRankAdapter | None) -> ReferenceKind:

@@ -138,7 +138,8 @@ def find_cheapest_change(
 
     Tries combinations of up to three changes without offloading, then those with it.
     """
-    changes = list(_list_changes(problem, candidate))
+    is_cpu = predictor.cluster.accelerator.kind == "cpu"
+    changes = list(_list_changes(problem, candidate, is_cpu=is_cpu))
     for has_offload in (False, True):
         for count in (1, 2, 3):
             fitting = []
@@ -171,9 +172,12 @@ def _change_layout(**values: Any) -> _Change:
 
 
 def _list_changes(
-    problem: PlanningProblem, candidate: Candidate
+    problem: PlanningProblem, candidate: Candidate, *, is_cpu: bool
 ) -> Iterator[tuple[str, str, _Change]]:
-    """Yield kind, description and function of each change."""
+    """Yield kind, description and function of each change.
+
+    The memory of a CPU device is the host's, so offloading to the host frees none.
+    """
     layout = candidate.layout
     for recompute in problem.recompute_kinds:
         if recompute != candidate.recompute and recompute != "none":
@@ -193,10 +197,16 @@ def _list_changes(
                 f"zero_stage {stage}",
                 _change_layout(zero_stage=stage, dp_shard=data_ranks, dp_replicate=1),
             )
+    if not is_cpu:
+        yield (
+            "offload",
+            "offload.optimizer: host",
+            _change_candidate(offload="optimizer"),
+        )
     yield (
         "offload",
-        "offload.optimizer: host",
-        _change_candidate(offload="optimizer"),
+        "offload.optimizer: disk",
+        _change_candidate(offload="optimizer_disk"),
     )
     yield (
         "offload",

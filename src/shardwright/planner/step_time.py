@@ -26,6 +26,11 @@ from shardwright.planner.prediction import TimeParts
 from shardwright.planner.step_costs import StagePasses, StepCosts
 from shardwright.planner.traffic import NO_TRAFFIC
 
+_HOST_BYTES_PER_SECOND = 25e9
+"""Rate of a device's PCIe 4.0 x16 link in each direction, as copies reach it."""
+_DISK_BYTES_PER_SECOND = 1e9
+"""Rate of a disk per rank in each direction, reading and writing at the same time."""
+
 
 def compute_stage_seconds(
     costs: StepCosts, pipeline: PipelineStages
@@ -219,8 +224,7 @@ def _compute_rank_parts(
         context=num_micro_batches * traffic.context,
         expert=num_micro_batches * traffic.expert,
         data=exposed + slowdown,
-        optimizer=compute_update_seconds(num_elements, candidate, costs.rates)
-        + _compute_offload_seconds(costs, num_elements),
+        optimizer=_compute_update_seconds(costs, num_elements),
         hidden_tensor=num_micro_batches * traffic.hidden_tensor,
         hidden_context=num_micro_batches * traffic.hidden_context,
         hidden_expert=num_micro_batches * traffic.hidden_expert,
@@ -228,7 +232,17 @@ def _compute_rank_parts(
     )
 
 
-def _compute_offload_seconds(costs: StepCosts, num_elements: float) -> float:
-    """Compute the seconds to copy gradients to the host and weights back: 4 bytes each way over
-    PCIe, about 25 GB/s."""
-    return 0.0 if costs.candidate.offload == "none" else num_elements * 8 / 25e9
+def _compute_update_seconds(costs: StepCosts, num_elements: float) -> float:
+    """Compute the seconds of the update, with the transfers of offloaded states."""
+    candidate = costs.candidate
+    seconds = compute_update_seconds(num_elements, candidate, costs.rates)
+    if candidate.offload == "none":
+        return seconds
+    state_bytes = candidate.engine.get_optimizer_bytes(candidate.optimizer, candidate.master_bytes)
+    is_disk = candidate.offload == "optimizer_disk"
+    return candidate.engine.compute_offloaded_update_seconds(
+        seconds,
+        num_elements,
+        num_elements * state_bytes,
+        _DISK_BYTES_PER_SECOND if is_disk else _HOST_BYTES_PER_SECOND,
+    )

@@ -96,6 +96,12 @@ class StepEvent(Event):
     """Pipelines: waiting for other stages."""
     optimizer_seconds: float | None = None
     """Gradient norm, clipping and update."""
+    offload_read_bytes: int | None = None
+    """Offloading: bytes read from host memory or disk since the step before."""
+    offload_written_bytes: int | None = None
+    """Offloading: bytes written there since the step before."""
+    offload_waiting_seconds: float | None = None
+    """Offloading to disk: part of optimizer_seconds in which the update waited for reads."""
     loss_scale: float | None = None
     """Loss scale, fp16 only."""
     expert_load: float | None = None
@@ -168,12 +174,15 @@ class MemoryEvent(Event):
     gradients_bytes: tuple[int, ...]
     """Gradients, at the time when all of them exist."""
     optimizer_bytes: tuple[int, ...]
+    """Optimizer states on the device."""
     peak_bytes: tuple[int, ...]
     """Peak of that step: allocated on CUDA, resident on a CPU."""
     driver_bytes: tuple[int, ...] | None = None
     """CUDA: device memory in use outside the allocator."""
     reserved_bytes: tuple[int, ...] | None = None
     """CUDA: peak memory reserved by the allocator."""
+    offloaded_bytes: tuple[int, ...] | None = None
+    """Offloading: optimizer states in host memory or on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from shardwright.data.loader import MicroBatch, read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.layout import RankGrid
+from shardwright.offload import OffloadedOptimizer, TransferCounts
 from shardwright.optim import compute_learning_rate
 from shardwright.telemetry.meter import ThroughputMeter
 from shardwright.training.batch_prefetch import BatchPrefetcher
@@ -60,6 +61,8 @@ class StepResult:
     """Expert loads. None for dense models."""
     preference_metrics: PreferenceMetrics | None = None
     """Mean rewards of the step's pairs. None without preference tuning."""
+    transfers: TransferCounts | None = None
+    """Transfers of offloaded states. None without offloading."""
 
 
 class TrainingLoop:
@@ -274,6 +277,9 @@ class TrainingLoop:
             preference_metrics=PreferenceMetrics.from_totals(values["pairs"])
             if "pairs" in values
             else None,
+            transfers=state.optimizer.take_counts()
+            if isinstance(state.optimizer, OffloadedOptimizer)
+            else None,
         )
 
     def _log_step(
@@ -309,6 +315,7 @@ class TrainingLoop:
                 else self._collect_expert_fields(step, result.expert_loads)
             ),
             **({} if result.preference_metrics is None else asdict(result.preference_metrics)),
+            **_collect_offload_fields(result.transfers),
         )
         log_every = self.context.recipe.run.log_every_steps
         self.rank_metrics.log_events(
@@ -348,3 +355,14 @@ class TrainingLoop:
                 times.step_seconds,
                 sync.memory_bytes if context.device.type == "cuda" else (),
             )
+
+
+def _collect_offload_fields(transfers: TransferCounts | None) -> dict[str, Any]:
+    """Return the step event's fields of offloading."""
+    if transfers is None:
+        return {}
+    return {
+        "offload_read_bytes": transfers.read_bytes,
+        "offload_written_bytes": transfers.written_bytes,
+        "offload_waiting_seconds": transfers.waiting_seconds,
+    }

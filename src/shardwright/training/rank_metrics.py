@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import RankGrid
+from shardwright.offload import OffloadedOptimizer
 from shardwright.parallel.clock_sync import SharedClock
 from shardwright.parallel.comm_timing import PARALLELISMS, CommunicationTimer, use_timer
 from shardwright.parallel.parallel_model import get_local_tensor
@@ -269,28 +270,19 @@ class RankMetrics:
             value for state in self._state.optimizer.state.values() for value in state.values()
         )
         optimizer = _count_bytes(value for value in moments if isinstance(value, Tensor))
-        rows = self._rank_sync.gather(
-            [
-                weights,
-                self._gradients_bytes,
-                optimizer,
-                self._rank_sync.measure_memory_bytes(),
-                driver,
-                reserved,
-            ]
-        )
+        values = {
+            "weights_bytes": weights,
+            "gradients_bytes": self._gradients_bytes,
+            "optimizer_bytes": optimizer,
+            "peak_bytes": self._rank_sync.measure_memory_bytes(),
+        }
+        if cuda:
+            values |= {"driver_bytes": driver, "reserved_bytes": reserved}
+        if isinstance(self._state.optimizer, OffloadedOptimizer):
+            values["offloaded_bytes"] = self._state.optimizer.num_bytes
+        rows = self._rank_sync.gather(list(values.values()))
         columns = [tuple(map(int, column)) for column in zip(*rows, strict=True)]
-        names = (
-            "weights_bytes",
-            "gradients_bytes",
-            "optimizer_bytes",
-            "peak_bytes",
-            "driver_bytes",
-            "reserved_bytes",
-        )
-        event_logger.log(
-            "memory", step=step, **dict(zip(names if cuda else names[:4], columns, strict=False))
-        )
+        event_logger.log("memory", step=step, **dict(zip(values, columns, strict=True)))
 
     def _log_pipeline(self, event_logger: EventLogger, step: int) -> None:
         """Write the timeline of the pipeline that rank 0 belongs to."""

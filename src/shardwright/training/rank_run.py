@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -29,7 +30,7 @@ from shardwright.launch.rank_outcome import (
 )
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.numerics.determinism import use_deterministic_algorithms
-from shardwright.offload import OffloadedOptimizer
+from shardwright.offload import OffloadedOptimizer, describe_transfers
 from shardwright.telemetry.event_logger import open_event_logger
 from shardwright.training.checkpointing import (
     ResumePoint,
@@ -49,6 +50,8 @@ from shardwright.training.run_prediction import predict_training_run
 from shardwright.training.setup import build_state, measure_ceiling
 from shardwright.watchdog.flight_recorder import record_collectives
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watchdog
+
+logger = logging.getLogger("shardwright")
 
 
 def write_run_folder(validated_run: ValidatedRun, folder: RunFolder) -> None:
@@ -156,6 +159,7 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
     log_start(context, state.step, matmul_flops_per_second)
     if resume_point is not None:
         _restore(context, checkpointer, resume_point)
+    first_step = state.step
 
     def log_end(status: str, final_loss: float | None = None) -> None:
         event_logger.log(
@@ -171,6 +175,8 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
         final_loss = loop.run()
         context.watchdog.begin_phase("save", state.step)
         checkpointer.close()
+        if isinstance(state.optimizer, OffloadedOptimizer) and state.step > first_step:
+            logger.info("%s", describe_transfers(state.optimizer.counts, state.step - first_step))
     except Preempted:
         checkpointer.close()
         log_end("preempted")

@@ -281,7 +281,7 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
 
 // A copy from pinned memory reads its source, and one to pinned memory writes its target, at any
 // time until the host has waited: a source that has changed by then is reported, and the target is
-// NaN until then.
+// NaN until then. A copy back to the same memory may follow on a stream that waits for the first.
 void copy_from_pinned(const Call& call, Tensor to, const Tensor& from) {
   to.copy_(from);
   auto snapshot = from.clone();
@@ -290,10 +290,11 @@ void copy_from_pinned(const Call& call, Tensor to, const Tensor& from) {
     if (!from.contiguous().view(-1).view(at::kByte).equal(
             snapshot.contiguous().view(-1).view(at::kByte)))
       Streams::get().report("pinned memory has changed before its copy to the device was finished");
-  });
+  }, /*is_read=*/true);
 }
 void copy_to_pinned(const Call& call, Tensor to, const Tensor& from) {
   auto result = from.clone();
+  Streams::get().finish_reads(call.stream());
   if (to.is_non_overlapping_and_dense()) memset(to.data_ptr(), 0xFF, to.nbytes());
   Streams::get().deliver_later(call.stream(), call.tick(), [to, result]() mutable {
     at::AutoDispatchBelowADInplaceOrView below;

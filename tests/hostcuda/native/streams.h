@@ -149,9 +149,25 @@ class Streams {
     }
     for (auto stream : streams) host_waits_for(stream);
   }
-  void deliver_later(StreamKey stream, int64_t tick, std::function<void()> deliver) {
+  void deliver_later(StreamKey stream, int64_t tick, std::function<void()> deliver,
+                     bool is_read = false) {
     std::lock_guard<std::mutex> guard(mutex_);
-    deliveries_.push_back({stream, tick, std::move(deliver)});
+    deliveries_.push_back({stream, tick, std::move(deliver), is_read});
+  }
+  // Reads of pinned memory that this stream has waited for are finished for what runs on it next.
+  void finish_reads(StreamKey stream) {
+    std::vector<std::function<void()>> due;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      std::vector<Delivery> rest;
+      for (auto& delivery : deliveries_)
+        if (delivery.is_read && knows(clocks_[stream], delivery.stream, delivery.tick))
+          due.push_back(std::move(delivery.deliver));
+        else
+          rest.push_back(std::move(delivery));
+      deliveries_ = std::move(rest);
+    }
+    for (auto& deliver : due) deliver();
   }
 
   void report(const std::string& violation) {
@@ -171,6 +187,7 @@ class Streams {
     StreamKey stream;
     int64_t tick;
     std::function<void()> deliver;
+    bool is_read;  // a check that a read of pinned memory was not disturbed
   };
   struct FreedMemory {
     size_t size;

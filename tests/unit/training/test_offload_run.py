@@ -15,6 +15,7 @@ from shardwright.checkpoint.disk import Disk
 from shardwright.config import Recipe
 from shardwright.errors import OffloadFailed, RecipeError
 from shardwright.offload import disk_store
+from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
 from shardwright.training import offload_checks
 from shardwright.training.run import train
 from tests.unit.training.test_loop import build_recipe
@@ -114,6 +115,41 @@ def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
     assert "could not be written" in str(caught.value)
     train(build_run(tmp_path, "run", "disk"), resume=True)
     assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
+
+
+def test_events_state_the_bytes_of_each_tier_and_the_log_the_hidden_share(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = {}
+    for tier in ("none", "disk"):
+        with caplog.at_level("INFO", logger="shardwright"):
+            train(build_run(tmp_path, tier, tier))
+        events[tier] = read_events(tmp_path / tier)
+    moments_bytes = 2 * 4 * 4080
+    (resident,) = events["none"].filter_by_type(MemoryEvent)
+    (offloaded,) = events["disk"].filter_by_type(MemoryEvent)
+    assert resident.offloaded_bytes is None
+    assert resident.optimizer_bytes[0] >= moments_bytes
+    assert offloaded.optimizer_bytes[0] < 100  # step counts
+    assert offloaded.offloaded_bytes is not None
+    assert moments_bytes <= offloaded.offloaded_bytes[0] <= 1.3 * moments_bytes
+    assert [step.offload_read_bytes for step in events["none"].filter_by_type(StepEvent)] == [
+        None
+    ] * 4
+    steps = events["disk"].filter_by_type(StepEvent)
+    assert all(
+        step.offload_read_bytes is not None and step.offload_read_bytes > 0.5 * moments_bytes
+        for step in steps
+    )
+    written = [step.offload_written_bytes or 0 for step in steps]
+    assert sum(written) <= 4 * offloaded.offloaded_bytes[0]
+    assert all(
+        0.0 <= (step.offload_waiting_seconds or 0.0) <= (step.optimizer_seconds or 0.0)
+        for step in steps
+    )
+    lines = [line for line in caplog.messages if line.startswith("offload:")]
+    assert "in a scratch file" in lines[0]
+    assert "of the transfer time was hidden" in lines[1]
 
 
 def test_no_space_to_reserve_is_an_error_with_numbers(

@@ -46,6 +46,8 @@ class PersistentMemory(NamedTuple):
     total_at_loss: float
     """Bytes at the loss without activations, but with gathered parameters: independent of
     micro-batch, recomputation and schedule."""
+    offloaded: float = 0.0
+    """Optimizer states in host memory or on disk, of which `optimizer` has the staging buffers."""
 
 
 def _sum_parameters(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> ParameterElements:
@@ -114,8 +116,10 @@ def compute_persistent_memory(
     optimizer = engine.get_optimizer_bytes(candidate.optimizer, master) * (
         trained.local if stage == 0 else trained.sharded
     )
-    if candidate.offload == "optimizer":
-        optimizer = 0.0
+    offloaded = 0.0
+    if candidate.offload in ("optimizer", "optimizer_disk"):
+        offloaded = optimizer
+        optimizer = engine.compute_staging_bytes(offloaded)
     elif candidate.offload == "parameters":
         weights = optimizer = gradients = reduced = updated = 0.0
     at_loss = weights + optimizer + compute_gradient_bytes_at_loss(candidate, gradients)
@@ -124,7 +128,7 @@ def compute_persistent_memory(
             facts, candidate, load, parameters, should_include_root=False
         )
     return PersistentMemory(
-        weights, gradients, reduced, updated, optimizer, parameters, trained, at_loss
+        weights, gradients, reduced, updated, optimizer, parameters, trained, at_loss, offloaded
     )
 
 

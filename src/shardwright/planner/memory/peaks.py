@@ -75,7 +75,7 @@ def predict_memory(
             activation_bytes=live.bytes_per_pass,
         )
     )
-    return replace(peak, reserve=reserve, driver=driver)
+    return replace(peak, reserve=reserve, driver=driver, offloaded=persistent.offloaded)
 
 
 def _count_process_groups(candidate: Candidate) -> int:

@@ -149,6 +149,15 @@ class FrameworkConventions(EngineModel):
     def compute_loading_bytes(self, unsharded_bytes: float, zero_stage: int) -> float:
         return unsharded_bytes if self.should_load_unsharded and zero_stage == 3 else 0.0
 
+    def compute_staging_bytes(self, optimizer_bytes: float) -> float:
+        return 0.0
+
+    def compute_offloaded_update_seconds(
+        self, update_seconds: float, num_elements: float, state_bytes: float, rate: float
+    ) -> float:
+        """Compute the seconds with an update on the host: gradients and weights are copied."""
+        return update_seconds + num_elements * 8 / rate
+
     def get_gather_bytes(self, activation_bytes: int) -> float:
         return float(activation_bytes) if self.gather_bytes is None else self.gather_bytes
 
