@@ -72,6 +72,21 @@ def test_ranks_without_a_rendezvous_address_are_refused(monkeypatch: pytest.Monk
         detect_rank_environment()
 
 
+def test_ranks_of_srun_connect_to_the_first_node_of_their_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    rank = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")  # so that what the ranks set is removed after the test
+        monkeypatch.delenv(name)
+    for name, value in {**step, **rank, "MASTER_PORT": "31"}.items():
+        monkeypatch.setenv(name, value)
+    assert detect_rank_environment() == RankEnvironment(1, 2, 0)
+    assert os.environ["MASTER_ADDR"] == "n3"
+    assert os.environ["MASTER_PORT"] == "31", "a given value stays"
+
+
 def test_a_stop_is_recorded_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with listen_for_stop() as stop:
