@@ -16,6 +16,11 @@ A decoder of three blocks with random weights, forward and backward, against flo
 error is the norm of the difference over the norm of the exact values; the limits are 1e-4 in fp32
 and 5e-2 in bf16."""
 
+ATTENTION = """\
+Forward and backward passes of four layers, {num_tokens:,} tokens in one row, with the kernels that
+`model.attention: auto` takes (on) and without them (off). The distance is that of all gradients, on
+from off, over their norm."""
+
 _WRONG_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """Errors of reading a result that lacks something."""
 
@@ -35,6 +40,7 @@ def render_page(content: dict[str, Any]) -> str:
     sections += [
         *_render_safely(_render_device, device),
         *_render_safely(_render_numbers, _find_result(steps, "numbers")),
+        *_render_safely(_render_attention, _find_result(steps, "attention")),
         *_render_safely(_render_speed, _collect_cases(steps)),
         *(
             section
@@ -165,6 +171,12 @@ def _summarise(step: dict[str, Any]) -> str:
             f"{name}: worst gradient {each['worst_gradient_error']:.1e} off"
             for name, each in result["precisions"].items()
         )
+    elif "attention" in result:
+        text = "; ".join(
+            f"{name} {row['off']['seconds'] / row['on']['seconds']:.2f}x as fast"
+            for name, row in result["attention"].items()
+            if "seconds" in row["off"] and "seconds" in row["on"]
+        )
     elif "idle_share" in result:
         text = f"{result['step_seconds']:.3g} s a step, {result['idle_share']:.0%} without a kernel"
     elif "product_error" in result:
@@ -211,6 +223,23 @@ def _render_numbers(numbers: dict[str, Any]) -> str:
         ("precision", "attention operators", "kernel with the most time"), kernels
     )
     return f"## Numbers\n\n{NUMBERS}\n\n{_render_table(header, rows)}\n\n## Kernels\n\n{chosen}"
+
+
+def _render_attention(result: dict[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            side,
+            f"{each['seconds'] * 1e3:.1f}" if "seconds" in each else each["failed"],
+            f"{each['peak_bytes'] / 2**30:.2f}" if each.get("peak_bytes") else "",
+            f"{row['distance']:.1e}" if side == "on" and "distance" in row else "",
+            _escape("; ".join(each.get("kernels", ()))),
+        )
+        for name, row in result["attention"].items()
+        for side, each in ((side, row[side]) for side in ("off", "on"))
+    ]
+    header = ("case", "kernels", "ms", "peak GiB", "distance", "log")
+    return f"## Attention\n\n{ATTENTION.format(**result)}\n\n{_render_table(header, rows)}"
 
 
 def _render_profile(step: dict[str, Any]) -> str:

@@ -109,11 +109,14 @@ def _list_checks(arguments: argparse.Namespace) -> list[Step]:
     others = ("experts_on_cuda", "context_on_cuda", "doctor_on_cuda", "layouts_on_nccl")
     described = (*_MODULE, "benchmarks.gpu_device", device, "{out}/device.json")
     compared = (*_MODULE, "benchmarks.gpu_numbers", device, "{out}/numbers.json")
+    sizes = (_choose_precision(arguments), arguments.shapes)
+    attention = (*_MODULE, "benchmarks.gpu_attention", device, *sizes, "{out}/attention.json")
     return [
         Step("device", 1, 90, described, "device.json"),
         Step("smoke", 1, 120, (*_MODULE, "benchmarks.gpu", *smoke), "one-gpu.json"),
         Step("numbers", 1, 150, compared, "numbers.json"),
         test("tests of numbers", 1, "numerics_on_cuda", "decoder_on_cuda"),
+        Step("attention", 2, 200, attention, "attention.json"),
         test("tests of training", 2, "training_on_cuda", "optimizers_on_cuda"),
         test("other tests", 2, *others),
     ]

@@ -328,9 +328,9 @@ ROWS = (
     ),
     Row(
         "offload",
-        "optimizer states on the host",
-        "not in training: the planner only predicts it",
-        "planning.md",
+        "optimizer states in host memory or on disk",
+        "the optimizer states do not fit",
+        "offload.md",
         _FULL | {"layout": _ZERO3, "offload": "optimizer"},
     ),
     Row(

@@ -16,15 +16,15 @@ A real interpreter starts where a fork is impossible: for environment variables 
 import (`READ_ON_IMPORT`) with other values than the server's, options of the interpreter, inherited
 file descriptors, or a system other than Linux.
 
-Forks do not test whether the imports of a program suffice, the environment in /proc/PID/environ
-(psutil reads it), or effects of the seed of Python's hashes, which all forks share. Tests of these
-use `subprocess`.
+Forks do not test whether the imports of a program suffice, or effects of the seed of Python's
+hashes, which all forks share. Tests of these use `subprocess`.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import os
 import pickle
@@ -94,6 +94,8 @@ _MAX_REQUEST_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVER_SECONDS = 300.0
 """Longest time of the server's imports on a busy machine."""
+_PADDING = {"SHARDWRIGHT_FORK_PADDING": "x" * (1 << 15)}
+"""Room in the server's initial environment, into which forked programs write theirs."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Request:
     words: tuple[str, ...]
     environment: dict[str, str]
     folder: str | None
+    is_unbuffered: bool
+    """True if standard output and error are written at once (`python -u`)."""
     is_session: bool
     """True if the program leads a session of its own."""
 
@@ -141,7 +145,7 @@ def _find_server() -> _Server:
         near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far_end:
             words = [sys.executable, "-m", "tests.forked", str(far_end.fileno())]
-            environment = os.environ | QUIET
+            environment = os.environ | QUIET | _PADDING
             process = subprocess.Popen(
                 words,
                 cwd=ROOT,
@@ -221,7 +225,14 @@ class Popen(subprocess.Popen[Any]):
             ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
             super()._execute_child(*arguments, *ends, *others)  # type: ignore[misc, unused-ignore]
             return
-        request = Request(words[1:], environment, os.fspath(cwd or os.getcwd()), is_session)
+        is_unbuffered = words[1] == "-u"
+        request = Request(
+            words[2:] if is_unbuffered else words[1:],
+            environment,
+            os.fspath(cwd or os.getcwd()),
+            is_unbuffered,
+            is_session,
+        )
         streams = (p2cread, c2pwrite, errwrite)
         channel = server.fork(
             request, [stream if stream >= 0 else own for own, stream in enumerate(streams)]
@@ -261,8 +272,10 @@ class Popen(subprocess.Popen[Any]):
 
 
 def is_program(words: Sequence[str]) -> bool:
-    """True for `python -m MODULE ...` and `python -c CODE ...`."""
-    return len(words) > 2 and words[0] == sys.executable and words[1] in ("-m", "-c")
+    """True for `python -m MODULE ...` and `python -c CODE ...`, with or without `-u`."""
+    if len(words) < 3 or words[0] != sys.executable:
+        return False
+    return words[1] in ("-m", "-c") or (words[1] == "-u" and words[2] in ("-m", "-c"))
 
 
 def run(
@@ -374,13 +387,15 @@ def _apply_request(request: Request, streams: Sequence[int]) -> None:
     for number, stream in enumerate(streams[:3]):
         os.dup2(stream, number)
     _close_all(streams)
-    _open_standard_streams()
+    _open_standard_streams(request.is_unbuffered)
+    faulthandler.enable()
     if request.is_session:
         os.setsid()
     if request.folder is not None:
         os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    _expose_environment(request.environment)
     time.tzset()
     tempfile.tempdir = None  # as TMPDIR has it now
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -388,7 +403,18 @@ def _apply_request(request: Request, streams: Sequence[int]) -> None:
         sys.modules["numpy"].random.seed()  # Python's own generator and torch's need nothing
 
 
-def _open_standard_streams() -> None:
+def _expose_environment(environment: Mapping[str, str]) -> None:
+    """Write the environment where /proc/PID/environ and psutil read it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin = int(fields[47])  # env_start of proc(5)
+    end = int(fields[48])  # env_end
+    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    assert len(block) < end - begin, "the padding of the server's environment is too small"
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, block, len(block))
+
+
+def _open_standard_streams(is_unbuffered: bool) -> None:
     """Open the standard streams as an interpreter does at its start.
 
     Python's streams remember if their file can seek, and the server's may be of another kind.
@@ -398,7 +424,8 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
         2, "w", errors="backslashreplace", closefd=False
     )
-    sys.stderr.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(write_through=is_unbuffered)
+    sys.stderr.reconfigure(line_buffering=True, write_through=is_unbuffered)
 
 
 def _execute(request: Request) -> None:

@@ -14,6 +14,7 @@
     ├── RunFailed                   3   the run itself failed
     │   ├── NonFiniteError              too many steps in a row without a finite gradient
     │   ├── SaveFailed                  a checkpoint could not be written; older ones are intact
+    │   ├── OffloadFailed               state could not be moved; the last checkpoint is intact
     │   ├── OutOfMemory                 a rank ran out of memory; states the prediction
     │   └── RankFailed                  a rank died or hung; names it
     └── Preempted                   4   stopped on request; state is saved
@@ -148,6 +149,10 @@ class NonFiniteError(RunFailed):
 
 class SaveFailed(RunFailed):
     """Checkpoint that could not be written. Older checkpoints are intact."""
+
+
+class OffloadFailed(RunFailed):
+    """Offloaded state that could not be read or written. Checkpoints are intact."""
 
 
 class OutOfMemory(RunFailed):

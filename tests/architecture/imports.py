@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("placement",),
     ("plans",),
     ("model", "numerics", "optim", "data", "checkpoint", "planner", "cluster", "convert"),
-    ("parallel", "report", "watchdog"),
+    ("parallel", "offload", "report", "watchdog"),
     ("launch",),
     ("training", "inference"),
     ("verification", "rehearsal", "doctor", "audit"),

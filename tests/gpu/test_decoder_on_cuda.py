@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.architecture import read_config
+from shardwright.config.model import AttentionSetting
 from shardwright.inference.generation import SamplingSettings, complete_prompt
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.loss import chunked_cross_entropy
@@ -105,6 +106,36 @@ def test_documents_do_not_attend_to_each_other(
     documents_BT = torch.tensor([[0] * 24 + [1] * 40], device=device)
     packed = decoder(ids_BT, document_ids_BT=documents_BT)
     assert compute_distance(packed[:, 24:], decoder(ids_BT[:, 24:])) < 1e-5
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_the_chosen_kernels_have_the_gradients_of_explicit_products(
+    device: torch.device, config: dict[str, Any], family: str, is_packed: bool
+) -> None:
+    """bf16 against bf16: varlen, FlexAttention or, where neither is available, a fall-back."""
+    changes: dict[str, Any] = {"model_type": family, "sliding_window": 40, "pad_token_id": None}
+    if family == "gpt_oss":
+        changes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if family == "gemma2":
+        changes["query_pre_attn_scalar"] = config["head_dim"]
+    shape = read_config(config | changes if family != "llama" else config)
+    ids_BT = draw_tokens(device, config)
+    documents_BT = (torch.arange(ids_BT.shape[1], device=device) >= 25).long().expand(2, -1)
+    gradients = []
+    settings: tuple[AttentionSetting, ...] = ("explicit", "auto")
+    for attention in settings:
+        torch.manual_seed(0)
+        decoder = Decoder(shape, attention=attention, compute_dtype=torch.bfloat16)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.copy_(torch.randn(parameter.shape) * 0.05)
+        decoder.to(device)
+        options = {"document_ids_BT": documents_BT} if is_packed else {}
+        decoder(ids_BT, labels_BT=shift(ids_BT), **options).backward()
+        found = [p.grad.flatten() for p in decoder.parameters() if p.grad is not None]
+        gradients.append(torch.cat(found))
+    assert compute_distance(gradients[1], gradients[0]) < 2e-2
 
 
 def test_the_loss_never_allocates_all_logits(device: torch.device) -> None:

@@ -7,6 +7,9 @@ D features.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -164,6 +167,112 @@ def _run_efficient_backward(
     return (*_differentiate(d_out, q, k, v, attn_bias, out, lse, is_causal, scale), None)
 
 
+def _list_documents(
+    bounds: Tensor, window: tuple[int, int], device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the tokens of each document, and the mask added to its scores."""
+    before, after = window
+    for start, end in pairwise(_read_integers(bounds)):
+        places = torch.arange(end - start, device=device)
+        distance = places[:, None] - places
+        hidden = distance < -after if after >= 0 else torch.zeros_like(distance, dtype=torch.bool)
+        if before >= 0:
+            hidden = hidden | (distance > before)
+        if start < end:
+            yield (
+                slice(start, end),
+                torch.zeros(hidden.shape, device=device).masked_fill(hidden, float("-inf")),
+            )
+
+
+def _select_document(x_NHE: Tensor, tokens: slice) -> Tensor:
+    return x_NHE[tokens].transpose(0, 1)[None]
+
+
+def _read_integers(x: Tensor) -> list[int]:
+    """Read int32 values without a wait, as a kernel does: the device's memory is the host's."""
+    return list((ctypes.c_int32 * x.numel()).from_address(x.data_ptr()))
+
+
+def _get_window(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
+    return -1 if left is None else left, 0 if is_causal or right is None else right
+
+
+def _run_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **unused: Any,
+) -> tuple[Tensor, ...]:
+    assert dropout_p == 0.0
+    assert q.dtype in (torch.float16, torch.bfloat16), "FlashAttention supports fp16 and bf16 only"
+    assert q.shape[-1] % 8 == 0, "FlashAttention needs head_dim to be a multiple of 8"
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert cum_seq_q.dtype == cum_seq_k.dtype == torch.int32
+    bounds = _read_integers(cum_seq_q)
+    assert max(end - start for start, end in pairwise(bounds)) <= max_q == max_k
+    window = _get_window(is_causal, window_size_left, window_size_right)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
+    for tokens, bias in _list_documents(cum_seq_q, window, q.device):
+        parts = (_select_document(part, tokens) for part in (q, k, v))
+        part_out, part_lse = _attend(*parts, bias, False, scale)
+        out[tokens] = part_out[0].transpose(0, 1)
+        lse[:, tokens] = part_lse[0]
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return out, lse, seed, seed[:0].clone(), q.new_empty(0)
+
+
+def _run_varlen_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    assert d_out.dtype == q.dtype == out.dtype
+    assert logsumexp.shape == (q.shape[1], q.shape[0])
+    window = _get_window(is_causal, window_size_left, window_size_right)
+    gradients = [
+        torch.zeros_like(part, memory_format=torch.contiguous_format) for part in (q, k, v)
+    ]
+    for tokens, bias in _list_documents(cum_seq_q, window, q.device):
+        d_out_part, q_part, k_part, v_part, out_part = (
+            _select_document(part, tokens) for part in (d_out, q, k, v, out)
+        )
+        lse = logsumexp[None, :, tokens]
+        found = _differentiate(
+            d_out_part, q_part, k_part, v_part, bias, out_part, lse, False, scale
+        )
+        for gradient, part in zip(gradients, found, strict=True):
+            gradient[tokens] = part[0].transpose(0, 1)
+    return tuple(gradients)
+
+
 def _run_rms_norm(
     x: Tensor, normalized_shape: list[int], weight_D: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -203,6 +312,8 @@ def register() -> torch.library.Library:
     library.impl(name.format("flash", "_backward"), _run_flash_backward, "CUDA")
     library.impl(name.format("efficient", ""), _run_efficient, "CUDA")
     library.impl(name.format("efficient", "_backward"), _run_efficient_backward, "CUDA")
+    library.impl("_flash_attention_forward", _run_varlen, "CUDA")
+    library.impl("_flash_attention_backward", _run_varlen_backward, "CUDA")
     library.impl("_fused_rms_norm", _run_rms_norm, "CUDA")
     library.impl("_fused_rms_norm_backward", _run_rms_norm_backward, "CUDA")
     return library

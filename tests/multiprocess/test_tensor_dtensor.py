@@ -168,7 +168,6 @@ def run_ours(model: ParallelModel, x_BSD: Tensor, num_tokens: int) -> Tensor:
         None,
         num_tokens=num_tokens,
         dropout=None,
-        has_explicit_attention=False,
         cache=None,
         tensor_parallel=model.decoder.parallel_hooks.tensor,
     )

@@ -351,7 +351,7 @@ def test_torchrun_starts_the_ranks(
         "zero_stage=3",
     ]
     variables = build_environment()
-    done = subprocess.run(
+    done = forked.run(  # torchrun forks the ranks too
         [*command, *words],
         capture_output=True,
         text=True,

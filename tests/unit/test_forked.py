@@ -32,6 +32,9 @@ PROGRAMS = {
     "print('early')",
     "arguments": "import sys; print(sys.argv, sys.path[0], __name__)",
     "environment": "import os; print(os.environ['WORD'], 'HOME' in os.environ, os.getcwd())",
+    "environment of the process": (
+        "import os; print(sorted(set(open('/proc/self/environ').read().split(chr(0))) - {''}))"
+    ),
     "input": "import sys; print(sys.stdin.read().upper())",
     "a session": "import os; print(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid())",
     "temporary files": "import tempfile; print(tempfile.gettempdir())",

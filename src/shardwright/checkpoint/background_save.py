@@ -96,7 +96,10 @@ class BackgroundSaver:
         return previous
 
     def wait_for_copy(self) -> None:
-        """Wait until the tensors given to `save` have been copied; then they may change."""
+        """Wait until the tensors given to `save` may change: they have been copied, or written.
+
+        Offloaded tensors are written without a copy, so with them it waits for the whole save.
+        """
         self._copy_finished.wait()
 
     def _copy_and_finish(
@@ -114,11 +117,13 @@ class BackgroundSaver:
             plan = plan.copy_tensors(
                 partial(self._host_buffer.copy_tensors, ready_event=ready_event)
             )
+            if not plan.offloaded_names:
+                self._copy_finished.set()
+            saved = finish_save(
+                self._rank_group, root, plan, retention=retention, is_best=is_best, disk=self._disk
+            )
         finally:
             self._copy_finished.set()
-        saved = finish_save(
-            self._rank_group, root, plan, retention=retention, is_best=is_best, disk=self._disk
-        )
         return replace(saved, seconds=time.monotonic() - start)
 
     def save_and_wait(

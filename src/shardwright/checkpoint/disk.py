@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,46 @@ class Disk:
                 raise
             return False
         return True
+
+    def create_scratch(self, folder: Path) -> int:
+        """Create a file without a name for reading and writing, which no crash leaves behind."""
+        try:
+            return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+        # The file system knows no files without a name: remove the name at once.
+        descriptor, name = tempfile.mkstemp(prefix="shardwright-scratch-", dir=folder)
+        os.unlink(name)
+        return descriptor
+
+    def reserve(self, descriptor: int, num_bytes: int) -> None:
+        """Allocate the blocks of a file, so that later writes find space; they read as zeros."""
+        os.posix_fallocate(descriptor, 0, num_bytes)
+
+    def read_at(self, descriptor: int, data: memoryview, position: int) -> None:
+        """Fill `data` from byte `position`."""
+        while data:
+            try:
+                count = os.preadv(descriptor, [data], position)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.bypass_cache(descriptor, False):
+                    raise
+                continue
+            if not count:
+                raise OSError(errno.EIO, "the file ended early")
+            data, position = data[count:], position + count
+
+    def write_at(self, descriptor: int, data: memoryview, position: int) -> None:
+        """Write all of `data` at byte `position`."""
+        while data:
+            try:
+                count = os.pwritev(descriptor, [data], position)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.bypass_cache(descriptor, False):
+                    raise
+                continue
+            data, position = data[count:], position + count
 
     def sync(self, descriptor: int) -> None:
         """Flush the bytes of a file to the device."""

@@ -38,6 +38,8 @@ class ParameterShard:
     local: torch.Tensor
     shape: tuple[int, ...]
     boxes: tuple[ParameterBox, ...]
+    is_offloaded: bool = False
+    """True if a background save writes it from where it is: it does not change until then."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class LocalTensor:
     dtype: str
     shape: tuple[int, ...]
     slices: tuple[LocalSlice, ...]
+    is_offloaded: bool = False
 
 
 def describe_local_tensor(name: str, tensor: torch.Tensor | ParameterShard) -> LocalTensor:
@@ -97,7 +100,9 @@ def _describe_shard(name: str, shard: ParameterShard) -> LocalTensor:
                     values,
                 )
             )
-    return LocalTensor(DTYPE_NAMES[local.dtype], shard.shape, tuple(pieces))
+    return LocalTensor(
+        DTYPE_NAMES[local.dtype], shard.shape, tuple(pieces), is_offloaded=shard.is_offloaded
+    )
 
 
 def _compute_dtensor_boxes(name: str, tensor: DTensor) -> list[Box]:

@@ -43,13 +43,19 @@ class SavePlan:
     digest: str
     """SHA-256 of this rank's announcement; if no rank's changes, the assignment is reused."""
     tensor_versions: tuple[int, ...] = ()
-    """Version counters of the tensors of `local_writes`, which copying must not change."""
+    """Version counters of the tensors to copy, which copying must not change."""
+    offloaded_names: frozenset[str] = frozenset()
+    """Tensors that are written from where they are, without a copy."""
     fault: str | None = None
     """Reason why this rank cannot write; all ranks learn it before anything is published."""
 
     def list_tensors(self) -> list[torch.Tensor]:
-        """List the tensors of `local_writes` that are not copies yet."""
-        return [values for *_, values in self.local_writes if isinstance(values, torch.Tensor)]
+        """List the tensors of `local_writes` that are to be copied."""
+        return [
+            values
+            for name, *_, values in self.local_writes
+            if isinstance(values, torch.Tensor) and name not in self.offloaded_names
+        ]
 
     def copy_tensors(self, copy: Callable[[Sequence[torch.Tensor]], list[HostCopy]]) -> SavePlan:
         """Return a plan that writes copies, so that the originals may change."""
@@ -64,10 +70,12 @@ class SavePlan:
             )
         if _read_versions(originals) != self.tensor_versions:
             return replace(self, local_writes=[], fault="a tensor changed while it was copied")
+        remaining = iter(copies)
         return replace(
             self,
             local_writes=[
-                (*item[:3], values) for item, values in zip(self.local_writes, copies, strict=True)
+                item if item[0] in self.offloaded_names else (*item[:3], next(remaining))
+                for item in self.local_writes
             ],
         )
 
@@ -103,7 +111,7 @@ def plan_save(
     ]
     # Wide elements first, so that every tensor starts at a multiple of its element size.
     writing.sort(key=lambda item: (-DTYPE_BYTES[item[1]], item[0], item[2]))
-    return SavePlan(
+    plan = SavePlan(
         step,
         values,
         merged_values or {},
@@ -111,8 +119,11 @@ def plan_save(
         takers,
         writing,
         digest,
-        tensor_versions=_read_versions([tensor for *_, tensor in writing]),
+        offloaded_names=frozenset(
+            name for name, tensor in local_tensors.items() if tensor.is_offloaded
+        ),
     )
+    return replace(plan, tensor_versions=_read_versions(plan.list_tensors()))
 
 
 def _read_versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ def _parse_dropout(value: Any) -> Any:
     return "off" if value is False else value  # YAML reads an unquoted `off` as false
 
 
+AttentionSetting = Literal["auto", "sdpa", "varlen", "flex", "explicit"]
 Dropout = Annotated[Literal["config", "off"], BeforeValidator(_parse_dropout)]
 
 
@@ -28,9 +29,12 @@ class ModelSection(RecipeSection):
     init: Literal["random", "pretrained"] | None = None
     """`pretrained` loads the folder's weights; `random` initialises each parameter from its
     name and the seed. Default: `pretrained` with `path`, `random` with `config`."""
-    attention: Literal["auto", "explicit"] = "auto"
-    """`auto` uses PyTorch's fused kernels and logs where they are unavailable; `explicit`
-    computes attention with separate matrix products."""
+    attention: AttentionSetting = "auto"
+    """The attention kernel. `auto` takes the best one for the device and what the model needs, and
+    logs it with the reason; `sdpa` is PyTorch's scaled dot product, with a dense mask if needed;
+    `varlen` flash attention over documents and windows; `flex` FlexAttention, also for soft caps
+    and sinks; `explicit` computes attention with separate matrix products. A kernel that is missing
+    or cannot compute the model is an error."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. `auto` compiles on CUDA devices on which Triton
     works, if model and layout allow it; the choice and its reason are recorded in the run

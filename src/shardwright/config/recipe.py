@@ -14,6 +14,7 @@ from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.data import DataSection
 from shardwright.config.layout import ClusterSetting, LayoutSection, LayoutSetting
 from shardwright.config.model import ModelSection, MoeSection, TokenizerSection
+from shardwright.config.offload import OffloadSection
 from shardwright.config.preference import PreferenceSection
 from shardwright.config.recipe_section import NonNegative, RecipeSection
 from shardwright.config.run import CheckpointSection, ElasticSection, RunSection, WatchdogSection
@@ -45,6 +46,8 @@ class Recipe(RecipeSection):
     """`selective` recomputes everything except matrix products and attention in the backward
     pass; `full` recomputes whole blocks."""
     layout: LayoutSetting = LayoutSection()
+    offload: OffloadSection = OffloadSection()
+    """Optimizer states in host memory or on disk."""
     cluster: ClusterSetting = None
     """Cluster that `layout: auto` plans for; default the devices of this machine."""
     moe: MoeSection = MoeSection()

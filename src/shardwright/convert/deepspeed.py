@@ -12,6 +12,7 @@ from typing import Any
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig, build_warmup_notes
 from shardwright.convert.recipe_draft import TRAINER_AUTO, RecipeDraft, SourceDocument
 
+_OFFLOAD_TIERS = {"cpu": "host", "nvme": "disk"}
 _OFFLOAD_KEYS = {
     "optimizer": ("offload_optimizer",),
     "parameters": ("offload_optimizer", "offload_param"),
@@ -239,14 +240,19 @@ def _read_zero(source: SourceDocument, draft: RecipeDraft) -> None:
     shard = source.pop_value("zero_optimization.mics_shard_size", -1)
     if isinstance(shard, int) and shard > 0:
         draft.set_value("layout.dp_shard", shard, "zero_optimization.mics_shard_size")
-    for name in ("offload_optimizer", "offload_param"):
-        offload = source.pop_value(f"zero_optimization.{name}")
-        if isinstance(offload, dict) and offload.get("device", "none") != "none":
-            draft.drop(
-                f"zero_optimization.{name}",
-                offload["device"],
-                "`plan` predicts offloading, but `train` does not support it",
-            )
+    offload = source.pop_value("zero_optimization.offload_optimizer")
+    if isinstance(offload, dict) and offload.get("device") in _OFFLOAD_TIERS:
+        key = "zero_optimization.offload_optimizer"
+        draft.set_value("offload.optimizer", _OFFLOAD_TIERS[offload["device"]], key)
+        if offload["device"] == "nvme" and "nvme_path" in offload:
+            draft.set_value("offload.dir", offload["nvme_path"], f"{key}.nvme_path")
+    offload = source.pop_value("zero_optimization.offload_param")
+    if isinstance(offload, dict) and offload.get("device", "none") != "none":
+        draft.drop(
+            "zero_optimization.offload_param",
+            offload["device"],
+            "`plan` predicts offloaded parameters, but `train` does not support them",
+        )
     for key, value in source.pop_section("zero_optimization").items():
         reason = "a setting of DeepSpeed's engine; compare layout.prefetch_depth and related keys"
         draft.drop(f"zero_optimization.{key}", value, reason)

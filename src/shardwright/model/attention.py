@@ -1,4 +1,4 @@
-"""Causal self-attention of one block, by PyTorch's fused kernels or by explicit products.
+"""Causal self-attention of one block, by fused kernels or by explicit products.
 
 Legend: B sequences, T query tokens, S key tokens, D hidden, H query heads, K key/value heads, E
 head_dim.
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from shardwright.architecture import ModelShape
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
+from shardwright.model.fused_attention import AttentionSettings, attend_fused
 from shardwright.model.linear import Linear
 from shardwright.model.norms import RMSNorm
-from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, AttentionSettings, ParallelHooks
+from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.rope import rotate
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
@@ -137,17 +138,19 @@ class Attention(nn.Module):
             return self.parallel_hooks.context.attend(
                 self._build_settings(), q_BHTE, k_BKSE, v_BKSE, context, dropout
             )
-        mask = context.masks[self.layer.window]
-        dropout = dropout if self.dropout_rate > 0.0 else None
-        if (
-            self.soft_cap is not None
-            or self.sinks is not None
-            or dropout is not None
-            or context.has_explicit_attention
-        ):
+        layer_kernel = context.kernels[self.layer.window]
+        if layer_kernel.kernel == "explicit":
             return self._attend_explicitly(
-                q_BHTE, k_BKSE, v_BKSE, mask, dropout, context.tensor_parallel
+                q_BHTE,
+                k_BKSE,
+                v_BKSE,
+                layer_kernel.mask,
+                dropout if self.dropout_rate > 0.0 else None,
+                context.tensor_parallel,
             )
+        if layer_kernel.kernel != "sdpa":
+            return attend_fused(q_BHTE, k_BKSE, v_BKSE, layer_kernel, self._build_settings())
+        mask = layer_kernel.mask
         # Of the CUDA kernels only flash supports grouped heads, in 16 bits and without a mask;
         # otherwise explicit products would store all scores.
         group_size = q_BHTE.shape[1] // k_BKSE.shape[1]
@@ -226,24 +229,19 @@ class Attention(nn.Module):
         ]
 
 
-def describe_attention(shape: ModelShape, *, has_explicit_attention: bool) -> str:
-    """Describe in one line the implementation of attention and the reason for it."""
-    if has_explicit_attention:
-        return "explicit products, as configured (model.attention: explicit)"
-    if shape.attention_sinks:
-        return "explicit products: the fused kernels do not support sinks"
-    if shape.attention_soft_cap is not None:
-        return (
-            "explicit products: the fused kernels do not support a soft cap "
-            f"({shape.attention_soft_cap:g})"
-        )
-    path = "fused kernels"
-    windows = sorted({layer.window for layer in shape.layers if layer.window is not None})
-    if windows:
-        path += f", with a mask for windows of {', '.join(map(str, windows))} tokens"
-    if shape.attention_dropout > 0.0:
-        path += (
-            "; explicit products in training, because the kernels do not support our dropout "
-            f"(rate {shape.attention_dropout:g})"
-        )
-    return path
+_TILES = "tiles of shared rows: flash or memory-efficient attention, or explicit products"
+
+
+def describe_attention(context: ForwardContext) -> str:
+    """Describe in one line the kernels of a forward pass and the reasons for them."""
+    if not context.kernels:
+        return _TILES
+    reasons_by_kernel: dict[str, list[str]] = {}
+    for window, (kernel, *_) in context.kernels.items():
+        is_tiled = context.row_chunks is not None and kernel in ("sdpa", "explicit")
+        reasons = reasons_by_kernel.setdefault(_TILES if is_tiled else kernel, [])
+        if context.kernel_reasons[window] not in reasons:
+            reasons.append(context.kernel_reasons[window])
+    return "; ".join(
+        f"{kernel} ({' / '.join(reasons)})" for kernel, reasons in reasons_by_kernel.items()
+    )

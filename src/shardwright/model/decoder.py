@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ModelShape
+from shardwright.config.model import AttentionSetting
 from shardwright.layout import PipelineStage
 from shardwright.model.attention import describe_attention
 from shardwright.model.block import Block, RecomputeRunner, build_norm
@@ -61,7 +62,7 @@ class Decoder(nn.Module):
         self,
         shape: ModelShape,
         *,
-        attention: Literal["auto", "explicit"] = "auto",
+        attention: AttentionSetting = "auto",
         loss_function: LossFunction | None = None,
         compute_dtype: torch.dtype | None = None,
         expert_rules: ExpertRules | None = None,
@@ -71,7 +72,8 @@ class Decoder(nn.Module):
         self.compute_dtype = compute_dtype
         self.expert_rules = expert_rules or ExpertRules()
         self.router_totals = RouterTotals()
-        self.has_explicit_attention = attention == "explicit"
+        self.attention = attention
+        self._logged_attention: set[str] = set()
         self.loss_function: LossFunction = loss_function or compute_full_logits_loss
         self._add_modules(shape)
         self.register_state_dict_post_hook(_rename_to_hf)
@@ -96,10 +98,6 @@ class Decoder(nn.Module):
         self.final_norm: nn.Module | None = build_norm(shape)
         if not shape.tied_embeddings:
             self.head = Head(shape.vocab_size, width)
-        logger.info(
-            "attention: %s",
-            describe_attention(shape, has_explicit_attention=self.has_explicit_attention),
-        )
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -290,6 +288,7 @@ class Decoder(nn.Module):
         token_indices_T = self._find_local_token_indices(input_ids_BT)
         is_first_stage = hidden_BTD is None
         tensor = self._get_tensor_parallel(cached=cache is not None)
+        shared_rows = self.parallel_hooks.context
         if hidden_BTD is None:
             x_BTD = self.embed(
                 _select_tokens(input_ids_BT, token_indices_T),
@@ -306,16 +305,17 @@ class Decoder(nn.Module):
             token_indices_T,
             num_tokens=num_tokens,
             dropout=dropout,
-            has_explicit_attention=self.has_explicit_attention,
+            attention=self.attention,
             cache=cache,
             routing=self._build_routing_context(row_weight),
             row_chunks=None
-            if self.parallel_hooks.context is None
-            else self.parallel_hooks.context.split_rows(
-                num_tokens, document_ids_BT, host_document_ids_BT
-            ),
+            if shared_rows is None
+            else shared_rows.split_rows(num_tokens, document_ids_BT, host_document_ids_BT),
             tensor_parallel=tensor,
+            host_document_ids_BT=host_document_ids_BT,
+            has_whole_rows=shared_rows is None or shared_rows.has_whole_rows,
         )
+        self._log_attention(describe_attention(context))
         if is_first_stage and context.dropout is not None and self.shape.embedding_dropout > 0.0:
             x_BTD = context.dropout.select_local_tokens(tensor).drop(
                 x_BTD, self.shape.embedding_dropout, DropoutSite.EMBEDDING
@@ -333,6 +333,12 @@ class Decoder(nn.Module):
             assert self.final_norm is not None
             x_BTD = self.final_norm(x_BTD)
         return x_BTD
+
+    def _log_attention(self, text: str) -> None:
+        """Log the attention kernels of a forward pass, each choice once."""
+        if text not in self._logged_attention:
+            self._logged_attention.add(text)
+            logger.info("attention: %s", text)
 
     def _build_routing_context(self, row_weight: Tensor | float | None) -> RoutingContext | None:
         if row_weight is None or self.shape.experts is None:

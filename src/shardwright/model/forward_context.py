@@ -1,4 +1,4 @@
-"""State shared by the blocks of one forward pass: rotary tables, masks, dropout.
+"""State shared by the blocks of one forward pass: rotary tables, attention kernels, dropout.
 
 Legend: B sequences, T query tokens, S key tokens, R rotated features.
 """
@@ -8,11 +8,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardwright.architecture import ModelShape
+from shardwright.architecture.attention_kernel import (
+    AttentionKernelChoice,
+    AttentionNeeds,
+    choose_attention_kernel,
+)
+from shardwright.config.model import AttentionSetting
 from shardwright.model.dropout import Dropout, DropoutKey
+from shardwright.model.fused_attention import (
+    LayerKernel,
+    build_block_mask,
+    build_document_bounds,
+    find_kernel_support,
+)
 from shardwright.model.kv_cache import KeyValueCache
 from shardwright.model.rope import compute_rope_tables
 from shardwright.model.routing import RoutingContext
@@ -25,16 +38,17 @@ class ForwardContext:
     A plain class, not a dataclass or a collection: FSDP2 casts float tensors inside those to
     the compute precision, and the tables must keep their own.
 
-    `masks` has, per window, the mask added to the scores (0 or -inf), `[B or 1, 1, T, S]`. None
-    if the kernels' causal masking is enough, or if a single new token needs no mask.
-    `row_chunks` comes from `ContextParallelHooks.split_rows`.
+    `kernels` has, per window, the attention kernel of those layers and its mask. It is empty if
+    context-parallel ranks share rows. `kernel_reasons` has the reasons for them. `row_chunks`
+    comes from `ContextParallelHooks.split_rows`.
     """
 
     def __init__(
         self,
         *,
         rope_tables: tuple[tuple[Tensor, Tensor], ...],
-        masks: dict[int | None, Tensor | None],
+        kernels: dict[int | None, LayerKernel],
+        kernel_reasons: dict[int | None, str],
         dropout: Dropout | None,
         has_explicit_attention: bool,
         cache: KeyValueCache | None,
@@ -45,7 +59,8 @@ class ForwardContext:
         tensor_parallel: TensorParallelHooks | None = None,
     ) -> None:
         self.rope_tables = rope_tables
-        self.masks = masks
+        self.kernels = kernels
+        self.kernel_reasons = kernel_reasons
         self.dropout = dropout
         self.has_explicit_attention = has_explicit_attention
         self.cache = cache
@@ -65,23 +80,29 @@ def build_forward_context(
     *,
     num_tokens: int,
     dropout: DropoutKey | None,
-    has_explicit_attention: bool,
+    attention: AttentionSetting = "auto",
     cache: KeyValueCache | None,
     routing: RoutingContext | None = None,
     row_chunks: Any = None,
     tensor_parallel: TensorParallelHooks | None = None,
+    host_document_ids_BT: np.ndarray | None = None,
+    has_whole_rows: bool = True,
 ) -> ForwardContext:
     """Build the context of a forward pass.
 
     Tables are in fp32 (fp64 for fp64 activations), masks in the activations' precision.
 
     Args:
-        x_BTD: activations; only device and precision are used.
+        x_BTD: activations; only number of rows, device and precision are used.
         positions_BT: positions of whole rows; `document_ids_BT` covers whole rows too.
         token_indices_T: indices in the row of this context rank's tokens; None for all
             `num_tokens`.
+        attention: `model.attention` of the recipe.
         tensor_parallel: tensor-parallel hooks of this pass. Tables and masks cover all tokens,
             also under sequence parallelism.
+        host_document_ids_BT: `document_ids_BT` in host memory; None reads them from the device if
+            the kernel needs them.
+        has_whole_rows: attention computes whole rows on this rank. Otherwise it needs no kernels.
     """
     seen = 0 if cache is None else cache.num_tokens
     table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
@@ -94,15 +115,33 @@ def build_forward_context(
     else:
         positions_BT = positions_BT[:, indices_T]
         lengths_BT = None if lengths_BT is None else lengths_BT[:, indices_T]
+    choices = {}
+    if has_whole_rows:
+        choices = choose_layer_kernels(
+            shape,
+            attention,
+            x_BTD.device,
+            x_BTD.dtype,
+            num_keys=seen + num_tokens,
+            is_packed=document_ids_BT is not None,
+            has_dropout=dropout is not None,
+            is_cached=cache is not None,
+        )
+    kernels = build_layer_kernels(
+        choices,
+        x_BTD,
+        num_tokens,
+        seen,
+        document_ids_BT,
+        host_document_ids_BT,
+        has_masks=token_indices_T is None,
+    )
     return ForwardContext(
         rope_tables=tuple(
             compute_rope_tables(rope, positions_BT, lengths_BT, table_dtype) for rope in shape.ropes
         ),
-        masks={
-            window: build_attention_mask(window, num_tokens, seen, document_ids_BT, x_BTD)
-            for window in {layer.window for layer in shape.layers}
-            if token_indices_T is None
-        },
+        kernels=kernels,
+        kernel_reasons={window: choice.reason for window, choice in choices.items()},
         dropout=_build_dropout(
             dropout,
             indices_T,
@@ -111,7 +150,7 @@ def build_forward_context(
             if token_indices_T is not None and shape.attention_dropout > 0.0
             else None,
         ),
-        has_explicit_attention=has_explicit_attention,
+        has_explicit_attention=attention == "explicit",
         cache=cache,
         routing=routing,
         document_ids_BT=document_ids_BT,
@@ -119,6 +158,81 @@ def build_forward_context(
         row_chunks=row_chunks,
         tensor_parallel=tensor_parallel,
     )
+
+
+def choose_layer_kernels(
+    shape: ModelShape,
+    attention: AttentionSetting,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_keys: int,
+    is_packed: bool,
+    has_dropout: bool,
+    is_cached: bool = False,
+) -> dict[int | None, AttentionKernelChoice]:
+    """Choose the attention kernel of each kind of layer, by its window.
+
+    Args:
+        dtype: precision of the activations.
+        num_keys: tokens that a query can see at most.
+
+    Raises:
+        RecipeError: as `choose_attention_kernel`.
+    """
+    support = find_kernel_support(device, dtype, shape.head_dim)
+    choices = {}
+    for window in sorted({layer.window for layer in shape.layers}, key=lambda window: window or 0):
+        needs = AttentionNeeds(
+            window=window if window is not None and window < num_keys else None,
+            is_packed=is_packed,
+            soft_cap=shape.attention_soft_cap,
+            has_sinks=shape.attention_sinks,
+            has_dropout=has_dropout and shape.attention_dropout > 0.0,
+            is_cached=is_cached,
+        )
+        choices[window] = choose_attention_kernel(needs, support, attention)
+    return choices
+
+
+def build_layer_kernels(
+    choices: dict[int | None, AttentionKernelChoice],
+    like: Tensor,
+    num_tokens: int,
+    num_cached_tokens: int,
+    document_ids_BT: Tensor | None,
+    host_document_ids_BT: np.ndarray | None,
+    *,
+    has_masks: bool = True,
+) -> dict[int | None, LayerKernel]:
+    """Build the mask of each kind of layer, once per forward pass, in the form of its kernel.
+
+    Without `has_masks` the kernels `sdpa` and `explicit` get no mask: under context parallelism
+    they build the masks of their tiles.
+    """
+    kernels = {}
+    bounds = None
+    for window, (kernel, _) in choices.items():
+        if kernel == "varlen":
+            if bounds is None:
+                if document_ids_BT is not None and host_document_ids_BT is None:
+                    host_document_ids_BT = document_ids_BT.cpu().numpy()
+                num_rows = like.shape[0]
+                bounds = build_document_bounds(
+                    num_rows, num_tokens, host_document_ids_BT, like.device
+                )
+            kernels[window] = LayerKernel(kernel, bounds=bounds)
+        elif kernel == "flex":
+            block_mask = build_block_mask(window, num_tokens, document_ids_BT, like.device)
+            kernels[window] = LayerKernel(kernel, block_mask=block_mask)
+        else:
+            mask = None
+            if has_masks:
+                mask = build_attention_mask(
+                    window, num_tokens, num_cached_tokens, document_ids_BT, like
+                )
+            kernels[window] = LayerKernel(kernel, mask)
+    return kernels
 
 
 def _build_dropout(
@@ -180,12 +294,12 @@ def build_attention_mask(
     document_ids_BT: Tensor | None,
     like: Tensor,
 ) -> Tensor | None:
-    """Build the mask added to the scores of `num_tokens` queries after `num_cached_tokens` cached
-    tokens.
+    """Build the mask added to the scores (0 or -inf), `[B or 1, 1, T, S]`.
 
-    None as in `ForwardContext`. The mask is built once, in the precision of the activations:
-    from a boolean mask, `F.scaled_dot_product_attention` would build one for every layer and
-    save each for the backward pass.
+    It is for `num_tokens` queries after `num_cached_tokens` cached tokens; None if the kernels'
+    causal masking is enough, or if a single new token needs no mask. It is built once, in the
+    precision of the activations: from a boolean mask, `F.scaled_dot_product_attention` would
+    build one for every layer and save each for the backward pass.
     """
     num_keys = num_cached_tokens + num_tokens
     needs_window = window is not None and window < num_keys

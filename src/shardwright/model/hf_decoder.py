@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.architecture import AdapterShape, HFShape, ModelShape
 from shardwright.config.data import IGNORED_LABEL
+from shardwright.config.model import AttentionSetting
 from shardwright.errors import ArchitectureError, RecipeError
 from shardwright.model.block import RecomputeRunner
 from shardwright.model.decoder import Decoder
@@ -35,7 +36,7 @@ from shardwright.model.routing import ExpertRules
 def build_decoder(
     shape: ModelShape,
     *,
-    attention: Literal["auto", "explicit"] = "auto",
+    attention: AttentionSetting = "auto",
     loss_function: LossFunction | None = None,
     compute_dtype: torch.dtype | None = None,
     expert_rules: ExpertRules | None = None,
@@ -68,7 +69,7 @@ class HFDecoder(Decoder):
         """Add the class's modules; wrap its blocks and its head."""
         assert isinstance(shape, HFShape), shape.family
         with torch.device("cpu"):  # buffers have values, which a meta device would lose
-            module = build_hf_module(shape, eager=self.has_explicit_attention)
+            module = build_hf_module(shape, eager=self.attention == "explicit")
         self.final_norm = None  # the modules after the blocks are not known
         # Not registered as a submodule: its children are added below, so that parameters keep
         # the names of the weight files.

@@ -63,6 +63,54 @@ class _GatedActivation(torch.autograd.Function):
         )
 
 
+def apply_clamped_gate(gate_BTF: Tensor, up_BTF: Tensor, limit: float, gain: float) -> Tensor:
+    """Compute min(g, limit) * sigmoid(gain * min(g, limit)) * (clamp(u, -limit, limit) + 1).
+
+    Source: gpt-oss.
+    """
+    if torch.compiler.is_compiling():
+        gate_BTF, share_BTF, factor_BTF = _clamp_gate(gate_BTF, up_BTF, limit, gain)
+        return gate_BTF * share_BTF * factor_BTF
+    gated: Tensor = _ClampedGate.apply(gate_BTF, up_BTF, limit, gain)
+    return gated
+
+
+def _clamp_gate(
+    gate_BTF: Tensor, up_BTF: Tensor, limit: float, gain: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the clamped gate, the sigmoid of its multiple, and the clamped factor plus one."""
+    gate_BTF = gate_BTF.clamp(max=limit)
+    return gate_BTF, torch.sigmoid(gate_BTF * gain), up_BTF.clamp(-limit, limit) + 1
+
+
+class _ClampedGate(torch.autograd.Function):
+    """`apply_clamped_gate` that saves the two projections and recomputes the rest.
+
+    Autograd would save four more tensors of feed-forward width per layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, limit: float, gain: float) -> Tensor:
+        ctx.limit = limit
+        ctx.gain = gain
+        ctx.save_for_backward(gate_BTF, up_BTF)
+        gate_BTF, share_BTF, factor_BTF = _clamp_gate(gate_BTF, up_BTF, limit, gain)
+        return share_BTF.mul_(gate_BTF).mul_(factor_BTF)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gate_BTF, up_BTF = ctx.saved_tensors
+        clamped_BTF, share_BTF, factor_BTF = _clamp_gate(gate_BTF, up_BTF, ctx.limit, ctx.gain)
+        activation_gradient_BTF = factor_BTF.mul_(gradients[0])
+        up_gradient_BTF = gradients[0] * (clamped_BTF * share_BTF)
+        up_gradient_BTF.masked_fill_(up_BTF.abs() > ctx.limit, 0.0)
+        share_gradient_BTF = clamped_BTF.mul_(activation_gradient_BTF)
+        gate_gradient_BTF = torch.ops.aten.sigmoid_backward(share_gradient_BTF, share_BTF)
+        gate_gradient_BTF.mul_(ctx.gain).add_(share_BTF.mul_(activation_gradient_BTF))
+        gate_gradient_BTF.masked_fill_(gate_BTF > ctx.limit, 0.0)
+        return gate_gradient_BTF, up_gradient_BTF, None, None
+
+
 class FeedForward(nn.Module):
     """down(activation(gate x) * up x), or down(activation(up x)) without a gate.
 

@@ -19,7 +19,7 @@ from shardwright.model import nf4
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
 from shardwright.model.grouped_matmul import gather_rows, multiply_grouped, scatter_rows
-from shardwright.model.mlp import FeedForward, apply_gate
+from shardwright.model.mlp import FeedForward, apply_clamped_gate, apply_gate
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.routing import (
     RouterStatistics,
@@ -146,9 +146,7 @@ class Experts(nn.Module):
             gate_MF, up_MF = gate_up_M2F.chunk(2, dim=-1)
         if self.shape.swiglu_limit is None:
             return apply_gate(self.activation, gate_MF, up_MF)
-        gate_MF = gate_MF.clamp(max=self.shape.swiglu_limit)
-        up_MF = up_MF.clamp(-self.shape.swiglu_limit, self.shape.swiglu_limit)
-        return gate_MF * torch.sigmoid(gate_MF * self.shape.swiglu_gain) * (up_MF + 1)
+        return apply_clamped_gate(gate_MF, up_MF, self.shape.swiglu_limit, self.shape.swiglu_gain)
 
 
 class MixtureOfExperts(nn.Module):

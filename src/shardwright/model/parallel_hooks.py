@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from shardwright.model.fused_attention import AttentionSettings
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 if TYPE_CHECKING:
@@ -24,23 +25,13 @@ if TYPE_CHECKING:
     from shardwright.model.forward_context import ForwardContext
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionSettings:
-    """Settings of one layer's attention.
+class ContextParallelHooks(Protocol):
+    """Hooks of context parallelism: the tokens of a row are sharded over ranks.
 
-    `window` is the number of tokens that a token attends to, itself included. `sinks_H` has one
-    logit per head of this rank.
+    With `has_whole_rows`, attention computes whole rows of some heads on each rank.
     """
 
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
-    dropout_rate: float = 0.0
-    sinks_H: Tensor | None = None
-
-
-class ContextParallelHooks(Protocol):
-    """Hooks of context parallelism: the tokens of a row are sharded over ranks."""
+    has_whole_rows: bool
 
     def local_token_indices(self, num_tokens: int) -> Tensor:
         """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""

@@ -37,8 +37,17 @@ Norms, activations, rotations and casts are cheap to recompute and make up most 
 """
 
 
-_SAVED_OPERATION_NAMES = frozenset({"shardwright::grouped_product", "shardwright::row_attention"})
-"""Names of our own operators, which are registered when their modules are imported."""
+_SAVED_OPERATION_NAMES = frozenset(
+    {
+        "shardwright::grouped_product",
+        "shardwright::row_attention",
+        "torch_attn::_varlen_attn",
+        "flex_attention",
+        "inductor_compiled_code",
+    }
+)
+"""Names of operators that are registered when their modules are imported: our own, torch's for
+documents, and FlexAttention, in compiled code and compiled by itself."""
 
 
 def _choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

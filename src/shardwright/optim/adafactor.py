@@ -13,7 +13,7 @@ Legend: E matrices of a stack (absent for a single matrix), R rows, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,10 @@ from torch import Tensor
 from shardwright.layout import ParameterBox
 from shardwright.optim.sharded_optimizer import (
     Moment,
+    ParameterPiece,
     ShardedModel,
     ShardedOptimizer,
+    StateSpec,
     advance_step,
     count_elements,
     get_local_tensor,
@@ -61,6 +63,7 @@ class Adafactor(ShardedOptimizer):
     """
 
     rule = "adafactor"
+    is_divisible = False
 
     def __init__(self, groups: list[dict[str, Any]], model: ShardedModel, *, lr: float) -> None:
         super().__init__(groups, {"lr": lr}, model)
@@ -69,31 +72,54 @@ class Adafactor(ShardedOptimizer):
         state = self.state[parameter]
         if state:
             return
-        shape = self.model.layouts[self.parameter_names[parameter]].shape
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        if len(shape) < 2:
-            state["variance"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            return
-        local = get_local_tensor(parameter.detach())
-        state["row_var"] = local.new_zeros(shape[:-1])
-        state["col_var"] = local.new_zeros((*shape[:-2], shape[-1]))
+        state["step"] = self.create_step_count(parameter, group)
+        for key, spec in self.list_state(parameter, group).items():
+            state[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=parameter.device)
 
-    def moments(self, parameter: Tensor) -> dict[str, Moment]:
-        state = self.state[parameter]
+    def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
+        """List the tensors of a parameter's state by name, without its step count."""
+        shape = self.model.layouts[self.parameter_names[parameter]].shape
+        local = get_local_tensor(parameter.detach())
+        if len(shape) < 2:
+            return {"variance": StateSpec(tuple(local.shape), local.dtype)}
+        return {
+            "row_var": StateSpec(shape[:-1], local.dtype),
+            "col_var": StateSpec((*shape[:-2], shape[-1]), local.dtype),
+        }
+
+    def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:
+        """Return the elements of the whole: its update depends on all of them."""
+        return get_local_tensor(parameter.detach()).numel()
+
+    def describe_moments(self, parameter: Tensor, state: Mapping[str, Tensor]) -> dict[str, Moment]:
+        """Return the given state tensors with their sharding, for checkpoints."""
         name = self.parameter_names[parameter]
-        if "variance" in state:
-            return {"variance": Moment(state["variance"], name)}
-        return {key: _make_replicated_moment(state[key], name) for key in ("row_var", "col_var")}
+        return {
+            key: Moment(tensor, name)
+            if key == "variance"
+            else _make_replicated_moment(tensor, name)
+            for key, tensor in state.items()
+        }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter. Collective: every rank calls it."""
         assert closure is None
+        self.update_pieces(self.list_pieces())
+
+    def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Update these parameters, which must be all of them. Collective."""
         updates = [
             _ParameterUpdate(
-                name, local, gradient, state, group, tuple(self.model.layouts[name].shape), {}
+                piece.name,
+                piece.local,
+                piece.gradient,
+                piece.state,
+                piece.group,
+                tuple(self.model.layouts[piece.name].shape),
+                {},
             )
-            for name, _, local, gradient, state, group in self.iterate_parameters()
+            for piece in pieces
         ]
         for item in updates:
             self._sum_locally(item)

@@ -12,7 +12,7 @@ Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, util
 from typing import Any
 
@@ -23,8 +23,10 @@ from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout, ParameterBox, ParameterLayout, RankGrid, compute_local_boxes
 from shardwright.optim.sharded_optimizer import (
     Moment,
+    ParameterPiece,
     ShardedModel,
     ShardedOptimizer,
+    StateSpec,
     count_elements,
     get_local_tensor,
 )
@@ -136,25 +138,34 @@ class AdamW8bit(ShardedOptimizer):
         state = self.state[parameter]
         if state:
             return
-        local = get_local_tensor(parameter.detach())
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        is_8bit = is_quantised(self.model.layouts[self.parameter_names[parameter]].shape)
-        for moment in _MOMENTS:
-            if is_8bit:
-                state[f"{moment}_codes"] = torch.zeros_like(
-                    local, dtype=torch.uint8, memory_format=torch.contiguous_format
-                )
-                scales_shape = (*local.shape[:-1], -(-local.shape[-1] // self.block_size))
-                state[f"{moment}_scales"] = torch.zeros(
-                    scales_shape, dtype=torch.float32, device=local.device
-                )
-            else:
-                state[moment] = torch.zeros_like(
-                    local, dtype=torch.float32, memory_format=torch.contiguous_format
-                )
+        state["step"] = self.create_step_count(parameter, group)
+        for key, spec in self.list_state(parameter, group).items():
+            state[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=parameter.device)
 
-    def moments(self, parameter: Tensor) -> dict[str, Moment]:
-        state = self.state[parameter]
+    def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
+        """List the tensors of a parameter's state by name, without its step count."""
+        shape = tuple(get_local_tensor(parameter.detach()).shape)
+        if not self._is_quantised(parameter):
+            return {moment: StateSpec(shape, torch.float32) for moment in _MOMENTS}
+        scales_shape = (*shape[:-1], -(-shape[-1] // self.block_size))
+        return {
+            f"{moment}_{part}": spec
+            for moment in _MOMENTS
+            for part, spec in (
+                ("codes", StateSpec(shape, torch.uint8)),
+                ("scales", StateSpec(scales_shape, torch.float32)),
+            )
+        }
+
+    def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:
+        """Return the elements of a row, which contains whole blocks; 1 with fp32 moments."""
+        return parameter.shape[-1] if self._is_quantised(parameter) else 1
+
+    def _is_quantised(self, parameter: Tensor) -> bool:
+        return is_quantised(self.model.layouts[self.parameter_names[parameter]].shape)
+
+    def describe_moments(self, parameter: Tensor, state: Mapping[str, Tensor]) -> dict[str, Moment]:
+        """Return the given state tensors with their sharding, for checkpoints."""
         name = self.parameter_names[parameter]
         moments = {}
         for key, tensor in state.items():
@@ -167,7 +178,7 @@ class AdamW8bit(ShardedOptimizer):
                 moments[key] = Moment(
                     tensor, name, (*shape[:-1], -(-shape[-1] // self.block_size)), boxes
                 )
-            elif key != "step":
+            else:
                 moments[key] = Moment(tensor, name)
         return moments
 
@@ -175,13 +186,24 @@ class AdamW8bit(ShardedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None
-        for _, _, local, gradient, state, group in self.iterate_parameters():
+        self.update_pieces(self.list_pieces())
+
+    def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Update parameters and state of these pieces and advance their step counts."""
+        for piece in pieces:
+            state = piece.state
             state["step"] += 1
-            count = state["step"]
             if "exp_avg" in state:
-                _apply_adamw(local, gradient, state["exp_avg"], state["exp_avg_sq"], count, group)
-            elif local.numel():
-                self._step_quantised(local, gradient, state, count, group)
+                _apply_adamw(
+                    piece.local,
+                    piece.gradient,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    state["step"],
+                    piece.group,
+                )
+            elif piece.local.numel():
+                self._step_quantised(piece.local, piece.gradient, state, state["step"], piece.group)
 
     def _step_quantised(
         self,

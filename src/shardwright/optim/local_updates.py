@@ -9,17 +9,23 @@ are bitwise identical.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.optim.sharded_optimizer import (
+    ElementwiseUpdate,
+    ParameterPiece,
+    StateSpec,
+    get_local_tensor,
+)
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(ElementwiseUpdate, torch.optim.AdamW):
     """`torch.optim.AdamW` that updates local tensors in place of DTensors."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
@@ -30,8 +36,59 @@ class AdamW(torch.optim.AdamW):
             tensors[:] = [get_local_tensor(tensor) for tensor in tensors]
         return has_complex
 
+    def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
+        """List the tensors of a parameter's state by name, without its step count."""
+        return _list_moments(parameter, "exp_avg", "exp_avg_sq")
 
-class SGD(torch.optim.SGD):
+    def create_step_count(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Create a step count of zero; fused kernels expect it on the parameter's device."""
+        device = parameter.device if group["fused"] else None
+        return torch.zeros((), dtype=torch.float32, device=device)
+
+    def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Update parameters and state of these pieces and advance their step counts."""
+        options = self.defaults
+        apply_adamw(pieces, fused=bool(options["fused"]), foreach=bool(options["foreach"]))
+
+
+def apply_adamw(pieces: Sequence[ParameterPiece], *, fused: bool, foreach: bool) -> None:
+    """Run torch's AdamW on pieces with the states `exp_avg`, `exp_avg_sq` and `step`."""
+    for group, members in _collect_by_group(pieces):
+        adamw(
+            [piece.local for piece in members],
+            [piece.gradient for piece in members],
+            [get_local_tensor(piece.state["exp_avg"]) for piece in members],
+            [get_local_tensor(piece.state["exp_avg_sq"]) for piece in members],
+            [],
+            [piece.state["step"] for piece in members],
+            foreach=foreach,
+            fused=fused,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _collect_by_group(
+    pieces: Sequence[ParameterPiece],
+) -> list[tuple[dict[str, Any], list[ParameterPiece]]]:
+    """Return the groups of the pieces with their members, in order of first appearance."""
+    groups: dict[int, tuple[dict[str, Any], list[ParameterPiece]]] = {}
+    for piece in pieces:
+        groups.setdefault(id(piece.group), (piece.group, []))[1].append(piece)
+    return list(groups.values())
+
+
+def _list_moments(parameter: Tensor, *names: str) -> dict[str, StateSpec]:
+    local = get_local_tensor(parameter.detach())
+    return dict.fromkeys(names, StateSpec(tuple(local.shape), local.dtype))
+
+
+class SGD(ElementwiseUpdate, torch.optim.SGD):
     """`torch.optim.SGD` that updates local tensors.
 
     Momentum starts at zero, so after the first step it equals the first gradient, as in torch.
@@ -43,22 +100,38 @@ class SGD(torch.optim.SGD):
     ) -> None:
         """Update every parameter that has a gradient."""
         assert closure is None, "gradients are accumulated before the step"
+        pieces = []
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            buffers: list[Tensor | None] = []
-            for parameter in parameters:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 state = self.state[parameter] if group["momentum"] else {}
                 if group["momentum"] and state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(
                         parameter, memory_format=torch.preserve_format
                     )
-                buffers.append(
-                    get_local_tensor(state["momentum_buffer"]) if group["momentum"] else None
-                )
+                local, gradient = (get_local_tensor(t) for t in (parameter, parameter.grad))
+                pieces.append(ParameterPiece("", local, gradient, state, group))
+        self.update_pieces(pieces)
+
+    def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
+        """List the tensors of a parameter's state by name: none without momentum."""
+        return _list_moments(parameter, *(("momentum_buffer",) if group["momentum"] else ()))
+
+    def create_step_count(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Create a step count, which SGD never advances."""
+        return torch.zeros((), dtype=torch.float32)
+
+    def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Update parameters and momentum of these pieces."""
+        for group, members in _collect_by_group(pieces):
             sgd(
-                [get_local_tensor(parameter) for parameter in parameters],
-                [get_local_tensor(parameter.grad) for parameter in parameters],
-                buffers,
+                [piece.local for piece in members],
+                [piece.gradient for piece in members],
+                [
+                    get_local_tensor(piece.state["momentum_buffer"]) if group["momentum"] else None
+                    for piece in members
+                ],
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 lr=group["lr"],

@@ -12,17 +12,18 @@ the result equals torch.optim.Muon's bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from shardwright.optim.local_updates import apply_adamw
 from shardwright.optim.sharded_optimizer import (
-    Moment,
+    ParameterPiece,
     ShardedModel,
     ShardedOptimizer,
+    StateSpec,
     get_local_tensor,
 )
 
@@ -95,6 +96,9 @@ class Muon(ShardedOptimizer):
         )
         self._exchange = model.build_matrix_exchange(model.block_matrices())
         self._fused = fused
+        self._parameters = {name: parameter for parameter, name in self.parameter_names.items()}
+        self._updates: dict[str, Tensor] = {}
+        """Momenta of this step's matrices, to be orthogonalised."""
 
     def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -102,66 +106,78 @@ class Muon(ShardedOptimizer):
             if moment not in state:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         if "step" not in state:
-            on_device = self._fused and group["rule"] == "adamw"
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
-            )
+            state["step"] = self.create_step_count(parameter, group)
 
-    def moments(self, parameter: Tensor) -> dict[str, Moment]:
-        state = self.state[parameter]
-        name = self.parameter_names[parameter]
-        return {key: Moment(tensor, name) for key, tensor in state.items() if key != "step"}
+    def create_step_count(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Create a parameter's step count of zero, on the device where updates expect it."""
+        on_device = self._fused and group["rule"] == "adamw"
+        return torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+
+    def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
+        """List the tensors of a parameter's state by name, without its step count."""
+        local = get_local_tensor(parameter.detach())
+        spec = StateSpec(tuple(local.shape), local.dtype)
+        return dict.fromkeys(self._list_moment_names(group), spec)
+
+    def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:
+        """Return 1: the moments are updated element by element."""
+        return 1
+
+    def is_updated_without_gradient(self, group: dict[str, Any]) -> bool:
+        """Return True for matrices, which all ranks exchange."""
+        return bool(group["rule"] == "muon")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter. Collective: every rank calls it."""
         assert closure is None
-        self._step_matrices()
-        for group in self.param_groups:
-            if group["rule"] == "adamw":
-                self._step_adamw(group)
+        self.update_pieces(self.list_pieces())
+        self.finish_update()
 
-    def _step_matrices(self) -> None:
-        matrices = []
-        updates = {}
-        for name, _, local, gradient, state, group in self.iterate_parameters("muon"):
-            buffer = get_local_tensor(state["momentum"])
-            momentum = group["momentum"]
-            buffer.lerp_(gradient, 1 - momentum)
-            updates[name] = gradient.lerp(buffer, momentum).to(
-                choose_working_dtype(local.dtype)
-            )  # Nesterov momentum
-            state["step"] += 1
-            matrices.append((name, local, group, tuple(self.model.layouts[name].shape)))
-        orthogonal = self._exchange.apply(orthogonalise, updates)
-        for name, local, group, shape in matrices:
-            local.mul_(1 - group["lr"] * group["weight_decay"])
-            local.add_(orthogonal[name], alpha=-group["lr"] * compute_update_scale(shape))
+    def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Update the moments, and all parameters but the matrices, which `finish_update` does."""
+        others = []
+        for piece in pieces:
+            if piece.group["rule"] == "muon":
+                self._update_momentum(piece)
+            else:
+                others.append(piece)
+        apply_adamw(others, fused=self._fused, foreach=False)
 
-    def _step_adamw(self, group: dict[str, Any]) -> None:
-        with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in with_gradient:
-            self.initialise_state(parameter, group)
-        states = [self.state[parameter] for parameter in with_gradient]
-        if not with_gradient:
+    def _update_momentum(self, piece: ParameterPiece) -> None:
+        buffer = get_local_tensor(piece.state["momentum"])
+        momentum = piece.group["momentum"]
+        buffer.lerp_(piece.gradient, 1 - momentum)
+        update = piece.gradient.lerp(buffer, momentum).to(
+            choose_working_dtype(piece.local.dtype)
+        )  # Nesterov momentum
+        piece.state["step"] += 1
+        first = piece.first_element
+        if first is None:
+            self._updates[piece.name] = update
             return
-        adamw(
-            [get_local_tensor(parameter.detach()) for parameter in with_gradient],
-            [get_local_tensor(parameter.grad) for parameter in with_gradient],
-            [get_local_tensor(state["exp_avg"]) for state in states],
-            [get_local_tensor(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=False,
-            fused=self._fused,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        if piece.name not in self._updates:
+            self._updates[piece.name] = update.new_empty(self._get_local_shape(piece.name))
+        whole = self._updates[piece.name].view(-1)
+        whole[first : first + update.numel()].copy_(update.view(-1))
+
+    def _get_local_shape(self, name: str) -> torch.Size:
+        return get_local_tensor(self._parameters[name].detach()).shape
+
+    def finish_update(self) -> None:
+        """Orthogonalise the momenta and update the matrices. Collective."""
+        orthogonal = self._exchange.apply(orthogonalise, self._updates)
+        self._updates = {}
+        for group in self.param_groups:
+            if group["rule"] == "muon":
+                for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                    local = get_local_tensor(parameter.detach())
+                    local.mul_(1 - group["lr"] * group["weight_decay"])
+                    local.add_(
+                        orthogonal[name],
+                        alpha=-group["lr"]
+                        * compute_update_scale(tuple(self.model.layouts[name].shape)),
+                    )
 
     @staticmethod
     def _list_moment_names(group: dict[str, Any]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ descriptor, so that the update under any layout equals that of a single process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,6 +74,102 @@ class Moment:
     parameter: str
     shape: tuple[int, ...] | None = None
     boxes: tuple[ParameterBox, ...] | None = None
+    is_offloaded: bool = False
+    """True if the tensor is a view of a store; a save then writes from it without a copy."""
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """Shape and dtype of one tensor of a parameter's state on this rank; it starts at zero."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return count_elements(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ParameterPiece:
+    """Rows of a parameter's local part, with their gradient and state, that are updated together.
+
+    All tensors have the shape of the local part if the piece is all of it. Of a split parameter
+    they are consecutive rows, shape [rows, row length], or [rows] if the row length is 1
+    (`PiecewiseOptimizer.get_row_length`).
+    """
+
+    name: str
+    local: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+    group: dict[str, Any]
+    first_element: int | None = None
+    """Place of the piece in the flattened local part; None if it is all of it."""
+
+
+class PiecewiseOptimizer(Protocol):
+    """Optimizer that updates pieces of parameters, with a state that the caller passes.
+
+    `ElementwiseUpdate` and `ShardedOptimizer` have the methods that most optimizers share.
+    """
+
+    param_groups: list[dict[str, Any]]
+    is_divisible: bool
+
+    def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
+        """List the tensors of a parameter's state by name, without its step count."""
+        ...
+
+    def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:
+        """Return the elements of a row: rows are updated independently of each other."""
+        ...
+
+    def describe_moments(self, parameter: Tensor, state: Mapping[str, Tensor]) -> dict[str, Moment]:
+        """Return the given state tensors with their sharding, for checkpoints."""
+        ...
+
+    def create_step_count(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Create a parameter's step count of zero, on the device where updates expect it."""
+        ...
+
+    def is_updated_without_gradient(self, group: dict[str, Any]) -> bool:
+        """Return True if parameters without a gradient are updated as with zeros."""
+        ...
+
+    def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Update parameters and state of these pieces and advance their step counts."""
+        ...
+
+    def finish_update(self) -> None:
+        """Do the rest of the step, after all pieces. Collective if the optimizer's step is."""
+        ...
+
+
+class ElementwiseUpdate:
+    """Methods of `PiecewiseOptimizer` for an optimizer that updates every element on its own."""
+
+    is_divisible = True
+
+    def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:
+        """Return 1: rows are single elements."""
+        return 1
+
+    def describe_moments(self, parameter: Tensor, state: Mapping[str, Tensor]) -> dict[str, Moment]:
+        """Return the given state tensors, which are sharded like the parameter."""
+        for group in self.param_groups:  # type: ignore[attr-defined]
+            for name, member in zip(group["param_names"], group["params"], strict=True):
+                if member is parameter:
+                    return {key: Moment(tensor, name) for key, tensor in state.items()}
+        raise KeyError("the optimizer does not have this parameter")
+
+    def is_updated_without_gradient(self, group: dict[str, Any]) -> bool:
+        """Return False: parameters without a gradient do not change."""
+        return False
+
+    def finish_update(self) -> None:
+        """Nothing is left to do: every element is independent."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -87,6 +183,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Name of the update rule in checkpoints."""
     has_collectives = True
     """True if every step runs collectives for every parameter."""
+    is_divisible = True
+    """True if pieces of the parameters can be updated one after another."""
 
     def __init__(
         self, groups: list[dict[str, Any]], defaults: dict[str, Any], model: ShardedModel
@@ -105,25 +203,50 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def moments(self, parameter: Tensor) -> dict[str, Moment]:
         """Return the tensors of a parameter's state by name; names contain no dots."""
-        raise NotImplementedError
+        state = self.state[parameter]
+        return self.describe_moments(
+            parameter, {key: tensor for key, tensor in state.items() if key != "step"}
+        )
 
-    def iterate_parameters(
-        self, rule: str | None = None
-    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor, dict[str, Any], dict[str, Any]]]:
-        """Yield (name, parameter, local part, local gradient, state, group) to update."""
+    def describe_moments(self, parameter: Tensor, state: Mapping[str, Tensor]) -> dict[str, Moment]:
+        """Return the given state tensors with their sharding, for checkpoints."""
+        name = self.parameter_names[parameter]
+        return {key: Moment(tensor, name) for key, tensor in state.items()}
+
+    def create_step_count(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Create a parameter's step count of zero, on the device where updates expect it."""
+        return torch.zeros((), dtype=torch.float32)
+
+    def finish_update(self) -> None:
+        """Do the rest of the step, after all pieces: nothing, unless an optimizer overrides it."""
+
+    def is_updated_without_gradient(self, group: dict[str, Any]) -> bool:
+        """Return True if parameters without a gradient are updated as with zeros.
+
+        All ranks must enter the same collectives.
+        """
+        return self.has_collectives
+
+    def list_pieces(self) -> list[ParameterPiece]:
+        """List the parameters to update, each as one piece, with the state of this optimizer."""
+        pieces = []
         for group in self.param_groups:
-            if rule is not None and group["rule"] != rule:
-                continue
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 if parameter.grad is None:
-                    if not self.has_collectives:
+                    if not self.is_updated_without_gradient(group):
                         continue
-                    # All ranks must enter the same collectives.
                     parameter.grad = torch.zeros_like(parameter)
                 self.initialise_state(parameter, group)
-                local = get_local_tensor(parameter.detach())
-                gradient = get_local_tensor(parameter.grad)
-                yield name, parameter, local, gradient, self.state[parameter], group
+                pieces.append(
+                    ParameterPiece(
+                        name,
+                        get_local_tensor(parameter.detach()),
+                        get_local_tensor(parameter.grad),
+                        self.state[parameter],
+                        group,
+                    )
+                )
+        return pieces
 
 
 def get_local_tensor(tensor: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def collect_optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]
     # Read together: fused optimizers keep the counts on the GPU, where each read waits for it.
     numbers = torch.stack(list(counts.values())).tolist() if counts else []
     steps = dict(zip(counts, map(int, numbers), strict=True))
-    return {"rule": _get_rule(optimizer), "steps": steps, "hyperparameters": hyperparameters}
+    return {"rule": get_rule(optimizer), "steps": steps, "hyperparameters": hyperparameters}
 
 
 def load_optimizer_values(
@@ -117,11 +117,11 @@ def load_optimizer_values(
     Raises:
         CheckpointError: the rule or the set of trainable parameters differs.
     """
-    if values["rule"] != _get_rule(optimizer):
+    if values["rule"] != get_rule(optimizer):
         raise CheckpointError(
             "the checkpoint was saved with another optimizer",
             field="optimizer.name",
-            got=_get_rule(optimizer),
+            got=get_rule(optimizer),
             allowed=str(values["rule"]),
         )
     create_state(optimizer)
@@ -142,7 +142,8 @@ def load_optimizer_values(
                 optimizer.state[parameter]["step"].fill_(float(steps[name]))
 
 
-def _get_rule(optimizer: torch.optim.Optimizer) -> str:
+def get_rule(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the update rule in checkpoints."""
     return (
         optimizer.rule
         if isinstance(optimizer, ShardedOptimizer)

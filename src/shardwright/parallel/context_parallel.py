@@ -24,7 +24,7 @@ from shardwright.layout.context_method import (
 )
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
-from shardwright.model.parallel_hooks import AttentionSettings
+from shardwright.model.fused_attention import AttentionSettings, LayerKernel, attend_fused
 from shardwright.parallel.attention_kernels import ScoreSettings
 from shardwright.parallel.block_mask import RowChunks
 from shardwright.parallel.mesh import Mesh
@@ -77,6 +77,7 @@ class ContextParallel:
     ) -> None:
         self.layout = layout
         self.method = method
+        self.has_whole_rows = method == "ulysses"
         self.group = group
         self.tensor_rank = tensor_rank
         self.rank = dist.get_rank(group)
@@ -150,13 +151,15 @@ class ContextParallel:
         )
         if self.method != "ulysses":
             return attend_row(q_BHLE, k_BKLE, v_BKLE, terms.sinks_H, settings)
-        return self._attend_by_heads((q_BHLE, k_BKLE, v_BKLE), terms, settings)
+        layer_kernel = context.kernels[terms.window]
+        return self._attend_by_heads((q_BHLE, k_BKLE, v_BKLE), terms, settings, layer_kernel)
 
     def _attend_by_heads(
         self,
         parts: tuple[Tensor, Tensor, Tensor],
         settings: AttentionSettings,
         row_attention: RowAttentionSettings,
+        layer_kernel: LayerKernel,
     ) -> Tensor:
         """Attend over whole rows for this rank's share of the heads, between two all-to-alls."""
         num_heads = parts[0].shape[1] // self.degree
@@ -168,6 +171,9 @@ class ContextParallel:
         row_attention = replace(row_attention, scores=scores)
         sinks_H = None if settings.sinks_H is None else settings.sinks_H[first : first + num_heads]
         q_BHTE, k_BKTE, v_BKTE = exchange_to_heads(parts, self.group)
-        return exchange_to_tokens(
-            attend_row(q_BHTE, k_BKTE, v_BKTE, sinks_H, row_attention), self.group
-        )
+        if layer_kernel.kernel in ("varlen", "flex"):
+            settings = replace(settings, sinks_H=sinks_H)
+            out_BHTE = attend_fused(q_BHTE, k_BKTE, v_BKTE, layer_kernel, settings)
+        else:
+            out_BHTE = attend_row(q_BHTE, k_BKTE, v_BKTE, sinks_H, row_attention)
+        return exchange_to_tokens(out_BHTE, self.group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwright.config.model import AttentionSetting
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
@@ -68,6 +69,9 @@ class Candidate:
     should_reduce_in_bf16: bool = False
     compile: bool = False
     flash_attention: bool = True
+    attention: AttentionSetting = "auto"
+    has_masked_kernels: bool = False
+    """True if the device has fused kernels for documents, windows, soft caps and sinks (CUDA)."""
     has_fused_norms: bool = True
     """True if one kernel computes a norm's gradient. On the CPU separate fp32 operations do."""
     document_tokens: int | None = None
@@ -90,8 +94,8 @@ class Candidate:
 
     @property
     def is_runnable(self) -> bool:
-        """True if `train` supports it. Offload and 8-bit floats are predicted only."""
-        return self.offload == "none" and self.precision not in ("fp8", "nvfp4")
+        """True if `train` supports it. Offloaded parameters and 8-bit floats are predicted only."""
+        return self.offload != "parameters" and self.precision not in ("fp8", "nvfp4")
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.device_rates import DeviceRates
+from shardwright.planner.memory.attention_activations import choose_planned_kernel
 from shardwright.planner.memory_traffic import (
     count_adapter_bytes,
     count_dequantisation_bytes,
@@ -164,7 +165,7 @@ def _time_attention_passes(
     row_tokens = candidate.document_tokens or candidate.sequence_length
     row_tokens = min(row_tokens, candidate.sequence_length)
     widths = (shape.query_width + shape.value_width) / candidate.layout.tp
-    if shape.attention_soft_cap is not None or not candidate.flash_attention:
+    if choose_planned_kernel(facts, candidate, kind.shape.window) == "explicit":
         # Not fused: full rows of scores.
         scores = tokens * candidate.sequence_length * shape.num_heads / candidate.layout.tp
         flops = 2.0 * widths * tokens * candidate.sequence_length

@@ -96,12 +96,15 @@ def build_template(
         sequence_length=training.sequence_length,
         precision=kind,
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
+        offload="optimizer" if recipe.offload.is_enabled else "none",
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         # `auto` is decided by the device and, under a split backward pass, by the schedule. Without
         # compilation a step needs no less memory and time.
         compile=recipe.model.compile is True,
         flash_attention=recipe.model.attention != "explicit",
+        attention=recipe.model.attention,
+        has_masked_kernels=recipe.run.device != "cpu",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
         loss_chunk_tokens=recipe.model.loss_chunk_tokens,
         reference=_choose_reference(recipe, adapter),

@@ -136,15 +136,15 @@ def find_cheapest_change(
 ) -> tuple[str | None, Prediction | None]:
     """Return the fastest change that makes the candidate fit, and the changed prediction.
 
-    Tries combinations of up to three changes that `train` supports, then those with offload.
+    Tries combinations of up to three changes without offloading, then those with it.
     """
     changes = list(_list_changes(problem, candidate))
-    for is_runnable in (True, False):
+    for has_offload in (False, True):
         for count in (1, 2, 3):
             fitting = []
             for chosen in combinations(changes, count):
                 kinds = {kind for kind, _, _ in chosen}
-                if len(kinds) == count and ("offload" in kinds) != is_runnable:
+                if len(kinds) == count and ("offload" in kinds) == has_offload:
                     changed = candidate
                     for _, _, apply in chosen:
                         changed = apply(changed)
@@ -195,7 +195,7 @@ def _list_changes(
             )
     yield (
         "offload",
-        "offload of the optimizer (predicted only)",
+        "offload.optimizer: host",
         _change_candidate(offload="optimizer"),
     )
     yield (

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
+from shardwright.config.model import AttentionSetting
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Bounds, RankGrid
 from shardwright.model.decoder import Decoder
@@ -29,6 +30,7 @@ from shardwright.optim.state import create_state
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plans import Plan
 from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
+from shardwright.rehearsal.fake_flex import replace_flex_attention
 from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
 from shardwright.training.step import (
@@ -83,7 +85,7 @@ def rehearse_rank(
                 recipe, shape, plan, device, _FakeStorage(fake, live), is_frozen=True
             )
         objective = _build_objective(recipe, model, reference)
-        with fake, live.track_resizes(), _StepTracker(live) as watch:
+        with fake, live.track_resizes(), _StepTracker(live) as watch, replace_flex_attention():
             weights_bytes = live.register_tensors(
                 (parameter for _, parameter in model.named_parameters()), "weights"
             )
@@ -159,6 +161,12 @@ class _FakeStorage(AbstractContextManager[None]):
         self._exit_stack.close()
 
 
+def choose_rehearsed_attention(recipe: Recipe, device_type: str) -> AttentionSetting:
+    """Return the recipe's attention kernel; on a CPU, which lacks some, `auto` or `explicit`."""
+    attention = recipe.model.attention
+    return attention if device_type == "cuda" or attention == "explicit" else "auto"
+
+
 def has_several_documents(recipe: Recipe) -> bool:
     """Return True if rows hold packed documents or the two responses of a preference pair."""
     return recipe.data.packing == "documents" or recipe.preference is not None
@@ -189,7 +197,7 @@ def _build_model(
     with torch.device("meta"):
         decoder = Decoder(
             shape,
-            attention=recipe.model.attention,
+            attention=choose_rehearsed_attention(recipe, device.type),
             loss_function=partial(
                 chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
             ),
@@ -272,8 +280,10 @@ _DEVICE_OPERATOR = torch.ops.prim.device.default
 def _run_operator(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator; for operators that read values, return those of an ordinary step.
 
-    Every norm is 1 and every flag is False.
+    Every norm is 1 and every flag is False. Fake tensors have no pinned memory.
     """
+    if func is torch.ops.aten._pin_memory.default:
+        return args[0]
     if func is torch.ops.aten._local_scalar_dense.default:
         return 1.0 if args[0].dtype.is_floating_point else 0
     return func(*args, **kwargs)

@@ -25,6 +25,7 @@ from shardwright.rehearsal.collective_recorder import Collective, sum_bytes_by_a
 from shardwright.rehearsal.rank_rehearsal import (
     RankRehearsal,
     RehearsalDevice,
+    choose_rehearsed_attention,
     has_several_documents,
     rehearse_rank,
 )
@@ -282,6 +283,8 @@ def _list_assumptions(
                 "the mask of such rows makes the CUDA kernel repeat keys and values for every "
                 "query head; these copies are not counted"
             )
+    if choose_rehearsed_attention(recipe, device) != recipe.model.attention:
+        yield f"attention runs as `auto` on a CPU, not as {recipe.model.attention}"
     yield "every token is supervised and every gradient is finite"
     if device == "cpu":
         yield (

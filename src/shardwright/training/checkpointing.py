@@ -169,6 +169,7 @@ class RunCheckpointer:
                 part.tensor,
                 model.layouts[part.parameter].shape if part.shape is None else part.shape,
                 model.local_boxes(part.parameter) if part.boxes is None else part.boxes,
+                is_offloaded=part.is_offloaded,
             )
             for key, part in moments.items()
         }

@@ -29,6 +29,7 @@ from shardwright.launch.rank_outcome import (
 )
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.numerics.determinism import use_deterministic_algorithms
+from shardwright.offload import OffloadedOptimizer
 from shardwright.telemetry.event_logger import open_event_logger
 from shardwright.training.checkpointing import (
     ResumePoint,
@@ -185,6 +186,9 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
                 rank=context.rank_environment.rank,
             )
         raise
+    finally:
+        if isinstance(state.optimizer, OffloadedOptimizer):
+            state.optimizer.close()
     log_end("completed", final_loss)
 
 

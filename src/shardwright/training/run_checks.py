@@ -9,17 +9,29 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from shardwright.architecture import ExpertShape, HFClassInit, HFShape, LatentShape, ModelShape
+import torch
+
+from shardwright.architecture import (
+    ExpertShape,
+    HFClassInit,
+    HFShape,
+    LatentShape,
+    ModelShape,
+    ParameterSpec,
+)
 from shardwright.config import Recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.data.preparation import PreparedData
 from shardwright.data.source_files import ProgressCallback
 from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import choose_compilation_here, choose_precision_here
+from shardwright.launch.devices import should_use_cuda
+from shardwright.model.forward_context import choose_layer_kernels
 from shardwright.model.hf_model import read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
-from shardwright.placement import place_model
+from shardwright.numerics.precision import resolve_dtypes
+from shardwright.placement import Placement, place_model
 from shardwright.plans import (
     CompileChoice,
     Plan,
@@ -29,6 +41,7 @@ from shardwright.plans import (
     count_steps,
     resolve_degrees,
 )
+from shardwright.training.offload_checks import check_offload
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +142,7 @@ def validate_run(
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base_shape)
     _check_hf_model(recipe, shape)
+    _check_attention(recipe, shape, placement)
     if recipe.evaluation.num_samples:
         from shardwright.training.sample_texts import check_samples  # imports the engine
 
@@ -150,6 +164,7 @@ def validate_run(
         )
     frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
     _check_optimizer(recipe, plan, shape, frozen)
+    check_offload(recipe, plan, _list_trained(shape, frozen))
     return ValidatedRun(
         recipe=recipe,
         plan=plan,
@@ -195,16 +210,21 @@ def _check_preference(recipe: Recipe) -> None:
         )
 
 
-def _check_optimizer(
-    recipe: Recipe, plan: Plan, shape: ModelShape, frozen_names: frozenset[str]
-) -> None:
-    """Check that the optimizer's package, matrices and whole blocks are available."""
-    trained = {
+def _list_trained(shape: ModelShape, frozen_names: frozenset[str]) -> dict[str, ParameterSpec]:
+    """List the trained parameters by name."""
+    return {
         spec.name: spec
         for spec in shape.list_parameters()
         if spec.name not in frozen_names
         and (shape.adapters is None or spec.adapter_part is not None)
     }
+
+
+def _check_optimizer(
+    recipe: Recipe, plan: Plan, shape: ModelShape, frozen_names: frozenset[str]
+) -> None:
+    """Check that the optimizer's package, matrices and whole blocks are available."""
+    trained = _list_trained(shape, frozen_names)
     if recipe.optimizer.name == "adamw_8bit":
         from shardwright.optim import check_block_boundaries, require_torchao
 
@@ -224,6 +244,32 @@ def _check_optimizer(
         )
 
 
+def _check_attention(recipe: Recipe, shape: ModelShape, placement: Placement) -> None:
+    """Raise if the requested attention kernel cannot compute the model on this machine."""
+    attention = recipe.model.attention
+    if isinstance(shape, HFShape) or attention in ("auto", "explicit"):
+        return
+    context = placement.context
+    if context is not None and context.method != "ulysses":
+        raise RecipeError(
+            f"context parallelism by {context.method} computes tiles of rows with its own kernels",
+            field="model.attention",
+            got=attention,
+            allowed="auto or explicit",
+            remedy="Remove it, or use layout.cp_method: ulysses",
+        )
+    has_cuda = should_use_cuda(recipe.run.device, field="run.device")
+    choose_layer_kernels(
+        shape,
+        attention,
+        torch.device("cuda" if has_cuda else "cpu"),
+        resolve_dtypes(recipe.precision).compute,
+        num_keys=recipe.training.sequence_length,
+        is_packed=recipe.data.packing == "documents" or recipe.preference is not None,
+        has_dropout=True,
+    )
+
+
 def _check_hf_model(recipe: Recipe, shape: ModelShape) -> None:
     """Raise for settings that transformers' own model code does not support."""
     if not isinstance(shape, HFShape):
@@ -234,6 +280,11 @@ def _check_hf_model(recipe: Recipe, shape: ModelShape) -> None:
             recipe.model.compile is True,
             "its blocks cannot be compiled",
             "Remove it",
+        ),
+        "model.attention": (
+            recipe.model.attention not in ("auto", "explicit"),
+            "its class chooses the kernel",
+            "Use auto or explicit",
         ),
         "training.label_smoothing": (
             recipe.training.label_smoothing > 0.0,

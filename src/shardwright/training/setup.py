@@ -13,6 +13,7 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.model.hf_decoder import build_decoder
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.lora import initialise_adapter
@@ -23,6 +24,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
 from shardwright.numerics.precision import LossScaler, resolve_dtypes
+from shardwright.offload import describe_offload, offload_optimizer
 from shardwright.optim import build_optimizer, compute_learning_rate
 from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
@@ -168,6 +170,15 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         weight_decay=recipe.training.weight_decay,
         model=model,
     )
+    if recipe.offload.is_enabled:
+        optimizer = offload_optimizer(
+            optimizer,
+            recipe.offload,
+            model,
+            device=device,
+            default_folder=RunFolder.from_recipe(recipe).path,
+        )
+        logger.info("%s", describe_offload(optimizer, device))
     if recipe.model.keep_zeros:
         zeros = keep_zeros(model, optimizer)
         logger.info(

@@ -7,6 +7,7 @@ attention kernels are those that CUDA takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,21 @@ from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
+from shardwright.model import fused_attention
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.memory.peaks import predict_memory
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.pipeline import get_pipeline
+from shardwright.planner.problem import build_template
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal import rank_rehearsal
 from shardwright.rehearsal.rank_rehearsal import RankRehearsal, RehearsalDevice, rehearse_rank
 from tests.hostcuda import device
 
 TOKENS = 128
+NO_OVERHEAD = Efficiency(
+    reserve_share=0.0, reserve_bytes=0.0, context_bytes=0.0, communicator_bytes=0.0
+)
 _SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -138,12 +148,13 @@ def checked_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 def list_attention(names: set[str]) -> set[str]:
-    """Return which fused kernels ran forward, of flash and efficient."""
-    return {
-        kernel
-        for kernel in ("flash", "efficient")
-        if f"aten::_scaled_dot_product_{kernel}_attention" in names
+    """Return which fused kernels ran forward, of flash, efficient and varlen."""
+    operators = {
+        "flash": "aten::_scaled_dot_product_flash_attention",
+        "efficient": "aten::_scaled_dot_product_efficient_attention",
+        "varlen": "torch_attn::_varlen_attn",
     }
+    return {kernel for kernel, name in operators.items() if name in names}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,8 +171,10 @@ def test_every_family_takes_a_step(family: str, axes: str, checked_operators: se
     kernels = list_attention(checked_operators)
     if family in EXPLICIT[axes]:
         assert kernels == set()
+    elif family == "gpt_oss":
+        assert "efficient" in kernels  # sinks are added to the results of tiles, which need masks
     elif "sliding_window" in FAMILIES[family]:
-        assert "efficient" in kernels  # masks
+        assert kernels == {"varlen"}  # the context ranks, adjacent to those of tp, exchange heads
     else:
         assert kernels == {"flash"}
 
@@ -242,9 +255,58 @@ def test_packed_documents_are_masked(cp_method: Any, checked_operators: set[str]
     layout = Layout() if cp_method is None else Layout(cp=2, cp_method=cp_method)
     packed = rehearse("llama", layout, data={"sources": ["nowhere"], "packing": "documents"})
     # The two documents of a row end where chunks of the ring end, so that no tile needs a mask.
-    is_masked = cp_method in ("ulysses", None)
-    assert list_attention(checked_operators) == {"efficient" if is_masked else "flash"}
+    has_whole_rows = cp_method in ("ulysses", None)
+    assert list_attention(checked_operators) == {"varlen" if has_whole_rows else "flash"}
     assert packed.peak_bytes > 0
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_documents_in_fp32_need_a_mask_without_triton(
+    attention: str, checked_operators: set[str]
+) -> None:
+    packing = {"sources": ["nowhere"], "packing": "documents"}
+    model = make_recipe("llama").model.model_dump() | {"attention": attention}
+    rehearse("llama", Layout(), kind="fp32", data=packing, model=model)
+    assert list_attention(checked_operators) == {"efficient"}
+
+
+KERNELS = {
+    ("gemma2", "none"): set(),  # flex alone, whose tensors have no operator
+    ("gpt_oss", "documents"): set(),
+}
+
+
+@pytest.mark.parametrize(("family", "packing"), KERNELS)
+def test_the_planner_counts_the_bytes_of_the_kernel(
+    family: str, packing: str, monkeypatch: pytest.MonkeyPatch, checked_operators: set[str]
+) -> None:
+    """Attention of 512 tokens: explicit scores would be most of the bytes of a step."""
+    monkeypatch.setattr(fused_attention, "_find_missing_flex", lambda _: None)
+    config = {"model_type": family, **FAMILIES[family], "max_position_embeddings": 512}
+    training = {"sequence_length": 512, "micro_batch_size": 2, "learning_rate": 1e-3}
+    predicted = []
+    rehearsed = []
+    for attention in ("auto", "explicit"):
+        recipe = make_recipe(
+            family,
+            model={"config": config, "loss_chunk_tokens": 64, "attention": attention},
+            data={"sources": ["nowhere"], "packing": packing},
+            training=training | {"max_steps": 1},
+            precision={"kind": "bf16"},
+        )
+        shape = read_recipe_shape(recipe)
+        plan = build_plan(shape, Layout(), BatchPlan(512, 2, 2, 1), recipe.precision, "none")
+        rehearsed.append(rehearse_rank(recipe, shape, plan, 0, "cuda").peak_bytes)
+        if attention == "auto":
+            assert list_attention(checked_operators) == KERNELS[family, packing]
+        facts = ModelFacts(shape)
+        candidate = replace(
+            build_template(recipe), micro_batch_size=2, gradient_accumulation_steps=2
+        )
+        load = get_pipeline(facts, Layout(), 2, 512).build_rank_load(0)
+        predicted.append(predict_memory(facts, candidate, load, NO_OVERHEAD).live)
+    assert predicted[0] == pytest.approx(rehearsed[0], rel=0.1)
+    assert rehearsed[1] - rehearsed[0] == pytest.approx(predicted[1] - predicted[0], rel=0.2)
 
 
 def test_adapters_of_a_quantised_base_take_a_step() -> None:

@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[3] / "docs/cuda.md"
 SHARDED = Layout(dp_shard=2, zero_stage=3)
 CASES: dict[str, Case] = {
     "one GPU": Case(Layout()),
+    "packed documents, bf16": Case(Layout(), kind="bf16", has_documents=True),
     "DDP": Case(Layout(dp_replicate=2)),
     "ZeRO-1": Case(Layout(dp_shard=2, zero_stage=1)),
     "ZeRO-3": Case(SHARDED),
@@ -30,6 +31,9 @@ CASES: dict[str, Case] = {
         Layout(cp=2, cp_method="all_gather"), has_documents=True
     ),
     "cp Ulysses": Case(Layout(cp=2, cp_method="ulysses")),
+    "cp Ulysses, packed documents, bf16": Case(
+        Layout(cp=2, cp_method="ulysses"), kind="bf16", has_documents=True
+    ),
     "pp 1F1B": Case(Layout(pp=2, schedule="1f1b")),
     "pp ZB-H1": Case(Layout(pp=2, schedule="zb_h1")),
     "experts, bf16": Case(Layout(), model="qwen3_moe", kind="bf16"),

@@ -265,11 +265,11 @@ def test_blocks_of_a_kind_share_one_graph(has_dropout: bool) -> None:
 @pytest.mark.parametrize(
     ("case", "attention", "message"),
     [
-        ("llama", "auto", "fused kernels"),
+        ("llama", "auto", "sdpa (causal order)"),
         ("llama", "explicit", "as configured"),
-        ("gemma2", "auto", "do not support a soft cap"),
-        ("mistral-window", "auto", "windows of 7 tokens"),
-        ("gpt2", "auto", "do not support our dropout"),
+        ("gemma2", "auto", "a soft cap (50)"),
+        ("mistral-window", "auto", "a window of 7 tokens"),
+        ("gpt2", "auto", "no kernel has our dropout by token"),
     ],
 )
 def test_the_attention_implementation_is_logged_once(
@@ -277,6 +277,6 @@ def test_the_attention_implementation_is_logged_once(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="shardwright"):
         decoder = build(case, attention=attention)
-        decoder(draw_tokens(decoder))
-        decoder(draw_tokens(decoder))
+        for _ in range(2):
+            decoder(draw_tokens(decoder), dropout=DropoutKey(0, 0, torch.tensor([0, 1])))
     assert [message in record.getMessage() for record in caplog.records] == [True]

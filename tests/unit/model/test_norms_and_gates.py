@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.architecture import Activation
-from shardwright.model.mlp import ACTIVATION_FUNCTIONS, apply_gate
+from shardwright.model.mlp import ACTIVATION_FUNCTIONS, apply_clamped_gate, apply_gate
 from shardwright.model.norms import RMSNorm
 
 
@@ -62,6 +62,32 @@ def test_gate_and_its_gradients(activation: Activation) -> None:
     torch.testing.assert_close(
         gradients,
         torch.autograd.grad(expected, (first, second), output_gradient),
+        rtol=1e-12,
+        atol=1e-14,
+    )
+
+
+def test_clamped_gate_and_its_gradients_save_only_the_projections() -> None:
+    projections = (3 * torch.randn(6, 10, dtype=torch.float64)).requires_grad_()
+    gate = projections[..., ::2]
+    up = projections[..., 1::2]
+    limit = 2.0
+    gain = 1.7
+    assert (gate > limit).any()
+    assert (up.abs() > limit).any()
+    bounded = gate.clamp(max=limit)
+    expected = bounded * torch.sigmoid(gain * bounded) * (up.clamp(-limit, limit) + 1)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor.untyped_storage().data_ptr()) or tensor, lambda x: x
+    ):
+        got = apply_clamped_gate(gate, up, limit, gain)
+    assert set(saved) == {projections.untyped_storage().data_ptr()}
+    torch.testing.assert_close(got, expected)
+    output_gradient = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, projections, output_gradient),
+        torch.autograd.grad(expected, projections, output_gradient),
         rtol=1e-12,
         atol=1e-14,
     )

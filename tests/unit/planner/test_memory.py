@@ -90,13 +90,14 @@ def test_a_layers_activations_are_the_tensors_that_its_operations_save(name: str
         None,
         num_tokens=TOKENS,
         dropout=None,
-        has_explicit_attention=False,
         cache=None,
     )
     shared = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
     shared |= {table.untyped_storage().data_ptr() for pair in context.rope_tables for table in pair}
     shared |= {
-        mask.untyped_storage().data_ptr() for mask in context.masks.values() if mask is not None
+        kernel.mask.untyped_storage().data_ptr()
+        for kernel in context.kernels.values()
+        if kernel.mask is not None
     }
     saved: dict[int, torch.UntypedStorage] = {}
 

@@ -145,6 +145,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         gradient_accumulation_steps=case.steps,
         recompute=case.recompute,
         has_fused_norms=False,  # a rehearsal runs as the CPU does
+        has_masked_kernels=False,
     )
     load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(0)
     predicted = predict_memory(facts, candidate, load, NO_OVERHEAD)

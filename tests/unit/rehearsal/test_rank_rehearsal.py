@@ -42,12 +42,15 @@ def make_recipe(**sections: Any) -> Recipe:
     )
 
 
-def predict_live_bytes(**sections: Any) -> float:
+def predict_live_bytes(*, has_masked_kernels: bool = False, **sections: Any) -> float:
     """Predict the bytes of the same step by the planner's formulas."""
     recipe = make_recipe(**sections)
     facts = get_model_facts(read_recipe_shape(recipe))
     candidate = replace(
-        build_template(recipe), micro_batch_size=ROWS, gradient_accumulation_steps=2
+        build_template(recipe),
+        micro_batch_size=ROWS,
+        gradient_accumulation_steps=2,
+        has_masked_kernels=has_masked_kernels,
     )
     load = get_pipeline(facts, Layout(), 2, TOKENS).build_rank_load(0)
     return predict_memory(facts, replace(candidate, layout=Layout()), load, Efficiency()).live
@@ -72,7 +75,7 @@ def test_packed_rows_need_a_mask() -> None:
     )
 
 
-def test_the_planner_adds_the_bytes_of_the_mask_and_of_repeated_keys_on_cuda() -> None:
+def test_the_planner_adds_the_bytes_of_a_dense_mask_and_of_repeated_keys() -> None:
     packing = {"sources": ["nowhere"], "packing": "documents"}
     rehearsed_bytes = rehearse(data=packing).peak_bytes - rehearse().peak_bytes
     predicted_bytes = predict_live_bytes(data=packing) - predict_live_bytes()
@@ -87,6 +90,11 @@ def test_the_planner_adds_the_bytes_of_the_mask_and_of_repeated_keys_on_cuda() -
     )
     assert predicted_bytes - repeated_bytes == pytest.approx(rehearsed_bytes, rel=0.1)
     assert repeated_bytes > rehearsed_bytes, "without shared keys the test proves nothing"
+    added_bytes = predict_live_bytes(has_masked_kernels=True, data=packing) - predict_live_bytes(
+        has_masked_kernels=True
+    )
+    rotary_bytes = 2 * TOKENS * (shape.ropes[0].rotary_dim // 2) * torch.float32.itemsize
+    assert added_bytes == pytest.approx((ROWS - 1) * rotary_bytes)  # no mask
 
 
 def test_a_frozen_reference_doubles_the_weights_and_runs_first() -> None:

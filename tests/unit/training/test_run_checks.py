@@ -124,6 +124,23 @@ def test_a_run_with_short_rows_has_equal_losses_with_fewer_tokens(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize(
+    ("attention", "sections", "ranks", "message"),
+    [
+        ("flex", {}, 1, "no backward pass of FlexAttention on cpu"),
+        ("varlen", {}, 1, "no kernel on cpu"),
+        ("sdpa", {"layout": {"cp": 2, "cp_method": "ring"}}, 2, "layout.cp_method: ulysses"),
+    ],
+)
+def test_an_attention_kernel_that_cannot_be_used_is_an_error_before_the_run(
+    tmp_path: Path, attention: str, sections: dict[str, Any], ranks: int, message: str
+) -> None:
+    recipe = build_recipe(tmp_path, model={"attention": attention}, **sections)
+    with pytest.raises(RecipeError, match=message) as error:
+        validate_run(recipe, ranks)
+    assert error.value.field == "model.attention"
+
+
 def test_an_adapter_rank_beyond_the_matrix_is_reported(tmp_path: Path) -> None:
     for rank, num_warnings in ((4, 0), (9, 1)):
         train(

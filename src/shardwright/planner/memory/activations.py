@@ -36,7 +36,11 @@ from shardwright.planner.backward_peak import (
 )
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.engine_model import BlockBytes
-from shardwright.planner.memory.attention_activations import compute_attention_bytes, is_masked
+from shardwright.planner.memory.attention_activations import (
+    choose_planned_kernel,
+    compute_attention_bytes,
+    has_dense_mask,
+)
 from shardwright.planner.model_costs import LayerKind, ModelFacts
 
 
@@ -68,6 +72,8 @@ def get_layer_activations(
         candidate.precision,
         candidate.document_tokens,
         candidate.flash_attention,
+        candidate.attention,
+        candidate.has_masked_kernels,
         candidate.has_fused_norms,
         candidate.compile,
         candidate.adapted_roles,
@@ -162,7 +168,7 @@ def _build_block_tensors(
     inner = rows * width / layout.tp * size
     heads = shape.num_heads / layout.tp
     scores = 0.0
-    if shape.attention_soft_cap is not None or not candidate.flash_attention:
+    if choose_planned_kernel(facts, candidate, kind.shape.window) == "explicit":
         # Gradients of the fp32 weights, before and after the softmax. The weights in the
         # compute precision are freed by then.
         scores = tokens * heads * candidate.sequence_length * (2 * max(size, 4) - size)
@@ -239,7 +245,7 @@ def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float
     )
     masks = 0.0
     for window in {layer.window for layer in shape.layers}:
-        if is_masked(candidate, window):
+        if has_dense_mask(facts, candidate, window):
             masks += (
                 rows
                 * (tokens / candidate.micro_batch_size)

@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.architecture.attention_kernel import (
+    AttentionKernelName,
+    AttentionNeeds,
+    KernelSupport,
+    choose_attention_kernel,
+    find_flash_limit,
+)
 from shardwright.layout.context_method import ContextMethod, choose_context_method
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import LayerKind, ModelFacts
@@ -26,11 +33,46 @@ def resolve_context_method(facts: ModelFacts, candidate: Candidate) -> ContextMe
     ).method
 
 
-def is_masked(candidate: Candidate, window: int | None) -> bool:
-    """Return True if attention needs a mask: of documents, or of a sliding window."""
-    return candidate.document_tokens is not None or (
+def choose_planned_kernel(
+    facts: ModelFacts, candidate: Candidate, window: int | None
+) -> AttentionKernelName:
+    """Return the attention kernel of layers with a window, by the decoder's rule.
+
+    Ranks that share rows compute tiles with other kernels, which add sinks to their results.
+    """
+    shape = facts.shape
+    has_tiles = candidate.layout.cp > 1 and not (
+        candidate.has_masked_kernels and resolve_context_method(facts, candidate) == "ulysses"
+    )
+    needs = AttentionNeeds(
+        window=window if window is not None and window < candidate.sequence_length else None,
+        is_packed=candidate.document_tokens is not None,
+        soft_cap=shape.attention_soft_cap,
+        has_sinks=shape.attention_sinks and not has_tiles,
+    )
+    if not candidate.flash_attention:
+        return "explicit"
+    if has_tiles or not candidate.has_masked_kernels:
+        return choose_attention_kernel(needs, _NO_MASKED_KERNELS).kernel
+    dtype = {"fp64": "float64", "fp32": "float32", "fp16": "float16"}.get(
+        candidate.precision, "bfloat16"
+    )
+    support = KernelSupport(
+        find_flash_limit(dtype, shape.head_dim),
+        "no float64" if dtype == "float64" else None,
+    )
+    return choose_attention_kernel(needs, support, candidate.attention).kernel
+
+
+_NO_MASKED_KERNELS = KernelSupport("not on this device", "not on this device")
+
+
+def has_dense_mask(facts: ModelFacts, candidate: Candidate, window: int | None) -> bool:
+    """Return True if attention has a dense mask: of documents, or of a sliding window."""
+    is_masked = candidate.document_tokens is not None or (
         window is not None and window < candidate.sequence_length
     )
+    return is_masked and choose_planned_kernel(facts, candidate, window) in ("sdpa", "explicit")
 
 
 @dataclass(frozen=True)
@@ -58,7 +100,7 @@ def compute_attention_bytes(
     queries = shape.query_width / tp
     keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
     heads = shape.num_heads / tp
-    has_mask = is_masked(candidate, kind.shape.window)
+    has_mask = has_dense_mask(facts, candidate, kind.shape.window)
     # The only CUDA kernel that takes a mask does not support grouped heads: keys and values
     # are repeated to Q.
     attended_keys = queries if has_mask else keys
@@ -77,7 +119,10 @@ def compute_attention_bytes(
     matmul_results = (2 * queries + 2 * keys) * size + 4 * heads
     saved *= tokens
     matmul_results *= tokens
-    if shape.attention_soft_cap is not None or not candidate.flash_attention:
+    kernel = choose_planned_kernel(facts, candidate, kind.shape.window)
+    if kernel == "flex" and shape.attention_sinks:
+        saved += tokens * (queries * size + 2 * 4 * heads)
+    if kernel == "explicit":
         scores = tokens * heads * candidate.sequence_length
         # Weights in fp32 and cast, keys repeated. `selective` saves the results of both
         # matmuls too.

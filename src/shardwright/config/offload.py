@@ -1,0 +1,40 @@
+"""Recipe section of offloading: state that is moved to host memory or to disk."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shardwright.config.recipe_section import LocalFolderText, RecipeSection
+
+OffloadTier = Literal["none", "host", "disk"]
+
+
+class OffloadSection(RecipeSection):
+    """Optimizer states in host memory or on disk instead of in device memory. The results are
+    the same bits; docs/offload.md has the memory, the transfers and the requirements."""
+
+    optimizer: OffloadTier = "none"
+    """Tier of the optimizer's moments between updates: `none` is the device; `host` in host
+    memory (pinned with CUDA); `disk` in a scratch file per rank. They are moved to the device
+    in buckets, beside the update of other buckets."""
+    dir: LocalFolderText | None = None
+    """Folder on a local disk for the scratch files of `disk`; default the run folder. The files
+    have no name, and the operating system removes them when the run ends, however it ends."""
+    buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = 64 * 2**20
+    """Size of a staging buffer, and so of a bucket of state: a multiple of 4096. `disk` has
+    three in host memory per rank; with CUDA three more are in device memory."""
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> OffloadSection:
+        if self.dir is not None and self.optimizer != "disk":
+            raise ValueError(f"`dir` is for `optimizer: disk`, not {self.optimizer}")
+        if self.buffer_bytes % 4096:
+            raise ValueError("`buffer_bytes` must be a multiple of 4096, the unit of direct I/O")
+        return self
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if anything is offloaded."""
+        return self.optimizer != "none"

@@ -1,0 +1,212 @@
+"""Store in a scratch file: direct I/O with a reader thread, a writer thread and staging buffers.
+
+The file has no name: the operating system removes it when the process ends, however it ends, so
+it is never taken for state. Its blocks are reserved before training starts. Reads and writes
+bypass the page cache, which would take the memory that offloading is to save and copy every
+byte once more. Checkpoints read and write it through a mapping, without a second copy in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.disk import LOCAL_DISK, Disk
+from shardwright.errors import OffloadFailed
+from shardwright.offload.state_buckets import PAGE_BYTES, StateBucket
+from shardwright.offload.store import Swap, TransferCounts
+from shardwright.units import format_bytes
+
+logger = logging.getLogger("shardwright")
+
+NUM_BUFFERS = 3
+"""Staging buffers: one is read, one updated, one written."""
+
+
+class DiskStore:
+    """Segments in one scratch file of a local disk."""
+
+    tier: Literal["host", "disk"] = "disk"
+
+    def __init__(
+        self,
+        folder: Path,
+        segment_bytes: Sequence[int],
+        buffer_bytes: int,
+        *,
+        num_buffers: int = NUM_BUFFERS,
+        is_pinned: bool = False,
+        disk: Disk = LOCAL_DISK,
+    ) -> None:
+        """Reserve the file's blocks, which read as zeros.
+
+        Raises:
+            OffloadFailed: the folder cannot be written, or has not enough free space.
+        """
+        self.counts = TransferCounts()
+        self.num_buffers = num_buffers
+        self._folder = folder
+        self._disk = disk
+        self._offsets = [0, *accumulate(segment_bytes)]
+        self._descriptor = self._create_file()
+        self._map: mmap.mmap | None = None
+        self._free: SimpleQueue[Tensor | None] = SimpleQueue()
+        for _ in range(num_buffers):
+            self._free.put(_allocate_buffer(buffer_bytes, is_pinned=is_pinned))
+        self._buffers: dict[int, Tensor] = {}
+        """Staging buffers of open swaps, by bucket."""
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
+        self._writes: dict[int, Future[None]] = {}
+        """Last write of each bucket, until it is known to have ended."""
+
+    def _create_file(self) -> int:
+        num_bytes = self._offsets[-1]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor = self._disk.create_scratch(self._folder)
+            if num_bytes:
+                self._disk.reserve(descriptor, num_bytes)
+        except OSError as error:
+            free = ""
+            if self._folder.is_dir():
+                status = os.statvfs(self._folder)
+                free = f"; {format_bytes(status.f_bavail * status.f_frsize)} are free"
+            raise OffloadFailed(
+                f"offload.dir: {format_bytes(num_bytes)} of scratch space cannot be reserved in "
+                f"{self._folder}: {error.strerror or error}{free}. Free space, or choose another "
+                "folder"
+            ) from error
+        if not self._disk.bypass_cache(descriptor, True):
+            logger.warning(
+                "offload.dir: the file system of %s has no direct I/O: transfers go through the "
+                "page cache, which takes host memory and time",
+                self._folder,
+            )
+        return descriptor
+
+    def swap_in(self, index: int, bucket: StateBucket) -> Swap:
+        """Start to read a bucket into a staging buffer, as soon as one is free."""
+        self._unmap()
+        pending_write = self._writes.pop(index, None)
+        return Swap(index, bucket, self._reader.submit(self._read, index, bucket, pending_write))
+
+    def swap_out(self, swap: Swap, ready_event: torch.cuda.Event | None = None) -> None:
+        """Start to write a bucket; its staging buffer is free again when it has been written."""
+        buffer = self._buffers.pop(swap.index)
+        self._writes[swap.index] = self._writer.submit(
+            self._write, buffer, swap.bucket, ready_event
+        )
+
+    def release(self, swap: Swap) -> None:
+        """Free the staging buffer of a bucket that has not changed."""
+        swap.parts.result()
+        self._free.put(self._buffers.pop(swap.index))
+
+    def view_segment(self, segment: int) -> Tensor:
+        """Return the bytes of a segment in a mapping of the file."""
+        self._wait_for_writes()
+        if self._map is None:
+            self._map = mmap.mmap(self._descriptor, self._offsets[-1])
+        start, end = self._offsets[segment : segment + 2]
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=end - start)
+
+    def close(self) -> None:
+        """Discard the content: stop the threads and free file and buffers."""
+        self._free.put(None)  # a reader that waits for a buffer ends
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown(wait=True, cancel_futures=True)
+        self._map = None
+        if self._descriptor >= 0:
+            self._disk.close(self._descriptor)
+            self._descriptor = -1
+
+    def _wait_for_writes(self) -> None:
+        writes, self._writes = self._writes, {}
+        for write in writes.values():
+            write.result()
+
+    def _unmap(self) -> None:
+        """Write the mapping's changes and drop its pages from memory."""
+        if self._map is not None:
+            self._attempt("written", self._map.flush)
+            self._map = None
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _read(
+        self, index: int, bucket: StateBucket, pending_write: Future[None] | None
+    ) -> list[Tensor]:
+        """Read a bucket, on the reader thread."""
+        if pending_write is not None:
+            pending_write.result()
+        buffer = self._free.get()
+        if buffer is None:
+            raise OffloadFailed("the store was closed")
+        self._buffers[index] = buffer
+        parts = _split_buffer(buffer, bucket)
+        start_seconds = time.perf_counter()
+        for part, place in zip(parts, bucket.ranges, strict=True):
+            position = self._offsets[place.segment] + place.offset_bytes
+            data = part.numpy().data
+            self._attempt("read", partial(self._disk.read_at, self._descriptor, data, position))
+            self.counts.read_bytes += place.num_bytes
+        self.counts.busy_seconds += time.perf_counter() - start_seconds
+        return parts
+
+    def _write(
+        self, buffer: Tensor, bucket: StateBucket, ready_event: torch.cuda.Event | None
+    ) -> None:
+        """Write a bucket, on the writer thread."""
+        try:
+            if ready_event is not None:
+                ready_event.synchronize()
+            start_seconds = time.perf_counter()
+            for part, place in zip(_split_buffer(buffer, bucket), bucket.ranges, strict=True):
+                position = self._offsets[place.segment] + place.offset_bytes
+                data = part.numpy().data
+                self._attempt(
+                    "written", partial(self._disk.write_at, self._descriptor, data, position)
+                )
+                self.counts.written_bytes += place.num_bytes
+            self.counts.busy_seconds += time.perf_counter() - start_seconds
+        finally:
+            self._free.put(buffer)
+
+    def _attempt(self, verb: str, operation: Callable[[], None]) -> None:
+        """Run a file operation; raise one error that names the folder."""
+        try:
+            operation()
+        except OSError as error:
+            raise OffloadFailed(
+                f"offload.dir: the scratch file in {self._folder} could not be {verb}: "
+                f"{error.strerror or error}. The last checkpoint is intact: resume from it"
+            ) from error
+
+
+def _split_buffer(buffer: Tensor, bucket: StateBucket) -> list[Tensor]:
+    return [
+        buffer[place.buffer_bytes : place.buffer_bytes + place.num_bytes] for place in bucket.ranges
+    ]
+
+
+def _allocate_buffer(num_bytes: int, *, is_pinned: bool) -> Tensor:
+    """Allocate a buffer that begins on a page, as direct I/O requires."""
+    if is_pinned:
+        memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+        start = -memory.data_ptr() % PAGE_BYTES
+        return memory[start : start + num_bytes]
+    # numpy keeps the mapping alive; torch keeps the array.
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=np.uint8))

@@ -1,0 +1,286 @@
+"""Optimizer whose moments are in a store between updates, and pass through it bucket by bucket.
+
+While one bucket is updated, the next ones are swapped in and the last ones swapped out. The
+update is that of the optimizer itself, on pieces of parameters, so the bits are those of a run
+whose moments stay on the device. Parameters, which are the fp32 master weights, and gradients
+stay where they are (docs/decisions/0078-offloaded-optimizer.md).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.config.offload import OffloadSection
+from shardwright.offload.device_buffers import DeviceBuffers
+from shardwright.offload.disk_store import DiskStore
+from shardwright.offload.state_buckets import (
+    BucketPiece,
+    OffloadedParameter,
+    StateBucket,
+    StatePartition,
+    partition_state,
+)
+from shardwright.offload.store import HostStore, Store, Swap, TransferCounts, wait_for_parts
+from shardwright.optim.sharded_optimizer import (
+    Moment,
+    ParameterPiece,
+    PiecewiseOptimizer,
+    ShardedModel,
+    ShardedOptimizer,
+    get_local_tensor,
+)
+from shardwright.optim.state import get_rule
+from shardwright.units import format_bytes
+
+
+class OffloadedOptimizer(ShardedOptimizer):
+    """Optimizer of the recipe with its moments in a store.
+
+    Groups, learning rate and hooks are used as those of any optimizer. Step counts stay here.
+    """
+
+    def __init__(
+        self,
+        optimizer: PiecewiseOptimizer,
+        model: ShardedModel,
+        create_store: Callable[[StatePartition], Store],
+        *,
+        buffer_bytes: int,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            optimizer: Optimizer that has taken no step; it keeps no state.
+            model: How the parameters are sharded.
+            create_store: Function from the partition of this rank's state to a store of zeros.
+            buffer_bytes: Size of a bucket. One matrix may need more (Adafactor: all its state).
+            device: Device of parameters and gradients.
+        """
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        super().__init__(optimizer.param_groups, {}, model)
+        self.rule = get_rule(optimizer)
+        self.optimizer: PiecewiseOptimizer = optimizer
+        self.device = device
+        self._members = {
+            name: (parameter, group)
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        self._partition = partition_state(
+            [self._describe(name) for name in self._members],
+            buffer_bytes if optimizer.is_divisible else 1 << 62,
+        )
+        for parameter, group in self._members.values():
+            self.state[parameter]["step"] = optimizer.create_step_count(parameter, group)
+        self._step_counts = self._create_step_counts()
+        self._store = create_store(self._partition)
+        self._device_buffers = (
+            DeviceBuffers(self._partition.max_bucket_bytes, device)
+            if device.type == "cuda"
+            else None
+        )
+        self._swaps: deque[Swap] = deque()
+        """Open swaps, in the order in which they will be used."""
+
+    @property
+    def tier(self) -> str:
+        """Tier of the store: host or disk."""
+        return self._store.tier
+
+    @property
+    def counts(self) -> TransferCounts:
+        """Bytes and times of all transfers so far."""
+        return self._store.counts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state of this rank in the store."""
+        return self._partition.num_bytes
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets of this rank's state."""
+        return len(self._partition.buckets)
+
+    def _describe(self, name: str) -> OffloadedParameter:
+        parameter, group = self._members[name]
+        local = get_local_tensor(parameter.detach())
+        return OffloadedParameter(
+            name,
+            local.numel(),
+            self.optimizer.get_row_length(parameter, group),
+            self.optimizer.list_state(parameter, group),
+            is_divisible=self.optimizer.is_divisible and local.is_contiguous(),
+        )
+
+    def _create_step_counts(self) -> dict[tuple[str, int], Tensor]:
+        """Return a step count per piece; the first piece has that of the parameter's state."""
+        counts = {}
+        for bucket in self._partition.buckets:
+            for piece in bucket.pieces:
+                count = self.state[self._members[piece.name][0]]["step"]
+                counts[piece.name, piece.first_row] = (
+                    count if piece.first_row == 0 else count.clone()
+                )
+        return counts
+
+    def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Do nothing: the store begins with zeros."""
+
+    def moments(self, parameter: Tensor) -> dict[str, Moment]:
+        """Return views of the store, valid until the next step.
+
+        Reading them saves, and writing into them loads, without a copy of the state in memory.
+        """
+        self._close_swaps()
+        name = self.parameter_names[parameter]
+        if self._device_buffers is not None:
+            torch.cuda.current_stream(self.device).synchronize()
+        tensors = {}
+        for (owner, key), place in self._partition.tensors.items():
+            if owner == name:
+                segment = self._store.view_segment(place.segment)
+                part = segment[place.offset_bytes : place.offset_bytes + place.spec.num_bytes]
+                tensors[key] = part.view(place.spec.dtype).view(place.spec.shape)
+        described = self.optimizer.describe_moments(parameter, tensors)
+        return {
+            key: Moment(moment.tensor, name, moment.shape, moment.boxes, is_offloaded=True)
+            for key, moment in described.items()
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter, bucket by bucket. Collective if the optimizer's step is."""
+        assert closure is None
+        for (name, first_row), count in self._step_counts.items():
+            if first_row:
+                count.copy_(self.state[self._members[name][0]]["step"])
+        order = [
+            index
+            for index, bucket in enumerate(self._partition.buckets)
+            if any(self._is_updated(piece.name) for piece in bucket.pieces)
+        ]
+        for bucket, parts in self._stream_buckets(order):
+            self.optimizer.update_pieces(
+                [
+                    self._build_piece(piece, parts)
+                    for piece in bucket.pieces
+                    if self._is_updated(piece.name)
+                ]
+            )
+        self.optimizer.finish_update()
+
+    def _is_updated(self, name: str) -> bool:
+        parameter, group = self._members[name]
+        return parameter.grad is not None or self.optimizer.is_updated_without_gradient(group)
+
+    def _build_piece(self, piece: BucketPiece, parts: Sequence[Tensor]) -> ParameterPiece:
+        parameter, group = self._members[piece.name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        local = get_local_tensor(parameter.detach())
+        gradient = get_local_tensor(parameter.grad)
+        state: dict[str, Any] = {key: view.read(parts) for key, view in piece.views.items()}
+        state["step"] = self._step_counts[piece.name, piece.first_row]
+        first_element = None
+        if piece.num_rows is not None:
+            rows = slice(piece.first_row, piece.first_row + piece.num_rows)
+            shape = (-1,) if piece.row_length == 1 else (-1, piece.row_length)
+            local = local.view(shape)[rows]
+            gradient = gradient.reshape(shape)[rows]
+            first_element = piece.first_row * piece.row_length
+        return ParameterPiece(piece.name, local, gradient, state, group, first_element)
+
+    def _stream_buckets(self, order: list[int]) -> Iterator[tuple[StateBucket, list[Tensor]]]:
+        """Yield buckets with their parts where the update runs; swap each out when it is done.
+
+        The first buckets of the next step are swapped in at the end of this one.
+        """
+        if [swap.index for swap in self._swaps] != order[: len(self._swaps)]:
+            self._close_swaps()  # other parameters have gradients than in the step before
+        if self._device_buffers is not None:
+            self._device_buffers.begin_step()
+        num_requested = len(self._swaps)
+        for _ in order:
+            while num_requested < len(order) and len(self._swaps) < self._store.num_buffers:
+                self._request(order[num_requested])
+                num_requested += 1
+            swap = self._swaps.popleft()
+            parts = wait_for_parts(self._store, swap)
+            if self._device_buffers is None:
+                yield swap.bucket, parts
+                self._store.swap_out(swap)
+            else:
+                device_parts = self._device_buffers.copy_in(swap.bucket, parts)
+                yield swap.bucket, device_parts
+                self._store.swap_out(swap, self._device_buffers.copy_out(device_parts, parts))
+        if self._device_buffers is not None:
+            self._device_buffers.end_step()
+        if self._store.tier == "disk":
+            for index in order[: self._store.num_buffers]:
+                self._request(index)
+
+    def _request(self, index: int) -> None:
+        self._swaps.append(self._store.swap_in(index, self._partition.buckets[index]))
+
+    def _close_swaps(self) -> None:
+        """Give up the swaps that were begun for the next step."""
+        while self._swaps:
+            self._store.release(self._swaps.popleft())
+
+    def close(self) -> None:
+        """Discard the state and free the store. No step may follow."""
+        self._swaps.clear()
+        self._store.close()
+
+
+def offload_optimizer(
+    optimizer: torch.optim.Optimizer,
+    section: OffloadSection,
+    model: ShardedModel,
+    *,
+    device: torch.device,
+    default_folder: Path,
+) -> OffloadedOptimizer:
+    """Move the states of an optimizer that has taken no step to the section's tier.
+
+    Args:
+        default_folder: Folder of the scratch file if the section names none.
+
+    Raises:
+        OffloadFailed: the disk has not enough space, or cannot be written.
+    """
+
+    def create_store(partition: StatePartition) -> Store:
+        is_pinned = device.type == "cuda"
+        if section.optimizer == "host":
+            return HostStore.allocate(partition.segment_bytes, is_pinned=is_pinned)
+        return DiskStore(
+            default_folder if section.dir is None else Path(section.dir),
+            partition.segment_bytes,
+            partition.max_bucket_bytes,
+            is_pinned=is_pinned,
+        )
+
+    piecewise: Any = optimizer
+    return OffloadedOptimizer(
+        piecewise, model, create_store, buffer_bytes=section.buffer_bytes, device=device
+    )
+
+
+def describe_offload(optimizer: OffloadedOptimizer, device: torch.device) -> str:
+    """Describe in one line where a rank's moments are and what moves."""
+    place = "host memory" if optimizer.tier == "host" else "a scratch file"
+    line = (
+        f"offload: {format_bytes(optimizer.num_bytes)} of optimizer states of this rank are in "
+        f"{place}, in {optimizer.num_buckets} buckets"
+    )
+    if optimizer.tier == "host" and device.type == "cpu":
+        return f"{line}; the device is the CPU, so its memory is the host's and nothing moves"
+    return line

@@ -1,0 +1,127 @@
+"""Stores: memory of a slower tier that is moved in and out by buckets, asynchronously.
+
+`HostStore` is host memory, `DiskStore` (`disk_store.py`) a scratch file. Words as in operating
+systems: *swap in* is from the store to where it is used, *swap out* back to the store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.offload.state_buckets import StateBucket
+
+
+@dataclass
+class TransferCounts:
+    """Bytes moved to and from a store, and the time that training waited for them."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    waiting_seconds: float = 0.0
+    """Time of the training thread; transfers beside it are not included."""
+    busy_seconds: float = 0.0
+    """Time of the store's threads in transfers."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A bucket that is being swapped in, or that has been."""
+
+    index: int
+    bucket: StateBucket
+    parts: Future[list[Tensor]]
+    """Bytes of the bucket's ranges in host memory; views of the store, or of a staging buffer."""
+
+
+class Store(Protocol):
+    """Bytes in segments. One thread calls all methods."""
+
+    tier: Literal["host", "disk"]
+    counts: TransferCounts
+    num_buffers: int
+    """Swaps that may be open at the same time: a further one begins when one is closed."""
+
+    def swap_in(self, index: int, bucket: StateBucket) -> Swap:
+        """Start to bring a bucket to host memory."""
+        ...
+
+    def swap_out(self, swap: Swap, ready_event: torch.cuda.Event | None = None) -> None:
+        """Start to write a bucket back, once the event is reached, and close the swap."""
+        ...
+
+    def release(self, swap: Swap) -> None:
+        """Close the swap of a bucket that has not changed."""
+        ...
+
+    def view_segment(self, segment: int) -> Tensor:
+        """Return the bytes of a segment, for reading and writing, valid until the next swap.
+
+        Waits for all pending writes. No swap may be open.
+        """
+        ...
+
+    def close(self) -> None:
+        """Discard the content and free everything."""
+        ...
+
+
+def wait_for_parts(store: Store, swap: Swap) -> list[Tensor]:
+    """Wait until a bucket has arrived in host memory and count the time."""
+    start_seconds = time.perf_counter()
+    parts = swap.parts.result()
+    store.counts.waiting_seconds += time.perf_counter() - start_seconds
+    return parts
+
+
+@dataclass
+class HostStore:
+    """Host memory, pinned if the device is a GPU, so that copies run beside computation.
+
+    Segments are used where they are; nothing is copied in host memory.
+    """
+
+    segments: list[Tensor]
+    tier: Literal["host", "disk"] = "host"
+    num_buffers: int = 1 << 30
+    counts: TransferCounts = field(default_factory=TransferCounts)
+
+    @classmethod
+    def allocate(cls, segment_bytes: Sequence[int], *, is_pinned: bool) -> HostStore:
+        """Allocate zeros. PyTorch rounds each pinned segment up to a power of two."""
+        return cls(
+            [torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned) for size in segment_bytes]
+        )
+
+    def swap_in(self, index: int, bucket: StateBucket) -> Swap:
+        """Return the bucket, which is in host memory already."""
+        parts: Future[list[Tensor]] = Future()
+        parts.set_result(
+            [
+                self.segments[part.segment][part.offset_bytes : part.offset_bytes + part.num_bytes]
+                for part in bucket.ranges
+            ]
+        )
+        self.counts.read_bytes += bucket.num_bytes
+        return Swap(index, bucket, parts)
+
+    def swap_out(self, swap: Swap, ready_event: torch.cuda.Event | None = None) -> None:
+        """Count the bytes: updates and copies from the device have written the segments."""
+        self.counts.written_bytes += swap.bucket.num_bytes
+
+    def release(self, swap: Swap) -> None:
+        """Nothing has to be freed."""
+
+    def view_segment(self, segment: int) -> Tensor:
+        """Return a segment. Copies from a device must have ended."""
+        return self.segments[segment]
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.segments = []

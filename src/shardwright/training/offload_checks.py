@@ -1,0 +1,174 @@
+"""Checks of the recipe's `offload` section against optimizer, disk and host memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.config import Recipe
+from shardwright.errors import RecipeError
+from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
+from shardwright.layout import RankGrid, compute_local_boxes
+from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
+from shardwright.plans import Plan
+from shardwright.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_NETWORK_FILE_SYSTEMS = (
+    "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "gpfs", "beegfs", "afs", "fuse",
+)  # fmt: skip
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> None:
+    """Check, before any rank starts, that this node can hold what is offloaded.
+
+    Raises:
+        RecipeError: the optimizer has no states, or disk or host memory is too small; the message
+            has the numbers.
+    """
+    section = recipe.offload
+    if not section.is_enabled:
+        return
+    name = recipe.optimizer.name
+    has_momentum = name == "sgd" and recipe.optimizer.effective_momentum > 0.0
+    if name == "sgd" and not has_momentum:
+        raise RecipeError(
+            "sgd without momentum has no states to offload",
+            field="offload.optimizer",
+            got=section.optimizer,
+            allowed="none",
+            remedy="Remove it, or set optimizer.momentum",
+        )
+    needed_bytes = _count_node_bytes(
+        plan, trained_names, OPTIMIZER_STATE_BYTES["sgd_momentum" if has_momentum else name]
+    )
+    if section.optimizer == "disk":
+        _check_disk(_get_folder(recipe), needed_bytes)
+    else:
+        _check_host_memory(needed_bytes)
+
+
+def _get_folder(recipe: Recipe) -> Path:
+    """Return the folder of the scratch files, or its nearest parent that exists."""
+    folder = RunFolder.from_recipe(recipe).path
+    if recipe.offload.dir is not None:
+        folder = Path(recipe.offload.dir)
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _count_node_bytes(plan: Plan, trained_names: Collection[str], bytes_per_element: float) -> int:
+    """Count the bytes of the states of all ranks on this node."""
+    world_size = plan.layout.world_size
+    ranks = detect_rank_environment()
+    first_rank = 0 if ranks is None else ranks.rank - ranks.local_rank
+    num_ranks = world_size if ranks is None else count_local_ranks() or 1
+    grid = RankGrid(plan.layout)
+    num_elements = sum(
+        math.prod(length for _, length in box.local_bounds)
+        for rank in range(first_rank, min(first_rank + num_ranks, world_size))
+        for name in trained_names
+        for box in compute_local_boxes(
+            plan.placement.parameters[name], plan.layout, grid.coordinates(rank)
+        )
+    )
+    return round(num_elements * bytes_per_element)
+
+
+def _check_disk(folder: Path, needed_bytes: int) -> None:
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise RecipeError(
+            "scratch files cannot be written here",
+            field="offload.dir",
+            got=str(folder),
+            allowed="a writable folder on a local disk",
+        )
+    status = os.statvfs(folder)
+    free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes < needed_bytes:
+        raise RecipeError(
+            f"the disk of {folder} has not enough free space for the optimizer states of the "
+            "ranks of this node",
+            field="offload.dir",
+            got=f"{format_bytes(free_bytes)} free",
+            allowed=f"at least {format_bytes(needed_bytes)}",
+            remedy="Free space, or choose a folder on another disk",
+        )
+    kind = _read_file_system(folder)
+    if kind.partition(".")[0] in _NETWORK_FILE_SYSTEMS:
+        logger.warning(
+            "offload.dir: %s is on a network file system (%s): every step reads and writes %s "
+            "there. Choose a local disk",
+            folder,
+            kind,
+            format_bytes(needed_bytes),
+        )
+    elif kind in _MEMORY_FILE_SYSTEMS:
+        logger.warning(
+            "offload.dir: %s is in host memory (%s), so the states take %s of it. "
+            "`offload.optimizer: host` is faster",
+            folder,
+            kind,
+            format_bytes(needed_bytes),
+        )
+
+
+def _check_host_memory(needed_bytes: int) -> None:
+    available_bytes = read_available_memory()
+    if available_bytes is not None and available_bytes < needed_bytes:
+        raise RecipeError(
+            "this node has not enough host memory for the optimizer states of its ranks",
+            field="offload.optimizer",
+            got=f"host, with {format_bytes(available_bytes)} available",
+            allowed=f"at least {format_bytes(needed_bytes)}",
+            remedy="Use `offload.optimizer: disk`",
+        )
+
+
+def read_available_memory() -> int | None:
+    """Read how many bytes of host memory can be allocated; None where that is unknown.
+
+    The smaller of the machine's and the container's (cgroup).
+    """
+    limits = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for limit_path, usage_path in _CGROUP_FILES:
+        try:
+            limits.append(int(Path(limit_path).read_text()) - int(Path(usage_path).read_text()))
+        except (OSError, ValueError):  # no such cgroup, or the limit is `max`
+            continue
+    return min(limits, default=None)
+
+
+def _read_file_system(folder: Path) -> str:
+    """Return the type of the file system of a folder; empty if it is unknown."""
+    device = os.stat(folder).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            return rest.split()[0]
+    return ""

@@ -1,0 +1,158 @@
+"""Offloaded optimizer states under every kind of layout: after five steps weights, moments and
+step counts are those of a run whose states are resident, bit for bit, on every rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.config import Recipe
+from shardwright.data.loader import read_step_micro_batches
+from shardwright.data.sample_order import SampleOrder
+from shardwright.layout import RankGrid
+from shardwright.offload import OffloadedOptimizer
+from shardwright.optim import collect_optimizer_moments, collect_optimizer_values
+from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.training.run_checks import validate_run
+from shardwright.training.setup import build_state
+from shardwright.training.step import accumulate_gradients, update_parameters
+from tests.multiprocess.pool import RankPool
+from tests.unit.training.finished import ALPHABET
+
+NUM_STEPS = 5
+RATE = 1e-2
+DENSE: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 60, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+SPARSE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 60, "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "norm_topk_prob": True,
+}  # fmt: skip
+RULES: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw"},
+    "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
+    "adafactor": {"name": "adafactor"},
+    "muon": {"name": "muon"},
+    "sgd": {"name": "sgd", "momentum": 0.9},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero0": {"layout": {"dp_replicate": 2}},
+    "zero1": {"layout": {"dp_shard": 2, "zero_stage": 1}},
+    "zero2": {"layout": {"dp_shard": 2, "zero_stage": 2}},
+    "zero3": {"layout": {"dp_shard": 2, "zero_stage": 3}},
+    "tp2": {"layout": {"tp": 2}},
+    "cp2": {"layout": {"cp": 2}},
+    "pp2 x zero1": {"layout": {"pp": 2, "dp_shard": 2, "zero_stage": 1}},
+    "ep2": {"model": {"config": SPARSE}, "layout": {"dp_shard": 2, "ep": 2, "zero_stage": 1}},
+    "adapters": {"adapters": {"rank": 4}, "layout": {"dp_shard": 2, "zero_stage": 3}},
+    "adapters on NF4": {"adapters": {"rank": 4, "quantize": "nf4"}, "layout": {"dp_replicate": 2}},
+    "frozen": {"model": {"config": DENSE, "freeze": ["*norm.weight"]}, "layout": {"tp": 2}},
+}
+SHORT = (
+    ("zero3", "adamw"),
+    ("tp2", "muon"),
+    ("ep2", "adamw_8bit"),
+    ("pp2 x zero1", "adafactor"),
+    ("adapters on NF4", "sgd"),
+)
+"""Cells of the short suite: every optimizer, and every kind of sharding of a parameter."""
+
+
+def build_recipe(folder: Path, sections: dict[str, Any]) -> Recipe:
+    (folder / "corpus.txt").write_text(ALPHABET * 40)
+    return Recipe.model_validate(
+        {
+            "model": {"config": DENSE},
+            "tokenizer": {"kind": "character"},
+            "data": {
+                "sources": str(folder / "corpus.txt"),
+                "cache_dir": str(folder / "cache"),
+            },
+            "precision": "fp32",
+            "training": {
+                "sequence_length": 16,
+                "micro_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "max_steps": NUM_STEPS,
+                "learning_rate": RATE,
+                "weight_decay": 0.1,
+            },
+            "run": {"dir": str(folder / "run"), "device": "cpu"},
+        }
+        | sections
+    )
+
+
+def train_steps(recipe: Recipe, world_size: int) -> tuple[dict[str, Tensor], Any, int]:
+    """Return this rank's weights and moments, the optimizer's values, and its buckets."""
+    validated_run = validate_run(recipe, world_size)
+    state = build_state(validated_run, torch.device("cpu"))
+    model = state.model
+    optimizer = state.optimizer
+    plan = validated_run.plan
+    order = SampleOrder(recipe.seed, len(validated_run.data.train))
+    rank = torch.distributed.get_rank() if world_size > 1 else 0
+    data_rank = RankGrid(plan.layout).data_rank(rank)
+    for step in range(NUM_STEPS):
+        batches = read_step_micro_batches(
+            validated_run.data.train, order, plan.batch, step, data_rank
+        )
+        accumulate_gradients(model, batches, seed=0, step=step)
+        update_parameters(model, optimizer, learning_rate=RATE, max_grad_norm=1.0)
+    named = dict(model.named_parameters())
+    moments = collect_optimizer_moments(optimizer, named.items())
+    tensors = named | {key: moment.tensor for key, moment in moments.items()}
+    copies = {key: get_local_tensor(tensor.detach()).clone() for key, tensor in tensors.items()}
+    values = collect_optimizer_values(optimizer)
+    num_buckets = 0
+    if isinstance(optimizer, OffloadedOptimizer):
+        num_buckets = optimizer.num_buckets
+        optimizer.close()
+    return copies, values, num_buckets
+
+
+def find_differences(recipe: Recipe, world_size: int) -> list[str]:
+    """Train with each tier on this rank; list what differs from resident states."""
+    differences = []
+    expected, expected_values, _ = train_steps(recipe, world_size)
+    buffer_bytes = 16384 if recipe.adapters is None else 4096
+    for tier in ("host", "disk"):
+        offload = {"offload": {"optimizer": tier, "buffer_bytes": buffer_bytes}}
+        offloaded = Recipe.model_validate(recipe.model_dump(mode="json") | offload)
+        got, values, num_buckets = train_steps(offloaded, world_size)
+        if got.keys() != expected.keys() or values != expected_values:
+            differences.append(f"{tier}: names or values")
+        if num_buckets < 2 and recipe.optimizer.name != "adafactor":
+            differences.append(f"{tier}: {num_buckets} buckets")
+        differences += [
+            f"{tier}: {key}"
+            for key, tensor in expected.items()
+            if not torch.equal(tensor, got[key])
+        ]
+    return differences
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        pytest.param(name, rule, marks=[] if (name, rule) in SHORT else pytest.mark.long)
+        for name in LAYOUTS
+        for rule in RULES
+    ],
+)
+def test_five_steps_have_the_bits_of_resident_states(
+    ranks: RankPool, tmp_path: Path, name: str, rule: str
+) -> None:
+    recipe = build_recipe(tmp_path, LAYOUTS[name] | {"optimizer": RULES[rule]})
+    world_size = 4 if "pp2" in name else 2
+    validate_run(recipe, world_size)  # tokenises once
+    assert ranks.run(world_size, find_differences, recipe, world_size) == [[]] * world_size

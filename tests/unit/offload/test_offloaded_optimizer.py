@@ -1,0 +1,169 @@
+"""An optimizer whose moments are in a store computes the bits of one whose moments are resident."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.config.training import OptimizerSection
+from shardwright.offload import OffloadedOptimizer
+from shardwright.offload.disk_store import DiskStore
+from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
+from shardwright.offload.store import HostStore, Store
+from shardwright.optim import (
+    build_optimizer,
+    collect_optimizer_tensors,
+    collect_optimizer_values,
+    load_optimizer_values,
+    set_learning_rate,
+)
+from tests.unit.optim.test_sharded_optimizer import SingleProcessModel, make_parameters
+
+RULES: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw"},
+    "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
+    "adafactor": {"name": "adafactor"},
+    "muon": {"name": "muon"},
+    "sgd": {"name": "sgd"},
+    "sgd with momentum": {"name": "sgd", "momentum": 0.9},
+}
+NUM_STEPS = 5
+BUFFER_BYTES = 16384
+"""Smaller than the moments of the larger parameters, so that these are divided."""
+
+
+class Run:
+    """Parameters and an optimizer with gradients that depend on the step and the name only."""
+
+    def __init__(
+        self, rule: str, folder: Path | None = None, *, tier: str | None = None, frozen: str = ""
+    ) -> None:
+        self.parameters = make_parameters()
+        if frozen:
+            self.parameters[frozen].requires_grad_(False)
+        model = SingleProcessModel()
+        self.optimizer = build_optimizer(
+            self.parameters.items(),
+            OptimizerSection(**RULES[rule]),
+            learning_rate=0.01,
+            weight_decay=0.1,
+            model=model,
+        )
+        if tier is not None:
+
+            def create_store(partition: StatePartition) -> Store:
+                self.partition = partition
+                if tier == "host":
+                    return HostStore.allocate(partition.segment_bytes, is_pinned=False)
+                assert folder is not None
+                return DiskStore(folder, partition.segment_bytes, partition.max_bucket_bytes)
+
+            self.optimizer = OffloadedOptimizer(
+                self.optimizer,  # type: ignore[arg-type]
+                model,
+                create_store,
+                buffer_bytes=BUFFER_BYTES,
+                device=torch.device("cpu"),
+            )
+
+    def step(self, number: int, *, without: str = "") -> None:
+        for index, (name, parameter) in enumerate(self.parameters.items()):
+            generator = torch.Generator().manual_seed(100 * number + index)
+            parameter.grad = (
+                torch.randn(parameter.shape, generator=generator)
+                if parameter.requires_grad and name != without
+                else None
+            )
+        set_learning_rate(self.optimizer, 0.01 * (1 + number))
+        self.optimizer.step()
+
+    def collect(self) -> dict[str, Tensor]:
+        moments = collect_optimizer_tensors(self.optimizer, self.parameters.items())
+        return {
+            key: tensor.detach().clone()
+            for key, tensor in (*self.parameters.items(), *moments.items())
+        }
+
+    def close(self) -> None:
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            self.optimizer.close()
+
+
+def assert_same(one: Run, other: Run) -> None:
+    expected = one.collect()
+    got = other.collect()
+    assert expected.keys() == got.keys()
+    assert [key for key in expected if not torch.equal(expected[key], got[key])] == []
+    assert collect_optimizer_values(one.optimizer) == collect_optimizer_values(other.optimizer)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_moments_and_counts_are_those_of_a_resident_run(
+    tmp_path: Path, rule: str, tier: str
+) -> None:
+    resident = Run(rule)
+    offloaded = Run(rule, tmp_path, tier=tier)
+    for number in range(NUM_STEPS):
+        resident.step(number)
+        offloaded.step(number)
+    assert_same(resident, offloaded)
+    offloaded.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon", "adamw_8bit"])
+def test_states_pass_between_resident_and_offloaded_runs(tmp_path: Path, rule: str) -> None:
+    runs = [
+        Run(rule),
+        Run(rule, tmp_path, tier="disk"),
+        Run(rule, tmp_path, tier="host"),
+        Run(rule),
+    ]
+    runs[0].step(0)
+    for before, after in pairwise(runs):
+        tensors = collect_optimizer_tensors(after.optimizer, after.parameters.items())
+        with torch.no_grad():
+            for key, tensor in before.collect().items():
+                (after.parameters[key] if key in after.parameters else tensors[key]).copy_(tensor)
+        load_optimizer_values(after.optimizer, collect_optimizer_values(before.optimizer))
+        number = runs.index(after)
+        runs[0].step(number)
+        after.step(number)
+        assert_same(runs[0], after)
+    for run in runs:
+        run.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_parameter_without_gradient_keeps_its_state(tmp_path: Path, tier: str) -> None:
+    runs = [Run("adamw", frozen="norm"), Run("adamw", tmp_path, tier=tier, frozen="norm")]
+    for run in runs:
+        run.step(0)
+        run.step(1, without="embedding")
+        run.step(2)
+    assert_same(*runs)
+    runs[1].close()
+
+
+def test_buckets_fill_the_buffer_and_divide_larger_parameters(tmp_path: Path) -> None:
+    run = Run("adamw", tmp_path, tier="host")
+    buckets = run.partition.buckets
+    assert max(bucket.num_bytes for bucket in buckets) <= BUFFER_BYTES
+    divided = [bucket for bucket in buckets if bucket.pieces[0].num_rows is not None]
+    elements = {
+        name: sum(
+            bucket.pieces[0].num_rows or 0 for bucket in divided if bucket.pieces[0].name == name
+        )
+        for name in ("layers.0.up", "layers.0.down")
+    }
+    assert elements == {"layers.0.up": 96 * 64, "layers.0.down": 40 * 128}
+    places = [place for bucket in buckets for place in bucket.ranges]
+    assert all(place.offset_bytes % PAGE_BYTES == 0 for place in places)
+    assert all(place.buffer_bytes % PAGE_BYTES == 0 for place in places)
+    run.close()

@@ -1,0 +1,171 @@
+"""Runs with offloaded optimizer states: the same checkpoints, byte for byte, and refusals."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.checkpoint import background_save
+from shardwright.checkpoint.disk import Disk
+from shardwright.config import Recipe
+from shardwright.errors import OffloadFailed, RecipeError
+from shardwright.offload import disk_store
+from shardwright.training import offload_checks
+from shardwright.training.run import train
+from tests.unit.training.test_loop import build_recipe
+
+TIERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "host": {"optimizer": "host", "buffer_bytes": 8192},
+    "disk": {"optimizer": "disk", "buffer_bytes": 8192},
+}
+
+
+def build_run(folder: Path, run: str, tier: str, *, max_steps: int = 4) -> Recipe:
+    recipe = build_recipe(folder, run, max_steps=max_steps, schedule="constant")
+    return Recipe.model_validate(
+        recipe.model_dump(mode="json", exclude_unset=True)
+        | {"offload": TIERS[tier], "checkpoint": {"every_steps": 1, "keep_last": 9}}
+    )
+
+
+def read_checkpoints(folder: Path) -> dict[str, bytes]:
+    """Return the tensors of all checkpoints of a run by step."""
+    return {
+        path.parent.name: path.read_bytes()
+        for path in folder.glob("checkpoints/step-*/shard-*.safetensors")
+    }
+
+
+def test_every_tier_writes_the_same_checkpoints_and_resumes_those_of_the_others(
+    tmp_path: Path,
+) -> None:
+    train(build_run(tmp_path, "none", "none"))
+    expected = read_checkpoints(tmp_path / "none")
+    assert len(expected) == 4
+    for first, second in (("disk", "host"), ("host", "none"), ("none", "disk")):
+        folder = tmp_path / f"{first}-{second}"
+        train(build_run(tmp_path, folder.name, first, max_steps=2))
+        train(build_run(tmp_path, folder.name, second), resume=True)
+        assert read_checkpoints(folder) == expected
+
+
+def test_an_update_waits_until_a_background_save_has_written_the_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states are written from the store, which the update changes."""
+    finish = background_save.finish_save
+    events: list[str] = []
+
+    def finish_slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        result = finish(*arguments, **options)
+        events.append("saved")
+        return result
+
+    swap_out = disk_store.DiskStore.swap_out
+
+    def record(self: disk_store.DiskStore, *arguments: Any) -> None:
+        if events[-1:] != ["update"]:
+            events.append("update")
+        swap_out(self, *arguments)
+
+    monkeypatch.setattr(background_save, "finish_save", finish_slowly)
+    monkeypatch.setattr(disk_store.DiskStore, "swap_out", record)
+    train(build_run(tmp_path, "run", "disk", max_steps=3))
+    assert events == ["update", "saved"] * 3
+
+
+class FailingDisk(Disk):
+    """Disk that fails at the n-th write of a scratch file."""
+
+    def __init__(self, num_writes: int, code: int) -> None:
+        self.remaining = num_writes
+        self.code = code
+
+    def write_at(self, descriptor: int, data: memoryview, position: int) -> None:
+        self.remaining -= 1
+        if self.remaining < 0:
+            raise OSError(self.code, os.strerror(self.code))
+        super().write_at(descriptor, data, position)
+
+
+@pytest.mark.parametrize(
+    ("num_writes", "code"), [(0, errno.ENOSPC), (9, errno.EIO), (14, errno.ENOSPC)]
+)
+def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int, code: int
+) -> None:
+    train(build_run(tmp_path, "whole", "none"))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            disk_store.DiskStore.__init__,
+            "__kwdefaults__",
+            disk_store.DiskStore.__init__.__kwdefaults__ | {"disk": FailingDisk(num_writes, code)},
+        )
+        with pytest.raises(OffloadFailed, match=os.strerror(code)) as caught:
+            train(build_run(tmp_path, "run", "disk"))
+    assert str(tmp_path / "run") in str(caught.value)
+    assert "could not be written" in str(caught.value)
+    train(build_run(tmp_path, "run", "disk"), resume=True)
+    assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
+
+
+def test_no_space_to_reserve_is_an_error_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Disk, descriptor: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Disk, "reserve", refuse)
+    with pytest.raises(OffloadFailed, match=r"offload.dir: .*KiB of scratch space .* are free"):
+        train(build_run(tmp_path, "run", "disk"))
+
+
+def test_too_little_disk_or_memory_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = os.statvfs_result((4096, 4096, 10, 2, 2, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(offload_checks.os, "statvfs", lambda path: full)
+    with pytest.raises(RecipeError, match=r"8.00 KiB free; allowed: at least 31\.\d+ KiB"):
+        train(build_run(tmp_path, "disk", "disk"))
+    monkeypatch.setattr(offload_checks, "read_available_memory", lambda: 1000)
+    with pytest.raises(RecipeError, match=r"host, with .* available; allowed: at least 31"):
+        train(build_run(tmp_path, "host", "host"))
+    assert not (tmp_path / "disk").exists() or not list((tmp_path / "disk").glob("checkpoints/*"))
+
+
+def test_wrong_settings_are_refused(tmp_path: Path) -> None:
+    recipe = build_run(tmp_path, "run", "host").model_dump(mode="json", exclude_unset=True)
+    with pytest.raises(ValueError, match="`dir` is for `optimizer: disk`, not host"):
+        Recipe.model_validate(recipe | {"offload": {"optimizer": "host", "dir": "x"}})
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        Recipe.model_validate(recipe | {"offload": {"optimizer": "host", "buffer_bytes": 5000}})
+    stateless = Recipe.model_validate(recipe | {"optimizer": {"name": "sgd"}})
+    with pytest.raises(RecipeError, match="sgd without momentum has no states to offload"):
+        train(stateless)
+    here = tmp_path / "file"
+    here.touch()
+    offload = {"optimizer": "disk", "dir": str(here)}
+    with pytest.raises(RecipeError, match=r"offload.dir: scratch files cannot be written here"):
+        train(Recipe.model_validate(recipe | {"offload": offload}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("nfs4", "network file system"), ("tmpfs", "in host memory")]
+)
+def test_an_unsuitable_file_system_is_reported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(offload_checks, "_read_file_system", lambda folder: kind)
+    train(build_run(tmp_path, "run", "disk", max_steps=1))
+    assert any(words in record.getMessage() for record in caplog.records)
