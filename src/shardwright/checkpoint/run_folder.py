@@ -107,7 +107,19 @@ class RunFolder:
 
         A run that died during its first save has no checkpoint and may start again.
         """
-        return has_saved(self.checkpoints)
+        try:
+            return has_saved(self.checkpoints)
+        except CheckpointError:
+            raise
+        except Exception as error:  # every file system has its own exceptions
+            if isinstance(self.checkpoints, Path):
+                raise
+            raise CheckpointError(
+                f"checkpoints cannot be read here: {type(error).__name__}: {error}",
+                field="checkpoint.dir",
+                got=str(self.checkpoints),
+                remedy="Check the bucket's name, the credentials and their permission to read",
+            ) from error
 
     @property
     def is_started(self) -> bool:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from shardwright.checkpoint.commit import check_store
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe, dump_recipe
 from shardwright.data.source_files import ProgressOpener
@@ -74,6 +75,7 @@ def train(
     should_resume = resume or (resume_if_started and folder.is_started)
     if ranks is None or ranks.is_main_rank:
         folder.check_available(resume=should_resume)
+        check_store(folder.checkpoints)
         check_exporters(recipe.run.sinks)
     else:
         # Every rank finds the error by itself; otherwise the others would wait for the first.
