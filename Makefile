@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 TESTS  := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses 2 --dist loadscope
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test check test-all verify-all bench gpu gpu-wheels format clean
+.PHONY: help setup demo test check test-all slurm slurm-packages verify-all bench gpu gpu-wheels format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -41,6 +41,13 @@ check: $(STAMP) ## format, lint, types, layers, doctests, unit tests
 
 test-all: $(STAMP) ## everything, once: the full layout matrix, soaks and fuzzers, with new random examples
 	@$(TESTS) -p no:rerunfailures --hypothesis-profile=exploring
+
+slurm-packages: ## install Slurm for its tests, on Debian and as root; its daemons are not started
+	@apt-get update --quiet=2
+	@DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes --no-install-recommends slurm-wlm iproute2
+
+slurm: $(STAMP) ## jobs under a real Slurm of four nodes on this machine, as root: eight minutes (after make slurm-packages)
+	@$(TESTS) tests/slurm
 
 verify-all: $(STAMP) ## gradients of every layout, pair and triple of parallelisms against one process: the whole matrix
 	@$(BIN)/shardwright verify --all

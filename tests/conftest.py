@@ -33,10 +33,11 @@ def _seed_generators() -> None:
             operator.attrgetter(seed)(sys.modules[name])(0)
 
 
-SEVERAL_PROCESSES = ("tests/multiprocess/", "tests/faults/")
+SEVERAL_PROCESSES = ("tests/multiprocess/", "tests/faults/", "tests/slurm/")
 """Folders of tests that start ranks."""
 SECOND_HALF = (
     "tests/faults/",
+    "tests/slurm/",
     "tests/multiprocess/test_grid.py",
     "tests/multiprocess/test_train_command.py",
     "tests/multiprocess/test_train_experts.py",

@@ -97,6 +97,33 @@ def has_saved(root: StoragePath) -> bool:
     )
 
 
+def check_store(root: StoragePath) -> None:
+    """Check that an object store can be written to, by an object that is removed again.
+
+    A store's permissions and address are otherwise tried by the first save, hours later. Does
+    nothing for folders.
+
+    Raises:
+        CheckpointError: the store refuses or does not answer; contains its reason.
+    """
+    if isinstance(root, Path):
+        return
+    disk = get_disk(root)
+    # A save removes what is left of it if the process dies here.
+    path = root / f"{_POINTER_PREFIX}check-{secrets.token_hex(8)}"
+    try:
+        create_root(root, disk)
+        write_file(path, b"shardwright\n", disk)
+        disk.remove(path)
+    except Exception as error:  # every file system has its own exceptions
+        raise CheckpointError(
+            f"checkpoints cannot be written here: {type(error).__name__}: {error}",
+            field="checkpoint.dir",
+            got=str(root),
+            remedy="Check the bucket's name, the credentials and their permission to write",
+        ) from error
+
+
 def read_pointer(root: StoragePath, pointer: str) -> StepFolder | None:
     """Return the folder that a pointer names, existing or not; None if it is invalid."""
     if not (root / pointer).is_file():

@@ -107,7 +107,19 @@ class RunFolder:
 
         A run that died during its first save has no checkpoint and may start again.
         """
-        return has_saved(self.checkpoints)
+        try:
+            return has_saved(self.checkpoints)
+        except CheckpointError:
+            raise
+        except Exception as error:  # every file system has its own exceptions
+            if isinstance(self.checkpoints, Path):
+                raise
+            raise CheckpointError(
+                f"checkpoints cannot be read here: {type(error).__name__}: {error}",
+                field="checkpoint.dir",
+                got=str(self.checkpoints),
+                remedy="Check the bucket's name, the credentials and their permission to read",
+            ) from error
 
     @property
     def is_started(self) -> bool:
@@ -121,10 +133,20 @@ class RunFolder:
     def check_available(self, *, resume: bool) -> None:
         """Check that the folder may be used; write nothing.
 
+        Raises:
+            InputError: A run exists and `resume` is False, or another process is training it.
+            CheckpointError: `resume` is True and there is nothing to resume.
+        """
+        self.check_started(resume=resume)
+        check_unlocked(self.path)
+
+    def check_started(self, *, resume: bool) -> None:
+        """Check that the folder has a run if `resume`, and none otherwise; write nothing.
+
         A run that ended before its first checkpoint may be resumed: it starts again.
 
         Raises:
-            InputError: A run exists and `resume` is False, or another process is training it.
+            InputError: A run exists and `resume` is False.
             CheckpointError: `resume` is True and there is nothing to resume.
         """
         exists = self.is_started
@@ -142,7 +164,6 @@ class RunFolder:
                 got=str(self.path),
                 remedy="Start without --resume",
             )
-        check_unlocked(self.path)
 
     def write_metadata(
         self,

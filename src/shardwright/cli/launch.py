@@ -6,10 +6,10 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -19,6 +19,8 @@ from shardwright.cli.output.page_output import write_text
 from shardwright.cluster.job import (
     Job,
     NetworkOptions,
+    Sweep,
+    count_ranks_per_node,
     find_placeholders,
     parse_environment,
     submit_job,
@@ -26,9 +28,6 @@ from shardwright.cluster.job import (
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
 from shardwright.files import read_text
-
-if TYPE_CHECKING:
-    from shardwright.config import Recipe
 
 SCHEMA_VERSION = 1
 
@@ -48,7 +47,15 @@ NodeCountOption = Annotated[
 ]
 GpusPerNode = Annotated[
     int | None,
-    _build_option("--gpus-per-node", "Ranks per node; default from the recipe's `cluster`.", min=1),
+    _build_option(
+        "--gpus-per-node",
+        "GPUs, and ranks, per node; default from the recipe's `cluster`. 0 trains on CPUs.",
+        min=0,
+    ),
+]
+RanksPerNode = Annotated[
+    int | None,
+    _build_option("--ranks-per-node", "Ranks per node that train on CPUs; default 1.", min=1),
 ]
 LayoutText = Annotated[
     OptionalText,
@@ -91,6 +98,14 @@ TimeLimit = Annotated[
     OptionalText,
     _build_option("--time", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT"),
 ]
+SweepValues = Annotated[
+    OptionalText,
+    _build_option(
+        "--sweep",
+        "Train once for each value of a recipe key, as a job array.",
+        "KEY=VALUE,VALUE,...",
+    ),
+]
 Sbatch = Annotated[
     list[str] | None,
     _build_option("--sbatch", "Additional sbatch option. Repeatable.", "--OPTION=VALUE"),
@@ -121,7 +136,7 @@ Submit = Annotated[bool, typer.Option("--submit", help="Submit with sbatch or ku
 
 
 _OWN_OPTIONS: dict[str, tuple[str, ...]] = {
-    "slurm": ("partition", "account", "time", "sbatch", "image", "submit"),
+    "slurm": ("partition", "account", "time", "sweep", "sbatch", "image", "submit"),
     "kubernetes": ("namespace", "volume", "working_dir", "image", "submit"),
     "torchrun": ("hosts",),
 }
@@ -133,6 +148,7 @@ def _launch(
     recipe: RecipePath,
     nodes: NodeCountOption = None,
     gpus_per_node: GpusPerNode = None,
+    ranks_per_node: RanksPerNode = None,
     overrides: Overrides = None,
     layout: LayoutText = None,
     run_dir: RunDir = None,
@@ -146,6 +162,7 @@ def _launch(
     partition: Partition = None,
     account: Account = None,
     time: TimeLimit = None,
+    sweep: SweepValues = None,
     sbatch: Sbatch = None,
     image: Image = None,
     namespace: Namespace = None,
@@ -162,14 +179,20 @@ def _launch(
     """
     environment = parse_environment(env or [])
     os.environ.update(environment)  # values of the recipe's ${NAME} on the nodes
-    loaded_recipe = load_recipe(recipe, _build_overrides(overrides, run_dir), layout)
+    changes = tuple(overrides or ())
+    if gpus_per_node == 0:
+        changes += ("run.device=cpu",)
+    loaded_recipe = load_recipe(recipe, _build_overrides(changes, run_dir), layout)
+    swept = Sweep.parse(sweep) if sweep else None
+    for assignment in swept.list_assignments() if swept else ():
+        load_recipe(recipe, [*_build_overrides(changes, run_dir), assignment], layout)
     addresses = [host.strip() for host in hosts.split(",")] if hosts else []
     job = Job(
         recipe=loaded_recipe,
         recipe_path=str(recipe),
         num_nodes=nodes or len(addresses) or 1,
-        ranks_per_node=gpus_per_node or _count_ranks_per_node(loaded_recipe),
-        overrides=tuple(overrides or ()),
+        ranks_per_node=count_ranks_per_node(loaded_recipe, gpus_per_node, ranks_per_node),
+        overrides=changes,
         layout=layout,
         run_dir=run_dir,
         network=NetworkOptions(interface, ib_hca, not no_infiniband),
@@ -177,6 +200,7 @@ def _launch(
         save_seconds=save_seconds,
         cores_per_rank=cores,
         port=port,
+        sweep=swept,
     )
     volume_warnings: list[str] = []
     if kind == "slurm":
@@ -287,21 +311,8 @@ def _write_output(
         sys.stdout.write(text)
 
 
-def _build_overrides(overrides: list[str] | None, run_dir: OptionalText) -> list[str]:
-    return [*(overrides or []), *([] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"])]
-
-
-def _count_ranks_per_node(recipe: Recipe) -> int:
-    """Return the accelerators per node of the recipe's cluster."""
-    if recipe.cluster is None:
-        raise InputError(
-            "the number of ranks per node is unknown",
-            field="--gpus-per-node",
-            remedy="Set it, or name the node type in the recipe (`cluster: 8xH100-80GB`)",
-        )
-    from shardwright.hardware.catalog_loading import parse_cluster
-
-    return parse_cluster(recipe.cluster.node).gpus_per_node
+def _build_overrides(overrides: Iterable[str], run_dir: OptionalText) -> list[str]:
+    return [*overrides, *([] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"])]
 
 
 def _build_command(

@@ -15,6 +15,7 @@ from shardwright.cli.output.data_progress import show_data_progress
 from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, InputError
 from shardwright.launch.rank_environment import detect_rank_environment
+from shardwright.launch.stop_signals import ignore_stop_signals
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -97,14 +98,19 @@ def train_command(
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.training.run import train
 
-    summary = train(
-        loaded_recipe,
-        num_ranks=nproc,
-        resume=resume,
-        resume_if_started=resume_if_begun,
-        allow_drift=allow_drift or (),
-        open_progress=show_data_progress,
-    )
+    try:
+        summary = train(
+            loaded_recipe,
+            num_ranks=nproc,
+            resume=resume,
+            resume_if_started=resume_if_begun,
+            allow_drift=allow_drift or (),
+            open_progress=show_data_progress,
+        )
+    finally:
+        if detect_rank_environment() is not None:
+            # The launcher counts a rank that a signal kills as lost, even if its run is finished.
+            ignore_stop_signals()
     if json_output and summary is not None:
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")
 

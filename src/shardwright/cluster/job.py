@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 from shardwright.config import Recipe
 from shardwright.errors import InputError, RunFailed
+from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.plans import resolve_degrees
 
 _VARIABLE_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_UNSAFE_IN_NAMES = re.compile(r"[^A-Za-z0-9._=+-]")
 _SUBMIT_COMMANDS = {
     "slurm": ["sbatch", "--parsable"],
     "kubernetes": ["kubectl", "apply", "-f", "-"],
@@ -49,6 +51,45 @@ class NetworkOptions:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Values of one recipe key; each is a run of its own.
+
+    >>> Sweep.parse("training.learning_rate=1e-3,3e-4").list_folder_names()
+    ['training.learning_rate=1e-3', 'training.learning_rate=3e-4']
+    """
+
+    key: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Sweep:
+        """Parse `KEY=VALUE,VALUE,...`.
+
+        Raises:
+            InputError: no key, a value that is missing, or values that would share a folder.
+        """
+        key, equals, values = text.partition("=")
+        sweep = cls(key.strip(), tuple(value.strip() for value in values.split(",")))
+        names = sweep.list_folder_names()
+        if not equals or not sweep.key or not all(sweep.values) or len(set(names)) < len(names):
+            raise InputError(
+                "not a recipe key with different values",
+                field="--sweep",
+                got=text,
+                allowed="KEY=VALUE,VALUE,... e.g. training.learning_rate=1e-3,3e-4",
+            )
+        return sweep
+
+    def list_assignments(self) -> list[str]:
+        """List `KEY=VALUE`, one per value."""
+        return [f"{self.key}={value}" for value in self.values]
+
+    def list_folder_names(self) -> list[str]:
+        """List the names of the runs' folders, one per value."""
+        return [_UNSAFE_IN_NAMES.sub("_", assignment) for assignment in self.list_assignments()]
+
+
+@dataclass(frozen=True)
 class Job:
     """A recipe on `num_nodes` machines with `ranks_per_node` ranks each.
 
@@ -68,6 +109,8 @@ class Job:
     """Seconds before the time limit at which ranks are signalled; enough for a step and a save."""
     cores_per_rank: int | None = None
     port: int | None = None
+    sweep: Sweep | None = None
+    """Key of the recipe that differs between the tasks of a job array; only for Slurm."""
 
     def __post_init__(self) -> None:
         """Refuse degrees and batches that do not fit the ranks, before the job is queued."""
@@ -85,6 +128,11 @@ class Job:
     def world_size(self) -> int:
         """Number of ranks on all nodes."""
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def run_folder(self) -> str:
+        """Folder of the run, or with a sweep of its runs' folders."""
+        return self.run_dir or self.recipe.run.dir or f"runs/{self.recipe.name}"
 
     @property
     def has_accelerators(self) -> bool:
@@ -136,6 +184,42 @@ class Job:
                 "if that is 127.0.x.1, set --interface"
             )
         return warnings
+
+
+def count_ranks_per_node(recipe: Recipe, num_gpus: int | None, num_ranks: int | None) -> int:
+    """Return the ranks per node: one per GPU; on CPUs as many as `--ranks-per-node` says.
+
+    Args:
+        recipe: Recipe whose `cluster` states the GPUs of a node if no option does.
+        num_gpus: Option `--gpus-per-node`.
+        num_ranks: Option `--ranks-per-node`.
+
+    Raises:
+        InputError: the options contradict each other, or neither they nor the recipe state it.
+    """
+    if recipe.run.device != "cpu" and num_ranks is not None:
+        raise InputError(
+            "each rank uses one GPU",
+            field="--ranks-per-node",
+            got=num_ranks,
+            remedy="Set --gpus-per-node instead, or to 0 for ranks on CPUs",
+        )
+    if num_gpus and num_ranks not in (None, num_gpus):
+        raise InputError(
+            "two numbers of ranks",
+            field="--ranks-per-node",
+            got=f"{num_ranks} with --gpus-per-node {num_gpus}",
+            remedy="Set --gpus-per-node 0: the recipe trains on CPUs",
+        )
+    if num_gpus is not None or num_ranks is not None:
+        return num_gpus or num_ranks or 1
+    if recipe.cluster is None:
+        raise InputError(
+            "the number of ranks per node is unknown",
+            field="--gpus-per-node",
+            remedy="Set it, or name the node type in the recipe (`cluster: 8xH100-80GB`)",
+        )
+    return parse_cluster(recipe.cluster.node).gpus_per_node
 
 
 def parse_environment(assignments: Iterable[str]) -> dict[str, str]:

@@ -49,7 +49,7 @@ class KubernetesOptions:
 
 def list_volume_warnings(job: Job, options: KubernetesOptions) -> list[str]:
     """Return a warning if the run folder is on no volume, so that pods do not share it."""
-    run_dir = job.run_dir or job.recipe.run.dir or f"runs/{job.recipe.name}"
+    run_dir = job.run_folder
     place = PurePosixPath(options.working_dir or "/") / run_dir
     if any(place.is_relative_to(mount) for _, mount in options.parse_volumes()):
         return []

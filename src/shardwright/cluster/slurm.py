@@ -3,6 +3,9 @@
 Each task is one rank, so signals and exit codes pass without a launcher in between: Slurm sends
 SIGTERM to every rank before the time limit, the ranks save and exit with code 4, and the script
 requeues its job.
+
+Slurm itself requeues the job after the loss of a node, and kills the script. So the script counts
+the restarts that followed a save, in a file, and takes the others from Slurm's own count.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from shardwright.cluster.job import Job, build_export_lines
+from shardwright.cluster.job import Job, Sweep, build_export_lines
 from shardwright.errors import ExitCode, InputError
 
 _TIME_LIMIT = re.compile(r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
@@ -72,6 +75,7 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     command = shlex.join(srun)
     if options.image is not None:
         command += ' --container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+    arguments = shlex.join(job.build_train_arguments())
     lines = [
         "#!/bin/bash",
         f"# shardwright launch --slurm: {job.recipe.name}, "
@@ -79,6 +83,8 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         *(f"#SBATCH {directive}" for directive in _build_directives(job, options)),
         "",
         "set -euo pipefail",
+        "",
+        *_build_loss_limit(job),
         "",
         "# The ranks' rendezvous is on the first node; the port differs between jobs on a node.",
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -92,10 +98,12 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         "# that is in use.",
         "again=()",
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then again=(--resume-if-begun); fi',
+        *([] if job.sweep is None else ["", *_build_sweep_choice(job, job.sweep)]),
         "",
         "status=0",
-        f"{command} shardwright {shlex.join(job.build_train_arguments())} "
-        '"${again[@]}" || status=$?',
+        f"{command} shardwright {arguments} "
+        + ('"${sweep[@]}" ' if job.sweep else "")
+        + '"${again[@]}" || status=$?',
         "",
         *_build_exit_handling(job),
     ]
@@ -116,34 +124,74 @@ def _build_directives(job: Job, options: SlurmOptions) -> list[str]:
         value = getattr(options, name)
         if value is not None:
             directives.append(f"--{name}={value}")
+    if job.sweep is not None:
+        directives.append(f"--array=0-{len(job.sweep.values) - 1}")
     # Without `B:`, the signal goes to the ranks, which save at the next step, not to this
     # shell.
     directives += [
         f"--signal=TERM@{job.save_seconds}",
         "--requeue",
         "--open-mode=append",
-        f"--output={job.recipe.name}-%j.log",
+        f"--output={job.recipe.name}-{'%A_%a' if job.sweep else '%j'}.log",
     ]
     return directives + list(options.directives)
 
 
+def _build_loss_limit(job: Job) -> list[str]:
+    """Return the lines that count lost ranks and nodes, and end a job that lost too many."""
+    return [
+        "# Restarts that did not follow a save are losses. Slurm requeues after the loss of a node",
+        "# by itself, so they are counted here, not where the script requeues.",
+        f'saves={shlex.quote(job.recipe.name)}-"$SLURM_JOB_ID".saves',
+        'touch "$saves"',
+        'losses=$((${SLURM_RESTART_COUNT:-0} - $(wc -l < "$saves")))',
+        f'if [ "$losses" -gt {job.max_restarts} ]; then',
+        f'  echo "shardwright: a rank or node was lost $losses times; '
+        f'elastic.max_restarts is {job.max_restarts}" >&2',
+        f"  exit {ExitCode.RUN_FAILED:d}",
+        "fi",
+    ]
+
+
+def _build_sweep_choice(job: Job, sweep: Sweep) -> list[str]:
+    """Return the lines that choose the value and the folders of this task of the array."""
+    names = shlex.join(sweep.list_folder_names())
+    lines = [
+        "# Each task of the array trains with one value, in a folder of its own.",
+        f"values=({shlex.join(sweep.values)})",
+        f"names=({names})",
+        "name=${names[SLURM_ARRAY_TASK_ID]}",
+        f'sweep=(--set {shlex.quote(sweep.key + "=")}"${{values[SLURM_ARRAY_TASK_ID]}}" '
+        f'--run-dir {shlex.quote(job.run_folder + "/")}"$name")',
+    ]
+    if job.recipe.checkpoint.dir is not None:
+        location = shlex.quote(f"checkpoint.dir={job.recipe.checkpoint.dir}/")
+        lines.append(f'sweep+=(--set {location}"$name")')
+    return lines
+
+
 def _build_exit_handling(job: Job) -> list[str]:
     """Return the lines that handle the exit code: requeue, or exit with it."""
+    # It fails, and says so, if Slurm does not requeue this job or has done so by itself.
+    requeue = 'scontrol requeue "$SLURM_JOB_ID" || true'
     lines = [
         'case "$status" in',
-        f"  {ExitCode.DONE:d}) ;;",
+        f"  {ExitCode.DONE:d} | {ExitCode.CHECK_FAILED:d} | {ExitCode.WRONG_INPUT:d}) ;; "
+        "# done, or a retry would fail again",
         f"  {ExitCode.PREEMPTED:d}) # stopped and saved: requeue",
-        '    scontrol requeue "$SLURM_JOB_ID" ;;',
-        f"  {ExitCode.CHECK_FAILED:d} | {ExitCode.WRONG_INPUT:d}) ;; # a retry would fail again",
+        '    date >> "$saves"',
+        f"    {requeue} ;;",
+        "  *) # failure; srun passes on the number of a signal, or its own status",
+        '    echo "shardwright: srun ended with status $status" >&2',
+        f"    status={ExitCode.RUN_FAILED:d}",
     ]
     if job.max_restarts:
         lines += [
-            f"  *) # failure: at most {job.max_restarts} retries (elastic.max_restarts)",
-            f'    losses={shlex.quote(job.recipe.name)}-"$SLURM_JOB_ID".losses',
-            '    date >> "$losses"',
-            f'    if [ "$(wc -l < "$losses")" -le {job.max_restarts} ]; '
-            'then scontrol requeue "$SLURM_JOB_ID"; fi ;;',
+            f"    # at most {job.max_restarts} restarts (elastic.max_restarts)",
+            f'    if [ "$losses" -lt {job.max_restarts} ]; then',
+            f"      {requeue}",
+            "    fi ;;",
         ]
     else:
-        lines.append("  *) ;; # failure; set elastic.max_restarts in the recipe for retries")
+        lines.append("    ;; # set elastic.max_restarts in the recipe for restarts")
     return [*lines, "esac", 'exit "$status"']

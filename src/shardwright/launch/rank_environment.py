@@ -29,7 +29,8 @@ def detect_rank_environment(environment: Mapping[str, str] | None = None) -> Ran
 
     torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; srun sets SLURM_PROCID, SLURM_NTASKS and
     SLURM_LOCALID. A Slurm job of one task (a login shell in an allocation) counts as not
-    launched. Under srun, MASTER_ADDR and MASTER_PORT must be set.
+    launched. Without MASTER_ADDR and MASTER_PORT, srun's ranks connect to the first node of their
+    step, and both variables are set for the process group.
 
     >>> detect_rank_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     RankEnvironment(rank=1, world_size=2, local_rank=1)
@@ -56,6 +57,8 @@ def detect_rank_environment(environment: Mapping[str, str] | None = None) -> Ran
                     got=ranks.rank,
                     allowed=f"0 to {ranks.world_size - 1}",
                 )
+            if environment is None and rank == "SLURM_PROCID":
+                os.environ.update(find_slurm_rendezvous(os.environ))
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in source]
             if environment is None and missing:
                 raise InputError(
@@ -63,10 +66,33 @@ def detect_rank_environment(environment: Mapping[str, str] | None = None) -> Ran
                     field=" and ".join(missing),
                     got="not set",
                     remedy="torchrun sets them; "
-                    "under srun, export the first node's name and a free port",
+                    "for other launchers, export the first node's name and a free port",
                 )
             return ranks
     return None
+
+
+def find_slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT of a Slurm step, as far as they are not set.
+
+    The address is the step's first node, where rank 0 runs. The port follows from the numbers of
+    job and step, so that steps on one node differ.
+
+    >>> find_slurm_rendezvous({"SLURM_STEP_NODELIST": "gpu[07-09,12]-ib,cpu1",
+    ...                        "SLURM_JOB_ID": "20003", "SLURM_STEP_ID": "1"})
+    {'MASTER_ADDR': 'gpu07-ib', 'MASTER_PORT': '20010'}
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or ""
+    # `gpu[07-09,12]-ib,cpu1` are gpu07-ib, gpu08-ib, gpu09-ib, gpu12-ib and cpu1.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    job = environment.get("SLURM_JOB_ID", "")
+    step = environment.get("SLURM_STEP_ID", "0")
+    found = {}
+    if first is not None:
+        found["MASTER_ADDR"] = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+    if job.isdecimal() and step.isdecimal():
+        found["MASTER_PORT"] = str(20000 + (int(job) + 7 * int(step)) % 20000)
+    return {name: value for name, value in found.items() if name not in environment}
 
 
 def count_local_ranks(environment: Mapping[str, str] | None = None) -> int | None:

@@ -64,3 +64,9 @@ def listen_for_stop() -> Iterator[StopRequest]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore stop signals from here on: the process is about to exit with its result."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from shardwright.checkpoint.commit import check_store
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe, dump_recipe
 from shardwright.data.source_files import ProgressOpener
@@ -71,9 +72,14 @@ def train(
     world_size = ranks.world_size if ranks else num_ranks or 1
     folder = RunFolder.from_recipe(recipe)
     resume_if_started = resume_if_started or is_torchrun_restart()
+    should_resume = resume or (resume_if_started and folder.is_started)
     if ranks is None or ranks.is_main_rank:
-        folder.check_available(resume=resume or (resume_if_started and folder.is_started))
+        folder.check_available(resume=should_resume)
+        check_store(folder.checkpoints)
         check_exporters(recipe.run.sinks)
+    else:
+        # Every rank finds the error by itself; otherwise the others would wait for the first.
+        folder.check_started(resume=should_resume)
     # All ranks then look for a checkpoint before one is written, so all find the same one.
     resume = resume or resume_if_started
     if ranks is None and world_size > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -25,7 +26,9 @@ from shardwright.checkpoint.storage_path import RemotePath, parse_storage_path
 from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_checkpoint
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.cli.main import run
-from shardwright.errors import CheckpointError, SaveFailed
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.errors import ArchitectureError, CheckpointError, SaveFailed
+from shardwright.training.run import train
 from tests.unit.checkpoint.conftest import make_tensors
 from tests.unit.checkpoint.sample_values import make_run_values
 
@@ -193,6 +196,38 @@ def test_a_store_that_does_not_answer_is_not_an_empty_store(
     for look in (has_saved, list_step_folders, find_newest_checkpoint, acquire_fence):
         with pytest.raises(PermissionError, match="403"):
             look(root)
+
+
+def test_a_store_is_tried_before_training(
+    root: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = validate_recipe(
+        {
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"sources": "absent.txt"},
+            "training": {
+                "sequence_length": 8,
+                "max_steps": 3,
+                "learning_rate": 1e-3,
+                "micro_batch_size": 1,
+            },
+            "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+            "checkpoint": {"dir": URL},
+        }
+    )
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("403")
+
+    for method, problem in (("open", "cannot be written"), ("info", "cannot be read")):
+        with monkeypatch.context() as patches:
+            patches.setattr(MemoryFileSystem, method, refuse)
+            with pytest.raises(CheckpointError, match=problem) as raised:
+                train(recipe)
+        assert raised.value.field == "checkpoint.dir"
+    with pytest.raises(ArchitectureError, match="hidden_size"):  # the next check
+        train(recipe)
+    assert not root.file_system.store, "the check leaves no object"
 
 
 def test_changes_by_other_processes_are_seen_through_a_cache(

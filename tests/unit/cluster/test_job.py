@@ -42,6 +42,14 @@ from shardwright.errors import ExitCode
         (["--kubernetes", "--gpus-per-node", "2"], "--image"),
         (["--kubernetes", "--gpus-per-node", "2", "--image", "i", "--volume", "x"], "CLAIM:/path"),
         (["--torchrun", "--nodes", "2", "--gpus-per-node", "2"], "--hosts node1,node2"),
+        (["--slurm", "--gpus-per-node", "2", "--ranks-per-node", "2"], "each rank uses one GPU"),
+        (
+            ["--slurm", "--gpus-per-node", "2", "--ranks-per-node", "3", "--set", "run.device=cpu"],
+            "two numbers of ranks (got 3 with --gpus-per-node 2)",
+        ),
+        (["--slurm", "--gpus-per-node", "2", "--sweep", "seed"], "KEY=VALUE,VALUE"),
+        (["--slurm", "--gpus-per-node", "2", "--sweep", "seed=1,1"], "KEY=VALUE,VALUE"),
+        (["--slurm", "--gpus-per-node", "2", "--sweep", "sead=1,2"], "sead"),
         (["--torchrun", "--gpus-per-node", "2", "--submit"], "this launcher has no scheduler"),
     ],
 )

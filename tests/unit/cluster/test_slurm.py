@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ SLURM = (
         (),
         ("--image", "lab/sw:1"),
         ("--env", "WORDS=two words", "--interface", "ib0", "--port", "29501"),
+        ("--sweep", "seed=1,2", "--set", "checkpoint.dir=s3://bucket/a"),
     ],
 )
 def test_the_script_passes_shellcheck(
@@ -85,9 +87,11 @@ FAKES = {
 """Replacements for Slurm's commands."""
 
 
-def run_script(folder: Path, text: str, status: int, restarts: int = 0) -> tuple[int, list[str]]:
+def run_script(
+    folder: Path, text: str, status: int, restarts: int = 0, keep: Sequence[str] = ()
+) -> tuple[int, list[str]]:
     """Run the script with `FAKES`, where srun exits with `status`; return exit code and calls of
-    scontrol.
+    scontrol. `keep` names variables of this process that the script gets.
     """
     for name, body in FAKES.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -99,6 +103,7 @@ def run_script(folder: Path, text: str, status: int, restarts: int = 0) -> tuple
         "SLURM_JOB_NODELIST": "n[1-2]",
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
+    environment |= {name: os.environ[name] for name in keep}
     environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     completed = subprocess.run(
         ["bash", "-c", text],
@@ -129,8 +134,65 @@ def test_the_script_requeues_after_preemption_and_losses(
         requeue,
     )
     assert (tmp_path / "srun.log").read_text().splitlines()[-1].endswith("--resume-if-begun")
-    requeues = [run_script(tmp_path, text, status)[1] for status in (ExitCode.RUN_FAILED, 137, 143)]
-    assert requeues == [requeue, requeue, []], "elastic.max_restarts is 2"
+
+
+def test_the_script_counts_restarts_that_did_not_follow_a_save(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run_launch(capsys, str(recipe), *SLURM)
+    failed = (ExitCode.RUN_FAILED, ["requeue 77"])
+    assert run_script(tmp_path, text, ExitCode.RUN_FAILED) == failed
+    assert run_script(tmp_path, text, 137, restarts=1) == failed, "not the number of the signal"
+    saved = (ExitCode.PREEMPTED, ["requeue 77"])
+    assert run_script(tmp_path, text, ExitCode.PREEMPTED, restarts=2) == saved
+    last = run_script(tmp_path, text, ExitCode.RUN_FAILED, restarts=3)
+    assert last == (ExitCode.RUN_FAILED, []), "elastic.max_restarts is 2, and one restart was free"
+    (tmp_path / "srun.log").unlink()
+    # Slurm has requeued the job after the loss of a node.
+    assert run_script(tmp_path, text, ExitCode.DONE, restarts=4) == (ExitCode.RUN_FAILED, [])
+    assert not (tmp_path / "srun.log").exists(), "the ranks are not started again"
+
+
+def test_exit_codes_pass_where_slurm_does_not_requeue(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refusing = FAKES["scontrol"].replace("else ", "else exit 1; ")
+    monkeypatch.setitem(FAKES, "scontrol", refusing)
+    text = run_launch(capsys, str(recipe), *SLURM)
+    for status in (ExitCode.PREEMPTED, ExitCode.RUN_FAILED):
+        assert run_script(tmp_path, text, status) == (status, [])
+
+
+def test_each_task_of_a_sweep_has_its_value_and_folders(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sweep = ("--sweep", "model.config.model_type=llama,gpt2", "--run-dir", "my runs")
+    text = run_launch(capsys, str(recipe), *SLURM, *sweep, "--set", "checkpoint.dir=s3://bucket/a")
+    assert "#SBATCH --array=0-1" in text
+    assert "#SBATCH --output=small-%A_%a.log" in text
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    monkeypatch.setitem(FAKES, "srun", 'printf "%s\n" "$@" > srun.log')
+    assert run_script(tmp_path, text, 0, keep=("SLURM_ARRAY_TASK_ID",))[0] == 0
+    words = (tmp_path / "srun.log").read_text().splitlines()
+    name = "model.config.model_type=gpt2"
+    for pair in (["--set", name], ["--run-dir", f"my runs/{name}"]):
+        assert words[words.index(pair[1]) - 1 : words.index(pair[1]) + 1] == pair
+    assert f"checkpoint.dir=s3://bucket/a/{name}" in words
+
+
+def test_cpu_jobs_request_no_gpus(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--slurm", "--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "3")
+    text = run_launch(capsys, str(recipe), *words)
+    assert "#SBATCH --ntasks-per-node=3" in text
+    assert "--gpus-per-node" not in text
+    assert "--set run.device=cpu" in text
+    assert "NCCL" not in text
 
 
 def test_a_recipe_without_restarts_is_not_requeued(
@@ -147,11 +209,11 @@ def test_submit_passes_the_script_to_sbatch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["launch", str(recipe), "--slurm", "--gpus-per-node", "2", "--submit"]
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))  # the machine may have a real sbatch
     assert run(words) == ExitCode.WRONG_INPUT
     assert "sbatch is not installed" in capsys.readouterr().err
     sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f'#!/bin/bash\ncat > "{tmp_path}/submitted"\necho 4711\n')
+    sbatch.write_text(f'#!/bin/bash\n/bin/cat > "{tmp_path}/submitted"\necho 4711\n')
     sbatch.chmod(0o755)
     assert run(words) == ExitCode.DONE
     assert capsys.readouterr().out == "submitted: 4711\n"

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.cli.main import run
+from shardwright.config import dump_recipe
 from shardwright.config.recipe_loading import validate_recipe
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import CheckpointError, ExitCode, InputError, Preempted
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.launch.stop_signals import (
     LAUNCHER_DIED,
+    STOP_SIGNALS,
     StopRequest,
     listen_for_stop,
     stop_when_parent_exits,
@@ -72,6 +75,21 @@ def test_ranks_without_a_rendezvous_address_are_refused(monkeypatch: pytest.Monk
         detect_rank_environment()
 
 
+def test_ranks_of_srun_connect_to_the_first_node_of_their_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    rank = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")  # so that what the ranks set is removed after the test
+        monkeypatch.delenv(name)
+    for name, value in {**step, **rank, "MASTER_PORT": "31"}.items():
+        monkeypatch.setenv(name, value)
+    assert detect_rank_environment() == RankEnvironment(1, 2, 0)
+    assert os.environ["MASTER_ADDR"] == "n3"
+    assert os.environ["MASTER_PORT"] == "31", "a given value stays"
+
+
 def test_a_stop_is_recorded_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with listen_for_stop() as stop:
@@ -81,6 +99,31 @@ def test_a_stop_is_recorded_and_handlers_are_restored() -> None:
         assert stop
         assert stop.cause == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("outcome", [None, Preempted("saved")])
+def test_a_stop_signal_does_not_kill_a_rank_that_exits(
+    outcome: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: object, **__: object) -> None:
+        if outcome is not None:
+            raise outcome
+
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(build_recipe(tmp_path / "run")))
+    monkeypatch.setattr("shardwright.training.run.train", train)
+    words = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    for name, value in zip(words, ("0", "1", "localhost", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        code = run(["train", str(path)])
+        handlers = {signal.getsignal(number) for number in STOP_SIGNALS}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert handlers == {signal.SIG_IGN}
+    assert code == (ExitCode.DONE if outcome is None else ExitCode.PREEMPTED)
 
 
 def test_a_rank_stops_if_its_launcher_already_exited() -> None:
