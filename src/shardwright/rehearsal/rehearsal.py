@@ -266,7 +266,7 @@ def choose_device(requested: DeviceKind, recipe: Recipe) -> RehearsalDevice:
 def _list_assumptions(
     recipe: Recipe, shape: ModelShape, plan: Plan, device: RehearsalDevice
 ) -> Iterator[str]:
-    """List the assumptions made because fake tensors have no values."""
+    """List the assumptions made because fake tensors have no values and no store."""
     if shape.experts is not None:
         over = f" over {plan.layout.ep} ranks" if plan.layout.ep > 1 else ""
         yield (
@@ -285,6 +285,12 @@ def _list_assumptions(
             )
     if choose_rehearsed_attention(recipe, device) != recipe.model.attention:
         yield f"attention runs as `auto` on a CPU, not as {recipe.model.attention}"
+    if recipe.offload.is_enabled:
+        yield (
+            "optimizer states stay on the device (offload.optimizer: "
+            f"{recipe.offload.optimizer} is not rehearsed): "
+            "a run has the buffers of docs/offload.md there instead"
+        )
     yield "every token is supervised and every gradient is finite"
     if device == "cpu":
         yield (

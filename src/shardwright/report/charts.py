@@ -16,7 +16,12 @@ from shardwright.report.rank_charts import (
     build_wait_chart,
 )
 from shardwright.report.recorded_run import Run
-from shardwright.report.step_charts import build_loss_chart, build_value_chart, compute_mfu_percent
+from shardwright.report.step_charts import (
+    build_loss_chart,
+    build_value_chart,
+    compute_mfu_percent,
+    compute_offload_gigabytes,
+)
 
 
 def build_charts(runs: Sequence[Run]) -> list[Chart]:
@@ -72,6 +77,24 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             "Busiest expert",
             "tokens / even share",
             lambda s: s.expert_load,
+        ),
+        build_value_chart(
+            runs,
+            axis,
+            "offload-bytes",
+            "Transfers of offloaded states",
+            "GB per step on rank 0",
+            compute_offload_gigabytes,
+            should_start_at_zero=True,
+        ),
+        build_value_chart(
+            runs,
+            axis,
+            "offload-waiting",
+            "Waiting for offloaded states",
+            "seconds per step on rank 0",
+            lambda s: s.offload_waiting_seconds,
+            should_start_at_zero=True,
         ),
         build_temperature_chart(runs, axis),
         *(

@@ -83,6 +83,9 @@ def build_memory_panel(run: Run, key: str, title: str) -> Panel | None:
             "On a CPU only persistent tensors are measured; "
             "other memory of the process is not split into parts. "
         )
+    if events and events[-1].offloaded_bytes is not None:
+        offloaded = format_bytes(max(events[-1].offloaded_bytes))
+        note += f"{offloaded} of optimizer states are offloaded, beside these bytes. "
     pictures = draw_bars(
         bars,
         unit=unit,
@@ -121,7 +124,7 @@ def _read_predicted_memory(run: Run) -> dict[str, float]:
     return {
         str(n): float(v)
         for n, v in parts.items()
-        if n not in ("total", "capacity") and isinstance(v, int | float) and v > 0
+        if n not in ("total", "capacity", "offloaded") and isinstance(v, int | float) and v > 0
     }
 
 

@@ -25,6 +25,13 @@ def compute_mfu_percent(step: StepEvent) -> float | None:
     return None if step.mfu is None else 100 * step.mfu
 
 
+def compute_offload_gigabytes(step: StepEvent) -> float | None:
+    """Return the GB of offloaded states that a step read and wrote; None without offloading."""
+    if step.offload_read_bytes is None or step.offload_written_bytes is None:
+        return None
+    return (step.offload_read_bytes + step.offload_written_bytes) / 1e9
+
+
 def build_loss_chart(runs: Sequence[Run], axis: StepAxis) -> Chart:
     """Build the chart of training and validation losses."""
     is_single_run = len(runs) == 1

@@ -14,7 +14,14 @@ import pytest
 
 from shardwright.report.recorded_run import load_runs
 from tests.unit.report.pages import PageParser, render
-from tests.unit.report.samples import falling, make_noisy_loss, make_step, write_events, write_run
+from tests.unit.report.samples import (
+    falling,
+    make_memory_event,
+    make_noisy_loss,
+    make_step,
+    write_events,
+    write_run,
+)
 from tests.unit.telemetry.samples import make_pipeline_event, make_ranks_event, make_start_event
 
 
@@ -162,6 +169,27 @@ def test_experts_and_samples_are_shown(tmp_path: Path) -> None:
     assert "<title>layer 1, expert 2: 4.00 x</title>" in page
     assert "<td>step-2</td><td>&lt;b&gt;once&lt;/b&gt; upon</td>" in page
     assert 'id="expert-load"' in page
+
+
+def test_offloaded_states_are_shown_beside_the_memory_of_the_device(tmp_path: Path) -> None:
+    transfers = {"offload_read_bytes": 3 * 10**9, "offload_written_bytes": 10**9}
+    run = write_events(
+        tmp_path / "run",
+        [
+            make_start_event(),
+            *(make_step(i, 2.0, offload_waiting_seconds=0.25, **transfers) for i in (1, 2)),
+            dataclasses.replace(make_memory_event(2), offloaded_bytes=(2**30, 2**31)),
+        ],
+    )
+    (run / "prediction.json").write_text(
+        json.dumps({"memory_bytes": {"weights": 2**30, "offloaded": 2**40, "total": 2**30}})
+    )
+    page = render(run)
+    assert "2.00 GiB of optimizer states are offloaded, beside these bytes." in page
+    assert "TiB" not in page
+    assert 'id="offload-bytes"' in page
+    assert 'id="offload-waiting"' in page
+    assert 'id="offload-bytes"' not in render(write_run(tmp_path / "resident", 3))
 
 
 def test_temperature_and_throttled_clocks_are_shown(tmp_path: Path) -> None:
