@@ -145,6 +145,7 @@ def test_the_script_counts_restarts_that_did_not_follow_a_save(
     assert run_script(tmp_path, text, 137, restarts=1) == failed, "not the number of the signal"
     saved = (ExitCode.PREEMPTED, ["requeue 77"])
     assert run_script(tmp_path, text, ExitCode.PREEMPTED, restarts=2) == saved
+    assert run_script(tmp_path, text, ExitCode.DONE, restarts=3)[0] == 0, "two losses, one save"
     last = run_script(tmp_path, text, ExitCode.RUN_FAILED, restarts=3)
     assert last == (ExitCode.RUN_FAILED, []), "elastic.max_restarts is 2, and one restart was free"
     (tmp_path / "srun.log").unlink()
