@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from shardwright.verification import cell
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.grid import (
     GRID_SEQUENCE_LENGTH,
+    NUM_COVERING_LAYERS,
     GridCell,
     group_by_reference,
     list_cells,
@@ -191,6 +193,8 @@ def choose_cells() -> list[GridCell]:
     """Choose a cell of two ranks for each parallelism, schedule and context method."""
     cells: dict[tuple[object, ...], GridCell] = {}
     for each in list_cells(2):
+        if each.layout.pp == 1:
+            each = replace(each, num_layers=NUM_COVERING_LAYERS)
         layout = each.layout
         schedule = layout.schedule if layout.pp > 1 else None
         method = layout.cp_method if layout.cp > 1 else None
@@ -233,9 +237,9 @@ def test_steps_with_an_evaluation_between_them(
     """Pairs of parallelisms train in NCCL's order in `test_grid`, without an evaluation."""
     cells = choose_cells()
     path = tmp_path / "reference.safetensors"
-    for (model, case, data_ranks), group in group_by_reference(cells).items():
+    for (model, num_layers, case, data_ranks), group in group_by_reference(cells).items():
         problem = VerificationProblem(
-            shape=read_grid_shape(model),
+            shape=read_grid_shape(model, num_layers),
             frozen_names=frozenset(),
             attention="auto",
             optimizer=OptimizerSection(),

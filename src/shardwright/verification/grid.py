@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import Any
 
 from shardwright.architecture import ModelShape, read_config
+from shardwright.config.recipe import RecomputeKind
 from shardwright.errors import LayoutError
 from shardwright.layout import CpMethod, Layout
 from shardwright.layout.degrees import ZeroStage
@@ -56,6 +57,9 @@ GRID_MODELS: dict[str, dict[str, Any]] = {
 }
 """Models of the grid: grouped-query attention; tied embeddings, fused projections and learned
 positions; experts and per-head norms."""
+NUM_GRID_LAYERS = 4
+NUM_COVERING_LAYERS = 2
+"""Layers of a chosen cell without pipeline stages: a first and a last one."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 CP_METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
@@ -75,6 +79,7 @@ GRID_CASES = (
 """Cases with every pair of option values. The model sets `tied`; pipelines accumulate more."""
 
 CELLS_PER_LAYOUT = 2
+_RECOMPUTE_COST: dict[RecomputeKind, float] = {"none": 1.0, "full": 1.3, "selective": 1.9}
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class GridCell:
     layout: Layout
     case: VerificationCase
     refusal: str | None = None
+    num_layers: int = NUM_GRID_LAYERS
 
     @cached_property
     def properties(self) -> frozenset[str]:
@@ -118,9 +124,10 @@ class GridCell:
         return frozenset(properties)
 
 
-def read_grid_shape(name: str) -> ModelShape:
-    """Read the shape of one of `GRID_MODELS`."""
-    return read_config(GRID_MODELS[name])
+def read_grid_shape(name: str, num_layers: int = NUM_GRID_LAYERS) -> ModelShape:
+    """Read the shape of one of `GRID_MODELS`, of its first `num_layers` layers."""
+    shape = read_config(GRID_MODELS[name])
+    return replace(shape, layers=shape.layers[:num_layers])
 
 
 def list_grid_layouts(max_ranks: int = 16) -> list[Layout]:
@@ -254,7 +261,14 @@ def _adapt_case(case: VerificationCase, layout: Layout, shape: ModelShape) -> Ve
 
 
 def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
-    """Choose cells that cover all pairs of properties, greedily by new pairs per cost."""
+    """Choose cells that cover all pairs of properties, greedily by new pairs per cost.
+
+    Those without pipeline stages have `NUM_COVERING_LAYERS` layers: it halves their time.
+    """
+    cells = [
+        replace(cell, num_layers=NUM_COVERING_LAYERS) if cell.layout.pp == 1 else cell
+        for cell in cells
+    ]
     pairs = {cell: set(combinations(sorted(cell.properties), 2)) for cell in cells}
     uncovered = set().union(*pairs.values())
     chosen: list[GridCell] = []
@@ -270,16 +284,24 @@ def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
     return sorted(chosen, key=cells.index)
 
 
-def _estimate_cost(cell: GridCell) -> int:
-    """Estimate the processor time of a cell: ranks times micro-batches and a constant part."""
-    return cell.layout.world_size * (cell.case.accumulation + 2)
+def _estimate_cost(cell: GridCell) -> float:
+    """Estimate the processor time of a cell, up to a constant factor; fitted to measured times.
+
+    Ranks also cost the time in which they wait for each other.
+    """
+    layers_of_rank = cell.num_layers / cell.layout.pp
+    operations = (
+        layers_of_rank * (1 + cell.case.accumulation) * _RECOMPUTE_COST[cell.case.recompute]
+    )
+    return cell.layout.world_size**1.5 * operations * (1.4 if cell.model == "moe" else 1.0)
 
 
 def group_by_reference(
     cells: Iterable[GridCell],
-) -> dict[tuple[str, VerificationCase, int], list[GridCell]]:
-    """Group cells that share a reference: same model, case and number of data ranks."""
-    grouped: dict[tuple[str, VerificationCase, int], list[GridCell]] = {}
+) -> dict[tuple[str, int, VerificationCase, int], list[GridCell]]:
+    """Group cells that share a reference: same model, layers, case and number of data ranks."""
+    grouped: dict[tuple[str, int, VerificationCase, int], list[GridCell]] = {}
     for cell in cells:
-        grouped.setdefault((cell.model, cell.case, cell.layout.data_ranks), []).append(cell)
+        key = (cell.model, cell.num_layers, cell.case, cell.layout.data_ranks)
+        grouped.setdefault(key, []).append(cell)
     return grouped

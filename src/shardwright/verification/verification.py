@@ -160,9 +160,9 @@ def verify_grid(
     rows = []
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
         path = Path(folder, "reference.safetensors")
-        for (model, case, data_ranks), group in group_by_reference(cells).items():
+        for (model, num_layers, case, data_ranks), group in group_by_reference(cells).items():
             problem = VerificationProblem(
-                shape=read_grid_shape(model),
+                shape=read_grid_shape(model, num_layers),
                 frozen_names=frozenset(),
                 attention="auto",
                 optimizer=OptimizerSection(),
