@@ -2,7 +2,8 @@
 
 All of them are computed here: outputs, gradients of inputs, and gradients of weights, at once or
 deferred. A weight is a matrix in any floating-point dtype, or packed bytes (`nf4`) that are
-dequantised in the forward and again in the backward pass.
+dequantised in the forward and again in the backward pass. The operands have the precision of x,
+or 8 bits (`fp8`).
 
 Zero-bubble schedules split a backward pass into I (gradients of inputs, for the preceding
 stage) and W (gradients of weights). Here I is an ordinary backward pass in which a linear product
@@ -25,12 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture.nf4_layout import count_columns
-from shardwright.model import nf4
+from shardwright.model import fp8, nf4
 from shardwright.model.grouped_matmul import multiply_grouped
 
 
 class ProductRule(NamedTuple):
-    """Form of a layer's weight, and the store of its deferred gradients."""
+    """Form of a layer's weight, precision of its products, and store of deferred gradients."""
 
     num_in: int
     """Inputs of the whole matrix. A shard of packed bytes has a part of them."""
@@ -38,28 +39,44 @@ class ProductRule(NamedTuple):
     """True for matrices `[in, out]`, False for `[out, in]`."""
     store: WeightGradientStore | None = None
     """Store under a schedule with split backward passes."""
+    scaling: fp8.ProductScaling | None = None
+    """Scaling of 8-bit operands; None multiplies in x's precision."""
 
 
 def multiply(x: Tensor, weight: nn.Parameter, bias: Tensor | None, rule: ProductRule) -> Tensor:
-    """Compute x @ weight (+ bias) in x's precision, `[.., out]`."""
-    if weight.dtype == torch.uint8:
-        product: Tensor = _LinearProduct.apply(x, weight, None, rule, None)
+    """Compute x @ weight (+ bias), `[.., out]`, in x's dtype."""
+    is_packed = weight.dtype == torch.uint8
+    is_scaled = rule.scaling is not None
+    is_deferrable = rule.store is not None and not is_packed and torch.is_grad_enabled()
+    if not (is_packed or is_scaled or is_deferrable):
+        matrix = weight.to(x.dtype)
+        return F.linear(x, matrix.t() if rule.is_transposed else matrix, bias)
+    operand = weight if is_packed else weight.to(x.dtype)
+    reference = _WeightReference(weight) if is_deferrable else None
+    if is_packed or is_scaled:
+        product: Tensor = _LinearProduct.apply(x, operand, None, rule, reference)
         return product if bias is None else product + bias
-    if rule.store is not None and torch.is_grad_enabled():
-        reference = _WeightReference(weight)
-        product = _LinearProduct.apply(x, weight.to(x.dtype), bias, rule, reference)
-        return product
-    matrix = weight.to(x.dtype)
-    return F.linear(x, matrix.t() if rule.is_transposed else matrix, bias)
+    product = _LinearProduct.apply(x, operand, bias, rule, reference)
+    return product
 
 
 def multiply_by_expert(x_MI: Tensor, weight: Tensor, counts_E: Tensor, rule: ProductRule) -> Tensor:
-    """Multiply each row by its expert's matrix in the row's precision, `[M, O]`.
+    """Multiply each row by its expert's matrix, `[M, O]`, in the rows' dtype.
 
     Rows are sorted by expert; `weight` has a leading dim of experts, and `counts_E` has their
-    numbers of rows.
+    numbers of rows. 8-bit operands are those of one expert: its rows and its matrix.
     """
-    if weight.dtype == torch.uint8:
+    is_packed = weight.dtype == torch.uint8
+    if rule.scaling is not None:
+        assert rule.store is None, "gradients of experts are not deferred"
+        matrices = (weight if is_packed else weight.to(x_MI.dtype)).unbind()
+        return torch.cat(
+            [
+                _LinearProduct.apply(rows, matrix, None, rule, None)
+                for rows, matrix in zip(x_MI.split(counts_E.tolist()), matrices, strict=True)
+            ]
+        )
+    if is_packed:
         product: Tensor = _PackedExpertProduct.apply(x_MI, weight, counts_E, rule)
         return product
     return multiply_grouped(
@@ -69,6 +86,9 @@ def multiply_by_expert(x_MI: Tensor, weight: Tensor, counts_E: Tensor, rule: Pro
 
 def compute_weight_gradient(gradient_NO: Tensor, x_NI: Tensor, rule: ProductRule) -> Tensor:
     """Compute the gradient of a linear layer's weight, in the weight's orientation."""
+    if rule.scaling is not None:
+        product_OI = fp8.compute_weight_gradient(gradient_NO, x_NI, rule.scaling)
+        return product_OI.t().contiguous() if rule.is_transposed else product_OI
     left, right = (x_NI, gradient_NO) if rule.is_transposed else (gradient_NO, x_NI)
     return left.t() @ right
 
@@ -110,13 +130,13 @@ class WeightGradientStore:
 
 
 class _WeightReference(NamedTuple):
-    """Parameter of a deferrable product; inside a tuple, autograd does not take it for an input."""
+    """Parameter of a product; inside a tuple, autograd does not take it for an input."""
 
     weight: nn.Parameter
 
 
 class _LinearProduct(torch.autograd.Function):
-    """x @ weight (+ bias) that saves packed bytes as they are, and can defer weight gradients."""
+    """Product that saves packed bytes as they are, scales operands and defers weight gradients."""
 
     @staticmethod
     def forward(
@@ -129,9 +149,13 @@ class _LinearProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.rule = rule
         ctx.reference = reference
-        # Packed weights are frozen; only their gradient would need x.
-        ctx.save_for_backward(None if weight.dtype == torch.uint8 else x, weight)
-        return F.linear(x, _read_matrix(weight, rule, x.dtype), bias)
+        # Only the weight's gradient needs x.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        matrix_OI = _read_matrix(weight, rule, x.dtype)
+        if rule.scaling is None:
+            return F.linear(x, matrix_OI, bias)
+        product_NO = fp8.compute_output(x.flatten(0, -2), matrix_OI, rule.scaling)
+        return product_NO.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,7 +166,14 @@ class _LinearProduct(torch.autograd.Function):
         # Detached: `flatten` returns a matrix itself, and stored tensors must not keep
         # autograd's graph.
         gradient_NO = gradient.detach().flatten(0, -2)
-        x_gradient = gradient @ _read_matrix(weight, rule, gradient.dtype) if needs_x else None
+        x_gradient = None
+        if needs_x:
+            matrix_OI = _read_matrix(weight, rule, gradient.dtype)
+            if rule.scaling is None:
+                x_gradient = gradient @ matrix_OI
+            else:
+                x_gradient = fp8.compute_input_gradient(gradient_NO, matrix_OI, rule.scaling)
+                x_gradient = x_gradient.unflatten(0, gradient.shape[:-1])
         bias_gradient = gradient_NO.sum(0) if needs_bias else None
         weight_gradient = None
         if needs_weight:
@@ -156,10 +187,10 @@ class _LinearProduct(torch.autograd.Function):
 
 
 def _read_matrix(weight: Tensor, rule: ProductRule, dtype: torch.dtype) -> Tensor:
-    """Return the matrix `[out, in]`: packed bytes are dequantised."""
+    """Return the matrix `[.., out, in]`: packed bytes are dequantised."""
     if weight.dtype == torch.uint8:
         return nf4.unpack(weight, count_columns(weight.shape[-1], rule.num_in), dtype)
-    return weight.t() if rule.is_transposed else weight
+    return weight.mT if rule.is_transposed else weight
 
 
 class _PackedExpertProduct(torch.autograd.Function):
