@@ -1,7 +1,7 @@
-"""Products of 8-bit operands: the specification, computed by emulation on any device.
+"""Operands of 8-bit products: the specification, computed by emulation on any device.
 
-A linear layer has three products. Each quantises both operands, so that the elements of a block
-share one scale, and sums in fp32:
+A linear layer has three products (`scaled_product`). Each quantises both operands, so that the
+elements of a block share one scale, and sums in fp32 (in fp64 if the operands are fp64):
 
     output           y = x w^T      sums over K
     input gradient   dx = g w       sums over N
@@ -165,30 +165,6 @@ def count_rounding(values_RC: Tensor, matrix: QuantisedMatrix) -> RoundingCounts
         num_flushed=((values_RC != 0) & (matrix.codes.float() == 0)).sum(),
         num_nonfinite=(~is_finite).sum(),
     )
-
-
-def compute_output(x_MK: Tensor, w_NK: Tensor, scaling: ProductScaling) -> Tensor:
-    """Compute x w^T, `[M, N]`, in x's dtype."""
-    x_scaling, w_scaling = scaling.output
-    return (_round(x_MK, x_scaling) @ _round(w_NK, w_scaling).t()).to(x_MK.dtype)
-
-
-def compute_input_gradient(g_MN: Tensor, w_NK: Tensor, scaling: ProductScaling) -> Tensor:
-    """Compute g w, `[M, K]`, in g's dtype."""
-    g_scaling, w_scaling = scaling.input_gradient
-    return (_round(g_MN, g_scaling) @ _round(w_NK, w_scaling)).to(g_MN.dtype)
-
-
-def compute_weight_gradient(g_MN: Tensor, x_MK: Tensor, scaling: ProductScaling) -> Tensor:
-    """Compute g^T x, `[N, K]`, in g's dtype."""
-    if scaling.weight_gradient is None:
-        return g_MN.t() @ x_MK
-    g_scaling, x_scaling = scaling.weight_gradient
-    return (_round(g_MN, g_scaling).t() @ _round(x_MK, x_scaling)).to(g_MN.dtype)
-
-
-def _round(values_RC: Tensor, scaling: Scaling) -> Tensor:
-    return dequantise(quantise(values_RC, scaling))
 
 
 def _compute_multipliers(maxima: Tensor, scaling: Scaling) -> Tensor:

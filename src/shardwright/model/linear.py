@@ -14,10 +14,10 @@ from shardwright.architecture import AdapterShape
 from shardwright.architecture.nf4_layout import compute_row_bytes, count_columns
 from shardwright.model import nf4
 from shardwright.model.dropout import Dropout
-from shardwright.model.fp8 import ProductScaling
 from shardwright.model.lora import compute_row_norms
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.product import ProductRule, WeightGradientStore, multiply
+from shardwright.model.scaled_product import ScaledProducts
 
 
 class Linear(nn.Module):
@@ -35,8 +35,8 @@ class Linear(nn.Module):
 
     gradient_store: WeightGradientStore | None = None
     """Store of deferred weight gradients, under a schedule with split backward passes."""
-    scaling: ProductScaling | None = None
-    """Scaling of 8-bit operands of its own weight's products; adapters keep x's precision."""
+    scaled: ScaledProducts | None = None
+    """Products of 8-bit operands with its own weight; adapters multiply in x's precision."""
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
     adapters: AdapterShape | None = None
     is_adapter_enabled: bool = True
@@ -88,7 +88,7 @@ class Linear(nn.Module):
         return self._apply_adapter(x, bias, self.adapters, dropout)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rule = ProductRule(self.num_in, self.is_transposed, self.gradient_store, self.scaling)
+        rule = ProductRule(self.num_in, self.is_transposed, self.gradient_store, self.scaled)
         return multiply(x, self.weight, bias, rule)
 
     def _apply_adapter(

@@ -17,7 +17,6 @@ from shardwright.architecture import AdapterShape, ExpertShape, ModelShape
 from shardwright.architecture.nf4_layout import compute_row_bytes
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
-from shardwright.model.fp8 import ProductScaling
 from shardwright.model.grouped_matmul import gather_rows, scatter_rows
 from shardwright.model.mlp import FeedForward, apply_clamped_gate, apply_gate
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
@@ -31,6 +30,7 @@ from shardwright.model.routing import (
     count_tokens_by_row,
     mask_within_capacity,
 )
+from shardwright.model.scaled_product import ScaledProducts
 
 
 class Router(nn.Module):
@@ -67,8 +67,8 @@ class ExpertStack(nn.Module):
     for both layouts of W.
     """
 
-    scaling: ProductScaling | None = None
-    """Scaling of 8-bit operands of its own weight's products; adapters keep x's precision."""
+    scaled: ScaledProducts | None = None
+    """Products of 8-bit operands with its own weight; adapters multiply in x's precision."""
     adapters: AdapterShape | None = None
     is_adapter_enabled: bool = True
 
@@ -100,7 +100,7 @@ class ExpertStack(nn.Module):
 
     def forward(self, x_MD: Tensor, counts_E: Tensor, *, bias_factor: float = 1.0) -> Tensor:
         """Multiply each row by its expert's matrix, `[M, out]`."""
-        rule = ProductRule(self.num_in, self.is_transposed, scaling=self.scaling)
+        rule = ProductRule(self.num_in, self.is_transposed, scaled=self.scaled)
         out_MF = multiply_by_expert(x_MD, self.weight, counts_E, rule)
         if self.adapters is not None and self.is_adapter_enabled:
             low_MR = multiply_by_expert(x_MD, self.lora_A, counts_E, ProductRule(self.num_in))

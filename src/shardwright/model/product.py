@@ -3,7 +3,7 @@
 All of them are computed here: outputs, gradients of inputs, and gradients of weights, at once or
 deferred. A weight is a matrix in any floating-point dtype, or packed bytes (`nf4`) that are
 dequantised in the forward and again in the backward pass. The operands have the precision of x,
-or 8 bits (`fp8`).
+or 8 bits (`scaled_product`).
 
 Zero-bubble schedules split a backward pass into I (gradients of inputs, for the preceding
 stage) and W (gradients of weights). Here I is an ordinary backward pass in which a linear product
@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture.nf4_layout import count_columns
-from shardwright.model import fp8, nf4
-from shardwright.model.grouped_matmul import multiply_grouped
+from shardwright.model import nf4
+from shardwright.model.grouped_matmul import compute_grouped_weight_gradient, multiply_grouped
+from shardwright.model.scaled_product import ScaledProducts
 
 
 class ProductRule(NamedTuple):
@@ -39,14 +40,14 @@ class ProductRule(NamedTuple):
     """True for matrices `[in, out]`, False for `[out, in]`."""
     store: WeightGradientStore | None = None
     """Store under a schedule with split backward passes."""
-    scaling: fp8.ProductScaling | None = None
-    """Scaling of 8-bit operands; None multiplies in x's precision."""
+    scaled: ScaledProducts | None = None
+    """Products of 8-bit operands; None multiplies in x's precision."""
 
 
 def multiply(x: Tensor, weight: nn.Parameter, bias: Tensor | None, rule: ProductRule) -> Tensor:
     """Compute x @ weight (+ bias), `[.., out]`, in x's dtype."""
     is_packed = weight.dtype == torch.uint8
-    is_scaled = rule.scaling is not None
+    is_scaled = rule.scaled is not None
     is_deferrable = rule.store is not None and not is_packed and torch.is_grad_enabled()
     if not (is_packed or is_scaled or is_deferrable):
         matrix = weight.to(x.dtype)
@@ -64,20 +65,12 @@ def multiply_by_expert(x_MI: Tensor, weight: Tensor, counts_E: Tensor, rule: Pro
     """Multiply each row by its expert's matrix, `[M, O]`, in the rows' dtype.
 
     Rows are sorted by expert; `weight` has a leading dim of experts, and `counts_E` has their
-    numbers of rows. 8-bit operands are those of one expert: its rows and its matrix.
+    numbers of rows.
     """
     is_packed = weight.dtype == torch.uint8
-    if rule.scaling is not None:
-        assert rule.store is None, "gradients of experts are not deferred"
-        matrices = (weight if is_packed else weight.to(x_MI.dtype)).unbind()
-        return torch.cat(
-            [
-                _LinearProduct.apply(rows, matrix, None, rule, None)
-                for rows, matrix in zip(x_MI.split(counts_E.tolist()), matrices, strict=True)
-            ]
-        )
-    if is_packed:
-        product: Tensor = _PackedExpertProduct.apply(x_MI, weight, counts_E, rule)
+    if is_packed or rule.scaled is not None:
+        operand = weight if is_packed else weight.to(x_MI.dtype)
+        product: Tensor = _ExpertProduct.apply(x_MI, operand, counts_E, rule)
         return product
     return multiply_grouped(
         x_MI, weight.to(x_MI.dtype), counts_E, transposed=not rule.is_transposed
@@ -86,8 +79,8 @@ def multiply_by_expert(x_MI: Tensor, weight: Tensor, counts_E: Tensor, rule: Pro
 
 def compute_weight_gradient(gradient_NO: Tensor, x_NI: Tensor, rule: ProductRule) -> Tensor:
     """Compute the gradient of a linear layer's weight, in the weight's orientation."""
-    if rule.scaling is not None:
-        product_OI = fp8.compute_weight_gradient(gradient_NO, x_NI, rule.scaling)
+    if rule.scaled is not None:
+        product_OI = rule.scaled.compute_weight_gradient(gradient_NO, x_NI)
         return product_OI.t().contiguous() if rule.is_transposed else product_OI
     left, right = (x_NI, gradient_NO) if rule.is_transposed else (gradient_NO, x_NI)
     return left.t() @ right
@@ -152,9 +145,9 @@ class _LinearProduct(torch.autograd.Function):
         # Only the weight's gradient needs x.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         matrix_OI = _read_matrix(weight, rule, x.dtype)
-        if rule.scaling is None:
+        if rule.scaled is None:
             return F.linear(x, matrix_OI, bias)
-        product_NO = fp8.compute_output(x.flatten(0, -2), matrix_OI, rule.scaling)
+        product_NO = rule.scaled.compute_output(x.flatten(0, -2), matrix_OI)
         return product_NO.unflatten(0, x.shape[:-1])
 
     @staticmethod
@@ -169,10 +162,10 @@ class _LinearProduct(torch.autograd.Function):
         x_gradient = None
         if needs_x:
             matrix_OI = _read_matrix(weight, rule, gradient.dtype)
-            if rule.scaling is None:
+            if rule.scaled is None:
                 x_gradient = gradient @ matrix_OI
             else:
-                x_gradient = fp8.compute_input_gradient(gradient_NO, matrix_OI, rule.scaling)
+                x_gradient = rule.scaled.compute_input_gradient(gradient_NO, matrix_OI)
                 x_gradient = x_gradient.unflatten(0, gradient.shape[:-1])
         bias_gradient = gradient_NO.sum(0) if needs_bias else None
         weight_gradient = None
@@ -193,22 +186,36 @@ def _read_matrix(weight: Tensor, rule: ProductRule, dtype: torch.dtype) -> Tenso
     return weight.mT if rule.is_transposed else weight
 
 
-class _PackedExpertProduct(torch.autograd.Function):
-    """Grouped product that saves bytes and dequantises in the forward and the backward pass."""
+class _ExpertProduct(torch.autograd.Function):
+    """Grouped product that saves packed bytes as they are, or quantises its operands."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_MI: Tensor, packed_EOP: Tensor, counts_E: Tensor, rule: ProductRule
+        ctx: Any, x_MI: Tensor, weight: Tensor, counts_E: Tensor, rule: ProductRule
     ) -> Tensor:
         ctx.rule = rule
-        ctx.save_for_backward(packed_EOP, counts_E)
-        weight_EOI = _read_matrix(packed_EOP, rule, x_MI.dtype)
+        # Only the weight's gradient needs x.
+        ctx.save_for_backward(x_MI if ctx.needs_input_grad[1] else None, weight, counts_E)
+        weight_EOI = _read_matrix(weight, rule, x_MI.dtype)
+        if rule.scaled is not None:
+            return rule.scaled.compute_expert_output(x_MI, weight_EOI, counts_E)
         return multiply_grouped(x_MI, weight_EOI, counts_E, transposed=True)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        packed_EOP, counts_E = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x_MI, weight, counts_E = ctx.saved_tensors
+        rule: ProductRule = ctx.rule
         gradient_MO = gradients[0].contiguous()
-        weight_EOI = _read_matrix(packed_EOP, ctx.rule, gradient_MO.dtype)
-        x_gradient = multiply_grouped(gradient_MO, weight_EOI, counts_E, transposed=False)
-        return x_gradient, None, None, None
+        x_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            weight_EOI = _read_matrix(weight, rule, gradient_MO.dtype)
+            if rule.scaled is None:
+                x_gradient = multiply_grouped(gradient_MO, weight_EOI, counts_E, transposed=False)
+            else:
+                x_gradient = rule.scaled.compute_expert_input_gradient(
+                    gradient_MO, weight_EOI, counts_E
+                )
+        if ctx.needs_input_grad[1]:
+            left, right = (x_MI, gradient_MO) if rule.is_transposed else (gradient_MO, x_MI)
+            weight_gradient = compute_grouped_weight_gradient(left, right, counts_E)
+        return x_gradient, weight_gradient, None, None

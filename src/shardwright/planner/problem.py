@@ -7,6 +7,7 @@ from typing import get_args
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.low_precision import FP8Section
 from shardwright.config.recipe import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
@@ -86,6 +87,9 @@ def build_template(
     training = recipe.training
     kind = precision or recipe.precision.kind
     assert kind != "auto", "call settle_precision first"
+    low_precision = recipe.precision.low_precision
+    if low_precision is None and kind == "fp8":
+        low_precision = FP8Section()
     adapter = adapter or build_adapter(recipe)
     return Candidate(
         layout=Layout(
@@ -96,6 +100,9 @@ def build_template(
         ),
         sequence_length=training.sequence_length,
         precision=kind,
+        has_wide_weight_gradients=kind == "fp8"
+        and low_precision is not None
+        and low_precision.recipe == "rowwise_with_gw_hp",
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
         offload=_choose_offload(recipe),
         adapter=adapter,

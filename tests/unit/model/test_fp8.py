@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwright.model import fp8
 from shardwright.model.fp8 import E4M3, E5M2, RECIPES, Scaling
+from shardwright.model.scaled_product import ScaledProducts
 
 TENSOR = Scaling(None, None)
 ROW = Scaling(1, None, scale_format="power_of_two")
@@ -187,16 +188,16 @@ def test_products_round_their_own_operands(name: str) -> None:
     w_NK = make_matrix(256, 128, 2)
     g_MN = make_matrix(128, 256, 3)
     results = [
-        (fp8.compute_output(x_MK, w_NK, recipe), recipe.output, x_MK, w_NK, "mk,nk->mn"),
+        (ScaledProducts(recipe).compute_output(x_MK, w_NK), recipe.output, x_MK, w_NK, "mk,nk->mn"),
         (
-            fp8.compute_input_gradient(g_MN, w_NK, recipe),
+            ScaledProducts(recipe).compute_input_gradient(g_MN, w_NK),
             recipe.input_gradient,
             g_MN,
             w_NK,
             "mn,nk->mk",
         ),
         (
-            fp8.compute_weight_gradient(g_MN, x_MK, recipe),
+            ScaledProducts(recipe).compute_weight_gradient(g_MN, x_MK),
             recipe.weight_gradient,
             g_MN,
             x_MK,
@@ -236,6 +237,6 @@ def round_in_loops(values: Tensor, scaling: Scaling) -> Tensor:
 def test_results_have_the_operands_dtype() -> None:
     x, w, g = (make_matrix(32, 32, seed).bfloat16() for seed in range(3))
     for recipe in RECIPES.values():
-        assert fp8.compute_output(x, w, recipe).dtype == torch.bfloat16
-        assert fp8.compute_input_gradient(g, w, recipe).dtype == torch.bfloat16
-        assert fp8.compute_weight_gradient(g, x, recipe).dtype == torch.bfloat16
+        assert ScaledProducts(recipe).compute_output(x, w).dtype == torch.bfloat16
+        assert ScaledProducts(recipe).compute_input_gradient(g, w).dtype == torch.bfloat16
+        assert ScaledProducts(recipe).compute_weight_gradient(g, x).dtype == torch.bfloat16

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwright.model import fp8
 from shardwright.model.fp8 import E4M3, RECIPES, Scaling
+from shardwright.model.scaled_product import ScaledProducts
 from tests.unit.model.test_fp8 import make_matrix
 
 pytest.importorskip("torchao")
@@ -30,9 +31,9 @@ def compute_three_products(
 ) -> tuple[Tensor, Tensor, Tensor]:
     recipe = RECIPES[name]
     return (
-        fp8.compute_output(x_MK, w_NK, recipe),
-        fp8.compute_input_gradient(g_MN, w_NK, recipe),
-        fp8.compute_weight_gradient(g_MN, x_MK, recipe),
+        ScaledProducts(recipe).compute_output(x_MK, w_NK),
+        ScaledProducts(recipe).compute_input_gradient(g_MN, w_NK),
+        ScaledProducts(recipe).compute_weight_gradient(g_MN, x_MK),
     )
 
 

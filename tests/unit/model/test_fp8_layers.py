@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -14,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.architecture import AdapterShape, ExpertShape
 from shardwright.model import fp8, nf4
-from shardwright.model.fp8 import RECIPES, ProductScaling, Scaling
+from shardwright.model.fp8 import RECIPES, Scaling
 from shardwright.model.linear import Linear
 from shardwright.model.moe import ExpertStack
 from shardwright.model.product import ProductRule, WeightGradientStore, multiply_by_expert
+from shardwright.model.scaled_product import RoundingTotals, ScaledProducts
 
 ADAPTERS = AdapterShape(kind="lora", rank=4, alpha=8.0, modules=frozenset(), dropout=0.0)
 
@@ -42,7 +44,7 @@ def build_linear(
     generator = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.02, generator=generator)
-    layer.scaling = None if name is None else RECIPES[name]
+    layer.scaled = None if name is None else ScaledProducts(RECIPES[name])
     return layer.to(dtype)
 
 
@@ -86,11 +88,13 @@ def test_a_layer_computes_the_three_products_of_its_recipe(
     matrix = layer.weight.detach().to(dtype)
     w_NK = matrix.t() if transposed else matrix
     recipe = RECIPES[name]
-    expected = fp8.compute_output(x_MK, w_NK, recipe) + layer.bias.detach().to(dtype)
+    expected = ScaledProducts(recipe).compute_output(x_MK, w_NK) + layer.bias.detach().to(dtype)
     assert product.dtype == dtype
     assert torch.equal(product.detach().flatten(0, 1), expected)
-    assert torch.equal(gradients["x"].flatten(0, 1), fp8.compute_input_gradient(g_MN, w_NK, recipe))
-    weight_gradient = fp8.compute_weight_gradient(g_MN, x_MK, recipe).float()
+    assert torch.equal(
+        gradients["x"].flatten(0, 1), ScaledProducts(recipe).compute_input_gradient(g_MN, w_NK)
+    )
+    weight_gradient = ScaledProducts(recipe).compute_weight_gradient(g_MN, x_MK).float()
     assert torch.equal(gradients["weight"], weight_gradient.t() if transposed else weight_gradient)
 
 
@@ -103,7 +107,8 @@ def test_gradients_are_near_those_in_high_precision(name: str) -> None:
         results.append(differentiate(layer, x, layer(x)))
     for key, gradient in results[0].items():
         error = (gradient - results[1][key]).norm() / results[1][key].norm()
-        assert 1e-4 < error < 0.1, key
+        is_exact = key == "weight" and RECIPES[name].weight_gradient is None
+        assert error == 0.0 if is_exact else 1e-4 < error < 0.1, key
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -146,7 +151,7 @@ def test_adapters_keep_their_precision_over_a_base_of_8_bit_products(is_packed: 
         layer.weight.copy_(packed)
     x = make_inputs()
     x_MK = x.detach().flatten(0, 1)
-    base = fp8.compute_output(x_MK, matrix, RECIPES["rowwise"])
+    base = ScaledProducts(RECIPES["rowwise"]).compute_output(x_MK, matrix)
     update = x_MK @ layer.lora_A.weight.t() @ layer.lora_B.weight.t() * ADAPTERS.scale
     with record_operands() as recorded:
         product = layer(x)
@@ -156,37 +161,41 @@ def test_adapters_keep_their_precision_over_a_base_of_8_bit_products(is_packed: 
     assert set(gradients) == {"x", "lora_A.weight", "lora_B.weight"}
 
 
+EXPERT_RECIPES = [name for name in RECIPES if name != "tensorwise"]
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EXPERT_RECIPES)
 def test_experts_equal_one_layer_each(name: str, transposed: bool, is_packed: bool) -> None:
     if is_packed and transposed:
         pytest.skip("packed matrices are stored [out, in]")
     generator = torch.Generator().manual_seed(6)
     counts = torch.tensor([5, 0, 40])
-    sides = (64, 128) if transposed else (128, 64)
+    sides = (128, 128)
     weight = torch.randn(3, *sides, generator=generator)
     if is_packed:
         weight = nf4.pack(weight)
     else:
         weight.requires_grad_()
-    x = torch.randn(45, 64, generator=generator, requires_grad=True)
-    rule = ProductRule(64, transposed, scaling=RECIPES[name])
-    out = multiply_by_expert(x, weight, counts, rule)
+    x = torch.randn(45, 128, generator=generator, requires_grad=True)
+    scaled = ScaledProducts(RECIPES[name])
+    out = multiply_by_expert(x, weight, counts, ProductRule(128, transposed, scaled=scaled))
     out.square().sum().backward()
     for expert, rows in enumerate(torch.arange(45).split(counts.tolist())):
-        layer = Linear(64, 128, bias=False, transposed=transposed)
-        layer.scaling = RECIPES[name]
+        layer = Linear(128, 128, bias=False, transposed=transposed)
+        # Experts' weight gradients stay in high precision.
+        layer.scaled = ScaledProducts(replace(RECIPES[name], weight_gradient=None))
         if is_packed:
             layer.quantise()
         layer.weight.data.copy_(weight[expert].detach())
         x_rows = x.detach()[rows].requires_grad_()
         layer_out = layer(x_rows)
         layer_out.square().sum().backward()
-        assert torch.equal(layer_out, out[rows])
-        assert torch.equal(x_rows.grad, x.grad[rows])
+        torch.testing.assert_close(layer_out, out[rows], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(x_rows.grad, x.grad[rows], rtol=1e-5, atol=1e-3)
         if not is_packed:
-            assert torch.equal(layer.weight.grad, weight.grad[expert])
+            torch.testing.assert_close(layer.weight.grad, weight.grad[expert], rtol=1e-5, atol=1e-3)
 
 
 def test_without_gradients_and_with_a_frozen_weight_nothing_else_is_saved() -> None:
@@ -204,12 +213,27 @@ def test_the_stack_of_experts_passes_its_scaling() -> None:
     experts = mock.Mock(spec=ExpertShape, num_experts=2, matrix_layout="out_in", expert_bias=False)
     stack = ExpertStack(experts, 32, 32)
     nn.init.normal_(stack.weight)
-    stack.scaling = RECIPES["mxfp8"]
+    stack.scaled = ScaledProducts(RECIPES["mxfp8"])
     with record_operands() as recorded:
         stack(torch.randn(4, 32), torch.tensor([1, 3]))
-    assert len(recorded) == 4
+    assert len(recorded) == 2
 
 
-def test_scalings_of_the_recipes_are_hashable_constants() -> None:
-    assert all(isinstance(hash(recipe), int) for recipe in RECIPES.values())
-    assert isinstance(RECIPES["mxfp8"], ProductScaling)
+def test_totals_count_flushed_elements_per_weight() -> None:
+    totals = RoundingTotals(["a", "b"])
+    layer = build_linear(None)
+    layer.scaled = ScaledProducts(RECIPES["tensorwise"], name="b", totals=totals)
+    x = make_inputs()
+    layer(x)
+    assert not totals.pop_table(x.device).any()
+    totals.is_counting = True
+    layer(x)
+    table = totals.pop_table(x.device)
+    weight = layer.weight.detach()
+    flushed = sum(
+        fp8.count_rounding(values, fp8.quantise(values, Scaling(None, None))).num_flushed
+        for values in (x.detach().flatten(0, 1), weight)
+    )
+    assert flushed > 0
+    assert table.tolist() == [[0] * 4, [0, int(flushed), 0, x.numel() + weight.numel()]]
+    assert not totals.pop_table(x.device).any()
