@@ -13,11 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.architecture import read_recipe_shape
 from shardwright.config.low_precision import FP8Section
 from shardwright.layout import Layout
 from shardwright.model import fp8
 from shardwright.model.fp8 import QuantisedMatrix, Scaling
 from shardwright.parallel import low_precision
+from shardwright.verification.cases import VerificationCase
+from shardwright.verification.verification import VerificationReport, verify
+from tests.multiprocess.models import build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.scaled_operands import (
     DENSE,
@@ -189,6 +193,24 @@ def _true_dims() -> dict[str, str | None]:
     return {f"{name}.{part}.weight": "outputs" for name in names for part in outputs} | {
         f"{name}.{part}.weight": "inputs" for name in names for part in inputs
     }
+
+
+def test_verify_holds_8_bit_products_to_one_process(ranks: RankPool) -> None:
+    recipe = build_recipe(DENSE, precision="fp8")
+    shape = read_recipe_shape(recipe)
+    case = VerificationCase(2, "selective", dropout=True)
+
+    def verify_case(**options: Any) -> VerificationReport:
+        # float32 is requested; sums in it could round to other codes.
+        return verify(
+            recipe, shape, [TENSOR], [case], ["float32"],
+            sequence_length=32, pool=ranks, **options,
+        )  # fmt: skip
+
+    report = verify_case()
+    assert report.passed
+    assert {cell.dtype for cell in report.cells} == {"float64"}
+    assert not verify_case(mutation=take_scales_from_the_shard).passed
 
 
 def test_the_bf16_step_computes(ranks: RankPool) -> None:

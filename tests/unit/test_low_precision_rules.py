@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,17 +11,28 @@ from shardwright.architecture import read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.low_precision import FP8Section
+from shardwright.config.model import ModelSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.config.training import PrecisionSection
 from shardwright.convert.emit import emit
 from shardwright.convert.emitted_config import EmitRequest
+from shardwright.doctor.cluster_profile import build_request
 from shardwright.errors import InputError, LayoutError, RecipeError, ShardwrightError
+from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
+from shardwright.model.hf_model import read_model_shape
 from shardwright.placement import select_scaled_weights
-from shardwright.plans import BatchPlan, Plan, build_plan, resolve_plan
+from shardwright.planner.auto_layout import choose_layout
+from shardwright.planner.calibration import load_efficiencies
+from shardwright.planner.compute import compute_layer_seconds
+from shardwright.planner.device_rates import DeviceRates
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.problem import build_template
+from shardwright.plans import BatchPlan, Plan, build_plan, resolve_degrees, resolve_plan
 from shardwright.training.kernel_checks import check_low_precision_kernels
 from tests.multiprocess.models import DEEPSEEK
 from tests.multiprocess.scaled_operands import DENSE, SPARSE, WIDE
+from tests.unit.model.hf_models import HF_CONFIGS
 
 
 def plan(config: dict[str, Any], layout: Layout, tokens: int = 128, **section: Any) -> Plan:
@@ -117,6 +129,54 @@ def test_other_systems_configurations_are_refused() -> None:
     )
     with pytest.raises(InputError, match="not converted"):
         emit("deepspeed", request)
+
+
+def test_models_of_transformers_classes_are_refused() -> None:
+    config = HF_CONFIGS["opt"]
+    shape = read_model_shape(config, ModelSection(config=config, dropout="off"))
+    precision = PrecisionSection(kind="fp8")
+    with pytest.raises(RecipeError, match="run in transformers' own"):
+        build_plan(shape, Layout(), BatchPlan(16, 1, 1, 1), precision)
+
+
+def test_the_planner_counts_products_that_stay_in_bf16() -> None:
+    gw_hp, tensorwise, bf16 = (
+        build_template(build_recipe(precision=precision))
+        for precision in ("fp8", {"kind": "fp8", "fp8": {"recipe": "tensorwise"}}, "bf16")
+    )
+    assert [each.has_wide_weight_gradients for each in (gw_hp, tensorwise, bf16)] == [1, 0, 0]
+    assert build_template(build_recipe(precision="bf16"), precision="fp8") == gw_hp
+    facts = get_model_facts(read_config(WIDE))
+    cluster = parse_cluster("8xH100-80GB")
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
+    gradient_seconds = [
+        compute_layer_seconds(
+            facts,
+            facts.kinds[0],
+            replace(candidate, micro_batch_size=512),
+            DeviceRates(cluster, efficiency, candidate.precision),
+        ).weight_gradient
+        for candidate in (gw_hp, tensorwise, bf16)
+    ]
+    assert gradient_seconds[0] == gradient_seconds[2] > gradient_seconds[1]
+
+
+def test_an_automatic_layout_keeps_the_scales() -> None:
+    batch = {"sequence_length": 128, "global_batch_size": 8, "max_steps": 1, "learning_rate": 1.0}
+    recipe = build_recipe(
+        precision={"kind": "fp8", "fp8": {"recipe": "tensorwise"}},
+        training=batch,
+        layout={"auto": True},
+    )
+    chosen, _ = choose_layout(recipe, parse_cluster("8xH100-80GB"), 4)
+    layout, _ = resolve_degrees(chosen, 4)
+    assert layout.data_ranks * layout.cp == 1
+    assert layout.world_size == 4
+
+
+def test_doctor_measures_no_8_bit_products() -> None:
+    with pytest.raises(InputError, match="does not measure 8-bit products"):
+        build_request(build_recipe(precision="fp8"), Layout(), device="cpu", should_calibrate=True)
 
 
 H100 = (9, 0)
