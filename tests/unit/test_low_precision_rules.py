@@ -27,6 +27,7 @@ from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.compute import compute_layer_seconds
 from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.planning_result import plan_recipe
 from shardwright.planner.problem import build_template
 from shardwright.plans import BatchPlan, Plan, build_plan, resolve_degrees, resolve_plan
 from shardwright.training.kernel_checks import check_low_precision_kernels
@@ -172,6 +173,10 @@ def test_an_automatic_layout_keeps_the_scales() -> None:
     layout, _ = resolve_degrees(chosen, 4)
     assert layout.data_ranks * layout.cp == 1
     assert layout.world_size == 4
+    result = plan_recipe(recipe, parse_cluster("4xH100-80GB"))
+    layouts = [prediction.candidate.layout for prediction in result.predictions]
+    assert layouts
+    assert all(layout.data_ranks * layout.cp == 1 for layout in layouts)
 
 
 def test_doctor_measures_no_8_bit_products() -> None:

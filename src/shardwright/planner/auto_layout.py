@@ -12,7 +12,7 @@ from shardwright.errors import InputError, LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.hardware.measured_profile import load_profile
-from shardwright.placement import check_low_precision, place_model
+from shardwright.placement import place_model
 from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate, OffloadKind
 from shardwright.planner.model_costs import get_model_facts
@@ -54,28 +54,20 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
     """
     shape = read_planning_shape(recipe)
     training = recipe.training
-    low_precision = recipe.precision.low_precision
     facts = get_model_facts(shape)
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
 
     def can_run(candidate: Candidate) -> bool:
         try:
-            placement = place_model(shape, candidate.layout, candidate.sequence_length)
-            if low_precision is not None:
-                check_low_precision(
-                    placement,
-                    low_precision,
-                    candidate.sequence_length,
-                    is_compiled=candidate.compile,
-                )
+            place_model(shape, candidate.layout, candidate.sequence_length)
         except InputError:
             return False
-        return candidate.is_runnable
+        return candidate.is_runnable and (keeps_scales is None or keeps_scales(candidate))
 
     resolved = settle_precision(recipe, choose_precision_on(cluster.accelerator))
-    problem: PlanningProblem = replace(
-        build_problem(recipe, build_template(resolved), world_size), is_allowed=can_run
-    )
+    problem: PlanningProblem = build_problem(recipe, build_template(resolved), world_size)
+    keeps_scales = problem.is_allowed
+    problem = replace(problem, is_allowed=can_run)
     if training.global_batch_size is not None:
         problem = replace(
             problem,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import get_args
 
 from shardwright.architecture import ModelShape, read_config
@@ -13,6 +15,7 @@ from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
 from shardwright.hardware import Accelerator
 from shardwright.layout import Layout, resolve_layout
+from shardwright.placement import check_low_precision, place_model
 from shardwright.planner.candidate import (
     Candidate,
     LowRankAdapter,
@@ -182,8 +185,11 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
         RecipeError: the recipe sets neither a global batch nor a micro-batch.
     """
     training = recipe.training
+    keeps_scales = _build_scale_check(recipe, template)
     if training.global_batch_size is not None:
-        return PlanningProblem(template, num_gpus, training.global_batch_size)
+        return PlanningProblem(
+            template, num_gpus, training.global_batch_size, is_allowed=keeps_scales
+        )
     if training.micro_batch_size is None:
         raise RecipeError(
             "the batch size is not set",
@@ -191,7 +197,34 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
             remedy="Set global_batch_size, or micro_batch_size (per rank)",
         )
     accumulation = training.gradient_accumulation_steps or 1
-    return PlanningProblem(template, num_gpus, None, (training.micro_batch_size,), (accumulation,))
+    return PlanningProblem(
+        template,
+        num_gpus,
+        None,
+        (training.micro_batch_size,),
+        (accumulation,),
+        is_allowed=keeps_scales,
+    )
+
+
+def _build_scale_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], bool] | None:
+    """Return a function that is True for layouts with the 8-bit scales of one process."""
+    if template.precision != "fp8":
+        return None
+    section = recipe.precision.low_precision or FP8Section()
+    shape = read_planning_shape(recipe)
+
+    @cache
+    def keeps_scales(layout: Layout) -> bool:
+        length = template.sequence_length
+        try:
+            placement = place_model(shape, layout, length)
+            check_low_precision(placement, section, length, is_compiled=False)
+        except InputError:
+            return False
+        return True
+
+    return lambda candidate: keeps_scales(candidate.layout)
 
 
 def build_recipe_candidate(recipe: Recipe, template: Candidate, num_gpus: int) -> Candidate | None:

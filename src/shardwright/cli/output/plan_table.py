@@ -171,8 +171,8 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
         console.print(text, highlight=False)
     if any(prediction.candidate.precision == "fp8" for prediction in result.predictions):
         console.print(
-            "fp8: predicted from published runs of other trainers; not measured here. Recipes that "
-            "are emulated on CUDA are far slower (docs/low-precision.md)",
+            "fp8: predicted from published runs of other trainers; not measured here. `train` does "
+            "not compile it, and recipes that it emulates are far slower (docs/low-precision.md)",
             highlight=False,
         )
     if any(not prediction.candidate.is_runnable for prediction in result.predictions):
