@@ -55,6 +55,7 @@ CASES = {
     "blockwise-pp": (WIDE, "blockwise", Layout(pp=2), 4),
     "tensorwise-tp-sp": (DENSE, "tensorwise", TENSOR, 2),
     "tensorwise-zb": (DENSE, "tensorwise", Layout(pp=2, schedule="zb_h1"), 4),
+    "tensorwise-tp-zb": (DENSE, "tensorwise", Layout(tp=2, pp=2, schedule="zb_h1"), 4),
     "rowwise-tp-sp": (DENSE, "rowwise", TENSOR, 2),
     "rowwise-zb": (DENSE, "rowwise", Layout(pp=2, schedule="zb_h1"), 4),
 }

@@ -5,10 +5,10 @@ then agree on the block's maximum first, so that each quantises its part as one 
 quantises the whole. Which products agree:
 
     sharded    output          input gradient    weight gradient
-    outputs    -               g, w              g if one scale covers the tensor
-    inputs     x, w            w if tensorwise   x if one scale covers the tensor
+    outputs    w if whole      g, w              g if whole
+    inputs     x, w            w if whole        x if whole
 
-in recipes whose blocks are whole rows, columns or tensors; other blocks lie within a shard
+"If whole": where one scale covers the tensor. Blocks of a fixed size lie within a shard
 (`placement.check_low_precision`).
 
 Legend: M tokens, N output features, K input features, E experts.

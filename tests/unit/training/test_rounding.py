@@ -12,6 +12,8 @@ from shardwright.model import fp8
 from shardwright.telemetry.event_log import StepEvent, WarningEvent, read_events
 from shardwright.training.rounding import RoundingReport, SaturationMonitor, read_rounding
 from shardwright.training.run import train
+from shardwright.training.run_checks import validate_run
+from tests.unit.training.finished import CONFIG
 from tests.unit.training.test_run_checks import build_recipe
 
 KINDS = {"a": "attention", "b": "mlp", "c": "mlp"}
@@ -56,6 +58,24 @@ def test_a_run_logs_its_rounding(tmp_path: Path, is_stale: bool) -> None:
     assert all((max((step.fp8_saturated or {}).values()) > 0) == is_stale for step in steps)
     warnings = [e.message for e in events if isinstance(e, WarningEvent)]
     assert any("saturated in 3 logged steps" in message for message in warnings) == is_stale
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row_multiple"), [("rowwise_with_gw_hp", 8), ("mxfp8", 32), ("tensorwise", None)]
+)
+def test_rows_have_whole_blocks_or_are_full(
+    tmp_path: Path, recipe: str, row_multiple: int | None
+) -> None:
+    sections: dict[str, Any] = {
+        "precision": {"kind": "fp8", "fp8": {"recipe": recipe}},
+        "model": {
+            "config": CONFIG
+            | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+            | {"max_position_embeddings": 32}
+        },
+    }
+    plan = validate_run(build_recipe(tmp_path, **sections), 1).plan
+    assert plan.batch.row_multiple == row_multiple
 
 
 def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path) -> None:
