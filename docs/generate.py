@@ -322,8 +322,8 @@ ROWS = (
     Row(
         "precision fp8",
         "matmuls in fp8",
-        "not in training: the planner only predicts it",
-        "planning.md",
+        "on GPUs with 8-bit units; its speed is not measured here",
+        "low-precision.md",
         _FULL | {"layout": _ZERO3, "precision": "fp8"},
     ),
     Row(

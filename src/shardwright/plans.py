@@ -15,7 +15,7 @@ from shardwright.config.recipe import Recipe, RecomputeKind
 from shardwright.config.training import PrecisionSection, TrainingSection
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
-from shardwright.placement import Placement, place_model
+from shardwright.placement import Placement, check_low_precision, place_model
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
     has_split_backward,
@@ -75,7 +75,11 @@ class CompileChoice:
 
 @dataclass(frozen=True)
 class Plan:
-    """Distribution of a training run over devices. Its precision is never `auto`."""
+    """Distribution of a training run over devices. Its precision is never `auto`.
+
+    Raises:
+        LayoutError, RecipeError: 8-bit products would not be those of one process.
+    """
 
     placement: Placement
     batch: BatchPlan
@@ -90,6 +94,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         assert self.precision.kind != "auto", "`resolve_plan` resolves `auto`"
+        low_precision = self.precision.low_precision
+        if low_precision is not None:
+            check_low_precision(
+                self.placement,
+                low_precision,
+                self.batch.sequence_length,
+                is_compiled=self.is_compiled,
+            )
 
     @property
     def layout(self) -> Layout:
@@ -166,7 +178,7 @@ def complete_plan(
     choice = auto_precision if recipe.precision.kind == "auto" else None
     compilation = None
     if recipe.model.compile == "auto" and auto_compilation is not None:
-        obstacle = _find_compile_obstacle(placement.shape, placement.layout)
+        obstacle = _find_compile_obstacle(placement, recipe.precision)
         compilation = auto_compilation if obstacle is None else CompileChoice(False, obstacle)
     return Plan(
         placement,
@@ -179,10 +191,13 @@ def complete_plan(
     )
 
 
-def _find_compile_obstacle(shape: ModelShape, layout: Layout) -> str | None:
+def _find_compile_obstacle(placement: Placement, precision: PrecisionSection) -> str | None:
     """Return why blocks of this model under this layout cannot be compiled; None if they can."""
-    if isinstance(shape, HFShape):
-        return f"the model runs through transformers' {shape.class_name}"
+    layout = placement.layout
+    if precision.low_precision is not None:
+        return "8-bit products are not compiled yet"
+    if isinstance(placement.shape, HFShape):
+        return f"the model runs through transformers' {placement.shape.class_name}"
     if layout.pp > 1 and has_split_backward(layout.schedule):
         return (
             f"layout.schedule {layout.schedule} delays gradients of weights, "

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwright.config.training import OptimizerSection
 from shardwright.model import nf4
+from shardwright.model.product import ProductRule, multiply
 from shardwright.optim import build_optimizer, set_learning_rate
 from tests.unit.optim.test_sharded_optimizer import RATES, SingleProcessModel, make_parameters
 
@@ -65,7 +66,7 @@ def test_the_product_with_packed_values(device: torch.device) -> None:
     x = torch.randn(8, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     packed = nf4.pack(torch.randn(512, 256)).to(device)
     weight = nf4.unpack(packed, 256, torch.bfloat16)
-    out = nf4.multiply_packed(x, packed, 256)
+    out = multiply(x, packed, None, ProductRule(256))
     torch.testing.assert_close(out, x @ weight.T)
     (gradient,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(gradient, torch.ones_like(out) @ weight)

@@ -65,7 +65,7 @@ PrecisionName = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="Precision instead of the recipe's; fp8 and nvfp4 are only predicted, not trained.",
+        help="Precision instead of the recipe's; nvfp4 is only predicted, not trained.",
         show_default=False,
     ),
 ]

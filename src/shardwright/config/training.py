@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from shardwright.config.low_precision import FP8Section
 from shardwright.config.recipe_section import Fraction, NonNegative, Positive, RecipeSection
 
-PrecisionKind = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
+PrecisionKind = Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8"]
 ScheduleKind = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 
 
@@ -140,7 +141,10 @@ class PrecisionSection(RecipeSection):
     kind: PrecisionKind = "auto"
     """Precision of matrix products. `auto` is bf16 if the device multiplies bf16 natively,
     otherwise fp32; the choice is made at the start of the run, recorded in its folder, and kept
-    if the run resumes on another machine."""
+    if the run resumes on another machine. `fp8` quantises the operands of products in the blocks
+    and computes all else in bf16."""
+    fp8: FP8Section | None = None
+    """Options of `kind: fp8`; null uses their defaults."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are summed over ranks; with bf16, FSDP2 (zero_stage 1 to 3)
     also accumulates micro-batches in bf16."""
@@ -154,7 +158,16 @@ class PrecisionSection(RecipeSection):
         for key in ("initial_loss_scale", "loss_scale_growth_steps"):
             if self.kind != "fp16" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"`{key}` is for `kind: fp16`; {self.kind} needs no loss scale")
+        if self.fp8 is not None and self.kind != "fp8":
+            raise ValueError(f"`fp8` has no effect with `kind: {self.kind}`; set `kind: fp8`")
         return self
+
+    @property
+    def low_precision(self) -> FP8Section | None:
+        """Options of 8-bit products; None for other kinds."""
+        if self.kind != "fp8":
+            return None
+        return FP8Section() if self.fp8 is None else self.fp8
 
 
 def _parse_precision_setting(value: Any) -> Any:

@@ -21,9 +21,16 @@ def emit(system: str, request: EmitRequest) -> EmittedConfig:
     express.
 
     Raises:
-        InputError: an unknown system.
+        InputError: an unknown system, or 8-bit products.
     """
     check_system(system)
+    if request.recipe.precision.kind == "fp8":
+        raise InputError(
+            "recipes of 8-bit products differ between systems and are not converted",
+            field="precision.kind",
+            got="fp8",
+            remedy="Plan with --precision bf16, and set 8-bit products in the other system",
+        )
     return CONFIG_WRITERS[system](request)
 
 

@@ -223,9 +223,16 @@ def _list_recipe_lookups(recipe: Recipe, layout: Layout, device_kind: str) -> _P
     """List the planner's lookups for the recipe on this layout.
 
     Raises:
-        InputError: the layout does not divide the recipe's batch, or the model's size depends
-            on a tokenizer that is missing.
+        InputError: the layout does not divide the recipe's batch, the model's size depends on a
+            tokenizer that is missing, or the recipe multiplies 8-bit operands.
     """
+    if recipe.precision.kind == "fp8":
+        raise InputError(
+            "--calibrate does not measure 8-bit products yet",
+            field="precision.kind",
+            got="fp8",
+            remedy="Measure the other precisions with --set precision=bf16",
+        )
     candidate = build_recipe_candidate(recipe, build_template(recipe), layout.world_size)
     if candidate is None:
         raise InputError(

@@ -35,6 +35,7 @@ from shardwright.model.hf_model import read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.nf4 import read_packed_slice
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.precision import resolve_dtypes
 
 MODEL_PREFIX = "model."
 """Prefix of the weights' names in a run's checkpoints."""
@@ -201,7 +202,7 @@ def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
         name=str(folder.path),
         shape=shape,
         read=read,
-        dtype=DTYPE_OF_PRECISION[recipe.precision.kind],
+        dtype=resolve_dtypes(recipe.precision).compute,
         tokenizer_folder=folder.tokenizer_path,
         step=opened.step,
         generation_config=_read_generation_config(Path(recipe.model.path))
@@ -254,7 +255,7 @@ def open_adapter_base(recipe: Recipe, shape: ModelShape, fingerprint: str) -> Ad
     """
     if not recipe.model.is_pretrained:
         specs = {spec.name: spec.packed_matrix or spec for spec in shape.list_parameters()}
-        dtype = torch.float64 if recipe.precision.kind == "fp64" else torch.float32
+        dtype = resolve_dtypes(recipe.precision).param
         return AdapterBase(
             shape,
             lambda name, narrow: initialise_parameter(

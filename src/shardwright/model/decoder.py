@@ -38,6 +38,7 @@ from shardwright.model.linear import Linear
 from shardwright.model.moe import ExpertStack
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.routing import ExpertRules, RouterTotals, RoutingContext
+from shardwright.model.scaled_product import RoundingTotals
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 logger = logging.getLogger("shardwright")
@@ -51,6 +52,7 @@ class Decoder(nn.Module):
     """
 
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
+    rounding_totals: RoundingTotals | None = None  # None without 8-bit operands
     label_smoothing: float = 0.0
     """Fraction of each target spread evenly over the vocabulary, in training."""
     noise_size: float = 0.0
@@ -108,7 +110,7 @@ class Decoder(nn.Module):
             yield start + self._to_hf_name(path), parameter
 
     def _to_hf_name(self, path: str) -> str:
-        """Translate a parameter's path in this module to its Hugging Face name."""
+        """Translate a parameter's path here to its Hugging Face name."""
         return self.shape.names.to_hf_name(path)
 
     @property

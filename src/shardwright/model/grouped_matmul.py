@@ -33,6 +33,12 @@ def multiply_grouped(x_MD: Tensor, weight: Tensor, counts_E: Tensor, *, transpos
     return out_MF
 
 
+def compute_grouped_weight_gradient(x_MD: Tensor, y_MF: Tensor, counts_E: Tensor) -> Tensor:
+    """Compute x^T y over each expert's rows, `[E, D, F]`; zeros for an expert without rows."""
+    gradient_EDF: Tensor = _weight_gradient(x_MD, y_MF, counts_E)
+    return gradient_EDF
+
+
 @torch.library.custom_op("shardwright::grouped_product", mutates_args=())
 def _multiply(
     x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, transposed: bool
@@ -50,7 +56,7 @@ def _multiply(
 
 @torch.library.custom_op("shardwright::grouped_weight_gradient", mutates_args=())
 def _weight_gradient(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute x^T y over each expert's rows, `[E, D, F]`; zeros for an expert without rows."""
+    """Operator of `compute_grouped_weight_gradient`."""
     if _is_grouped_mm_supported(x.dtype, (x.shape[1], y.shape[1])):
         return F.grouped_mm(x.t(), y, offs=_compute_offsets(counts))
     gradient_EDF = x.new_empty(counts.shape[0], x.shape[1], y.shape[1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape
@@ -17,7 +16,8 @@ from shardwright.model import nf4
 from shardwright.model.dropout import Dropout
 from shardwright.model.lora import compute_row_norms
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
-from shardwright.model.weight_gradient_store import WeightGradientStore
+from shardwright.model.product import ProductRule, WeightGradientStore, multiply
+from shardwright.model.scaled_product import ScaledProducts
 
 
 class Linear(nn.Module):
@@ -35,6 +35,8 @@ class Linear(nn.Module):
 
     gradient_store: WeightGradientStore | None = None
     """Store of deferred weight gradients, under a schedule with split backward passes."""
+    scaled: ScaledProducts | None = None
+    """Products of 8-bit operands with its own weight; adapters multiply in x's precision."""
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
     adapters: AdapterShape | None = None
     is_adapter_enabled: bool = True
@@ -86,15 +88,8 @@ class Linear(nn.Module):
         return self._apply_adapter(x, bias, self.adapters, dropout)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.weight.dtype == torch.uint8:
-            product = nf4.multiply_packed(x, self.weight, self.num_in)
-            return product if bias is None else product + bias
-        if self.gradient_store is not None and torch.is_grad_enabled():
-            return self.gradient_store.apply_linear(
-                x, self.weight, bias, is_transposed=self.is_transposed
-            )
-        weight = self.weight.to(x.dtype)
-        return F.linear(x, weight.t() if self.is_transposed else weight, bias)
+        rule = ProductRule(self.num_in, self.is_transposed, self.gradient_store, self.scaled)
+        return multiply(x, self.weight, bias, rule)
 
     def _apply_adapter(
         self, x: Tensor, bias: Tensor | None, adapters: AdapterShape, dropout: Dropout | None

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ExpertShape, ModelShape
 from shardwright.architecture.nf4_layout import compute_row_bytes
-from shardwright.model import nf4
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
-from shardwright.model.grouped_matmul import gather_rows, multiply_grouped, scatter_rows
+from shardwright.model.grouped_matmul import gather_rows, scatter_rows
 from shardwright.model.mlp import FeedForward, apply_clamped_gate, apply_gate
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
+from shardwright.model.product import ProductRule, multiply_by_expert
 from shardwright.model.routing import (
     RouterStatistics,
     Routing,
@@ -30,6 +30,7 @@ from shardwright.model.routing import (
     count_tokens_by_row,
     mask_within_capacity,
 )
+from shardwright.model.scaled_product import ScaledProducts
 
 
 class Router(nn.Module):
@@ -66,6 +67,8 @@ class ExpertStack(nn.Module):
     for both layouts of W.
     """
 
+    scaled: ScaledProducts | None = None
+    """Products of 8-bit operands with its own weight; adapters multiply in x's precision."""
     adapters: AdapterShape | None = None
     is_adapter_enabled: bool = True
 
@@ -97,16 +100,12 @@ class ExpertStack(nn.Module):
 
     def forward(self, x_MD: Tensor, counts_E: Tensor, *, bias_factor: float = 1.0) -> Tensor:
         """Multiply each row by its expert's matrix, `[M, out]`."""
-        if self.weight.dtype == torch.uint8:
-            out_MF = nf4.multiply_packed_experts(x_MD, self.weight, counts_E, self.num_in)
-        else:
-            weight = self.weight.to(x_MD.dtype)
-            out_MF = multiply_grouped(x_MD, weight, counts_E, transposed=not self.is_transposed)
+        rule = ProductRule(self.num_in, self.is_transposed, scaled=self.scaled)
+        out_MF = multiply_by_expert(x_MD, self.weight, counts_E, rule)
         if self.adapters is not None and self.is_adapter_enabled:
-            a_ERD = self.lora_A.to(x_MD.dtype)
-            b_EFR = self.lora_B.to(x_MD.dtype)
-            low_MR = multiply_grouped(x_MD, a_ERD, counts_E, transposed=True)
-            update_MF = multiply_grouped(low_MR, b_EFR, counts_E, transposed=True)
+            low_MR = multiply_by_expert(x_MD, self.lora_A, counts_E, ProductRule(self.num_in))
+            rank_rule = ProductRule(self.adapters.rank)
+            update_MF = multiply_by_expert(low_MR, self.lora_B, counts_E, rank_rule)
             out_MF = out_MF + update_MF * self.adapters.scale
         if self.bias is None:
             return out_MF

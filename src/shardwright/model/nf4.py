@@ -1,13 +1,10 @@
-"""NF4 quantisation of frozen matrices, and products that do not save the dequantised matrix.
+"""NF4 quantisation of frozen matrices.
 
 NF4 has 16 values, quantiles of a normal distribution scaled to [-1, 1]; a block of 64 elements
 is scaled by its largest magnitude. `architecture.quantised` defines the layout of the bytes. If
 rows are multiples of the block, codes and scales are those of bitsandbytes.
 
-The backward pass needs the matrix for the gradient of the inputs only, and dequantises it
-again.
-
-Legend: D in, F out, P bytes of a row, K blocks of a row, E experts, M rows.
+Legend: D in, F out, P bytes of a row, K blocks of a row.
 
 Source: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), section 3 and appendix E; the table is
 bitsandbytes'.
@@ -16,7 +13,6 @@ bitsandbytes'.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.architecture import ParameterSpec
-from shardwright.architecture.nf4_layout import BLOCK_ELEMENTS, compute_code_bytes, count_columns
-from shardwright.model.grouped_matmul import multiply_grouped
+from shardwright.architecture.nf4_layout import BLOCK_ELEMENTS, compute_code_bytes
 
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -139,60 +134,3 @@ def read_dequantised_slice(
     start, length = narrow[-1]
     rows = read(matrix.name, (*narrow[:-1], (0, columns)))
     return unpack(pack(rows), columns, dtype)[..., start : start + length]
-
-
-def multiply_packed(x: Tensor, packed_FP: Tensor, num_in: int) -> Tensor:
-    """Compute x @ W^T in x's precision; packed W has `num_in` columns or a shard of them."""
-    product: Tensor = _PackedLinear.apply(x, packed_FP, count_columns(packed_FP.shape[1], num_in))
-    return product
-
-
-class _PackedLinear(torch.autograd.Function):
-    """x @ W^T that saves W's bytes and dequantises in the forward and the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packed_FP: Tensor, columns: int) -> Tensor:
-        ctx.columns = columns
-        ctx.save_for_backward(packed_FP)
-        return F.linear(x, unpack(packed_FP, columns, x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (packed_FP,) = ctx.saved_tensors
-        return gradients[0] @ unpack(packed_FP, ctx.columns, gradients[0].dtype), None, None
-
-
-def multiply_packed_experts(
-    x_MD: Tensor, packed_EFP: Tensor, counts_E: Tensor, num_in: int
-) -> Tensor:
-    """Multiply each row by its expert's packed matrix, `[M, F]`, as `multiply_grouped` does."""
-    product: Tensor = _PackedExpertLinear.apply(
-        x_MD, packed_EFP, counts_E, count_columns(packed_EFP.shape[2], num_in)
-    )
-    return product
-
-
-class _PackedExpertLinear(torch.autograd.Function):
-    """Grouped product that saves bytes and dequantises in the forward and the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_MD: Tensor, packed_EFP: Tensor, counts_E: Tensor, columns: int
-    ) -> Tensor:
-        ctx.columns = columns
-        ctx.save_for_backward(packed_EFP, counts_E)
-        return multiply_grouped(
-            x_MD, unpack(packed_EFP, columns, x_MD.dtype), counts_E, transposed=True
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        packed_EFP, counts_E = ctx.saved_tensors
-        gradient_MF = gradients[0].contiguous()
-        weight_EFD = unpack(packed_EFP, ctx.columns, gradient_MF.dtype)
-        return (
-            multiply_grouped(gradient_MF, weight_EFD, counts_E, transposed=False),
-            None,
-            None,
-            None,
-        )

@@ -16,8 +16,8 @@ from shardwright.errors import NonFiniteError
 class PrecisionDtypes:
     """Dtypes of one precision kind.
 
-    `param` is that of master weights, gradients and moments, `compute` that of matrix products,
-    `reduce` that of gradient sums over ranks.
+    `param` is that of master weights, gradients and moments, `compute` that of matrix products
+    (with `kind: fp8`, of those without 8-bit operands), `reduce` that of gradient sums over ranks.
     """
 
     param: torch.dtype
@@ -43,7 +43,8 @@ def resolve_dtypes(precision: PrecisionSection) -> PrecisionDtypes:
     PrecisionDtypes(param=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
     """
     assert precision.kind != "auto", "the plan resolves `auto`"
-    compute = _COMPUTE_DTYPES[precision.kind]
+    low = precision.low_precision
+    compute = _COMPUTE_DTYPES[precision.kind if low is None else low.compute]
     param = torch.promote_types(compute, torch.float32)
     reduce = torch.bfloat16 if precision.reduce_dtype == "bf16" else param
     return PrecisionDtypes(param=param, compute=compute, reduce=reduce)

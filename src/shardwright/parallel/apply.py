@@ -3,7 +3,8 @@
 On the meta device until step 6:
 
     1  pipeline     keep the blocks of this rank's stages
-    2  tensor, expert, context: parameters of this rank's shape, and the hooks that modules call
+    2  tensor, expert, context: parameters of this rank's shape, and the hooks that modules call;
+                    8-bit products, which agree on scales over tensor ranks
     3  recompute    around each block's inner function
     4  compile      the block's function with recomputation inside: around compiled code,
                     selective recomputation sees no operations to save
@@ -48,6 +49,7 @@ from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.expert_parallel import build_token_dispatcher
 from shardwright.parallel.fsdp import apply_fsdp, apply_fsdp_root
 from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
+from shardwright.parallel.low_precision import install_low_precision
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
@@ -107,6 +109,7 @@ def apply_layout(
             tensor=build_tensor_parallel(layout, mesh),
         )
     )
+    install_low_precision(decoder, plan, mesh, device)
     decoder.set_recompute(build_recompute_runner(plan.recompute))
     if compile_blocks:
         # Rows of a length of their own would each be a graph. None lets torch assume that shapes

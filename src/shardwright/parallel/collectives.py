@@ -117,6 +117,14 @@ def _run_all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
     return summed
 
 
+def reduce_maxima(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the largest of the ranks' values, element by element, without a gradient."""
+    largest = x.clone(memory_format=torch.contiguous_format)
+    with time_wait(group):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
 def stack_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the ranks' tensors, `[R, *x.shape]`, without a gradient."""
     stacked = x.new_empty((group.size(), *x.shape))

@@ -24,7 +24,7 @@ from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, PipelineStage
 from shardwright.model.decoder import Decoder
 from shardwright.model.linear import Linear
-from shardwright.model.weight_gradient_store import DeferredProduct, WeightGradientStore
+from shardwright.model.product import DeferredProduct, WeightGradientStore
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.p2p_channels import P2PChannels
 from shardwright.schedule import (

@@ -1,5 +1,11 @@
 """Placement: what each rank has of a model under a layout. No torch."""
 
+from shardwright.placement.low_precision import (
+    check_low_precision,
+    compute_token_multiple,
+    has_micro_batch_scales,
+    select_scaled_weights,
+)
 from shardwright.placement.model_placement import Placement, place_model
 from shardwright.placement.parameter_layouts import (
     EXPERT_PARALLEL_STYLES,
@@ -15,6 +21,10 @@ __all__ = [
     "Placement",
     "TensorParallelStyle",
     "build_parameter_layouts",
+    "check_low_precision",
+    "compute_token_multiple",
+    "has_micro_batch_scales",
     "partition_stages",
     "place_model",
+    "select_scaled_weights",
 ]

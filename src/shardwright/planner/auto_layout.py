@@ -62,12 +62,12 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
             place_model(shape, candidate.layout, candidate.sequence_length)
         except InputError:
             return False
-        return candidate.is_runnable
+        return candidate.is_runnable and (keeps_scales is None or keeps_scales(candidate))
 
     resolved = settle_precision(recipe, choose_precision_on(cluster.accelerator))
-    problem: PlanningProblem = replace(
-        build_problem(recipe, build_template(resolved), world_size), is_allowed=can_run
-    )
+    problem: PlanningProblem = build_problem(recipe, build_template(resolved), world_size)
+    keeps_scales = problem.is_allowed
+    problem = replace(problem, is_allowed=can_run)
     if training.global_batch_size is not None:
         problem = replace(
             problem,

@@ -62,6 +62,8 @@ class Candidate:
     micro_batch_size: int = 1
     gradient_accumulation_steps: int = 1
     precision: Precision = "bf16"
+    has_wide_weight_gradients: bool = False
+    """With `fp8`: gradients of weights are multiplied in bf16."""
     recompute: RecomputeKind = "none"
     optimizer: OptimizerKind = "adamw"
     adapter: LowRankAdapter | None = None
@@ -95,8 +97,8 @@ class Candidate:
 
     @property
     def is_runnable(self) -> bool:
-        """True if `train` supports it. Offloaded parameters and 8-bit floats are predicted only."""
-        return self.offload != "parameters" and self.precision not in ("fp8", "nvfp4")
+        """True if `train` supports it. Offloaded parameters and 4-bit floats are predicted only."""
+        return self.offload != "parameters" and self.precision != "nvfp4"
 
     @property
     def micro_batch_tokens(self) -> int:

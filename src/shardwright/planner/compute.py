@@ -153,7 +153,13 @@ def _time_matmul_passes(
     return (
         rates.time_matmul(rows, num_out, num_in, is_high_precision=wide) / share,
         rates.time_matmul(rows, num_in, num_out, is_high_precision=wide) / share,
-        rates.time_matmul(num_out, num_in, rows, is_high_precision=wide) / share,
+        rates.time_matmul(
+            num_out,
+            num_in,
+            rows,
+            is_high_precision=wide or candidate.has_wide_weight_gradients,
+        )
+        / share,
     )
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import get_args
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.low_precision import FP8Section
 from shardwright.config.recipe import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
 from shardwright.hardware import Accelerator
 from shardwright.layout import Layout, resolve_layout
+from shardwright.placement import check_low_precision, place_model
 from shardwright.planner.candidate import (
     Candidate,
     LowRankAdapter,
@@ -86,6 +90,9 @@ def build_template(
     training = recipe.training
     kind = precision or recipe.precision.kind
     assert kind != "auto", "call settle_precision first"
+    low_precision = recipe.precision.low_precision
+    if low_precision is None and kind == "fp8":
+        low_precision = FP8Section()
     adapter = adapter or build_adapter(recipe)
     return Candidate(
         layout=Layout(
@@ -96,6 +103,9 @@ def build_template(
         ),
         sequence_length=training.sequence_length,
         precision=kind,
+        has_wide_weight_gradients=kind == "fp8"
+        and low_precision is not None
+        and low_precision.recipe == "rowwise_with_gw_hp",
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
         offload=_choose_offload(recipe),
         adapter=adapter,
@@ -175,8 +185,11 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
         RecipeError: the recipe sets neither a global batch nor a micro-batch.
     """
     training = recipe.training
+    keeps_scales = _build_scale_check(recipe, template)
     if training.global_batch_size is not None:
-        return PlanningProblem(template, num_gpus, training.global_batch_size)
+        return PlanningProblem(
+            template, num_gpus, training.global_batch_size, is_allowed=keeps_scales
+        )
     if training.micro_batch_size is None:
         raise RecipeError(
             "the batch size is not set",
@@ -184,7 +197,34 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
             remedy="Set global_batch_size, or micro_batch_size (per rank)",
         )
     accumulation = training.gradient_accumulation_steps or 1
-    return PlanningProblem(template, num_gpus, None, (training.micro_batch_size,), (accumulation,))
+    return PlanningProblem(
+        template,
+        num_gpus,
+        None,
+        (training.micro_batch_size,),
+        (accumulation,),
+        is_allowed=keeps_scales,
+    )
+
+
+def _build_scale_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], bool] | None:
+    """Return a function that is True for layouts with the 8-bit scales of one process."""
+    if template.precision != "fp8":
+        return None
+    section = recipe.precision.low_precision or FP8Section()
+    shape = read_planning_shape(recipe)
+
+    @cache
+    def keeps_scales(layout: Layout) -> bool:
+        length = template.sequence_length
+        try:
+            placement = place_model(shape, layout, length)
+            check_low_precision(placement, section, length, is_compiled=False)
+        except InputError:
+            return False
+        return True
+
+    return lambda candidate: keeps_scales(candidate.layout)
 
 
 def build_recipe_candidate(recipe: Recipe, template: Candidate, num_gpus: int) -> Candidate | None:

@@ -104,6 +104,11 @@ class StepEvent(Event):
     """Offloading to disk: part of optimizer_seconds in which the update waited for reads."""
     loss_scale: float | None = None
     """Loss scale, fp16 only."""
+    fp8_saturated: dict[str, int] | None = None
+    """8-bit products, at multiples of run.log_every_steps: elements of operands clamped to the
+    format's largest number, over all ranks, by kind of layer."""
+    fp8_flushed: dict[str, float] | None = None
+    """The same: fraction of the elements that became zero."""
     expert_load: float | None = None
     """Sparse models: tokens of the busiest expert / mean tokens per expert; 1 if all are
     equal."""

@@ -14,6 +14,7 @@ from shardwright.data.sample_order import SampleOrder
 from shardwright.layout import RankGrid
 from shardwright.offload import OffloadedOptimizer, TransferCounts
 from shardwright.optim import compute_learning_rate
+from shardwright.placement import select_scaled_weights
 from shardwright.telemetry.meter import ThroughputMeter
 from shardwright.training.batch_prefetch import BatchPrefetcher
 from shardwright.training.checkpointing import RunCheckpointer
@@ -24,6 +25,12 @@ from shardwright.training.profiling import StepProfiler
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_metrics import MeasuredStep, RankMetrics, RankStepTimes
 from shardwright.training.rank_sync import StepSync
+from shardwright.training.rounding import (
+    RoundingReport,
+    SaturationMonitor,
+    read_rounding,
+    sum_rounding_table,
+)
 from shardwright.training.run_prediction import PredictionComparison, predict_training_run
 from shardwright.training.setup import TrainingState
 from shardwright.training.step import (
@@ -63,6 +70,8 @@ class StepResult:
     """Mean rewards of the step's pairs. None without preference tuning."""
     transfers: TransferCounts | None = None
     """Transfers of offloaded states. None without offloading."""
+    rounding: RoundingReport | None = None
+    """Rounding of 8-bit operands. None in other precisions, and in steps that do not count."""
 
 
 class TrainingLoop:
@@ -123,6 +132,13 @@ class TrainingLoop:
             context.recipe.watchdog, RankGrid(plan.layout), ranks.world_size
         )
         experts = validated_run.shape.experts
+        self.saturation_monitor = SaturationMonitor()
+        low_precision = plan.precision.low_precision
+        self.kind_of_scaled_weight = (
+            {}
+            if low_precision is None
+            else select_scaled_weights(validated_run.shape, low_precision)
+        )
         self.expert_load_monitor = ExpertLoadMonitor(experts.experts_per_token if experts else 1)
 
     def run(self) -> float | None:
@@ -209,6 +225,9 @@ class TrainingLoop:
         learning_rate = compute_learning_rate(
             state.step, recipe.training, validated_run.total_steps, batch.global_batch_size
         )
+        totals = state.model.decoder.rounding_totals
+        if totals is not None:
+            totals.is_counting = (state.step + 1) % recipe.run.log_every_steps == 0
         with self.rank_metrics.measure_step():
             loss = accumulate_gradients(
                 state.model,
@@ -229,6 +248,9 @@ class TrainingLoop:
                 numbers["router_table"] = loss.router_table
             if isinstance(state.objective, PreferenceObjective):
                 numbers["pairs"] = state.objective.pop_totals()
+            if totals is not None and totals.is_counting:
+                numbers["rounding"] = sum_rounding_table(state.model, totals)
+                totals.is_counting = False
             if batch.row_multiple is not None:
                 numbers["work"] = count_tokens_and_flops(
                     state.model, micro_batches, self.flops_per_token_of_length
@@ -280,6 +302,9 @@ class TrainingLoop:
             transfers=state.optimizer.take_counts()
             if isinstance(state.optimizer, OffloadedOptimizer)
             else None,
+            rounding=read_rounding(values["rounding"], totals.names, self.kind_of_scaled_weight)
+            if totals is not None and "rounding" in values
+            else None,
         )
 
     def _log_step(
@@ -316,6 +341,7 @@ class TrainingLoop:
             ),
             **({} if result.preference_metrics is None else asdict(result.preference_metrics)),
             **_collect_offload_fields(result.transfers),
+            **({} if result.rounding is None else self._collect_rounding(step, result.rounding)),
         )
         log_every = self.context.recipe.run.log_every_steps
         self.rank_metrics.log_events(
@@ -325,6 +351,13 @@ class TrainingLoop:
             log_every_steps=log_every,
             total_steps=self.context.validated_run.total_steps,
         )
+
+    def _collect_rounding(self, step: int, rounding: RoundingReport) -> dict[str, Any]:
+        """Return the step event's fields of 8-bit operands; warn about persistent saturation."""
+        warning = self.saturation_monitor.observe(rounding)
+        if warning is not None:
+            self.context.event_logger.log("warning", step=step, message=warning)
+        return {"fp8_saturated": rounding.saturated, "fp8_flushed": rounding.flushed}
 
     def _collect_expert_fields(self, step: int, loads: ExpertLoads) -> dict[str, Any]:
         """Return the step event's fields of a sparse model; warn about an overloaded expert."""

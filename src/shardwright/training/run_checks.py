@@ -7,6 +7,7 @@ import hashlib
 import logging
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -31,7 +32,12 @@ from shardwright.model.hf_model import read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
 from shardwright.numerics.precision import resolve_dtypes
-from shardwright.placement import Placement, place_model
+from shardwright.placement import (
+    Placement,
+    compute_token_multiple,
+    has_micro_batch_scales,
+    place_model,
+)
 from shardwright.plans import (
     CompileChoice,
     Plan,
@@ -41,6 +47,7 @@ from shardwright.plans import (
     count_steps,
     resolve_degrees,
 )
+from shardwright.training.kernel_checks import check_low_precision_kernels
 from shardwright.training.offload_checks import check_offload
 
 logger = logging.getLogger(__name__)
@@ -92,7 +99,7 @@ class ValidatedRun:
             "sequence_length": batch.sequence_length,
             "global_batch_size": batch.global_batch_size,
             "optimizer": recipe.optimizer.model_dump(mode="json"),
-            "precision": recipe.precision.kind,
+            "precision": _describe_precision(recipe),
             **(
                 {}
                 if recipe.preference is None
@@ -164,6 +171,10 @@ def validate_run(
         )
     frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
     _check_optimizer(recipe, plan, shape, frozen)
+    if plan.precision.low_precision is not None and should_use_cuda(
+        recipe.run.device, field="run.device"
+    ):
+        check_low_precision_kernels(plan, torch.cuda.get_device_capability())
     check_offload(recipe, plan, _list_trained(shape, frozen))
     return ValidatedRun(
         recipe=recipe,
@@ -193,7 +204,24 @@ def _choose_row_multiple(
             "balancing and capacity of experts count tokens per row"
         )
         return None
-    return compute_row_multiple(plan.layout, recipe.data.pad_to_multiple_of)
+    low_precision = plan.precision.low_precision
+    if has_micro_batch_scales(low_precision):
+        logger.info(
+            "all rows are padded to training.sequence_length: "
+            "8-bit scales of a whole micro-batch span padding too"
+        )
+        return None
+    tokens = compute_token_multiple(plan.placement, low_precision)
+    return compute_row_multiple(plan.layout, lcm(recipe.data.pad_to_multiple_of, tokens))
+
+
+def _describe_precision(recipe: Recipe) -> str:
+    """Return the precision's kind; for 8-bit products, with what decides their numbers."""
+    section = recipe.precision.low_precision
+    if section is None:
+        return recipe.precision.kind
+    parts = [section.recipe, *section.targets, *(f"not {pattern}" for pattern in section.exclude)]
+    return f"fp8 ({', '.join([*parts, section.compute])})"
 
 
 def _check_preference(recipe: Recipe) -> None:

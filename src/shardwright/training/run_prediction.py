@@ -35,17 +35,34 @@ _MEASURED_STEPS = 5
 
 
 def predict_training_run(validated_run: ValidatedRun) -> Prediction | None:
-    """Predict memory and time of the plan that runs; None if the recipe names no cluster.
+    """Predict memory and time of the plan that runs.
+
+    None if the recipe names no cluster, or 8-bit products are emulated.
 
     Raises:
         InputError: The cluster is unknown, or its size does not match the number of ranks.
     """
     recipe = validated_run.recipe
-    if recipe.cluster is None:
+    if recipe.cluster is None or _emulates_low_precision(validated_run):
         return None
     return _predict_cached(
         validated_run.shape, build_run_candidate(recipe, validated_run), recipe.cluster
     )
+
+
+def _emulates_low_precision(validated_run: ValidatedRun) -> bool:
+    """Return True, and log it, if 8-bit products are emulated, whose time is not predicted."""
+    section = validated_run.recipe.precision.low_precision
+    cluster = validated_run.recipe.cluster
+    if section is None or cluster is None:
+        return False
+    peaks = build_cluster(
+        cluster, validated_run.plan.layout.world_size
+    ).accelerator.peak_flops_per_second
+    if "fp8" in peaks and not section.emulate:
+        return False
+    logger.info("memory and time are not predicted: 8-bit products are emulated")
+    return True
 
 
 @lru_cache(maxsize=4)

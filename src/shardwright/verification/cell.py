@@ -23,6 +23,7 @@ from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.parallel_model import get_local_tensor
+from shardwright.placement import compute_token_multiple, has_micro_batch_scales, place_model
 from shardwright.plans import build_plan, compute_row_multiple
 from shardwright.training.step import StepLoss, accumulate_gradients, update_parameters
 from shardwright.verification.comparison import (
@@ -321,10 +322,9 @@ def _build_model(problem: VerificationProblem, layout: Layout) -> ParallelModel:
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen_names)
     specs = {spec.name: spec for spec in shape.list_parameters()}
-    precision = PrecisionSection(kind="fp32" if problem.dtype == "float32" else "fp64")
     return apply_layout(
         decoder,
-        build_plan(shape, layout, problem.batch, precision, problem.case.recompute),
+        build_plan(shape, layout, problem.batch, problem.precision, problem.case.recompute),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: build_initial_value(problem, specs[name], narrow),
@@ -337,8 +337,12 @@ def _read_micro_batches(
     """Read micro-batches truncated to their longest row, unlike those of the reference."""
     dataset = problem.dataset
     batch = problem.batch
-    if problem.shape.experts is None:  # router statistics count every token of a row
-        batch = replace(batch, row_multiple=compute_row_multiple(layout))
+    low_precision = problem.low_precision
+    # Router statistics count every token of a row, and so do scales of a micro-batch.
+    if problem.shape.experts is None and not has_micro_batch_scales(low_precision):
+        placement = place_model(problem.shape, layout, batch.sequence_length)
+        minimum = compute_token_multiple(placement, low_precision)
+        batch = replace(batch, row_multiple=compute_row_multiple(layout, minimum))
     return read_step_micro_batches(
         dataset, dataset.order, batch, step, RankGrid(layout).data_rank(get_rank(layout))
     )

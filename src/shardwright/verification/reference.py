@@ -22,13 +22,16 @@ from torch import Tensor
 
 from shardwright.architecture import HFClassInit, HFShape, ModelShape, NormalInit, ParameterSpec
 from shardwright.config.data import IGNORED_LABEL
-from shardwright.config.training import OptimizerSection
+from shardwright.config.low_precision import FP8Section
+from shardwright.config.training import OptimizerSection, PrecisionSection
+from shardwright.layout import Layout
 from shardwright.model import Decoder, DropoutKey
 from shardwright.model.hf_decoder import Float64Mode, HFDecoder
 from shardwright.model.lora import initialise_adapter
 from shardwright.model.nf4 import read_dequantised_slice, read_packed_slice
 from shardwright.model.weight_init import DimRanges, initialise_parameter
-from shardwright.plans import BatchPlan
+from shardwright.parallel.low_precision import install_low_precision
+from shardwright.plans import BatchPlan, build_plan
 from shardwright.verification.cases import VerificationCase, VerificationDtype
 from shardwright.verification.uneven_data import UnevenDataset
 
@@ -63,6 +66,15 @@ class VerificationProblem:
     case: VerificationCase
     dtype: VerificationDtype
     seed: int
+    low_precision: FP8Section | None = None
+    """8-bit products of engine and reference; None multiplies in `dtype`."""
+
+    @property
+    def precision(self) -> PrecisionSection:
+        """Precision section for `dtype` and `low_precision`."""
+        if self.low_precision is None:
+            return PrecisionSection(kind="fp32" if self.dtype == "float32" else "fp64")
+        return PrecisionSection(kind="fp8", fp8=self.low_precision)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -216,6 +228,9 @@ def _build_decoder(problem: VerificationProblem) -> Decoder:
         for name, parameter in decoder.named_parameters():
             parameter.copy_(build_initial_value(problem, specs[name]))
             parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen_names)
+    # The emulation of 8-bit products is their definition; the reference has it, too.
+    plan = build_plan(shape, Layout(), problem.batch, problem.precision)
+    install_low_precision(decoder, plan, None, torch.device("cpu"))
     return decoder
 
 

@@ -15,7 +15,7 @@ from shardwright.config.training import OptimizerSection
 from shardwright.errors import InputError, RankFailed
 from shardwright.layout import Layout
 from shardwright.optim import check_block_boundaries, require_torchao
-from shardwright.placement import place_model
+from shardwright.placement import check_low_precision, has_micro_batch_scales, place_model
 from shardwright.plans import BatchPlan
 from shardwright.training.run_checks import match_frozen
 from shardwright.verification.cases import VerificationCase, VerificationDtype
@@ -205,6 +205,7 @@ def verify(
         recipe: source of attention, optimizer, seed and frozen parameters, not of the data.
         shape: the recipe's model, possibly shrunk.
         sequence_length: tokens per row.
+        dtypes: dtypes to compute in; 8-bit products are always verified in float64.
         pool: pool that runs the ranks.
         on_result: called with every result when it is finished.
         mutation: known bug on every rank but not in the reference, for tests of the verifier.
@@ -213,8 +214,17 @@ def verify(
         InputError: the model or a layout cannot run.
     """
     shape.check_sequence_length(sequence_length)
+    low_precision = recipe.precision.low_precision
+    if low_precision is not None:
+        # Sums in fp32 differ in their last bits, which could round to other codes.
+        low_precision = low_precision.model_copy(update={"compute": "fp64", "emulate": True})
+        dtypes = ["float64"]
+        if has_micro_batch_scales(low_precision):
+            cases = [case for case in cases if case.accumulation == 1]
     for layout in layouts:
         placement = place_model(shape, layout, sequence_length)
+        if low_precision is not None:
+            check_low_precision(placement, low_precision, sequence_length, is_compiled=False)
         if recipe.optimizer.name == "adamw_8bit":
             require_torchao()
             check_block_boundaries(placement.parameters, layout, recipe.optimizer.block_size)
@@ -233,6 +243,7 @@ def verify(
         case=cases[0],
         dtype=dtypes[0],
         seed=recipe.seed,
+        low_precision=low_precision,
     )
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
         for problem, group in _list_problems(base, layouts, cases, dtypes):

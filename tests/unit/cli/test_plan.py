@@ -163,7 +163,8 @@ def test_adapters_and_other_precisions_can_be_planned(
     fp8 = read_json_output(capsys)["layouts"][0]
     assert lora["tokens_per_second"] > full["tokens_per_second"]
     assert lora["adapter"]["rank"] == 16
-    assert not fp8["runnable"]
+    assert fp8["runnable"]
+    assert fp8["precision"] == "fp8"
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_settings_from_the_command_line_are_noted_too(
     [
         (["--emit", "deepsped"], "Did you mean `deepspeed`?"),
         (["--out", "x"], "no configuration to write"),
-        (["--emit", "megatron", "--precision", "fp8"], "can only be predicted, not trained"),
+        (["--emit", "megatron", "--precision", "fp8"], "are not converted"),
     ],
 )
 def test_wrong_input_is_refused(

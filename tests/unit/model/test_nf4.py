@@ -19,6 +19,7 @@ from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout
 from shardwright.model import nf4
 from shardwright.model.grouped_matmul import multiply_grouped
+from shardwright.model.product import ProductRule, multiply, multiply_by_expert
 from shardwright.placement import place_model
 
 BITSANDBYTES = (
@@ -94,7 +95,7 @@ def test_the_product_equals_that_of_the_dequantised_matrix_and_saves_packed_byte
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
     ):
-        out = nf4.multiply_packed(x, packed, 128)
+        out = multiply(x, packed, None, ProductRule(128))
     assert torch.equal(out, x @ weight.T)
     assert [tensor.dtype for tensor in saved] == [torch.uint8]
     (gradient,) = torch.autograd.grad(out.square().sum(), x)
@@ -107,7 +108,7 @@ def test_the_product_of_experts_equals_that_of_dequantised_matrices() -> None:
     counts = torch.tensor([4, 0, 5])
     x = torch.randn(9, 64, generator=generator, requires_grad=True)
     weight = nf4.unpack(packed, 64, torch.float32)
-    packed_out = nf4.multiply_packed_experts(x, packed, counts, 64)
+    packed_out = multiply_by_expert(x, packed, counts, ProductRule(64))
     plain_out = multiply_grouped(x, weight, counts, transposed=True)
     assert torch.equal(packed_out, plain_out)
     packed_gradient, plain_gradient = (

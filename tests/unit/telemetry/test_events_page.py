@@ -24,8 +24,8 @@ def test_the_page_has_exactly_the_kinds_and_the_version() -> None:
 
 @pytest.mark.parametrize("kind", EVENT_TYPES)
 def test_the_page_has_every_field_and_optional_ones_in_italics(kind: str) -> None:
-    named = set(re.findall(r"`([a-z_]+)`", ROWS[kind]))
-    italic = set(re.findall(r"\*`([a-z_]+)`\*", ROWS[kind]))
+    named = set(re.findall(r"`([a-z0-9_]+)`", ROWS[kind]))
+    italic = set(re.findall(r"\*`([a-z0-9_]+)`\*", ROWS[kind]))
     own = [field for field in fields(EVENT_TYPES[kind]) if field.name not in ENVELOPE]
     assert {field.name for field in own} <= named
     optional = {

@@ -169,6 +169,12 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
     if any(prediction.is_tight for _, prediction in _number_layouts(result)):
         text = f"tight: fits, but not with {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
         console.print(text, highlight=False)
+    if any(prediction.candidate.precision == "fp8" for prediction in result.predictions):
+        console.print(
+            "fp8: predicted from published runs of other trainers; not measured here. `train` does "
+            "not compile it, and recipes that it emulates are far slower (docs/low-precision.md)",
+            highlight=False,
+        )
     if any(not prediction.candidate.is_runnable for prediction in result.predictions):
         console.print("*: prediction only; `train` does not support it", highlight=False)
 

@@ -45,7 +45,8 @@ class PlanningProblem:
     recompute_kinds: tuple[RecomputeKind, ...] = ("none", "selective", "full")
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     is_allowed: Callable[[Candidate], bool] | None = None
-    """Additional condition on candidates (`layout: auto`: that `train` can run them)."""
+    """Additional condition on candidates (`layout: auto`: that `train` can run them;
+    fp8: that the recipe's scales are those of one process)."""
 
 
 class Degrees(NamedTuple):

@@ -1,4 +1,4 @@
-"""Deferred weight gradients equal those of the plain backward pass."""
+"""Products of linear layers and experts: bits of plain torch, and deferred weight gradients."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.model.linear import Linear
-from shardwright.model.weight_gradient_store import WeightGradientStore
+from shardwright.model.product import ProductRule, WeightGradientStore, multiply
 
 
 def build(transposed: bool, bias: bool) -> nn.Sequential:
@@ -73,3 +74,40 @@ def test_gradients_are_deferred_only_inside_defer_and_not_for_frozen_weights() -
     with store.defer() as products:
         model(torch.ones(2, 5)).sum().backward()
     assert [product.weight for product in products] == [model[0].weight]
+
+
+@pytest.mark.parametrize("mode", ["no store", "at once", "deferred"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_are_those_of_plain_torch(
+    dtype: torch.dtype, transposed: bool, has_bias: bool, mode: str
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = nn.Parameter(torch.randn((24, 40) if transposed else (40, 24), generator=generator))
+    bias = nn.Parameter(torch.randn(40, generator=generator)) if has_bias else None
+    x = torch.randn(3, 7, 24, generator=generator).to(dtype).requires_grad_()
+    matrix = weight.to(dtype)
+    plain = F.linear(
+        x, matrix.t() if transposed else matrix, None if bias is None else bias.to(dtype)
+    )
+    expected = differentiate(plain, x, weight, bias)
+    store = None if mode == "no store" else WeightGradientStore()
+    rule = ProductRule(24, transposed, store)
+    product = multiply(x, weight, None if bias is None else bias.to(dtype), rule)
+    assert torch.equal(product, plain)
+    if store is None or mode == "at once":
+        gradients = differentiate(product, x, weight, bias)
+    else:
+        with store.defer() as products:
+            product.square().sum().backward()
+        assert weight.grad is None
+        products[0].accumulate()
+        gradients = [each.grad for each in (x, weight, bias) if each is not None]
+    for gradient, plain_gradient in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, plain_gradient)
+
+
+def differentiate(product: Tensor, *inputs: Tensor | None) -> list[Tensor]:
+    inputs = tuple(each for each in inputs if each is not None)
+    return list(torch.autograd.grad(product.square().sum(), inputs))

@@ -1,0 +1,221 @@
+"""Products of activations with the weights of linear layers and experts.
+
+All of them are computed here: outputs, gradients of inputs, and gradients of weights, at once or
+deferred. A weight is a matrix in any floating-point dtype, or packed bytes (`nf4`) that are
+dequantised in the forward and again in the backward pass. The operands have the precision of x,
+or 8 bits (`scaled_product`).
+
+Zero-bubble schedules split a backward pass into I (gradients of inputs, for the preceding
+stage) and W (gradients of weights). Here I is an ordinary backward pass in which a linear product
+stores its input and its output's gradient; W multiplies them. W does not use autograd's graph,
+so recomputation, FSDP2 and all other gradients work unchanged: those of norms, biases,
+embeddings and experts, and that of the head, which the chunked loss computes in the forward
+pass.
+
+Legend: N tokens flat, I in, O out, E experts, M rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.architecture.nf4_layout import count_columns
+from shardwright.model import nf4
+from shardwright.model.grouped_matmul import compute_grouped_weight_gradient, multiply_grouped
+from shardwright.model.scaled_product import ScaledProducts
+
+
+class ProductRule(NamedTuple):
+    """Form of a layer's weight, precision of its products, and store of deferred gradients."""
+
+    num_in: int
+    """Inputs of the whole matrix. A shard of packed bytes has a part of them."""
+    is_transposed: bool = False
+    """True for matrices `[in, out]`, False for `[out, in]`."""
+    store: WeightGradientStore | None = None
+    """Store under a schedule with split backward passes."""
+    scaled: ScaledProducts | None = None
+    """Products of 8-bit operands; None multiplies in x's precision."""
+
+
+def multiply(x: Tensor, weight: nn.Parameter, bias: Tensor | None, rule: ProductRule) -> Tensor:
+    """Compute x @ weight (+ bias), `[.., out]`, in x's dtype."""
+    is_packed = weight.dtype == torch.uint8
+    is_scaled = rule.scaled is not None
+    is_deferrable = rule.store is not None and not is_packed and torch.is_grad_enabled()
+    if not (is_packed or is_scaled or is_deferrable):
+        matrix = weight.to(x.dtype)
+        return F.linear(x, matrix.t() if rule.is_transposed else matrix, bias)
+    operand = weight if is_packed else weight.to(x.dtype)
+    reference = _WeightReference(weight) if is_deferrable else None
+    if is_packed or is_scaled:
+        product: Tensor = _LinearProduct.apply(x, operand, None, rule, reference)
+        return product if bias is None else product + bias
+    product = _LinearProduct.apply(x, operand, bias, rule, reference)
+    return product
+
+
+def multiply_by_expert(x_MI: Tensor, weight: Tensor, counts_E: Tensor, rule: ProductRule) -> Tensor:
+    """Multiply each row by its expert's matrix, `[M, O]`, in the rows' dtype.
+
+    Rows are sorted by expert; `weight` has a leading dim of experts, and `counts_E` has their
+    numbers of rows.
+    """
+    is_packed = weight.dtype == torch.uint8
+    if is_packed or rule.scaled is not None:
+        operand = weight if is_packed else weight.to(x_MI.dtype)
+        product: Tensor = _ExpertProduct.apply(x_MI, operand, counts_E, rule)
+        return product
+    return multiply_grouped(
+        x_MI, weight.to(x_MI.dtype), counts_E, transposed=not rule.is_transposed
+    )
+
+
+def compute_weight_gradient(gradient_NO: Tensor, x_NI: Tensor, rule: ProductRule) -> Tensor:
+    """Compute the gradient of a linear layer's weight, in the weight's orientation."""
+    if rule.scaled is not None:
+        product_OI = rule.scaled.compute_weight_gradient(gradient_NO, x_NI)
+        return product_OI.t().contiguous() if rule.is_transposed else product_OI
+    left, right = (x_NI, gradient_NO) if rule.is_transposed else (gradient_NO, x_NI)
+    return left.t() @ right
+
+
+class DeferredProduct(NamedTuple):
+    """Factors of a weight's gradient."""
+
+    weight: nn.Parameter
+    x_NI: Tensor
+    gradient_NO: Tensor
+    rule: ProductRule
+
+    @torch.no_grad()  # the gradient would keep a recomputed input's graph alive
+    def accumulate(self) -> None:
+        """Multiply, and add the result to the weight's gradient."""
+        product = compute_weight_gradient(self.gradient_NO, self.x_NI, self.rule)
+        gradient = product.to(self.weight.dtype)
+        if self.weight.grad is None:
+            self.weight.grad = gradient
+        else:
+            self.weight.grad += gradient
+
+
+class WeightGradientStore:
+    """Store of deferred products; outside `defer` layers multiply at once."""
+
+    def __init__(self) -> None:
+        self.products: list[DeferredProduct] | None = None
+
+    @contextmanager
+    def defer(self) -> Iterator[list[DeferredProduct]]:
+        """Defer weight gradients of a backward pass in this context to the yielded list."""
+        assert self.products is None, "one backward pass at a time"
+        self.products = []
+        try:
+            yield self.products
+        finally:
+            self.products = None
+
+
+class _WeightReference(NamedTuple):
+    """Parameter of a product; inside a tuple, autograd does not take it for an input."""
+
+    weight: nn.Parameter
+
+
+class _LinearProduct(torch.autograd.Function):
+    """Product that saves packed bytes as they are, scales operands and defers weight gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rule: ProductRule,
+        reference: _WeightReference | None,
+    ) -> Tensor:
+        ctx.rule = rule
+        ctx.reference = reference
+        # Only the weight's gradient needs x.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        matrix_OI = _read_matrix(weight, rule, x.dtype)
+        if rule.scaled is None:
+            return F.linear(x, matrix_OI, bias)
+        product_NO = rule.scaled.compute_output(x.flatten(0, -2), matrix_OI)
+        return product_NO.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rule: ProductRule = ctx.rule
+        gradient = gradients[0]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Detached: `flatten` returns a matrix itself, and stored tensors must not keep
+        # autograd's graph.
+        gradient_NO = gradient.detach().flatten(0, -2)
+        x_gradient = None
+        if needs_x:
+            matrix_OI = _read_matrix(weight, rule, gradient.dtype)
+            if rule.scaled is None:
+                x_gradient = gradient @ matrix_OI
+            else:
+                x_gradient = rule.scaled.compute_input_gradient(gradient_NO, matrix_OI)
+                x_gradient = x_gradient.unflatten(0, gradient.shape[:-1])
+        bias_gradient = gradient_NO.sum(0) if needs_bias else None
+        weight_gradient = None
+        if needs_weight:
+            x_NI = x.detach().flatten(0, -2)
+            products = None if rule.store is None else rule.store.products
+            if products is not None:
+                products.append(DeferredProduct(ctx.reference.weight, x_NI, gradient_NO, rule))
+            else:
+                weight_gradient = compute_weight_gradient(gradient_NO, x_NI, rule)
+        return x_gradient, weight_gradient, bias_gradient, None, None
+
+
+def _read_matrix(weight: Tensor, rule: ProductRule, dtype: torch.dtype) -> Tensor:
+    """Return the matrix `[.., out, in]`: packed bytes are dequantised."""
+    if weight.dtype == torch.uint8:
+        return nf4.unpack(weight, count_columns(weight.shape[-1], rule.num_in), dtype)
+    return weight.mT if rule.is_transposed else weight
+
+
+class _ExpertProduct(torch.autograd.Function):
+    """Grouped product that saves packed bytes as they are, or quantises its operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MI: Tensor, weight: Tensor, counts_E: Tensor, rule: ProductRule
+    ) -> Tensor:
+        ctx.rule = rule
+        # Only the weight's gradient needs x.
+        ctx.save_for_backward(x_MI if ctx.needs_input_grad[1] else None, weight, counts_E)
+        weight_EOI = _read_matrix(weight, rule, x_MI.dtype)
+        if rule.scaled is not None:
+            return rule.scaled.compute_expert_output(x_MI, weight_EOI, counts_E)
+        return multiply_grouped(x_MI, weight_EOI, counts_E, transposed=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x_MI, weight, counts_E = ctx.saved_tensors
+        rule: ProductRule = ctx.rule
+        gradient_MO = gradients[0].contiguous()
+        x_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            weight_EOI = _read_matrix(weight, rule, gradient_MO.dtype)
+            if rule.scaled is None:
+                x_gradient = multiply_grouped(gradient_MO, weight_EOI, counts_E, transposed=False)
+            else:
+                x_gradient = rule.scaled.compute_expert_input_gradient(
+                    gradient_MO, weight_EOI, counts_E
+                )
+        if ctx.needs_input_grad[1]:
+            left, right = (x_MI, gradient_MO) if rule.is_transposed else (gradient_MO, x_MI)
+            weight_gradient = compute_grouped_weight_gradient(left, right, counts_E)
+        return x_gradient, weight_gradient, None, None

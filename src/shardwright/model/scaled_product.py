@@ -1,0 +1,194 @@
+"""The three products of a layer with 8-bit operands, of a whole weight or of a rank's shard.
+
+A block of elements that share a scale may span the dim that tensor parallelism shards. Its ranks
+then agree on the block's maximum first, so that each quantises its part as one process
+quantises the whole. Which products agree:
+
+    sharded    output          input gradient    weight gradient
+    outputs    w if whole      g, w              g if whole
+    inputs     x, w            w if whole        x if whole
+
+"If whole": where one scale covers the tensor. Blocks of a fixed size lie within a shard
+(`placement.check_low_precision`).
+
+Legend: M tokens, N output features, K input features, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwright.model import fp8
+from shardwright.model.fp8 import ProductScaling, QuantisedMatrix, Scaling
+from shardwright.model.grouped_matmul import multiply_grouped
+from shardwright.model.scaled_matmul import multiply_on_device
+
+LayerDim = Literal["tokens", "inputs", "outputs"]
+
+_X: tuple[LayerDim, LayerDim] = ("tokens", "inputs")
+_W: tuple[LayerDim, LayerDim] = ("outputs", "inputs")
+_G: tuple[LayerDim, LayerDim] = ("tokens", "outputs")
+
+
+class RoundingTotals:
+    """Elements of each weight's products that quantisation saturated or flushed to zero."""
+
+    NUM_COLUMNS = 4
+    """Saturated, flushed, not finite, all elements."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """
+        Args:
+            names: Weights of the whole model that multiply 8-bit operands.
+        """
+        self.names = tuple(names)
+        self.is_counting = False
+        """Counting reads every operand again; the trainer counts in logged steps only."""
+        self._row_of_name = {name: row for row, name in enumerate(self.names)}
+        self._table: Tensor | None = None
+
+    def add(self, name: str, values_RC: Tensor, matrix: QuantisedMatrix) -> None:
+        """Count one operand, without waiting for the device."""
+        counts = fp8.count_rounding(values_RC, matrix)
+        if self._table is None:
+            self._table = self._make_table(values_RC.device)
+        row = self._table[self._row_of_name[name]]
+        row[:3] += torch.stack(tuple(counts))
+        row[3] += values_RC.numel()
+
+    def pop_table(self, device: torch.device) -> Tensor:
+        """Return this rank's counts since the last call, int64 `[weights, NUM_COLUMNS]`."""
+        table = self._make_table(device) if self._table is None else self._table
+        self._table = None
+        return table
+
+    def _make_table(self, device: torch.device) -> Tensor:
+        shape = (len(self.names), self.NUM_COLUMNS)
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledProducts:
+    """Products of one weight with 8-bit operands."""
+
+    scaling: ProductScaling
+    name: str = ""
+    """The weight's name, for `totals`."""
+    sharded: Literal["inputs", "outputs"] | None = None
+    """Dim of the weight of which this rank has a part."""
+    reduce_maxima: Callable[[Tensor], Tensor] | None = None
+    """Function from this rank's maxima to those of all ranks that share the weight."""
+    is_emulated: bool = True
+    """True multiplies dequantised operands; False calls the device's kernels."""
+    totals: RoundingTotals | None = None
+
+    def compute_output(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """Compute x w^T, `[M, N]`, in x's dtype."""
+        x_scaling, w_scaling = self.scaling.output
+        return self._multiply(
+            self.quantise(x_MK, x_scaling, _X),
+            _transpose(self.quantise(w_NK, w_scaling, _W)),
+            x_MK.dtype,
+        )
+
+    def compute_input_gradient(self, g_MN: Tensor, w_NK: Tensor) -> Tensor:
+        """Compute g w, `[M, K]`, in g's dtype."""
+        g_scaling, w_scaling = self.scaling.input_gradient
+        return self._multiply(
+            self.quantise(g_MN, g_scaling, _G), self.quantise(w_NK, w_scaling, _W), g_MN.dtype
+        )
+
+    def compute_weight_gradient(self, g_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """Compute g^T x, `[N, K]`, in g's dtype."""
+        if self.scaling.weight_gradient is None:
+            return g_MN.t() @ x_MK
+        g_scaling, x_scaling = self.scaling.weight_gradient
+        return self._multiply(
+            _transpose(self.quantise(g_MN, g_scaling, _G)),
+            self.quantise(x_MK, x_scaling, _X),
+            g_MN.dtype,
+        )
+
+    def compute_expert_output(self, x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor) -> Tensor:
+        """Multiply each row by its expert's matrix, `[M, N]`, in x's dtype."""
+        x_scaling, w_scaling = self.scaling.output
+        return self._multiply_grouped(
+            self.quantise(x_MK, x_scaling, _X), w_ENK, w_scaling, counts_E, x_MK.dtype, True
+        )
+
+    def compute_expert_input_gradient(
+        self, g_MN: Tensor, w_ENK: Tensor, counts_E: Tensor
+    ) -> Tensor:
+        """Multiply each gradient by its row's expert, `[M, K]`, in g's dtype."""
+        g_scaling, w_scaling = self.scaling.input_gradient
+        return self._multiply_grouped(
+            self.quantise(g_MN, g_scaling, _G), w_ENK, w_scaling, counts_E, g_MN.dtype, False
+        )
+
+    def quantise(
+        self,
+        values_RC: Tensor,
+        scaling: Scaling,
+        dims: tuple[LayerDim, LayerDim],
+        *,
+        num_matrices: int = 1,
+    ) -> QuantisedMatrix:
+        """Quantise an operand whose rows and columns are the layer's `dims`.
+
+        Args:
+            num_matrices: Matrices stacked along the rows, each quantised by itself.
+        """
+        maxima = None
+        blocks = dict(zip(dims, (scaling.rows, scaling.columns), strict=True))
+        if num_matrices > 1 and scaling.rows is None:
+            scaling = replace(scaling, rows=values_RC.shape[0] // num_matrices)
+        spans_ranks = self.sharded in blocks and blocks[self.sharded] is None
+        if self.reduce_maxima is not None and spans_ranks:
+            maxima = self.reduce_maxima(fp8.compute_block_maxima(values_RC, scaling))
+        matrix = fp8.quantise(values_RC, scaling, maxima)
+        if self.totals is not None and self.totals.is_counting:
+            self.totals.add(self.name, values_RC, matrix)
+        return matrix
+
+    def _multiply(
+        self, left: QuantisedMatrix, right: QuantisedMatrix, dtype: torch.dtype
+    ) -> Tensor:
+        if not self.is_emulated:
+            return multiply_on_device(left, right, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        return (fp8.dequantise(left).to(wide) @ fp8.dequantise(right).to(wide)).to(dtype)
+
+    def _multiply_grouped(
+        self,
+        left: QuantisedMatrix,
+        w_ENK: Tensor,
+        w_scaling: Scaling,
+        counts_E: Tensor,
+        dtype: torch.dtype,
+        is_transposed: bool,
+    ) -> Tensor:
+        """Multiply rows by the experts' matrices, each quantised by itself."""
+        assert left.scaling.rows == 1, "rows of different experts share no scale"
+        right = self.quantise(w_ENK.flatten(0, 1), w_scaling, _W, num_matrices=w_ENK.shape[0])
+        wide = torch.promote_types(dtype, torch.float32)
+        product_M = multiply_grouped(
+            fp8.dequantise(left).to(wide),
+            fp8.dequantise(right).to(wide).unflatten(0, (w_ENK.shape[0], -1)),
+            counts_E,
+            transposed=is_transposed,
+        )
+        return product_M.to(dtype)
+
+
+def _transpose(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    scaling = matrix.scaling
+    return QuantisedMatrix(
+        matrix.codes.t(),
+        matrix.multipliers.t(),
+        replace(scaling, rows=scaling.columns, columns=scaling.rows),
+    )

@@ -1,0 +1,240 @@
+"""Rules under which 8-bit products are the same as in one process. No torch."""
+
+from __future__ import annotations
+
+import fnmatch
+
+from shardwright.architecture import HFShape, ModelShape
+from shardwright.architecture.parameter_spec import ParameterRole
+from shardwright.config.low_precision import FP8Recipe, FP8Section, FP8Target
+from shardwright.errors import LayoutError, RecipeError
+from shardwright.layout import RankGrid, compute_local_boxes
+from shardwright.layout.context_method import count_chunks
+from shardwright.placement.model_placement import Placement
+
+TARGET_OF_ROLE: dict[ParameterRole, FP8Target] = {
+    "query": "attention",
+    "key": "attention",
+    "value": "attention",
+    "qkv": "attention",
+    "attention_out": "attention",
+    "query_latent": "attention",
+    "key_value_latent": "attention",
+    "key_value": "attention",
+    "gate": "mlp",
+    "up": "mlp",
+    "gate_up": "mlp",
+    "down": "mlp",
+    "expert_gate_up": "experts",
+    "expert_down": "experts",
+}
+"""Matrices that may multiply 8-bit operands."""
+
+BLOCK_OF_RECIPE: dict[FP8Recipe, int] = {"blockwise": 128, "mxfp8": 32}
+"""Elements of a block, of recipes whose blocks have a fixed size."""
+
+_INVARIANT = "rowwise_with_gw_hp"
+
+
+def select_scaled_weights(shape: ModelShape, section: FP8Section) -> dict[str, FP8Target]:
+    """Select the weights that multiply 8-bit operands; their kinds of layer by name.
+
+    Raises:
+        RecipeError: a pattern matches no such weight, or none is left.
+    """
+    weights = {
+        spec.name: TARGET_OF_ROLE[spec.role]
+        for spec in shape.list_parameters()
+        if spec.role in TARGET_OF_ROLE
+        and TARGET_OF_ROLE[spec.role] in section.targets
+        and not spec.is_bias
+        and spec.adapter_part is None
+    }
+    for pattern in section.exclude:
+        excluded = fnmatch.filter(weights, pattern)
+        if not excluded:
+            raise RecipeError(
+                "matches no weight that multiplies 8-bit operands",
+                field="precision.fp8.exclude",
+                got=pattern,
+                allowed=f"a pattern such as {next(iter(weights), 'model.layers.0.*')}",
+            )
+        for name in excluded:
+            del weights[name]
+    if not weights:
+        raise RecipeError(
+            "no weight is left that multiplies 8-bit operands",
+            field="precision.fp8",
+            got=f"targets {list(section.targets)}, exclude {list(section.exclude)}",
+            remedy="Name more targets, exclude less, or use precision.kind: bf16",
+        )
+    return weights
+
+
+def check_low_precision(
+    placement: Placement, section: FP8Section, sequence_length: int, *, is_compiled: bool
+) -> None:
+    """Check that a recipe's scales are those of one process under a layout.
+
+    Raises:
+        LayoutError, RecipeError: names what a scale would depend on, and the alternative.
+    """
+    if isinstance(placement.shape, HFShape):
+        raise RecipeError(
+            f"the products of {placement.shape.family} run in transformers' own "
+            f"{placement.shape.class_name}",
+            field="precision.kind",
+            got="fp8",
+            allowed="bf16, fp16, fp32",
+        )
+    if is_compiled:
+        raise RecipeError(
+            "8-bit products are not compiled yet: they exchange maxima and count in Python",
+            field="model.compile",
+            got=True,
+            allowed="false or auto",
+        )
+    weights = select_scaled_weights(placement.shape, section)
+    targets = set(weights.values())
+    if section.recipe == "tensorwise" and "experts" in targets:
+        raise RecipeError(
+            "the rows of an expert depend on the micro-batch and on layout.ep, and one scale "
+            "would cover them all",
+            field="precision.fp8.recipe",
+            got=section.recipe,
+            allowed=f"{_INVARIANT}, mxfp8, blockwise, rowwise",
+            remedy=f"Use {_INVARIANT}, or leave experts out of precision.fp8.targets",
+        )
+    _check_token_scales(placement, section)
+    _check_partial_gradients(placement, targets)
+    if section.recipe in BLOCK_OF_RECIPE:
+        _check_token_blocks(placement, section, sequence_length)
+        for name in weights:
+            _check_weight_blocks(placement, section, name)
+
+
+def _check_token_scales(placement: Placement, section: FP8Section) -> None:
+    """Check that ranks with different tokens never share a scale."""
+    layout = placement.layout
+    num_ranks = layout.data_ranks * layout.cp
+    if has_micro_batch_scales(section) and num_ranks > 1:
+        operands = "activations" if section.recipe == "tensorwise" else "weight gradients"
+        raise LayoutError(
+            f"{section.recipe} scales of {operands} span all tokens of a micro-batch, and "
+            f"{num_ranks} ranks have different tokens (data ranks x cp)",
+            field="precision.fp8.recipe",
+            got=section.recipe,
+            allowed=f"{_INVARIANT}, mxfp8, blockwise; {section.recipe} with tp and pp only",
+            remedy=f"Use recipe: {_INVARIANT}",
+        )
+
+
+def _check_partial_gradients(placement: Placement, targets: set[FP8Target]) -> None:
+    """Check that no rank quantises its part of a sum of gradients."""
+    shape = placement.shape
+    tp = placement.layout.tp
+    if tp == 1 or "attention" not in targets:
+        return
+    remedy = 'Set precision.fp8.targets to ["mlp", "experts"]'
+    if shape.latent is not None:
+        raise LayoutError(
+            "tensor-parallel ranks each have a part of the gradient of the latent projections, "
+            "and would quantise the parts",
+            field="layout.tp",
+            got=tp,
+            allowed="1 with 8-bit attention projections",
+            remedy=remedy,
+        )
+    if tp > shape.num_kv_heads:
+        raise LayoutError(
+            f"{tp} tensor-parallel ranks share {shape.num_kv_heads} key-value heads; each has a "
+            "part of their gradient, and would quantise the part",
+            field="layout.tp",
+            got=tp,
+            allowed=f"at most {shape.num_kv_heads} with 8-bit attention projections",
+            remedy=remedy,
+        )
+
+
+def _check_token_blocks(placement: Placement, section: FP8Section, sequence_length: int) -> None:
+    """Check that no block of tokens spans rows of the batch or context ranks."""
+    multiple = compute_token_multiple(placement, section)
+    if sequence_length % multiple:
+        block = BLOCK_OF_RECIPE[section.recipe]
+        raise RecipeError(
+            f"weight gradients of {section.recipe} have blocks of {block} tokens, which must lie "
+            "within one row" + (" and one rank's part of it" if placement.layout.cp > 1 else ""),
+            field="training.sequence_length",
+            got=sequence_length,
+            allowed=f"multiples of {multiple}",
+            remedy=f"Use {max(1, round(sequence_length / multiple)) * multiple}, "
+            f"or recipe: {_INVARIANT}",
+        )
+
+
+def has_micro_batch_scales(section: FP8Section | None) -> bool:
+    """Return True if a scale spans all tokens of a micro-batch, padding included."""
+    return section is not None and section.recipe in ("tensorwise", "rowwise")
+
+
+def compute_token_multiple(placement: Placement, section: FP8Section | None) -> int:
+    """Return the number of which row lengths must be a multiple for whole blocks of tokens."""
+    if section is None or section.recipe not in BLOCK_OF_RECIPE:
+        return 1
+    context = placement.context
+    chunks = 1 if context is None else count_chunks(context.method, placement.layout.cp)
+    return BLOCK_OF_RECIPE[section.recipe] * chunks
+
+
+def _check_weight_blocks(placement: Placement, section: FP8Section, name: str) -> None:
+    """Check that a weight, and every rank's part of it, has whole blocks."""
+    block = BLOCK_OF_RECIPE[section.recipe]
+    layout = placement.layout
+    parameter = placement.parameters[name]
+    matrix = next(
+        spec.packed_matrix for spec in placement.shape.list_parameters() if spec.name == name
+    )
+    sizes = (parameter.shape if matrix is None else matrix.shape)[-2:]
+    if any(size % block for size in sizes):
+        raise RecipeError(
+            f"{name} is {sizes[0]} x {sizes[1]}, not whole blocks of {block} x {block} of "
+            f"{section.recipe}",
+            field="precision.fp8.recipe",
+            got=section.recipe,
+            allowed=f"{_INVARIANT}, or widths that are multiples of {block}",
+            remedy=f"Use recipe: {_INVARIANT}, or exclude it by precision.fp8.exclude",
+        )
+    if layout.tp == 1:
+        return
+    if matrix is not None:
+        raise LayoutError(
+            f"tensor parallelism shards bytes of 4-bit weights, and {section.recipe} has blocks "
+            "of weights",
+            field="layout.tp",
+            got=layout.tp,
+            allowed="1",
+            remedy=f"Use recipe: {_INVARIANT}",
+        )
+    first = RankGrid(layout).coordinates(0) | {"pp": parameter.pp_ranks[0]}
+    parts = [
+        number
+        for rank in range(layout.tp)
+        for box in compute_local_boxes(parameter, layout, first | {"tp": rank}, with_zero=False)
+        for bounds in (box.local_bounds[-2:], box.global_bounds[-2:])
+        for start, length in bounds
+        for number in (start, length)
+    ]
+    if any(number % block for number in parts):
+        valid = [
+            tp
+            for tp in range(1, layout.tp)
+            if layout.tp % tp == 0 and all(size // tp % block == 0 for size in sizes)
+        ]
+        raise LayoutError(
+            f"{layout.tp} tensor-parallel ranks shard {name} ({sizes[0]} x {sizes[1]}) inside "
+            f"blocks of {block} of {section.recipe}",
+            field="layout.tp",
+            got=layout.tp,
+            allowed=f"parts that are multiples of {block}",
+            remedy=f"Use tp={max(valid, default=1)}, or recipe: {_INVARIANT}",
+        )

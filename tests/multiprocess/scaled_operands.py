@@ -1,0 +1,221 @@
+"""Operands of 8-bit products, captured at the product in every rank, and assembled to whole rows.
+
+Rows are compared as sets: which rank has a token, an output feature or an expert does not matter,
+every byte of its row does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.architecture import read_config
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.adapter_section import AdapterSection
+from shardwright.config.low_precision import FP8Section
+from shardwright.config.recipe import RecomputeKind
+from shardwright.config.training import PrecisionSection
+from shardwright.data.loader import MicroBatch
+from shardwright.layout import Layout, RankGrid
+from shardwright.model import Decoder, fp8
+from shardwright.model.fp8 import QuantisedMatrix, Scaling
+from shardwright.model.scaled_product import LayerDim, ScaledProducts
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import chunked_cross_entropy
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.plans import BatchPlan, build_plan
+from shardwright.training.step import accumulate_gradients
+
+LENGTH = 128
+NUM_ROWS = 4
+DENSE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": LENGTH,
+}
+WIDE = DENSE | {"hidden_size": 128, "head_dim": 64}
+"""Every width is a multiple of 128."""
+SPARSE = DENSE | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
+}
+
+_NEGATIVE_ZERO = 0x80
+
+OperandKey = tuple[str, tuple[LayerDim, LayerDim], str]
+"""Weight's name, dims of the operand, scaling."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model and recipe under a layout."""
+
+    config: dict[str, Any]
+    section: FP8Section
+    layout: Layout
+    accumulation: int = 1
+    recompute: RecomputeKind = "none"
+    has_adapters: bool = False
+
+
+@dataclass
+class StepRecord:
+    """Operands that one rank quantised in a step, and the whole gradients."""
+
+    tensor_rank: int
+    operands: dict[OperandKey, list[Tensor]]
+    """Per operand `[rows, columns, 5]`: each element's code and fp32 value as bytes."""
+    sharded: dict[str, str | None]
+    gradients: dict[str, Tensor]
+    counts: Tensor
+
+
+@contextmanager
+def record_operands() -> Iterator[dict[OperandKey, list[Tensor]]]:
+    """Record what `ScaledProducts.quantise` returns to the products."""
+    records: dict[OperandKey, list[Tensor]] = {}
+    quantise = ScaledProducts.quantise
+
+    def record(
+        self: ScaledProducts,
+        values: Tensor,
+        scaling: Scaling,
+        dims: tuple[LayerDim, LayerDim],
+        **options: int,
+    ) -> QuantisedMatrix:
+        matrix = quantise(self, values, scaling, dims, **options)
+        codes = matrix.codes.contiguous().view(torch.uint8)
+        # The gradient of a row's first query is zero but for the noise of a sum, which is flushed:
+        # the order of the sum may change its sign. + 0.0 drops it.
+        codes = torch.where(codes == _NEGATIVE_ZERO, 0, codes)[..., None]
+        rounded = (fp8.dequantise(matrix) + 0.0).contiguous()[..., None].view(torch.uint8)
+        records.setdefault((self.name, dims, str(scaling)), []).append(
+            torch.cat([codes, rounded], -1)
+        )
+        return matrix
+
+    with mock.patch.object(ScaledProducts, "quantise", record):
+        yield records
+
+
+def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> ParallelModel:
+    shape = read_config(cell.config)
+    if cell.has_adapters:
+        shape = add_adapters(shape, AdapterSection(rank=4))
+    with torch.device("meta"):
+        decoder = Decoder(
+            shape,
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=50),
+            compute_dtype=compute_dtype,
+        )
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    micro = NUM_ROWS // (cell.layout.data_ranks * cell.accumulation)
+    batch = BatchPlan(LENGTH, micro, cell.accumulation, cell.layout.data_ranks)
+    precision = PrecisionSection(kind="fp8", fp8=cell.section)
+    return apply_layout(
+        decoder,
+        build_plan(shape, cell.layout, batch, precision, cell.recompute),
+        build_mesh(cell.layout, "cpu"),
+        torch.device("cpu"),
+        read_slice=lambda name, narrow: (
+            initialise_parameter(specs[name], 3, dtype=torch.float64, narrow=narrow)
+            if specs[name].adapter_part is None
+            else _make_adapter(specs[name].shape, narrow)
+        ),
+    )
+
+
+def _make_adapter(shape: tuple[int, ...], narrow: Sequence[tuple[int, int]]) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for dim, (start, length) in enumerate(narrow):
+        values = values.narrow(dim, start, length)
+    return values * 0.05
+
+
+def read_micro_batches(cell: Cell, data_rank: int) -> list[MicroBatch]:
+    """Return a data rank's rows of the same global batch under every layout."""
+    generator = torch.Generator().manual_seed(7)
+    ids_BT = torch.randint(0, 61, (NUM_ROWS, LENGTH), generator=generator)
+    positions_BT = torch.arange(LENGTH).expand(NUM_ROWS, LENGTH)
+    own = torch.arange(NUM_ROWS).chunk(cell.layout.data_ranks)[data_rank]
+    return [
+        MicroBatch(
+            ids_BT[rows],
+            ids_BT[rows].roll(-1, 1),
+            positions_BT[rows],
+            None,
+            rows,
+            len(rows) * LENGTH,
+        )
+        for rows in own.chunk(cell.accumulation)
+    ]
+
+
+def run_cell(
+    cell: Cell, mutate: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> StepRecord:
+    """Compute one step's gradients on this rank."""
+    rank = dist.get_rank() if cell.layout.world_size > 1 else 0
+    grid = RankGrid(cell.layout)
+    with mutate(), record_operands() as operands:
+        model = build_model(cell)
+        assert model.decoder.rounding_totals is not None
+        model.decoder.rounding_totals.is_counting = True
+        accumulate_gradients(model, read_micro_batches(cell, grid.data_rank(rank)), seed=0, step=0)
+        counts = model.decoder.rounding_totals.pop_table(torch.device("cpu"))
+    gradients = {name: model.gather_gradient(name) for name in model.layouts}
+    sharded = {
+        module.scaled.name: module.scaled.sharded
+        for module in model.decoder.modules()
+        if getattr(module, "scaled", None) is not None
+    }
+    return StepRecord(
+        grid.coordinates(rank)["tp"],
+        operands,
+        sharded,
+        {name: gradient for name, gradient in gradients.items() if gradient is not None},
+        counts,
+    )
+
+
+def assemble_rows(cell: Cell, records: Sequence[StepRecord]) -> dict[OperandKey, set[bytes]]:
+    """Assemble the operands of all ranks to sets of whole rows."""
+    rows: dict[OperandKey, set[bytes]] = {}
+    tp = cell.layout.tp
+    for first in range(0, len(records), tp):  # tp varies fastest
+        group = records[first : first + tp]
+        for key in group[0].operands:
+            name, dims, _ = key
+            parts = [record.operands[key] for record in group]
+            is_split = dims[1] == group[0].sharded[name]
+            for operands in zip(*parts, strict=True):
+                wholes = [_join_columns(name, operands)] if is_split else operands
+                for whole in wholes:
+                    rows.setdefault(key, set()).update(row.numpy().tobytes() for row in whole)
+    return rows
+
+
+def _join_columns(name: str, shards: Sequence[Tensor]) -> Tensor:
+    """Join the ranks' columns; of a fused projection, those of the gate first."""
+    num_parts = 2 if name.endswith("gate_up_proj") else 1
+    parts = zip(*(shard.chunk(num_parts, 1) for shard in shards), strict=True)
+    return torch.cat([column for part in parts for column in part], 1)

@@ -1,0 +1,217 @@
+"""Refusals of 8-bit products: layouts that change a scale, sizes, devices, patterns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwright.architecture import read_config
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.adapter_section import AdapterSection
+from shardwright.config.low_precision import FP8Section
+from shardwright.config.model import ModelSection
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.config.training import PrecisionSection
+from shardwright.convert.emit import emit
+from shardwright.convert.emitted_config import EmitRequest
+from shardwright.doctor.cluster_profile import build_request
+from shardwright.errors import InputError, LayoutError, RecipeError, ShardwrightError
+from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.layout import Layout
+from shardwright.model.hf_model import read_model_shape
+from shardwright.placement import select_scaled_weights
+from shardwright.planner.auto_layout import choose_layout
+from shardwright.planner.calibration import load_efficiencies
+from shardwright.planner.compute import compute_layer_seconds
+from shardwright.planner.device_rates import DeviceRates
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.planning_result import plan_recipe
+from shardwright.planner.problem import build_template
+from shardwright.plans import BatchPlan, Plan, build_plan, resolve_degrees, resolve_plan
+from shardwright.training.kernel_checks import check_low_precision_kernels
+from tests.multiprocess.models import DEEPSEEK
+from tests.multiprocess.scaled_operands import DENSE, SPARSE, WIDE
+from tests.unit.model.hf_models import HF_CONFIGS
+
+
+def plan(config: dict[str, Any], layout: Layout, tokens: int = 128, **section: Any) -> Plan:
+    batch = BatchPlan(tokens, 1, 4, layout.data_ranks)
+    precision = PrecisionSection(kind="fp8", fp8=FP8Section(**section))
+    return build_plan(read_config(config), layout, batch, precision)
+
+
+RING = Layout(cp=2, cp_method="ring")
+REFUSED = [
+    (DENSE, Layout(dp_replicate=2), 128, "tensorwise", r"activations span .* 2 ranks"),
+    (DENSE, RING, 128, "tensorwise", r"precision\.fp8\.recipe.*rowwise_with_gw_hp"),
+    (DENSE, Layout(dp_shard=2, zero_stage=3), 128, "rowwise", r"weight gradients span"),
+    (SPARSE, Layout(), 128, "tensorwise", r"rows of an expert"),
+    (DENSE, Layout(tp=4), 128, "rowwise_with_gw_hp", r"at most 2 .*targets to"),
+    (DEEPSEEK, Layout(tp=2), 32, "rowwise_with_gw_hp", r"latent projections"),
+    (DENSE, Layout(), 100, "mxfp8", r"sequence_length.*multiples of 32.*Use 96"),
+    (DENSE, RING, 96, "mxfp8", r"one rank's part.*multiples of 128"),
+    (DENSE, Layout(), 128, "blockwise", r"not whole blocks of 128 x 128"),
+    (WIDE | {"num_key_value_heads": 4, "head_dim": 32}, Layout(tp=2), 128, "blockwise",
+     r"inside blocks of 128 of blockwise.*Use tp=1"),
+    (DENSE | {"intermediate_size": 96}, Layout(tp=2), 128, "mxfp8", r"48|inside blocks of 32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "layout", "tokens", "recipe", "message"), REFUSED)
+def test_layouts_that_change_a_scale_are_refused(
+    config: dict[str, Any], layout: Layout, tokens: int, recipe: Any, message: str
+) -> None:
+    with pytest.raises((LayoutError, RecipeError), match=message):
+        plan(config, layout, tokens, recipe=recipe)
+
+
+def test_targets_lift_a_refusal() -> None:
+    plan(DENSE, Layout(tp=4), targets=("mlp",))
+    plan(SPARSE, Layout(), recipe="tensorwise", targets=("attention",))
+    plan(DEEPSEEK, Layout(tp=2), tokens=32, targets=("mlp", "experts"))
+
+
+def test_blocks_over_packed_weights_are_refused_under_tp() -> None:
+    shape = add_adapters(
+        read_config(DENSE | {"hidden_size": 256}), AdapterSection(rank=4, quantize="nf4")
+    )
+    precision = PrecisionSection(kind="fp8", fp8=FP8Section(recipe="mxfp8"))
+    with pytest.raises(LayoutError, match="bytes of 4-bit weights"):
+        build_plan(shape, Layout(tp=2), BatchPlan(128, 1, 1, 1), precision)
+
+
+def test_targets_and_patterns_select_weights() -> None:
+    shape = read_config(SPARSE)
+    every = select_scaled_weights(shape, FP8Section())
+    assert set(every.values()) == {"attention", "experts"}
+    assert not any("router" in name or "norm" in name or "embed" in name for name in every)
+    first = select_scaled_weights(shape, FP8Section(exclude=("model.layers.0.*",)))
+    assert {name for name in every if ".1." in name} == set(first)
+    with pytest.raises(RecipeError, match=r"fp8\.exclude: matches no weight"):
+        select_scaled_weights(shape, FP8Section(exclude=("lm_head*",)))
+    with pytest.raises(RecipeError, match="no weight is left"):
+        select_scaled_weights(shape, FP8Section(exclude=("*",)))
+
+
+def build_recipe(**sections: Any) -> Any:
+    return validate_recipe(
+        {
+            "model": {"config": DENSE} | sections.pop("model", {}),
+            "data": {"sources": "unread"},
+            "training": {
+                "sequence_length": 32, "micro_batch_size": 1, "max_steps": 1, "learning_rate": 1.0,
+            },
+            **sections,
+        }
+    )  # fmt: skip
+
+
+def test_the_recipe_refuses_unused_and_unknown_keys() -> None:
+    assert build_recipe(precision="fp8").precision.low_precision == FP8Section()
+    assert build_recipe(precision="bf16").precision.low_precision is None
+    with pytest.raises(ShardwrightError, match="set `kind: fp8`"):
+        build_recipe(precision={"kind": "bf16", "fp8": {}})
+    with pytest.raises(ShardwrightError, match="tensorwise"):
+        build_recipe(precision={"kind": "fp8", "fp8": {"recipe": "delayed"}})
+
+
+def test_compilation_is_refused_and_auto_says_why() -> None:
+    shape = read_config(DENSE)
+    with pytest.raises(RecipeError, match=r"model\.compile: 8-bit products are not compiled"):
+        resolve_plan(build_recipe(precision="fp8", model={"compile": True}), shape, 1)
+    assert not resolve_plan(build_recipe(precision="fp8"), shape, 1).is_compiled
+
+
+def test_other_systems_configurations_are_refused() -> None:
+    request = EmitRequest(
+        build_recipe(precision="fp8"), Layout(), BatchPlan(32, 1, 1, 1), "none", 1
+    )
+    with pytest.raises(InputError, match="not converted"):
+        emit("deepspeed", request)
+
+
+def test_models_of_transformers_classes_are_refused() -> None:
+    config = HF_CONFIGS["opt"]
+    shape = read_model_shape(config, ModelSection(config=config, dropout="off"))
+    precision = PrecisionSection(kind="fp8")
+    with pytest.raises(RecipeError, match="run in transformers' own"):
+        build_plan(shape, Layout(), BatchPlan(16, 1, 1, 1), precision)
+
+
+def test_the_planner_counts_products_that_stay_in_bf16() -> None:
+    gw_hp, tensorwise, bf16 = (
+        build_template(build_recipe(precision=precision))
+        for precision in ("fp8", {"kind": "fp8", "fp8": {"recipe": "tensorwise"}}, "bf16")
+    )
+    assert [each.has_wide_weight_gradients for each in (gw_hp, tensorwise, bf16)] == [1, 0, 0]
+    assert build_template(build_recipe(precision="bf16"), precision="fp8") == gw_hp
+    facts = get_model_facts(read_config(WIDE))
+    cluster = parse_cluster("8xH100-80GB")
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
+    gradient_seconds = [
+        compute_layer_seconds(
+            facts,
+            facts.kinds[0],
+            replace(candidate, micro_batch_size=512),
+            DeviceRates(cluster, efficiency, candidate.precision),
+        ).weight_gradient
+        for candidate in (gw_hp, tensorwise, bf16)
+    ]
+    assert gradient_seconds[0] == gradient_seconds[2] > gradient_seconds[1]
+
+
+def test_an_automatic_layout_keeps_the_scales() -> None:
+    batch = {"sequence_length": 128, "global_batch_size": 8, "max_steps": 1, "learning_rate": 1.0}
+    recipe = build_recipe(
+        precision={"kind": "fp8", "fp8": {"recipe": "tensorwise"}},
+        training=batch,
+        layout={"auto": True},
+    )
+    chosen, _ = choose_layout(recipe, parse_cluster("8xH100-80GB"), 4)
+    layout, _ = resolve_degrees(chosen, 4)
+    assert layout.data_ranks * layout.cp == 1
+    assert layout.world_size == 4
+    result = plan_recipe(recipe, parse_cluster("4xH100-80GB"))
+    layouts = [prediction.candidate.layout for prediction in result.predictions]
+    assert layouts
+    assert all(layout.data_ranks * layout.cp == 1 for layout in layouts)
+
+
+def test_doctor_measures_no_8_bit_products() -> None:
+    with pytest.raises(InputError, match="does not measure 8-bit products"):
+        build_request(build_recipe(precision="fp8"), Layout(), device="cpu", should_calibrate=True)
+
+
+H100 = (9, 0)
+L40 = (8, 9)
+A100 = (8, 0)
+UNSUPPORTED = [
+    ({}, A100, r"rowwise_with_gw_hp on compute capability 8\.0.*emulate: true"),
+    ({}, L40, "no 8-bit units"),
+    ({"recipe": "mxfp8"}, (10, 0), "only emulated so far"),
+    ({"compute": "fp32"}, H100, "write bf16"),
+]
+
+
+@pytest.mark.parametrize(("section", "capability", "message"), UNSUPPORTED)
+def test_devices_without_kernels_are_refused_unless_emulated(
+    section: dict[str, Any], capability: tuple[int, int], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check_low_precision_kernels(plan(DENSE, Layout(), **section), capability)
+    check_low_precision_kernels(plan(DENSE, Layout(), **section, emulate=True), capability)
+
+
+def test_kernels_refuse_experts_and_sizes() -> None:
+    check_low_precision_kernels(plan(DENSE, Layout()), H100)
+    check_low_precision_kernels(plan(DENSE, Layout(), recipe="tensorwise"), L40)
+    with pytest.raises(RecipeError, match=r"targets: \[.attention., .mlp.\]"):
+        check_low_precision_kernels(plan(SPARSE, Layout()), H100)
+    narrow = DENSE | {"intermediate_size": 48}
+    check_low_precision_kernels(plan(narrow, Layout()), H100)
+    with pytest.raises(RecipeError, match=r"24 x 64 on a tensor-parallel rank|64 x 24"):
+        check_low_precision_kernels(plan(narrow, Layout(tp=2)), H100)
+    with pytest.raises(RecipeError, match="sum over 40 tokens"):
+        check_low_precision_kernels(plan(DENSE, Layout(), 40, recipe="tensorwise"), H100)

@@ -1,0 +1,103 @@
+"""Counts of saturated and flushed 8-bit operands: by kind of layer, in events, and warnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from shardwright.model import fp8
+from shardwright.telemetry.event_log import StepEvent, WarningEvent, read_events
+from shardwright.training.rounding import RoundingReport, SaturationMonitor, read_rounding
+from shardwright.training.run import train
+from shardwright.training.run_checks import validate_run
+from tests.unit.training.finished import CONFIG
+from tests.unit.training.test_run_checks import build_recipe
+
+KINDS = {"a": "attention", "b": "mlp", "c": "mlp"}
+
+
+def test_counts_are_summed_by_kind() -> None:
+    table = [0, 1, 0, 10, 0, 2, 0, 20, 3, 4, 0, 20]
+    report = read_rounding([float(number) for number in table], list(KINDS), KINDS)
+    assert report.saturated == {"attention": 0, "mlp": 3}
+    assert report.flushed == {"attention": 0.1, "mlp": 0.15}
+    assert report.saturated_weights == ("c",)
+
+
+def test_persistent_saturation_is_named_once() -> None:
+    monitor = SaturationMonitor()
+    clean = RoundingReport({}, {}, ())
+    wrong = RoundingReport({}, {}, ("c",))
+    warnings = [monitor.observe(each) for each in (wrong, wrong, clean, wrong, wrong, wrong, wrong)]
+    named = [warning for warning in warnings if warning is not None]
+    assert [warning is not None for warning in warnings].index(True) == 5
+    assert len(named) == 1
+    assert "operands of c saturated in 3 logged steps" in named[0]
+    assert "precision.fp8.exclude" in named[0]
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_run_logs_its_rounding(tmp_path: Path, is_stale: bool) -> None:
+    sections: dict[str, Any] = {
+        "precision": {"kind": "fp8", "fp8": {"compute": "fp32"}},
+    }
+    recipe = build_recipe(tmp_path, **sections)
+    quantise = fp8.quantise
+
+    def quantise_stale(values: Any, scaling: Any, maxima: Any = None) -> Any:
+        return quantise(values, scaling, fp8.compute_block_maxima(values, scaling) / 2)
+
+    with mock.patch.object(fp8, "quantise", quantise_stale if is_stale else quantise):
+        train(recipe)
+    events = list(read_events(tmp_path / "run/events.jsonl"))
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    assert all(set(step.fp8_flushed or {}) == {"attention", "mlp"} for step in steps)
+    assert all((max((step.fp8_saturated or {}).values()) > 0) == is_stale for step in steps)
+    warnings = [e.message for e in events if isinstance(e, WarningEvent)]
+    assert any("saturated in 3 logged steps" in message for message in warnings) == is_stale
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row_multiple"), [("rowwise_with_gw_hp", 8), ("mxfp8", 32), ("tensorwise", None)]
+)
+def test_rows_have_whole_blocks_or_are_full(
+    tmp_path: Path, recipe: str, row_multiple: int | None
+) -> None:
+    sections: dict[str, Any] = {
+        "precision": {"kind": "fp8", "fp8": {"recipe": recipe}},
+        "model": {
+            "config": CONFIG
+            | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+            | {"max_position_embeddings": 32}
+        },
+    }
+    plan = validate_run(build_recipe(tmp_path, **sections), 1).plan
+    assert plan.batch.row_multiple == row_multiple
+
+
+def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path) -> None:
+    training = {
+        "sequence_length": 32,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "learning_rate": 1e-2,
+        "schedule": "constant",
+    }
+    precision = {"kind": "fp8", "fp8": {"compute": "fp32"}}
+
+    def build(run: str, max_steps: int) -> Any:
+        section = training | {"max_steps": max_steps}
+        return build_recipe(tmp_path, run=run, precision=precision, training=section)
+
+    train(build("whole", 3))
+    train(build("parts", 2))
+    train(build("parts", 3), resume=True)
+    losses = [
+        [e.loss for e in read_events(tmp_path / run / "events.jsonl") if isinstance(e, StepEvent)]
+        for run in ("whole", "parts")
+    ]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
