@@ -63,6 +63,8 @@ class StepResult:
     """Mean rewards of the step's pairs. None without preference tuning."""
     transfers: TransferCounts | None = None
     """Transfers of offloaded states. None without offloading."""
+    activation_transfers: TransferCounts | None = None
+    """Transfers of saved tensors. None if none are offloaded."""
 
 
 class TrainingLoop:
@@ -280,6 +282,9 @@ class TrainingLoop:
             transfers=state.optimizer.take_counts()
             if isinstance(state.optimizer, OffloadedOptimizer)
             else None,
+            activation_transfers=None
+            if state.activation_offload is None
+            else state.activation_offload.take_counts(),
         )
 
     def _log_step(
@@ -315,7 +320,8 @@ class TrainingLoop:
                 else self._collect_expert_fields(step, result.expert_loads)
             ),
             **({} if result.preference_metrics is None else asdict(result.preference_metrics)),
-            **_collect_offload_fields(result.transfers),
+            **_collect_offload_fields("offload", result.transfers),
+            **_collect_offload_fields("activation", result.activation_transfers),
         )
         log_every = self.context.recipe.run.log_every_steps
         self.rank_metrics.log_events(
@@ -357,12 +363,12 @@ class TrainingLoop:
             )
 
 
-def _collect_offload_fields(transfers: TransferCounts | None) -> dict[str, Any]:
-    """Return the step event's fields of offloading."""
+def _collect_offload_fields(prefix: str, transfers: TransferCounts | None) -> dict[str, Any]:
+    """Return the step event's fields of one use of offloading."""
     if transfers is None:
         return {}
     return {
-        "offload_read_bytes": transfers.read_bytes,
-        "offload_written_bytes": transfers.written_bytes,
-        "offload_waiting_seconds": transfers.waiting_seconds,
+        f"{prefix}_read_bytes": transfers.read_bytes,
+        f"{prefix}_written_bytes": transfers.written_bytes,
+        f"{prefix}_waiting_seconds": transfers.waiting_seconds,
     }
