@@ -219,7 +219,7 @@ class ActivationOffload:
         saved = block.storages.get(storage.data_ptr())
         if saved is None:
             saved = block.storages[storage.data_ptr()] = _SavedStorage(self, tensor)
-        layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        layout = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
         return SavedTensor(saved, block, tensor.dtype, layout)
 
     def add_bytes(self, num_bytes: int) -> None:

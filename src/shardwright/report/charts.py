@@ -19,8 +19,8 @@ from shardwright.report.recorded_run import Run
 from shardwright.report.step_charts import (
     build_loss_chart,
     build_value_chart,
-    compute_mfu_percent,
     compute_activation_gigabytes,
+    compute_mfu_percent,
     compute_offload_gigabytes,
 )
 
