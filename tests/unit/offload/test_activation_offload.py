@@ -97,8 +97,11 @@ def test_gradients_are_those_of_resident_tensors_and_live_bytes_fall(
     assert counts.written_bytes == counts.read_bytes == offloaded.peak_bytes
     # All blocks but the last have left; the writing thread may still refer to one tensor.
     assert resident_bytes - live_bytes > 0.75 * offloaded.peak_bytes
+    input_bytes = (NUM_LAYERS - 1) * ROWS * TOKENS * 64 * 4
     if recompute == "full":
-        assert offloaded.peak_bytes == (NUM_LAYERS - 1) * ROWS * TOKENS * 64 * 4
+        assert offloaded.peak_bytes == input_bytes
+    else:  # results of products and attention too
+        assert offloaded.peak_bytes > 4 * input_bytes
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by torch's tracing
