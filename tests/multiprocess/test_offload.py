@@ -164,6 +164,75 @@ def test_five_steps_have_the_bits_of_resident_states(
     assert ranks.run(world_size, find_differences, recipe, world_size) == [[]] * world_size
 
 
+def compute_gradients(recipe: Recipe, world_size: int) -> tuple[dict[str, Tensor], int]:
+    """Return this rank's gradients of a step, and the most bytes of saved tensors that had left."""
+    validated_run = validate_run(recipe, world_size)
+    state = build_state(validated_run, torch.device("cpu"))
+    plan = validated_run.plan
+    order = SampleOrder(recipe.seed, len(validated_run.data.train))
+    data_rank = RankGrid(plan.layout).data_rank(torch.distributed.get_rank())
+    batches = read_step_micro_batches(validated_run.data.train, order, plan.batch, 0, data_rank)
+    accumulate_gradients(state.model, batches, seed=0, step=0)
+    gradients = {
+        name: get_local_tensor(parameter.grad).clone()
+        for name, parameter in state.model.named_parameters()
+        if parameter.grad is not None
+    }
+    offload = state.activation_offload
+    if offload is None:
+        return gradients, 0
+    state.model.decoder.to("meta")  # nothing may refer to a saved tensor any more
+    assert offload.num_bytes == 0
+    offload.close()
+    return gradients, offload.peak_bytes
+
+
+def find_gradient_differences(recipe: Recipe, world_size: int) -> list[str]:
+    """List the gradients that differ from those of a run with resident activations."""
+    expected, _ = compute_gradients(recipe, world_size)
+    offload = {"offload": {"activations": "disk", "buffer_bytes": 4096}}
+    got, num_bytes = compute_gradients(
+        Recipe.model_validate(recipe.model_dump(mode="json") | offload), world_size
+    )
+    assert expected.keys() == got.keys()
+    differences = [name for name in expected if not torch.equal(expected[name], got[name])]
+    return differences if num_bytes else [*differences, "nothing left the device"]
+
+
+ACTIVATION_LAYOUTS = {
+    name: LAYOUTS[name] for name in ("zero3", "tp2", "cp2", "ep2", "adapters", "adapters on NF4")
+} | {
+    "pp2": {"layout": {"pp": 2}},
+    "pp2 interleaved": {"layout": {"pp": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        pytest.param(
+            name,
+            recompute,
+            marks=[]
+            if recompute == ("none", "selective", "full")[index % 3] and "NF4" not in name
+            else pytest.mark.long,
+        )
+        for index, name in enumerate(ACTIVATION_LAYOUTS)
+        for recompute in ("none", "selective", "full")
+    ],
+)
+def test_gradients_have_the_bits_of_resident_activations(
+    ranks: RankPool, tmp_path: Path, name: str, recompute: str
+) -> None:
+    sections = {"model": {"config": DENSE}} | ACTIVATION_LAYOUTS[name]
+    config = sections["model"]["config"] | {"num_hidden_layers": 4}
+    recipe = build_recipe(
+        tmp_path, sections | {"model": {"config": config}, "recompute": recompute}
+    )
+    validate_run(recipe, 2)  # tokenises once
+    assert ranks.run(2, find_gradient_differences, recipe, 2) == [[], []]
+
+
 def update_within_limit(tier: str, folder: Path, limit_bytes: int) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "tests.multiprocess.limited_update"]
     done = forked.run(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -165,9 +169,50 @@ def view_bytes(values: torch.Tensor) -> torch.Tensor:
     return values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def iterate_blocks(values: torch.Tensor | HostCopy) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order; device memory is copied block by block."""
-    pieces = values.pieces if isinstance(values, HostCopy) else (view_bytes(values),)
+def iterate_blocks(
+    values: torch.Tensor | HostCopy, *, is_offloaded: bool = False
+) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in row-major order; device memory is copied block by block.
+
+    Raises:
+        OSError: a block of an offloaded tensor, which may be in a mapped file, cannot be read.
+    """
+    if isinstance(values, HostCopy):
+        pieces = values.pieces
+    else:
+        if is_offloaded and not values.is_contiguous():
+            _load_pages(values)
+        pieces = (view_bytes(values),)
     for piece in pieces:
         for start in range(0, piece.numel(), BLOCK_BYTES):
-            yield piece[start : start + BLOCK_BYTES].cpu().numpy().data
+            block = piece[start : start + BLOCK_BYTES].cpu()
+            if is_offloaded:
+                _load_pages(block)
+            yield block.numpy().data
+
+
+_MADV_POPULATE_READ = 22
+
+
+def _load_pages(values: torch.Tensor) -> None:
+    """Read the pages of a tensor into memory; no effect before Linux 5.14.
+
+    The first access to a mapped page that the disk cannot read would end the process by SIGBUS.
+    The system call returns an error instead.
+
+    Raises:
+        OSError: a page cannot be read.
+    """
+    span = sum(
+        (size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)
+    )
+    start = values.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = values.data_ptr() + (span + 1) * values.element_size()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_READ
+    ) and ctypes.get_errno() in (errno.EFAULT, errno.EIO):
+        raise OSError(
+            errno.EIO,
+            f"offload: offloaded states could not be read from disk: {os.strerror(errno.EIO)}",
+        )

@@ -196,8 +196,8 @@ def _write_shard(path: StoragePath, plan: SavePlan, disk: Disk) -> list[Any]:
     size_bytes = len(header) + sum(values.nbytes for *_, values in plan.local_writes)
     with create_hashed_file(path, disk, size_bytes) as file:
         file.write(memoryview(header))
-        for _, _, _, values in plan.local_writes:
-            for block in iterate_blocks(values):
+        for name, _, _, values in plan.local_writes:
+            for block in iterate_blocks(values, is_offloaded=name in plan.offloaded_names):
                 file.write(block)
         sha256 = file.finish()
         return [file.size_bytes, sha256]

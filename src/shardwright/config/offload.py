@@ -12,24 +12,32 @@ OffloadTier = Literal["none", "host", "disk"]
 
 
 class OffloadSection(RecipeSection):
-    """Optimizer states in host memory or on disk instead of in device memory. The results are
+    """Optimizer states and saved tensors of blocks in host memory or on disk. The results are
     the same bits; docs/offload.md has the memory, the transfers and the requirements."""
 
     optimizer: OffloadTier = "none"
     """Tier of the optimizer's moments between updates: `none` is the device; `host` in host
     memory (pinned with CUDA); `disk` in a scratch file per rank. They are moved to the device
     in buckets, beside the update of other buckets."""
+    activations: OffloadTier = "none"
+    """Tier of the tensors that a block saves for its backward pass: they leave behind its forward
+    pass and return one block ahead of its backward pass. Parameters, and what all blocks share,
+    stay on the device."""
     dir: LocalFolderText | None = None
     """Folder on a local disk for the scratch files of `disk`; default the run folder. The files
     have no name, and the operating system removes them when the run ends, however it ends."""
     buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = 64 * 2**20
     """Size of a staging buffer, and so of a bucket of state: a multiple of 4096. `disk` has
-    three in host memory per rank; with CUDA three more are in device memory."""
+    three in host memory per rank; with CUDA three more are in device memory. `activations: disk`
+    has two in host memory."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:
-        if self.dir is not None and self.optimizer != "disk":
-            raise ValueError(f"`dir` is for `optimizer: disk`, not {self.optimizer}")
+        if self.dir is not None and "disk" not in (self.optimizer, self.activations):
+            raise ValueError(
+                "`dir` is for `optimizer: disk` and `activations: disk`, not "
+                f"{self.optimizer} and {self.activations}"
+            )
         if self.buffer_bytes % 4096:
             raise ValueError("`buffer_bytes` must be a multiple of 4096, the unit of direct I/O")
         return self
@@ -37,4 +45,4 @@ class OffloadSection(RecipeSection):
     @property
     def is_enabled(self) -> bool:
         """True if anything is offloaded."""
-        return self.optimizer != "none"
+        return self.optimizer != "none" or self.activations != "none"

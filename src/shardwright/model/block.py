@@ -6,6 +6,7 @@ Legend: B sequences, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from shardwright.model.routing import RouterStatistics
 
 RecomputeRunner = Callable[..., Any]
 """(function, *arguments) -> result of the function, which the backward pass recomputes."""
+
+BlockOffload = Callable[[nn.Module, ForwardContext], AbstractContextManager[None]]
+"""(block, context) -> context manager that offloads what the block saves inside it."""
 
 BlockOutput = tuple[Tensor, RouterStatistics | None]
 """Hidden states, and the router statistics of a sparse layer in training."""
@@ -62,6 +66,7 @@ class Block(nn.Module):
         )
         self.post_mlp_norm = build_norm(shape, is_absent=names.post_mlp_norm is None)
         self._recompute_runner: RecomputeRunner | None = None
+        self.offload_block: BlockOffload | None = None
         self._forward_function: Callable[[Tensor, ForwardContext, Dropout | None], BlockOutput] = (
             self.forward_with_recompute
         )
@@ -76,7 +81,9 @@ class Block(nn.Module):
             # Generation: nothing to recompute, and shapes change with every token, so compiling
             # does not pay.
             return self.compute(x_BTD, context, dropout)[0]
-        x_BTD, statistics = self._forward_function(x_BTD, context, dropout)
+        offload = self.offload_block
+        with nullcontext() if offload is None else offload(self, context):
+            x_BTD, statistics = self._forward_function(x_BTD, context, dropout)
         if statistics is not None:
             assert context.routing is not None
             context.routing.statistics[self.layer_index] = statistics

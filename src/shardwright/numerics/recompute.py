@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from shardwright.config.recipe import RecomputeKind
+from shardwright.numerics.packed_results import PackFunction, create_packing_contexts
 
 RecomputeRunner = Callable[..., Any]
 
@@ -50,12 +51,17 @@ _SAVED_OPERATION_NAMES = frozenset(
 documents, and FlexAttention, in compiled code and compiled by itself."""
 
 
+def _is_saved(operation: Any) -> bool:
+    return operation in _SAVED_OPERATIONS or operation.name() in _SAVED_OPERATION_NAMES
+
+
 def _choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    is_saved = operation in _SAVED_OPERATIONS or operation.name() in _SAVED_OPERATION_NAMES
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_saved(operation) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def build_recompute_runner(kind: RecomputeKind) -> RecomputeRunner | None:
+def build_recompute_runner(
+    kind: RecomputeKind, pack: PackFunction | None = None
+) -> RecomputeRunner | None:
     """Build `run(function, *args) -> output` for blocks; None without recomputation.
 
     `full` saves a block's inputs only; `selective` also saves the results of matrix products
@@ -64,6 +70,10 @@ def build_recompute_runner(kind: RecomputeKind) -> RecomputeRunner | None:
     recomputation bit by bit. With torch.compile the runner goes inside the compiled function:
     the compiler reads the policy, whereas a policy around compiled code sees no operations,
     saves nothing and makes the block run three times.
+
+    Args:
+        pack: function through which the results that `selective` saves are stored, outside
+            compiled code. Autograd's hooks see all other saved tensors, but not these.
     """
     if kind == "none":
         return None
@@ -72,6 +82,9 @@ def build_recompute_runner(kind: RecomputeKind) -> RecomputeRunner | None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_policy)
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
+        if pack is not None and kind == "selective" and not torch.compiler.is_compiling():
+            contexts = partial(create_packing_contexts, _is_saved, pack)
+            return checkpoint(function, *args, **(options | {"context_fn": contexts}))
         return checkpoint(function, *args, **options)
 
     return run

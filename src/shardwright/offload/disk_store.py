@@ -65,7 +65,7 @@ class DiskStore:
         self._map: mmap.mmap | None = None
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
         for _ in range(num_buffers):
-            self._free.put(_allocate_buffer(buffer_bytes, is_pinned=is_pinned))
+            self._free.put(allocate_buffer(buffer_bytes, is_pinned=is_pinned))
         self._buffers: dict[int, Tensor] = {}
         """Staging buffers of open swaps, by bucket."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
@@ -202,7 +202,7 @@ def _split_buffer(buffer: Tensor, bucket: StateBucket) -> list[Tensor]:
     ]
 
 
-def _allocate_buffer(num_bytes: int, *, is_pinned: bool) -> Tensor:
+def allocate_buffer(num_bytes: int, *, is_pinned: bool) -> Tensor:
     """Allocate a buffer that begins on a page, as direct I/O requires."""
     if is_pinned:
         memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -295,13 +295,13 @@ def describe_offload(optimizer: OffloadedOptimizer, device: torch.device) -> str
     return line
 
 
-def describe_transfers(counts: TransferCounts, num_steps: int) -> str:
+def describe_transfers(counts: TransferCounts, num_steps: int, subject: str = "states") -> str:
     """Describe the transfers of a run in one line, with the share that work has hidden.
 
     A store without threads (host memory) has no times: a device waits for its copies, not the host.
     """
     line = (
-        f"offload: {format_bytes(counts.read_bytes / num_steps)} read and "
+        f"offload: {format_bytes(counts.read_bytes / num_steps)} of {subject} read and "
         f"{format_bytes(counts.written_bytes / num_steps)} written per step"
     )
     if not counts.reading_seconds or not counts.writing_seconds:

@@ -285,11 +285,16 @@ def _list_assumptions(
             )
     if choose_rehearsed_attention(recipe, device) != recipe.model.attention:
         yield f"attention runs as `auto` on a CPU, not as {recipe.model.attention}"
-    if recipe.offload.is_enabled:
+    if recipe.offload.optimizer != "none":
         yield (
             "optimizer states stay on the device (offload.optimizer: "
             f"{recipe.offload.optimizer} is not rehearsed): "
             "a run has the buffers of docs/offload.md there instead"
+        )
+    if recipe.offload.activations != "none":
+        yield (
+            "saved tensors stay on the device (offload.activations: "
+            f"{recipe.offload.activations} is not rehearsed)"
         )
     yield "every token is supervised and every gradient is finite"
     if device == "cpu":

@@ -19,6 +19,7 @@ from shardwright.report.recorded_run import Run
 from shardwright.report.step_charts import (
     build_loss_chart,
     build_value_chart,
+    compute_activation_gigabytes,
     compute_mfu_percent,
     compute_offload_gigabytes,
 )
@@ -112,6 +113,15 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             "Waiting for offloaded states",
             "seconds per step on rank 0",
             lambda s: s.offload_waiting_seconds,
+            should_start_at_zero=True,
+        ),
+        build_value_chart(
+            runs,
+            axis,
+            "activation-bytes",
+            "Transfers of saved tensors",
+            "GB per step on rank 0",
+            compute_activation_gigabytes,
             should_start_at_zero=True,
         ),
         build_temperature_chart(runs, axis),

@@ -86,6 +86,9 @@ def build_memory_panel(run: Run, key: str, title: str) -> Panel | None:
     if events and events[-1].offloaded_bytes is not None:
         offloaded = format_bytes(max(events[-1].offloaded_bytes))
         note += f"{offloaded} of optimizer states are offloaded, beside these bytes. "
+    if events and events[-1].offloaded_activation_bytes is not None:
+        left = format_bytes(max(events[-1].offloaded_activation_bytes))
+        note += f"Up to {left} of saved tensors are offloaded, beside these bytes. "
     pictures = draw_bars(
         bars,
         unit=unit,

@@ -27,9 +27,18 @@ def compute_mfu_percent(step: StepEvent) -> float | None:
 
 def compute_offload_gigabytes(step: StepEvent) -> float | None:
     """Return the GB of offloaded states that a step read and wrote; None without offloading."""
-    if step.offload_read_bytes is None or step.offload_written_bytes is None:
-        return None
-    return (step.offload_read_bytes + step.offload_written_bytes) / 1e9
+    return _add_gigabytes(step.offload_read_bytes, step.offload_written_bytes)
+
+
+def compute_activation_gigabytes(step: StepEvent) -> float | None:
+    """Return the GB of saved tensors that left and returned in a step; None if none do."""
+    return _add_gigabytes(step.activation_read_bytes, step.activation_written_bytes)
+
+
+def _add_gigabytes(read_bytes: int | None, written_bytes: int | None) -> float | None:
+    return (
+        None if read_bytes is None or written_bytes is None else (read_bytes + written_bytes) / 1e9
+    )
 
 
 def build_loss_chart(runs: Sequence[Run], axis: StepAxis) -> Chart:

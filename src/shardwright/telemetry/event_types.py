@@ -102,6 +102,12 @@ class StepEvent(Event):
     """Offloading: bytes written there since the step before."""
     offload_waiting_seconds: float | None = None
     """Offloading to disk: part of optimizer_seconds in which the update waited for reads."""
+    activation_read_bytes: int | None = None
+    """Offloaded activations: bytes that returned to the device since the step before."""
+    activation_written_bytes: int | None = None
+    """Offloaded activations: bytes that left the device since the step before."""
+    activation_waiting_seconds: float | None = None
+    """Activations on disk: time that forward and backward passes waited for transfers."""
     loss_scale: float | None = None
     """Loss scale, fp16 only."""
     fp8_saturated: dict[str, int] | None = None
@@ -188,6 +194,8 @@ class MemoryEvent(Event):
     """CUDA: peak memory reserved by the allocator."""
     offloaded_bytes: tuple[int, ...] | None = None
     """Offloading: optimizer states in host memory or on disk."""
+    offloaded_activation_bytes: tuple[int, ...] | None = None
+    """Offloading: most bytes of saved tensors that were in host memory or on disk at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

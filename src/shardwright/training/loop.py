@@ -72,6 +72,8 @@ class StepResult:
     """Transfers of offloaded states. None without offloading."""
     rounding: RoundingReport | None = None
     """Rounding of 8-bit operands. None in other precisions, and in steps that do not count."""
+    activation_transfers: TransferCounts | None = None
+    """Transfers of saved tensors. None if none are offloaded."""
 
 
 class TrainingLoop:
@@ -305,6 +307,9 @@ class TrainingLoop:
             rounding=read_rounding(values["rounding"], totals.names, self.kind_of_scaled_weight)
             if totals is not None and "rounding" in values
             else None,
+            activation_transfers=None
+            if state.activation_offload is None
+            else state.activation_offload.take_counts(),
         )
 
     def _log_step(
@@ -340,8 +345,9 @@ class TrainingLoop:
                 else self._collect_expert_fields(step, result.expert_loads)
             ),
             **({} if result.preference_metrics is None else asdict(result.preference_metrics)),
-            **_collect_offload_fields(result.transfers),
             **({} if result.rounding is None else self._collect_rounding(step, result.rounding)),
+            **_collect_offload_fields("offload", result.transfers),
+            **_collect_offload_fields("activation", result.activation_transfers),
         )
         log_every = self.context.recipe.run.log_every_steps
         self.rank_metrics.log_events(
@@ -390,12 +396,12 @@ class TrainingLoop:
             )
 
 
-def _collect_offload_fields(transfers: TransferCounts | None) -> dict[str, Any]:
-    """Return the step event's fields of offloading."""
+def _collect_offload_fields(prefix: str, transfers: TransferCounts | None) -> dict[str, Any]:
+    """Return the step event's fields of one use of offloading."""
     if transfers is None:
         return {}
     return {
-        "offload_read_bytes": transfers.read_bytes,
-        "offload_written_bytes": transfers.written_bytes,
-        "offload_waiting_seconds": transfers.waiting_seconds,
+        f"{prefix}_read_bytes": transfers.read_bytes,
+        f"{prefix}_written_bytes": transfers.written_bytes,
+        f"{prefix}_waiting_seconds": transfers.waiting_seconds,
     }

@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from shardwright.architecture import HFShape
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.errors import RecipeError
@@ -15,6 +16,7 @@ from shardwright.launch.rank_environment import count_local_ranks, detect_rank_e
 from shardwright.layout import RankGrid, compute_local_boxes
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
 from shardwright.plans import Plan
+from shardwright.schedule import has_split_backward
 from shardwright.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,9 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
             has the numbers.
     """
     section = recipe.offload
-    if not section.is_enabled:
+    if section.activations != "none":
+        _check_activations(recipe, plan)
+    if section.optimizer == "none":
         return
     name = recipe.optimizer.name
     has_momentum = name == "sgd" and recipe.optimizer.effective_momentum > 0.0
@@ -56,9 +60,33 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
         plan, trained_names, OPTIMIZER_STATE_BYTES["sgd_momentum" if has_momentum else name]
     )
     if section.optimizer == "disk":
-        _check_disk(_get_folder(recipe), needed_bytes)
+        folder = _get_folder(recipe)
+        _check_folder(folder)
+        _check_disk(folder, needed_bytes)
     else:
         _check_host_memory(needed_bytes)
+
+
+def _check_activations(recipe: Recipe, plan: Plan) -> None:
+    tier = recipe.offload.activations
+    if isinstance(plan.placement.shape, HFShape):
+        raise RecipeError(
+            "blocks of transformers' own classes cannot offload their saved tensors",
+            field="offload.activations",
+            got=tier,
+            allowed="none for this family of models",
+        )
+    if plan.layout.pp > 1 and has_split_backward(plan.layout.schedule):
+        raise RecipeError(
+            f"schedule {plan.layout.schedule} defers weight gradients, whose factors stay on the "
+            "device",
+            field="offload.activations",
+            got=tier,
+            allowed="none with this schedule",
+            remedy="Choose layout.schedule 1f1b, interleaved_1f1b or gpipe",
+        )
+    if tier == "disk":
+        _check_folder(_get_folder(recipe))
 
 
 def _get_folder(recipe: Recipe) -> Path:
@@ -90,7 +118,7 @@ def _count_node_bytes(plan: Plan, trained_names: Collection[str], bytes_per_elem
     return round(num_elements * bytes_per_element)
 
 
-def _check_disk(folder: Path, needed_bytes: int) -> None:
+def _check_folder(folder: Path) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise RecipeError(
             "scratch files cannot be written here",
@@ -98,6 +126,9 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
             got=str(folder),
             allowed="a writable folder on a local disk",
         )
+
+
+def _check_disk(folder: Path, needed_bytes: int) -> None:
     status = os.statvfs(folder)
     free_bytes = status.f_bavail * status.f_frsize
     if free_bytes < needed_bytes:

@@ -280,6 +280,8 @@ class RankMetrics:
             values |= {"driver_bytes": driver, "reserved_bytes": reserved}
         if isinstance(self._state.optimizer, OffloadedOptimizer):
             values["offloaded_bytes"] = self._state.optimizer.num_bytes
+        if self._state.activation_offload is not None:
+            values["offloaded_activation_bytes"] = self._state.activation_offload.peak_bytes
         rows = self._rank_sync.gather(list(values.values()))
         columns = [tuple(map(int, column)) for column in zip(*rows, strict=True)]
         event_logger.log("memory", step=step, **dict(zip(values, columns, strict=True)))

@@ -177,6 +177,9 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
         checkpointer.close()
         if isinstance(state.optimizer, OffloadedOptimizer) and state.step > first_step:
             logger.info("%s", describe_transfers(state.optimizer.counts, state.step - first_step))
+        if state.activation_offload is not None and state.step > first_step:
+            counts = state.activation_offload.store.counts
+            logger.info("%s", describe_transfers(counts, state.step - first_step, "activations"))
     except Preempted:
         checkpointer.close()
         log_end("preempted")
@@ -195,6 +198,8 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
     finally:
         if isinstance(state.optimizer, OffloadedOptimizer):
             state.optimizer.close()
+        if state.activation_offload is not None:
+            state.activation_offload.close()
     log_end("completed", final_loss)
 
 

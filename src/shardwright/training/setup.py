@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.config.offload import OffloadSection
+from shardwright.config.recipe import RecomputeKind
 from shardwright.model.hf_decoder import build_decoder
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.lora import initialise_adapter
@@ -24,7 +27,14 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
 from shardwright.numerics.precision import LossScaler, resolve_dtypes
-from shardwright.offload import describe_offload, offload_optimizer
+from shardwright.numerics.recompute import build_recompute_runner
+from shardwright.offload import (
+    ActivationOffload,
+    build_activation_offload,
+    describe_activation_offload,
+    describe_offload,
+    offload_optimizer,
+)
 from shardwright.optim import build_optimizer, compute_learning_rate
 from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
@@ -58,6 +68,8 @@ class TrainingState:
     """Loss that is trained."""
     is_evaluation_due: bool = False
     """True if a stop prevented the evaluation of this step; the resumed run starts with it."""
+    activation_offload: ActivationOffload | None = None
+    """Saved tensors of blocks in a slower tier; None if none move."""
 
 
 def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Objective:
@@ -170,7 +182,13 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         weight_decay=recipe.training.weight_decay,
         model=model,
     )
-    if recipe.offload.is_enabled:
+    activation_offload = offload_activations(
+        model,
+        recipe.offload,
+        validated_run.plan.recompute,
+        RunFolder.from_recipe(recipe).path,
+    )
+    if recipe.offload.optimizer != "none":
         optimizer = offload_optimizer(
             optimizer,
             recipe.offload,
@@ -185,7 +203,32 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
             "keep_zeros: %.1f%% of the trained matrices stay zero", 100.0 * zeros.zero_fraction
         )
     scaler = LossScaler(recipe.precision) if recipe.precision.kind == "fp16" else None
-    return TrainingState(model, optimizer, scaler, objective=build_objective(validated_run, model))
+    return TrainingState(
+        model,
+        optimizer,
+        scaler,
+        objective=build_objective(validated_run, model),
+        activation_offload=activation_offload,
+    )
+
+
+def offload_activations(
+    model: ParallelModel, section: OffloadSection, recompute: RecomputeKind, default_folder: Path
+) -> ActivationOffload | None:
+    """Install the section's offloading of saved tensors in every block; None if nothing moves.
+
+    Raises:
+        OffloadFailed: the scratch file cannot be created.
+    """
+    if section.activations == "none":
+        return None
+    logger.info("%s", describe_activation_offload(section, model.device))
+    offload = build_activation_offload(section, device=model.device, default_folder=default_folder)
+    if offload is not None:
+        for block in model.decoder.blocks:
+            block.offload_block = offload.offload_block
+        model.decoder.set_recompute(build_recompute_runner(recompute, offload.pack))
+    return offload
 
 
 def measure_ceiling(validated_run: ValidatedRun, device: torch.device) -> float:

@@ -281,8 +281,10 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
 
 // A copy from pinned memory reads its source, and one to pinned memory writes its target, at any
 // time until the host has waited: a source that has changed by then is reported, and the target is
-// NaN until then. A copy back to the same memory may follow on a stream that waits for the first.
+// NaN until then. A copy back to the same memory, or of it, may follow on a stream that waits for
+// the first.
 void copy_from_pinned(const Call& call, Tensor to, const Tensor& from) {
+  Streams::get().finish_copies(call.stream(), /*is_read=*/false);
   to.copy_(from);
   auto snapshot = from.clone();
   Streams::get().deliver_later(call.stream(), call.tick(), [from, snapshot] {
@@ -294,7 +296,7 @@ void copy_from_pinned(const Call& call, Tensor to, const Tensor& from) {
 }
 void copy_to_pinned(const Call& call, Tensor to, const Tensor& from) {
   auto result = from.clone();
-  Streams::get().finish_reads(call.stream());
+  Streams::get().finish_copies(call.stream(), /*is_read=*/true);
   if (to.is_non_overlapping_and_dense()) memset(to.data_ptr(), 0xFF, to.nbytes());
   Streams::get().deliver_later(call.stream(), call.tick(), [to, result]() mutable {
     at::AutoDispatchBelowADInplaceOrView below;

@@ -154,14 +154,15 @@ class Streams {
     std::lock_guard<std::mutex> guard(mutex_);
     deliveries_.push_back({stream, tick, std::move(deliver), is_read});
   }
-  // Reads of pinned memory that this stream has waited for are finished for what runs on it next.
-  void finish_reads(StreamKey stream) {
+  // Copies from (`is_read`) or to pinned memory that this stream has waited for are finished for
+  // what runs on it next.
+  void finish_copies(StreamKey stream, bool is_read) {
     std::vector<std::function<void()>> due;
     {
       std::lock_guard<std::mutex> guard(mutex_);
       std::vector<Delivery> rest;
       for (auto& delivery : deliveries_)
-        if (delivery.is_read && knows(clocks_[stream], delivery.stream, delivery.tick))
+        if (delivery.is_read == is_read && knows(clocks_[stream], delivery.stream, delivery.tick))
           due.push_back(std::move(delivery.deliver));
         else
           rest.push_back(std::move(delivery));

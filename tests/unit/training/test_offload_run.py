@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwright.checkpoint import background_save
 from shardwright.checkpoint.disk import Disk
 from shardwright.config import Recipe
 from shardwright.errors import OffloadFailed, RecipeError
 from shardwright.offload import disk_store
-from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
+from shardwright.telemetry.event_log import MemoryEvent, StepEvent, WarningEvent, read_events
 from shardwright.training import offload_checks
 from shardwright.training.run import train
 from tests.unit.training.test_loop import build_recipe
@@ -115,6 +116,26 @@ def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
     assert "could not be written" in str(caught.value)
     train(build_run(tmp_path, "run", "disk"), resume=True)
     assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
+
+
+def test_a_disk_that_cannot_be_read_during_a_save_ends_the_run_with_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that ends before its mapping makes a page unreadable, as a defective disk does."""
+    view = disk_store.DiskStore.view_segment
+
+    def truncate(self: disk_store.DiskStore, segment: int) -> torch.Tensor:
+        tensor = view(self, segment)
+        if self.counts.written_bytes:
+            os.ftruncate(self._descriptor, 4096)
+        return tensor
+
+    monkeypatch.setattr(disk_store.DiskStore, "view_segment", truncate)
+    with pytest.raises(OffloadFailed, match="could not be read"):
+        train(build_run(tmp_path, "run", "disk"))
+    (warning,) = read_events(tmp_path / "run").filter_by_type(WarningEvent)
+    assert "older checkpoints are intact" in warning.message
+    assert "offloaded states could not be read from disk" in warning.message
 
 
 def test_events_state_the_bytes_of_each_tier_and_the_log_the_hidden_share(

@@ -1,0 +1,77 @@
+"""Selective recomputation whose saved results are stored through a function.
+
+torch's `create_selective_checkpoint_contexts` keeps the results of saved operations as they are,
+where autograd's hooks for saved tensors do not see them. Offloading must see them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+
+class PackedResult(Protocol):
+    """Reference to a stored tensor."""
+
+    def unpack(self) -> Tensor:
+        """Return the tensor."""
+        ...
+
+
+PackFunction = Callable[[Tensor], PackedResult]
+_Results = defaultdict[Any, deque[Any]]
+"""Packed results of each operation, in the order of its calls."""
+
+
+class _SavingMode(TorchDispatchMode):
+    """Store the results of saved operations."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, results: _Results, is_saved: Callable[[Any], bool], pack: PackFunction
+    ) -> None:
+        super().__init__()
+        self._results = results
+        self._is_saved = is_saved
+        self._pack = pack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self._is_saved(func):
+            self._results[func].append(
+                tree_map(lambda x: self._pack(x) if isinstance(x, Tensor) else x, output)
+            )
+        return output
+
+
+class _RestoringMode(TorchDispatchMode):
+    """Return stored results in place of saved operations."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, results: _Results, is_saved: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._results = results
+        self._is_saved = is_saved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._is_saved(func):
+            return func(*args, **(kwargs or {}))
+        return tree_map(
+            lambda x: x.unpack() if hasattr(x, "unpack") else x, self._results[func].popleft()
+        )
+
+
+def create_packing_contexts(
+    is_saved: Callable[[Any], bool], pack: PackFunction
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Create the contexts of a checkpoint's forward pass and of its recomputation."""
+    results: _Results = defaultdict(deque)
+    return _SavingMode(results, is_saved, pack), _RestoringMode(results, is_saved)

@@ -1,0 +1,175 @@
+"""Saved tensors of blocks leave after the forward pass: fewer live bytes, the same gradients."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.disk import Disk
+from shardwright.config import Recipe
+from shardwright.data.loader import read_step_micro_batches
+from shardwright.data.sample_order import SampleOrder
+from shardwright.errors import OffloadFailed, RecipeError
+from shardwright.offload import ActivationOffload
+from shardwright.rehearsal.live_memory import LiveMemoryTracker
+from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
+from shardwright.training.run import train
+from shardwright.training.run_checks import validate_run
+from shardwright.training.setup import build_state
+from shardwright.training.step import accumulate_gradients
+from tests.multiprocess.test_offload import DENSE, SPARSE, build_recipe
+
+NUM_LAYERS = 6
+TOKENS = 64
+ROWS = 4
+
+
+def build_deep_recipe(folder: Path, config: dict[str, Any], **sections: Any) -> Recipe:
+    training = {
+        "sequence_length": TOKENS, "micro_batch_size": ROWS, "max_steps": 2, "learning_rate": 1e-2,
+        "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    model = {"config": config | {"num_hidden_layers": NUM_LAYERS}}
+    return build_recipe(folder, {"model": model, "training": training} | sections)
+
+
+def compute_gradients(
+    recipe: Recipe, *, compile_backend: str | None = None
+) -> tuple[dict[str, Tensor], int, ActivationOffload | None]:
+    """Return the gradients of a step, its live bytes after the last block, and the offloading."""
+    validated_run = validate_run(recipe, 1)
+    state = build_state(validated_run, torch.device("cpu"))
+    if compile_backend is not None:
+        state.model.decoder.compile_blocks(backend=compile_backend)
+    order = SampleOrder(recipe.seed, len(validated_run.data.train))
+    batches = read_step_micro_batches(
+        validated_run.data.train, order, validated_run.plan.batch, 0, 0
+    )
+    live_bytes = 0
+    if compile_backend is None:
+        with LiveMemoryTracker() as tracker:
+
+            def measure(*_arguments: Any) -> None:
+                nonlocal live_bytes
+                live_bytes = tracker.live_bytes
+
+            assert state.model.decoder.final_norm is not None
+            state.model.decoder.final_norm.register_forward_hook(measure)
+            accumulate_gradients(state.model, batches, seed=0, step=0)
+    else:
+        accumulate_gradients(state.model, batches, seed=0, step=0)
+    gradients = {
+        name: parameter.grad.clone()
+        for name, parameter in state.model.named_parameters()
+        if parameter.grad is not None
+    }
+    if state.activation_offload is not None:
+        state.activation_offload.close()
+    return gradients, live_bytes, state.activation_offload
+
+
+def assert_same(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_gradients_are_those_of_resident_tensors_and_live_bytes_fall(
+    tmp_path: Path, config: dict[str, Any], recompute: str
+) -> None:
+    options = {"recompute": recompute}
+    expected, resident_bytes, _ = compute_gradients(build_deep_recipe(tmp_path, config, **options))
+    offload = {"activations": "disk", "buffer_bytes": 8192}
+    got, live_bytes, offloaded = compute_gradients(
+        build_deep_recipe(tmp_path, config, **options, offload=offload)
+    )
+    assert_same(expected, got)
+    assert offloaded is not None
+    counts = offloaded.store.counts
+    assert offloaded.num_bytes == 0  # all have been freed
+    assert counts.written_bytes == counts.read_bytes == offloaded.peak_bytes
+    # All blocks but the last have left; the writing thread may still refer to one tensor.
+    assert resident_bytes - live_bytes > 0.75 * offloaded.peak_bytes
+    input_bytes = (NUM_LAYERS - 1) * ROWS * TOKENS * 64 * 4
+    if recompute == "full":
+        assert offloaded.peak_bytes == input_bytes
+    else:  # results of products and attention too
+        assert offloaded.peak_bytes > 4 * input_bytes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # by torch's tracing
+def test_compiled_blocks_offload_too(tmp_path: Path) -> None:
+    expected, _, _ = compute_gradients(
+        build_deep_recipe(tmp_path, DENSE), compile_backend="aot_eager"
+    )
+    got, _, offloaded = compute_gradients(
+        build_deep_recipe(tmp_path, DENSE, offload={"activations": "disk"}),
+        compile_backend="aot_eager",
+    )
+    assert_same(expected, got)
+    assert offloaded is not None
+    assert offloaded.peak_bytes > (NUM_LAYERS - 1) * ROWS * TOKENS * 64 * 4
+
+
+@pytest.mark.parametrize("method", ["read_at", "write_at"])
+def test_a_failing_disk_ends_the_step_with_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*_arguments: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Disk, method, fail)
+    verb = "read" if method == "read_at" else "written"
+    with pytest.raises(OffloadFailed, match=f"offload.activations: .* could not be {verb}"):
+        compute_gradients(build_deep_recipe(tmp_path, DENSE, offload={"activations": "disk"}))
+
+
+def test_events_state_the_bytes_that_left_and_returned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = build_deep_recipe(
+        tmp_path, DENSE, offload={"activations": "disk"}, evaluation={"every_steps": 2}
+    )
+    with caplog.at_level("INFO", logger="shardwright"):
+        train(recipe)
+    events = read_events(tmp_path / "run")
+    (memory,) = events.filter_by_type(MemoryEvent)
+    assert memory.offloaded_activation_bytes is not None
+    for step in events.filter_by_type(StepEvent):
+        assert step.activation_read_bytes == memory.offloaded_activation_bytes[0]
+        assert step.activation_waiting_seconds is not None
+    assert any("of activations read and" in line for line in caplog.messages)
+
+
+def test_on_a_cpu_the_host_tier_moves_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="shardwright"):
+        _, _, offloaded = compute_gradients(
+            build_deep_recipe(tmp_path, DENSE, offload={"activations": "host"})
+        )
+    assert offloaded is None
+    assert any("saved tensors stay: the device is the CPU" in line for line in caplog.messages)
+
+
+def test_settings_that_cannot_offload_are_refused(tmp_path: Path) -> None:
+    recipe = build_deep_recipe(
+        tmp_path, DENSE, offload={"activations": "disk", "dir": str(tmp_path / "corpus.txt")}
+    )
+    with pytest.raises(RecipeError, match=r"offload.dir: scratch files cannot be written here"):
+        validate_run(recipe, 1)
+    split = build_deep_recipe(
+        tmp_path,
+        DENSE,
+        layout={"pp": 2, "schedule": "zb_h1"},
+        offload={"activations": "disk"},
+    )
+    with pytest.raises(RecipeError, match="zb_h1 defers weight gradients"):
+        validate_run(split, 2)
