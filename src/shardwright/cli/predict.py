@@ -28,7 +28,7 @@ PredictOutput = Annotated[
     typer.Option(
         "--out",
         metavar="FILE.csv",
-        help="Output table with id, pred_tok, pred_mem and fits.",
+        help="Output table: id, pred_tok, pred_mem, fits, and the ends of their intervals.",
         show_default=False,
     ),
 ]
@@ -50,13 +50,13 @@ def predict_command(
         read_published_run,
         read_rows,
     )
-    from shardwright.planner.published.predictions import predict_row
+    from shardwright.planner.published.predictions import OUTPUT_COLUMNS, predict_row
 
     rows = read_rows(measurements)
     refused: dict[str, list[str]] = {}
     try:
         with open(out, "w", encoding="utf-8", newline="") as file:
-            table = csv.DictWriter(file, fieldnames=("id", "pred_tok", "pred_mem", "fits"))
+            table = csv.DictWriter(file, fieldnames=OUTPUT_COLUMNS)
             table.writeheader()
             for row in rows:
                 try:
