@@ -79,7 +79,7 @@ class PublishedRun:
     features: tuple[str, ...] = ()
     """Kernels and settings with efficiencies of their own, as named in `efficiencies.yaml`."""
     assumptions: tuple[str, ...] = ()
-    """What the row does not state although its prediction depends on it, and the value taken."""
+    """Unstated settings on which the prediction depends, each with the value taken."""
 
     @property
     def conventions(self) -> FrameworkConventions:
