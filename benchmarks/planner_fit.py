@@ -15,7 +15,7 @@ by finite differences; a row is predicted again only if an entry that it reads h
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,13 +96,11 @@ class Fit:
 
         `initial` replaces the start of the search; a start nearer to the end takes fewer turns.
         """
-        low = np.array([parameter.scale(parameter.low) for parameter in self.parameters])
-        high = np.array([parameter.scale(parameter.high) for parameter in self.parameters])
         found = least_squares(
             self._residuals,
-            np.clip(self._make_initial_vector(initial or self.start), low + 1e-6, high - 1e-6),
+            self._clip(self._make_initial_vector(initial or self.start)),
             self._slopes,
-            bounds=(low, high),
+            bounds=self._bounds,
             loss=self._loss,
             max_nfev=max_turns,
             ftol=1e-4,
@@ -110,6 +108,54 @@ class Fit:
             verbose=2 if verbose else 0,
         )
         return self._drop_redundant_entries(self._apply(found.x))
+
+    def fit_without(
+        self, left_out: Iterable[Callable[[Row], bool]], initial: EfficiencyTable
+    ) -> Iterator[EfficiencyTable]:
+        """Yield, for each condition, the efficiencies of a fit without the rows that meet it.
+
+        Each is one step of the search from `initial`: residuals are linear in the distance from
+        there, the loss and the penalty are the exact ones. Numbers that only the rows left out
+        determine therefore return to the level above.
+        """
+        start = self._clip(self._make_initial_vector(initial))
+        residuals = self._residuals(start)
+        slopes = self._slopes(start)
+        for is_left_out in left_out:
+            is_fitted = np.append(
+                np.repeat([not is_left_out(row) for row in self.rows], 3),
+                np.full(len(start), True),
+            )
+            found = self._solve(start, residuals * is_fitted, slopes * is_fitted[:, None])
+            yield self._drop_redundant_entries(self._apply(found))
+
+    def _solve(
+        self,
+        start: NDArray[np.float64],
+        residuals: NDArray[np.float64],
+        slopes: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """Return the numbers with the lowest loss if residuals are linear around `start`."""
+        found = least_squares(
+            lambda x: residuals + slopes @ (x - start),
+            start,
+            lambda _: slopes,
+            bounds=self._bounds,
+            loss=self._loss,
+            max_nfev=50,
+        )
+        return np.asarray(found.x)
+
+    @property
+    def _bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return (
+            np.array([parameter.scale(parameter.low) for parameter in self.parameters]),
+            np.array([parameter.scale(parameter.high) for parameter in self.parameters]),
+        )
+
+    def _clip(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        low, high = self._bounds
+        return np.clip(x, low + 1e-6, high - 1e-6)
 
     def _make_initial_vector(self, initial: EfficiencyTable) -> NDArray[np.float64]:
         values = []

@@ -272,7 +272,7 @@ def _parse_gpu_counts(text: str | None) -> tuple[int, ...]:
 
 
 def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
-    from shardwright.planner.prediction import MEMORY_ERROR_SHARE
+    from shardwright.planner.uncertainty import INTERVAL_SHARE, MIN_FIT_PROBABILITY
 
     steps = recipe.training.max_steps
     chosen = result.chosen
@@ -296,7 +296,11 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         },
         "num_steps": steps,
         "chosen": None if chosen is None else describe(chosen),
-        "memory_error_share": MEMORY_ERROR_SHARE,
+        "interval_share": INTERVAL_SHARE,
+        "evidence": result.uncertainty.evidence,
+        "min_fit_probability": MIN_FIT_PROBABILITY,
+        "memory_error_share": result.uncertainty.memory_margin,
+        "alternatives": [prediction.candidate.describe() for prediction in result.alternatives],
         "warning": None
         if chosen is None or chosen.warning is None
         else f"the chosen layout {chosen.warning}",

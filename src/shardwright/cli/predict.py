@@ -28,7 +28,7 @@ PredictOutput = Annotated[
     typer.Option(
         "--out",
         metavar="FILE.csv",
-        help="Output table with id, pred_tok, pred_mem and fits.",
+        help="Output table: id, pred_tok, pred_mem, fits, and the ends of their intervals.",
         show_default=False,
     ),
 ]
@@ -50,46 +50,52 @@ def predict_command(
         read_published_run,
         read_rows,
     )
-    from shardwright.planner.published.predictions import predict_row
+    from shardwright.planner.published.predictions import OUTPUT_COLUMNS, predict_row
 
     rows = read_rows(measurements)
     refused: dict[str, list[str]] = {}
+    assumed: dict[str, list[str]] = {}
     try:
         with open(out, "w", encoding="utf-8", newline="") as file:
-            table = csv.DictWriter(file, fieldnames=("id", "pred_tok", "pred_mem", "fits"))
+            table = csv.DictWriter(file, fieldnames=OUTPUT_COLUMNS)
             table.writeheader()
             for row in rows:
                 try:
-                    table.writerow(
-                        predict_row(
-                            read_published_run(row["id"], extract_configuration(row))
-                        ).as_row()
-                    )
+                    run = read_published_run(row["id"], extract_configuration(row))
+                    table.writerow(predict_row(run).as_row())
                 except InputError as error:
                     refused.setdefault(str(error), []).append(row["id"])
                     table.writerow({"id": row["id"]})
+                else:
+                    for assumption in run.assumptions:
+                        assumed.setdefault(assumption, []).append(row["id"])
     except OSError as error:
         raise DataError(
             f"the predictions cannot be written: {error.strerror}", field="--out", got=out
         ) from error
-    _print_outcome(len(rows), refused, out, as_json)
+    _print_outcome(len(rows), refused, assumed, out, as_json)
 
 
 def _print_outcome(
-    num_rows: int, refused: Mapping[str, list[str]], out: Path, as_json: bool
+    num_rows: int,
+    refused: Mapping[str, list[str]],
+    assumed: Mapping[str, list[str]],
+    out: Path,
+    as_json: bool,
 ) -> None:
-    """Print the number of predicted rows, and the others by reason.
+    """Print the number of predicted rows, what was assumed for some, and the others by reason.
 
     Raises:
         DataError: no row could be predicted.
     """
     skipped = sum(map(len, refused.values()))
-    for reason, ids in sorted(refused.items(), key=lambda item: -len(item[1])):
-        more = f" and {len(ids) - _MAX_SHOWN_IDS} more" if len(ids) > _MAX_SHOWN_IDS else ""
-        rows = "1 row" if len(ids) == 1 else f"{len(ids)} rows"
-        sys.stderr.write(
-            f"{rows} not predicted ({', '.join(ids[:_MAX_SHOWN_IDS])}{more}): {reason}\n"
-        )
+    for groups, outcome in ((assumed, "with an assumption"), (refused, "not predicted")):
+        for reason, ids in sorted(groups.items(), key=lambda item: -len(item[1])):
+            more = f" and {len(ids) - _MAX_SHOWN_IDS} more" if len(ids) > _MAX_SHOWN_IDS else ""
+            rows = "1 row" if len(ids) == 1 else f"{len(ids)} rows"
+            sys.stderr.write(
+                f"{rows} {outcome} ({', '.join(ids[:_MAX_SHOWN_IDS])}{more}): {reason}\n"
+            )
     summary = (
         f"{num_rows - skipped} rows predicted"
         + (f", {skipped} not" if skipped else "")
@@ -104,6 +110,9 @@ def _print_outcome(
             "not_predicted": skipped,
             "out": str(out),
             "refused": reasons,
+            "assumed": [
+                {"assumption": assumption, "ids": ids} for assumption, ids in assumed.items()
+            ],
         }
         sys.stdout.write(json.dumps(content) + "\n")
     if num_rows and skipped == num_rows:

@@ -30,8 +30,11 @@ _MEMORY_SIZE = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?) ?gi?b?\b")
 _FORM_FACTOR = re.compile(r"\b(sxm|pcie?|pci-e|nvl|oam)\d?\b")
 _NAME_FILLERS = re.compile(
     r"\b(hbm\d?e?|gddr\d?x?|\d+ ?w|gpus?|tensor core|graphics|accelerators?|cards?"
-    r"|gen(eration)?|[dh]gx|nodes?|servers?|cloud)\b"
+    r"|gen(eration)?|[dh]gx|nodes?|servers?|cloud|clusters?|each"
+    r"|memory|v?ram|size|not|stated|given|reported|un(known|stated|specified|reported))\b"
 )
+_ALTERNATIVE_SIZES = re.compile(r"\b\d+ ?(?:gi?b?)? ?(?:/|\bor\b) ?\d+ ?gi?b?\b")
+"""Two memory sizes of which one is meant: `A100 40/80GB`."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class _AcceleratorName:
         >>> name == _AcceleratorName.parse("A100 80G (SXM)")
         True
         """
-        text = re.sub(r"[-_(),/]+", " ", name.lower())
+        text = re.sub(r"[-_(),/?]+", " ", _ALTERNATIVE_SIZES.sub(" ", name.lower()))
         memory = _MEMORY_SIZE.search(text)
         form = _FORM_FACTOR.search(text)
         rest = _NAME_FILLERS.sub(" ", _FORM_FACTOR.sub(" ", _MEMORY_SIZE.sub(" ", text)))
@@ -242,6 +245,22 @@ def _find_by_name_parts(name: str) -> str | None:
         names.get(_normalise_name(f"{parts.family} {parts.memory_gb or 0:g}gb")),
     )
     return next((known for known in (*usual, *matches) if known in matches), None)
+
+
+def states_memory(name: str) -> bool:
+    """Return True if an accelerator's name determines its memory: it has a size, or the
+    catalogue has one size of its family.
+
+    >>> states_memory("A100"), states_memory("A100 (80 GB)"), states_memory("RTX 4090")
+    (False, True, True)
+    """
+    family = _AcceleratorName.parse(find_node(name).accelerator.name).family
+    sizes = {
+        parts.memory_gb
+        for known in list_accelerators()
+        if (parts := _AcceleratorName.parse(known)).family == family
+    }
+    return len(sizes) == 1 or _AcceleratorName.parse(name).memory_gb is not None
 
 
 def find_accelerator(name: str) -> Accelerator:

@@ -103,8 +103,10 @@ def compute_layer_seconds(
         forward += routing / 2
         backward += routing / 2
     adapted_forward, adapted_backward = count_adapter_bytes(facts, kind, candidate)
-    forward += rates.time_copy(adapted_forward * moved_share)
-    backward += rates.time_copy(adapted_backward * moved_share)
+    # Adapters are counted operation by operation: a trainer's fusion can only move fewer bytes.
+    adapted_share = min(1.0, moved_share)
+    forward += rates.time_copy(adapted_forward * adapted_share)
+    backward += rates.time_copy(adapted_backward * adapted_share)
     dequantisation = rates.time_copy(count_dequantisation_bytes(facts, kind, candidate))
     forward += dequantisation
     backward += dequantisation
@@ -116,9 +118,12 @@ def compute_layer_seconds(
         forward += host_forward
         backward += host_backward
         host_forward = host_backward = 0.0
-    recompute = {"none": 0.0, "full": forward, "selective": elementwise_forward}[
-        candidate.recompute
-    ]
+    selective = (
+        attention_forward
+        if candidate.engine.should_recompute_attention_only
+        else elementwise_forward
+    )
+    recompute = {"none": 0.0, "full": forward, "selective": selective}[candidate.recompute]
     return LayerSeconds(
         forward,
         backward,

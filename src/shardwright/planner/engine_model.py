@@ -64,19 +64,41 @@ _OFFLOAD_BUFFER_BYTES = 64 * 2**20
 
 class BlockBytes(NamedTuple):
     """Bytes of a block's tensors: all saved ones, the residual stream, results of matmuls and
-    attention, a branch's output, and the attention kernel's output."""
+    attention, a branch's output, the attention kernel's output, and unfused scores."""
 
     total: float
     residual: float
     matmul_results: float
     branch_output: float
     attention_output: float
+    attention_scores: float = 0.0
+
+
+class AdapterPasses(NamedTuple):
+    """Times that an adapter's operations read or write tensors of its matrix's input and output
+    widths, in each pass. Its own matrices are too narrow to count."""
+
+    forward_inputs: int
+    forward_outputs: int
+    backward_inputs: int
+    backward_outputs: int
+
+
+SEPARATE_ADAPTER_PASSES = AdapterPasses(1, 6, 5, 4)
+"""Separate operations. Forward: the input is read; the second matmul's result is written, scaled,
+and added to the matrix's output. Backward: the scaled gradient is written and read by two
+matmuls, the input is read by a third, and its gradient is written and added."""
 
 
 @dataclass(frozen=True)
 class EngineModel:
     """Memory, precision and communication of shardwright's engine. Bytes are per parameter
     unless a method states otherwise."""
+
+    @property
+    def adapter_passes(self) -> AdapterPasses:
+        """Reads and writes of adapters beside their matrices."""
+        return SEPARATE_ADAPTER_PASSES
 
     # Weights.
 
@@ -103,6 +125,11 @@ class EngineModel:
 
     def compute_loading_bytes(self, unsharded_bytes: float, zero_stage: int) -> float:
         """Compute total bytes that remain allocated after a frozen model is loaded."""
+        return 0.0
+
+    def count_live_elements(self, num_elements: float) -> float:
+        """Count the gathered elements that zero_stage 3 leaves in memory for later use, of
+        `num_elements` of the rank's stage."""
         return 0.0
 
     def get_gather_bytes(self, activation_bytes: int) -> float:
@@ -210,6 +237,12 @@ class EngineModel:
         """Compute the peak bytes of a block's backward pass beyond its saved tensors.
         `branch_gradient_bytes`: all gradients of the larger branch."""
         return compute_peak_gradient_bytes(block)
+
+    @property
+    def should_recompute_attention_only(self) -> bool:
+        """True if `recompute: selective` repeats attention between its projections and saves all
+        other tensors."""
+        return False
 
     def compute_selective_bytes(
         self, block: BlockBytes, *, is_fp4: bool, is_compiled: bool

@@ -10,12 +10,13 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.divisibility import list_divisors
-from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
+from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rejections import explain_conflict
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.result import SearchResult
 from shardwright.planner.search.space import PlanningProblem
+from shardwright.planner.uncertainty import format_probability
 from shardwright.units import format_bytes, format_seconds
 
 EXAMPLE_LORA_RANK = 16
@@ -51,7 +52,8 @@ def _explain_choice(result: SearchResult) -> str | None:
             f"{format_bytes(chosen.memory_capacity_bytes)}; "
             f"{chosen.candidate.describe()} takes {format_seconds(chosen.time.step)} "
             f"and {format_bytes(chosen.memory.total)}, "
-            f"which leaves room for {MEMORY_ERROR_SHARE:.0%} more memory than predicted."
+            f"which fits with a probability of {format_probability(chosen.fit_probability)} "
+            f"instead of {format_probability(passed_over.fit_probability)}."
         )
     if chosen is fastest:
         return f"{chosen.candidate.describe()} is the fastest layout that fits."

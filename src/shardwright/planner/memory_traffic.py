@@ -99,14 +99,13 @@ def count_adapter_bytes(
     """Count bytes that adapters move beside their matrices, forward and backward. Their matmuls
     are so narrow that they are memory-bound.
 
-    Forward: the input is read; the second matmul's result is written, scaled, and added to the
-    matrix's output. Backward: the scaled gradient is written and read by two matmuls, the input
-    is read by a third, and its gradient is written and added.
+    `EngineModel.adapter_passes` has the reads and writes of the engine's operations.
     """
     adapter = candidate.adapter
     tp = candidate.layout.tp
     if adapter is None:
         return 0.0, 0.0
+    passes = candidate.engine.adapter_passes
     forward = backward = 0.0
     for product, rows in list_matmuls(facts, kind, candidate):
         if product.role not in adapter.roles:
@@ -120,8 +119,8 @@ def count_adapter_bytes(
             * product.num_outputs
             / (tp if product.sharding in ("columns", "expert_columns") else 1)
         )
-        forward += num_in + 6 * num_out
-        backward += 5 * num_in + 4 * num_out
+        forward += passes.forward_inputs * num_in + passes.forward_outputs * num_out
+        backward += passes.backward_inputs * num_in + passes.backward_outputs * num_out
     return forward * candidate.activation_bytes, backward * candidate.activation_bytes
 
 

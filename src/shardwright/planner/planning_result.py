@@ -30,7 +30,9 @@ from shardwright.planner.rejections import (
 )
 from shardwright.planner.scaling import ScalePoint, find_min_gpus, scale_devices
 from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.result import select_indistinguishable
 from shardwright.planner.search.space import PlanningProblem, SearchSpace
+from shardwright.planner.uncertainty import Uncertainty
 from shardwright.plans import settle_precision
 from shardwright.units import format_bytes
 
@@ -57,6 +59,8 @@ class PlanningResult:
     scale_points: tuple[ScalePoint, ...]
     explanation: tuple[str, ...]
     effort: SearchEffort
+    uncertainty: Uncertainty
+    """Spreads of the errors of all predictions."""
     remedy: str | None = None
     precision_reason: str | None = None
     """Reason for the precision that `precision: auto` resolved to. None if the recipe names
@@ -66,6 +70,17 @@ class PlanningResult:
     recipe_conflict: str | None = None
     """Reason why the recipe's layout cannot run on this number of devices, whatever their
     memory."""
+
+    @property
+    def alternatives(self) -> tuple[Prediction, ...]:
+        """Layouts that cannot be distinguished from the fastest recommendable one: those that
+        are not tight, unless all that fit are."""
+        known = [*self.predictions]
+        if self.chosen is not None and not any(p is self.chosen for p in known):
+            known.append(self.chosen)
+        return tuple(
+            select_indistinguishable([p for p in known if not p.is_tight] or known),
+        )
 
     def __repr__(self) -> str:
         def describe(prediction: Prediction) -> str:
@@ -130,6 +145,7 @@ def plan_recipe(
         scale_points=tuple(scale_devices(facts, cluster, efficiency, problem, gpu_counts)),
         explanation=tuple(explain(predictor, problem, result)) if should_explain else (),
         effort=SearchEffort(result.num_proven, result.num_predicted, result.num_too_large),
+        uncertainty=predictor.uncertainty,
         remedy=None
         if result.chosen
         else _find_remedy(facts, cluster, efficiency, predictor, problem),

@@ -6,11 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.uncertainty import MIN_FIT_PROBABILITY, Uncertainty, format_probability
 from shardwright.units import format_bytes
-
-MEMORY_ERROR_SHARE = 0.10
-"""Memory margin, as a share of predicted memory: nine of ten published runs take at most this
-share more (docs/planning-accuracy.md, "Memory margin")."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +123,26 @@ class Prediction:
     """Model FLOPs as in `architecture.count`: causal attention, without recomputation."""
     peak_flops_per_second: float
     """Dense peak of one device in the candidate's precision."""
+    uncertainty: Uncertainty
+    """Spreads of the errors of step time and memory."""
+
+    @property
+    def step_interval(self) -> tuple[float, float]:
+        """Low and high of the step's seconds: eight of ten measured runs are between them."""
+        return self.uncertainty.time.apply(self.time.step)
+
+    @property
+    def memory_interval(self) -> tuple[float, float]:
+        """Low and high of the peak memory's bytes: eight of ten measured runs are between
+        them."""
+        return self.uncertainty.memory.apply(self.memory.total)
+
+    @property
+    def fit_probability(self) -> float:
+        """Probability that a run takes at most the device's capacity."""
+        return self.uncertainty.memory.compute_probability(
+            self.memory.total, self.memory_capacity_bytes
+        )
 
     @property
     def fits(self) -> bool:
@@ -134,21 +151,20 @@ class Prediction:
 
     @property
     def is_tight(self) -> bool:
-        """True if it fits, but not with `MEMORY_ERROR_SHARE` more memory than predicted."""
-        return (
-            self.fits and self.memory.total * (1 + MEMORY_ERROR_SHARE) > self.memory_capacity_bytes
-        )
+        """True if it fits as predicted, but the high end of its memory does not: its
+        probability of fitting is below `MIN_FIT_PROBABILITY`."""
+        return self.fits and self.memory_interval[1] > self.memory_capacity_bytes
 
     @property
     def warning(self) -> str | None:
-        """Warning with the possible error of a tight prediction. None if the error margin
-        fits."""
+        """Warning with the probability that a tight layout fits. None if it is not tight."""
         if not self.is_tight:
             return None
         return (
             f"may run out of memory: {format_bytes(self.memory.total)} of "
-            f"{format_bytes(self.memory_capacity_bytes)} predicted, "
-            f"and one run in ten takes over {MEMORY_ERROR_SHARE:.0%} more than predicted"
+            f"{format_bytes(self.memory_capacity_bytes)} predicted, which fits with a probability "
+            f"of {format_probability(self.fit_probability)} "
+            f"(recommended: {MIN_FIT_PROBABILITY:.0%})"
         )
 
     @property
@@ -197,10 +213,18 @@ class Prediction:
             "num_gpus": self.num_gpus,
             "fits": self.fits,
             "tight": self.is_tight,
+            "fit_probability": self.fit_probability,
             "memory_bytes": asdict(self.memory)
-            | {"total": self.memory.total, "capacity": self.memory_capacity_bytes},
-            "step_seconds": asdict(self.time) | {"total": self.time.step},
+            | {"total": self.memory.total, "capacity": self.memory_capacity_bytes}
+            | _name_ends(self.memory_interval),
+            "step_seconds": asdict(self.time)
+            | {"total": self.time.step}
+            | _name_ends(self.step_interval),
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "model_flops_utilisation": self.model_flops_utilisation,
         }
+
+
+def _name_ends(interval: tuple[float, float]) -> dict[str, float]:
+    return dict(zip(("low", "high"), interval, strict=True))

@@ -18,31 +18,51 @@ from shardwright.planner.pipeline_simulation import bound_simulation, is_simulat
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.step_costs import LayerCosts, StepCosts
 from shardwright.planner.step_time import compute_stage_seconds, count_turns, predict_time
+from shardwright.planner.uncertainty import load_error_spreads
 
 
 def predict(
-    shape: ModelShape, candidate: Candidate, cluster: Cluster, efficiency: Efficiency
+    shape: ModelShape,
+    candidate: Candidate,
+    cluster: Cluster,
+    efficiency: Efficiency,
+    trainer: str = "shardwright",
 ) -> Prediction:
     """Predict memory and time of one optimizer step of `candidate` on `cluster`.
 
     The candidate's layout must divide the model and the batch (see `planner.divisibility`). Its
     world size may be smaller than the cluster; it then uses the first ranks.
 
+    Args:
+        trainer: framework whose measured rows determine the intervals.
+
     Raises:
         InputError: the accelerator has no units for the precision, or the schedule does not
             support the number of micro-batches.
     """
-    return Predictor(get_model_facts(shape), cluster, efficiency).predict(candidate)
+    return Predictor(get_model_facts(shape), cluster, efficiency, trainer).predict(candidate)
 
 
 class Predictor:
     """Predictor of many candidates of one model on one cluster. Caches rates and
     collectives."""
 
-    def __init__(self, facts: ModelFacts, cluster: Cluster, efficiency: Efficiency) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        cluster: Cluster,
+        efficiency: Efficiency,
+        trainer: str = "shardwright",
+    ) -> None:
         self.facts = facts
         self.cluster = cluster
         self.efficiency = efficiency
+        self.uncertainty = load_error_spreads().get_uncertainty(
+            cluster.accelerator,
+            trainer,
+            is_sparse=facts.shape.experts is not None,
+            is_measured=cluster.profile is not None,
+        )
         self.network = NetworkModel(cluster, efficiency)
         self._rates: dict[str, DeviceRates] = {}
 
@@ -131,4 +151,5 @@ class Predictor:
             memory_capacity_bytes=self.capacity_bytes,
             model_flops_per_step=flops * candidate.global_batch_tokens,
             peak_flops_per_second=rates.peak_flops_per_second,
+            uncertainty=self.uncertainty,
         )

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from shardwright.hardware import Cluster
 from shardwright.planner.planning_result import PlanningResult
 from shardwright.planner.prediction import MemoryParts, Prediction
+from shardwright.planner.uncertainty import format_probability
 from shardwright.report.bar_chart import Bar, draw_bars
 from shardwright.report.page_shell import PICTURE_SIZES, Panel, Table, render_panel_page
 from shardwright.report.part_panels import MEMORY_TONES
@@ -84,7 +85,7 @@ def _build_layout_panel(layouts: Sequence[Prediction]) -> Panel | None:
             f"{p.model_flops_utilisation:.1%}",
             format_seconds(p.time.step),
             format_bytes(p.memory.total),
-            "tight" if p.is_tight else "yes" if p.fits else "no",
+            format_probability(p.fit_probability) + (" (tight)" if p.is_tight else ""),
         )
         for p in layouts
     )

@@ -38,7 +38,10 @@ def test_a_row_is_predicted_with_speed_memory_and_whether_it_fits(tmp_path: Path
         tmp_path,
         [ROW, ROW | {"id": "some-0002", "tp": "1", "pp": "1", "dp": "64", "micro_batch": "8"}],
     )
-    assert list(plain) == ["id", "pred_tok", "pred_mem", "fits"]
+    assert list(plain)[:4] == ["id", "pred_tok", "pred_mem", "fits"]
+    for name in ("pred_tok", "pred_mem"):
+        assert float(plain[f"{name}_low"]) < float(plain[name]) < float(plain[f"{name}_high"])
+    assert float(plain["fit_probability"]) > 0.9 > float(large["fit_probability"])
     assert 500 < float(plain["pred_tok"]) < 5000
     assert 10 < float(plain["pred_mem"]) < 80
     assert plain["fits"] == "1"
@@ -82,7 +85,9 @@ def test_an_incomplete_row_is_reported_and_left_empty(
     assert (output["predicted"], output["not_predicted"], output["schema_version"]) == (1, 1, 1)
     assert output["refused"][0]["ids"] == ["x"]
     with open(tmp_path / "out.csv", encoding="utf-8", newline="") as file:
-        assert next(csv.DictReader(file)) == {"id": "x", "pred_tok": "", "pred_mem": "", "fits": ""}
+        empty = next(csv.DictReader(file))
+        assert empty["id"] == "x"
+        assert not any(value for name, value in empty.items() if name != "id")
 
 
 def test_unpredictable_rows_do_not_stop_the_others_and_are_grouped_by_reason(

@@ -17,7 +17,7 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.divisibility import explain_layout_conflict
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
+from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.result import (
@@ -26,6 +26,7 @@ from shardwright.planner.search.result import (
     measure_complexity,
 )
 from shardwright.planner.search.space import PlanningProblem
+from shardwright.planner.uncertainty import MIN_FIT_PROBABILITY
 from shardwright.schedule import PIPELINE_SCHEDULES
 from tests.unit.planner import models
 
@@ -162,8 +163,7 @@ def test_the_search_finds_the_best_layouts(
     not_tight = [
         prediction
         for candidate in iterate_all_candidates(predictor, problem)
-        if (prediction := predictor.predict(candidate)).memory.total * (1 + MEMORY_ERROR_SHARE)
-        <= predictor.capacity_bytes
+        if (prediction := predictor.predict(candidate)).fit_probability >= MIN_FIT_PROBABILITY
     ]
     assert result.chosen is not None
     assert result.chosen.is_tight == (not not_tight)
@@ -204,7 +204,8 @@ def test_a_tight_layout_is_chosen_only_if_no_other_fits() -> None:
         Predictor(facts, models.make_cluster(4), SMALL).predict(c).memory.total
         for c in iterate_all_candidates(Predictor(facts, models.make_cluster(4), SMALL), problem)
     )
-    for share, is_tight in ((1.02, True), (1.02 * (1 + MEMORY_ERROR_SHARE), False)):
+    margin = Predictor(facts, models.make_cluster(4), SMALL).uncertainty.memory_margin
+    for share, is_tight in ((1.02, True), (1.02 * (1 + margin), False)):
         predictor = Predictor(
             facts,
             models.make_cluster(4, memory_bytes=int(smallest_bytes * share / SMALL.usable_share)),

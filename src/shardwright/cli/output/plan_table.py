@@ -8,7 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.output.console import open_console
-from shardwright.planner.prediction import MEMORY_ERROR_SHARE
+from shardwright.planner.search.result import EQUAL_STEP_SHARE
+from shardwright.planner.uncertainty import (
+    INTERVAL_SHARE,
+    MIN_FIT_PROBABILITY,
+    format_probability,
+)
 from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -125,6 +130,7 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
     table = Table(
         box=None,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
         title="layouts that fit, fastest first",
         title_justify="left",
         title_style="bold",
@@ -133,42 +139,36 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
     table.add_column("layout", overflow="fold", ratio=1)
     table.add_column("batch", justify="right")
     table.add_column("recompute")
-    for name in ("tok/s", "MFU", "step", "GiB"):
+    for name in ("tok/s", "MFU", "step", "GiB", "fits"):
         table.add_column(name, justify="right", no_wrap=True)
     if steps is not None:
         table.add_column("days", justify="right", no_wrap=True)
         table.add_column("GPU-h", justify="right", no_wrap=True)
     for number, prediction in _number_layouts(result):
         style = "bold green" if prediction is result.chosen else None if prediction.fits else "red"
+        if len(result.alternatives) > 1 and any(prediction is p for p in result.alternatives):
+            number += "~"
         table.add_row(*_build_layout_row(number, prediction, steps), style=style)
     console.print()
     console.print(table)
     if result.chosen is not None:
-        chosen = result.chosen
-        reason = (
-            ""
-            if chosen is result.predictions[0]
-            else ": fewest shards among those within 3% of the fastest"
-        )
-        if result.is_chosen_for_margin:
-            reason = (
-                f": the best that fits with {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
-            )
-        console.print(
-            f"chosen: {chosen.candidate.describe()}{reason}", style="green", highlight=False
-        )
-        if chosen.warning is not None:
-            console.print(
-                f"warning: the chosen layout {chosen.warning}", style="yellow", highlight=False
-            )
+        _print_choice(console, result, result.chosen)
     if result.recipe_prediction is not None:
         text = "the recipe's own layout" + (
             "" if result.recipe_prediction.fits else ", which does not fit"
         )
         console.print(f"=: {text}", highlight=False)
+    if len(result.alternatives) > 1:
+        console.print(
+            f"~: indistinguishable from the fastest recommendable layout (within "
+            f"{EQUAL_STEP_SHARE:.0%})",
+            highlight=False,
+        )
     if any(prediction.is_tight for _, prediction in _number_layouts(result)):
-        text = f"tight: fits, but not with {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
-        console.print(text, highlight=False)
+        console.print(
+            f"!: tight: fits as predicted, but with a probability below {MIN_FIT_PROBABILITY:.0%}",
+            highlight=False,
+        )
     if any(prediction.candidate.precision == "fp8" for prediction in result.predictions):
         console.print(
             "fp8: predicted from published runs of other trainers; not measured here. `train` does "
@@ -177,6 +177,25 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
         )
     if any(not prediction.candidate.is_runnable for prediction in result.predictions):
         console.print("*: prediction only; `train` does not support it", highlight=False)
+
+
+def _print_choice(console: Console, result: PlanningResult, chosen: Prediction) -> None:
+    """Print the chosen layout with the reason, its intervals, and the warning if it is tight."""
+    reason = "" if chosen is result.predictions[0] else ": the fastest that is not tight"
+    if (count := len(result.alternatives)) > 1:
+        reason = f": the simplest of {count} indistinguishable layouts (~)"
+    console.print(f"chosen: {chosen.candidate.describe()}{reason}", style="green", highlight=False)
+    if chosen.warning is not None:
+        console.print(
+            f"warning: the chosen layout {chosen.warning}", style="yellow", highlight=False
+        )
+    step = " to ".join(map(format_seconds, chosen.step_interval))
+    memory = " to ".join(f"{end / GIB_BYTES:.1f}" for end in chosen.memory_interval)
+    console.print(
+        f"its {INTERVAL_SHARE:.0%} intervals: step {step}, memory {memory} GiB "
+        f"({result.uncertainty.evidence})",
+        highlight=False,
+    )
 
 
 def _number_layouts(result: PlanningResult) -> list[tuple[str, Prediction]]:
@@ -195,24 +214,22 @@ def _number_layouts(result: PlanningResult) -> list[tuple[str, Prediction]]:
 def _build_layout_row(number: str, prediction: Prediction, steps: int | None) -> list[str]:
     candidate = prediction.candidate
     batch = f"{candidate.micro_batch_size} x {candidate.gradient_accumulation_steps}"
-    cells = [number, candidate.describe() + _format_marks(prediction), batch, candidate.recompute]
+    name = candidate.describe() + ("" if candidate.is_runnable else " *")
+    cells = [number, name, batch, candidate.recompute]
     cells += [
         format_count(prediction.tokens_per_second),
         f"{prediction.model_flops_utilisation:.1%}",
     ]
     cells += [format_seconds(prediction.time.step), f"{prediction.memory.total / GIB_BYTES:.1f}"]
+    cells.append(
+        format_probability(prediction.fit_probability) + ("!" if prediction.is_tight else "")
+    )
     if steps is not None:
         cells += [
             f"{prediction.compute_days(steps):.3g}",
             format_count(prediction.compute_gpu_hours(steps)),
         ]
     return cells
-
-
-def _format_marks(prediction: Prediction) -> str:
-    return ("" if prediction.candidate.is_runnable else " *") + (
-        " (tight)" if prediction.is_tight else ""
-    )
 
 
 def _print_parts(

@@ -141,6 +141,7 @@ def _compute_layer_activations(
             attention.matmul_results + inner_matmuls,
             _compute_branch_output_bytes(candidate, facts),
             attention.output,
+            attention.scores,
         ),
         is_fp4=candidate.precision == "nvfp4",
         is_compiled=candidate.compile,

@@ -84,6 +84,8 @@ class AttentionBytes:
     matmul_results: float
     gradients: float
     output: float
+    scores: float = 0.0
+    """Those of scores and their softmax among the saved ones, without a fused kernel."""
 
 
 def compute_attention_bytes(
@@ -122,19 +124,19 @@ def compute_attention_bytes(
     kernel = choose_planned_kernel(facts, candidate, kind.shape.window)
     if kernel == "flex" and shape.attention_sinks:
         saved += tokens * (queries * size + 2 * 4 * heads)
+    score_bytes = 0.0
     if kernel == "explicit":
         scores = tokens * heads * candidate.sequence_length
         # Weights in fp32 and cast, keys repeated. `selective` saves the results of both
         # matmuls too.
         cast = size if size < 4 else 0
         soft_cap = size if shape.attention_soft_cap is not None else 0
-        saved += (
-            scores * (max(size, 4) + cast + soft_cap)
-            + 2 * tokens * (queries - attended_keys) * size
-        )
+        score_bytes = scores * (max(size, 4) + cast + soft_cap)
+        saved += score_bytes + 2 * tokens * (queries - attended_keys) * size
         matmul_results += scores * size
     output = tokens * (queries * size + 4 * heads)
-    return AttentionBytes(saved, matmul_results, tokens * (2 * queries + 2 * keys) * size, output)
+    gradients = tokens * (2 * queries + 2 * keys) * size
+    return AttentionBytes(saved, matmul_results, gradients, output, score_bytes)
 
 
 def _compute_latent_attention_bytes(facts: ModelFacts, candidate: Candidate) -> AttentionBytes:

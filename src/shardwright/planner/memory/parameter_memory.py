@@ -228,7 +228,8 @@ def compute_gathered_bytes(
     if layout.zero_stage == 3 and candidate.is_sharded:
         num_prefetched = min(layout.prefetch_depth, layout.max_gathers_in_flight - 1)
         groups = min(1 + num_prefetched, -(-sum(load.layers) // layout.wrap_blocks) or 1)
-        return groups * count_group_elements(facts, candidate, load) * size + root_bytes
+        gathered = groups * count_group_elements(facts, candidate, load) * size + root_bytes
+        return max(gathered, engine.count_live_elements(parameters.local) * size)
     if not engine.has_master_weights:
         return 0.0
     if candidate.is_sharded:

@@ -14,6 +14,8 @@ from shardwright.planner.backward_peak import BlockTensorBytes
 from shardwright.planner.communication import NetworkModel, StridedGroup
 from shardwright.planner.engine_model import (
     OPTIMIZER_STATE_BYTES,
+    SEPARATE_ADAPTER_PASSES,
+    AdapterPasses,
     BlockBytes,
     EngineModel,
     OptimizerKind,
@@ -52,11 +54,16 @@ class FrameworkConventions(EngineModel):
     gather_bytes: float | None = None
     """Bytes per parameter gathered by zero_stage 3, in transfer and in memory. None: compute
     precision."""
+    max_live_elements: float = 0.0
+    """Gathered parameters that zero_stage 3 leaves in memory at most, because a later layer or
+    pass needs them."""
     reduce_bytes: float | None = None
     """Bytes per gradient element in reductions. None: fp32, or 2 with `precision.reduce_dtype:
     bf16`."""
     nf4_bytes: float = 0.5 + 4.0 / 64
     """Bytes per element of a frozen NF4 matrix: 4 bits, and an fp32 scale per block of 64."""
+    adapter_passes: AdapterPasses = SEPARATE_ADAPTER_PASSES
+    """Reads and writes of adapters beside their matrices, by the trainer's kernels."""
     should_drop_frozen_inputs: bool = False
     """Inputs of matmuls and norms without an adapter are not saved: only gradients of frozen
     weights would need them."""
@@ -86,6 +93,9 @@ class FrameworkConventions(EngineModel):
     (the matmuls' input)."""
     num_rotary_tensors: float = 0.0
     """Saved copies of queries and keys in the rotary embedding."""
+    should_recompute_attention_only: bool = False
+    """`recompute: selective` is Megatron's (arXiv 2205.05198, section 5): attention between its
+    projections runs again, all other tensors are saved."""
     selective_share: float = 1.0
     """Share of the results of matmuls and attention that `recompute: selective` saves.
     torchtitan saves every second matmul's."""
@@ -157,6 +167,9 @@ class FrameworkConventions(EngineModel):
     ) -> float:
         """Compute the seconds with an update on the host: gradients and weights are copied."""
         return update_seconds + num_elements * 8 / rate
+
+    def count_live_elements(self, num_elements: float) -> float:
+        return min(self.max_live_elements, num_elements)
 
     def get_gather_bytes(self, activation_bytes: int) -> float:
         return float(activation_bytes) if self.gather_bytes is None else self.gather_bytes
@@ -261,6 +274,8 @@ class FrameworkConventions(EngineModel):
     def compute_selective_bytes(
         self, block: BlockBytes, *, is_fp4: bool, is_compiled: bool
     ) -> tuple[float, float]:
+        if self.should_recompute_attention_only:
+            return block.total - block.attention_scores, block.attention_scores
         if is_fp4 and not self.should_save_fp4_matmuls:
             saved = block.residual + block.attention_output
             return saved, max(0.0, block.total - saved)

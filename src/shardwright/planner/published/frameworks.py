@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout.degrees import ZeroStage
+from shardwright.planner.engine_model import AdapterPasses
 from shardwright.planner.published.conventions import FrameworkConventions
 
 
@@ -86,12 +87,14 @@ _HUGGING_FACE = FrameworkConventions(
 
 
 def use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
-    """Return conventions with weights, gradients and states in bf16 only: 8 bytes per
-    parameter."""
+    """Return conventions with weights, gradients and states in bf16 only, without a second copy
+    of the weights: 8 bytes per parameter."""
     return replace(
         conventions,
         weight_bytes=2.0,
+        master_bytes=0.0,
         gradient_bytes=2.0,
+        update_copy_bytes=0.0,
         has_half_precision_states=True,
     )
 
@@ -146,6 +149,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         replace(
             _MIXED_PRECISION,
             name="megatron-core",
+            should_recompute_attention_only=True,
             gradient_bytes=4.0,
             reduce_bytes=4.0,
             has_unsharded_gradients=True,
@@ -158,6 +162,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         replace(
             _MIXED_PRECISION,
             name="megatron-lm",
+            should_recompute_attention_only=True,
             gradient_bytes=4.0,
             reduce_bytes=4.0,
             has_unsharded_gradients=True,
@@ -175,6 +180,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         replace(
             _MIXED_PRECISION,
             name="megatron-deepspeed",
+            should_recompute_attention_only=True,
             gradient_bytes=2.0,
             has_separate_gradient_sum=True,
             update_copy_bytes=6.0,
@@ -239,7 +245,8 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         sequence_parallel=False,
     ),
     "deepspeed": FrameworkDefaults(
-        # Hugging Face's models; the step flattens and casts as Megatron-DeepSpeed does.
+        # Hugging Face's models; the step flattens and casts as Megatron-DeepSpeed does. Defaults
+        # of stage3_max_live_parameters and stage3_max_reuse_distance: a billion parameters.
         replace(
             _MIXED_PRECISION,
             name="deepspeed",
@@ -247,6 +254,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
             update_copy_bytes=6.0,
             reduce_bytes=2.0,
             gather_bytes=2.0,
+            max_live_elements=1e9,
             num_gated_tensors=4.0,
             num_norm_tensors=4.0,
             logit_bytes=_EAGER_LOGIT_BYTES,
@@ -303,19 +311,27 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
     ),
     "automodel": FrameworkDefaults(
         # NeMo Automodel: transformers' models in bf16 under FSDP2, with its own kernels for
-        # norms, gates and the loss.
+        # norms, gates and the loss. One Triton kernel computes and scales both matmuls of an
+        # adapter (components/_peft/lora_kernel.py); the sum with the matrix's output stays.
         use_pure_bf16(
-            FrameworkConventions("automodel", nf4_bytes=_DOUBLE_QUANTISED_BYTES, logit_bytes=4.0)
+            FrameworkConventions(
+                "automodel",
+                nf4_bytes=_DOUBLE_QUANTISED_BYTES,
+                logit_bytes=4.0,
+                adapter_passes=AdapterPasses(1, 4, 5, 2),
+            )
         ),
         zero_stage=3,
         should_replicate_adapted=True,
     ),
     "unsloth": FrameworkDefaults(
         # Its own kernels save no copies, the loss overwrites bf16 logits with their gradient,
-        # and block inputs are offloaded to the host.
+        # and block inputs are offloaded to the host. The second matmul of an adapter adds its
+        # scaled result to the matrix's output in place (kernels/fast_lora.py), backward too.
         replace(
             _HUGGING_FACE,
             name="unsloth",
+            adapter_passes=AdapterPasses(1, 2, 3, 2),
             num_gated_tensors=3.0,
             num_norm_tensors=2.0,
             logit_bytes=4.0,

@@ -20,6 +20,7 @@ from shardwright.architecture import ModelShape
 from shardwright.errors import DataError, InputError
 from shardwright.files import open_regular_file
 from shardwright.hardware import Cluster, find_node
+from shardwright.hardware.catalog_loading import states_memory
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.published.conventions import FrameworkConventions
@@ -77,6 +78,8 @@ class PublishedRun:
     the most."""
     features: tuple[str, ...] = ()
     """Kernels and settings with efficiencies of their own, as named in `efficiencies.yaml`."""
+    assumptions: tuple[str, ...] = ()
+    """Unstated settings on which the prediction depends, each with the value taken."""
 
     @property
     def conventions(self) -> FrameworkConventions:
@@ -202,7 +205,17 @@ def read_published_run(row_id: str, row: Mapping[str, str]) -> PublishedRun:
         is_recompute_stated=row["recompute"] in ("none", "selective", "full")
         or not framework.is_recompute_variable,
         features=(*_name_framework_features(framework_name, cluster), *_list_features(row, shape)),
+        assumptions=_list_assumptions(row, cluster),
     )
+
+
+def _list_assumptions(row: Mapping[str, str], cluster: Cluster) -> tuple[str, ...]:
+    name = row["gpu"]
+    if not name:
+        return (f"no accelerator stated: {cluster.accelerator.name}",)
+    if not states_memory(name):
+        return (f"memory of {name} not stated: {cluster.accelerator.name}",)
+    return ()
 
 
 def _fill_stages(shape: ModelShape, layout: Layout) -> ModelShape:

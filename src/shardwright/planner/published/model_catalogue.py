@@ -207,6 +207,7 @@ SIZE_COLUMNS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
 BILLIONS_PATTERN = r"(?<![\dx.a-z])(\d+(?:\.\d+)?) ?b(?![a-z0-9]|[ -]*activ)"
 """Number of billions in a model's name, but not the experts of a mixture (8x7b) or active
 parameters (a3b)."""
+MILLIONS_PATTERN = r"(?<![\dx.a-z])(\d+(?:\.\d+)?) ?m(?![a-z0-9])"
 _SIZE_PATTERN = r"(?<![\dx.a-z])\d+(?:\.\d+)? ?[bm](?![a-z0-9]|[ -]*activ)"
 
 

@@ -20,6 +20,7 @@ from shardwright.architecture.module_names import LLAMA
 from shardwright.errors import ArchitectureError
 from shardwright.planner.published.model_catalogue import (
     BILLIONS_PATTERN,
+    MILLIONS_PATTERN,
     PUBLIC_CONFIGS,
     SHARED_EXPERT_WIDTHS,
     SIZE_COLUMNS,
@@ -187,9 +188,12 @@ def _build_shape_from_columns(
     layers, hidden = _read_depth_and_width(row)
     heads = min(_read_integer(row, "heads", max(1, hidden // 128)), hidden)
     kv_heads = _read_integer(row, "kv_heads", heads)
-    inner = _read_integer(row, "ffn_hidden", (4 if not style.is_gated else 3) * hidden)
     known_experts, known_top, known_width = named_sizes.get("experts", (0, 2, None))
     num_experts = _read_integer(row, "num_experts", known_experts)
+    default_inner = _choose_feed_forward_width(
+        layers, hidden, vocab, _read_num_parameters(row), num_experts, is_gated=style.is_gated
+    )
+    inner = _read_integer(row, "ffn_hidden", default_inner)
     width = expert_width or known_width or inner
     shared = named_sizes.get("shared", 0)
     experts = (
@@ -244,20 +248,38 @@ def _choose_tied_embeddings(shape: ModelShape, num_parameters: float) -> ModelSh
     return untied if untied_error < 0.5 * tied_error and tied_error > 0.004 else shape
 
 
+def _choose_feed_forward_width(
+    layers: int, hidden: int, vocab: int, num_parameters: float, num_experts: int, *, is_gated: bool
+) -> int:
+    """Return the feed-forward width (of an expert, if there are any) that gives the stated number
+    of parameters. Without one, or if it leaves none for the feed-forward, the usual ratio to the
+    model's width."""
+    usual = (3 if is_gated else 4) * hidden
+    rest = num_parameters - 2 * vocab * hidden - layers * 4 * hidden**2
+    matrices = (3 if is_gated else 2) * hidden * layers * max(1, num_experts)
+    width = 64 * round(rest / matrices / 64)
+    is_plausible = width >= 64 and (num_experts or hidden // 2 <= width <= 8 * hidden)
+    return width if num_parameters and is_plausible else usual
+
+
 def _read_depth_and_width(row: Mapping[str, str]) -> tuple[int, int]:
-    """Return layers and model width. Missing ones follow from the stated parameters with
-    GPT-3's 128 features per layer."""
-    num_parameters = _read_num_parameters(row)
+    """Return layers and model width. Missing ones follow from the stated parameters (the active
+    ones, if experts are named) with GPT-3's 128 features per layer; without parameters, one from
+    the other."""
+    num_parameters = _read_num_active_parameters(row) or _read_num_parameters(row)
     layers = _read_integer(row, "layers", 0)
     default_width = (
         (num_parameters / 12 / layers) ** (1 / 2)
         if layers
-        else (128 * num_parameters / 12) ** (1 / 3)
+        else (_FEATURES_PER_LAYER * num_parameters / 12) ** (1 / 3)
     )
+    if layers and not num_parameters:
+        default_width = _FEATURES_PER_LAYER * layers
     width = _read_integer(row, "hidden", 128 * round(default_width / 128) or None)
-    if (
-        layers := _read_integer(row, "layers", round(num_parameters / (12 * width**2)) or None)
-    ) > _MAX_LAYERS:
+    default_layers = (
+        num_parameters / (12 * width**2) if num_parameters else width / _FEATURES_PER_LAYER
+    )
+    if (layers := _read_integer(row, "layers", max(1, round(default_layers)))) > _MAX_LAYERS:
         raise ArchitectureError(
             "too many layers",
             field="measurements.layers",
@@ -268,13 +290,25 @@ def _read_depth_and_width(row: Mapping[str, str]) -> tuple[int, int]:
 
 
 _MAX_LAYERS = 1000
+_FEATURES_PER_LAYER = 128
 
 
 def _read_num_parameters(row: Mapping[str, str]) -> float:
-    """Return the number of parameters in the row or the model's name (`7B`). 0 if neither
+    """Return the number of parameters in the row or the model's name (`7B`, `350M`). 0 if neither
     states it."""
-    match = re.search(BILLIONS_PATTERN, row["model_name"].lower())
-    return float(row.get("params_b") or (match[1] if match else 0)) * 1e9
+    name = row["model_name"].lower()
+    if row.get("params_b"):
+        return float(row["params_b"]) * 1e9
+    if match := re.search(BILLIONS_PATTERN, name):
+        return float(match[1]) * 1e9
+    match = re.search(MILLIONS_PATTERN, name)
+    return float(match[1]) * 1e6 if match else 0.0
+
+
+def _read_num_active_parameters(row: Mapping[str, str]) -> float:
+    """Return the active parameters in the name of a model with experts (`30B-A3B`), else 0."""
+    match = re.search(r"(?<![a-z0-9])a(\d+(?:\.\d+)?)b\b", row["model_name"].lower())
+    return float(match[1]) * 1e9 if match and row.get("num_experts") else 0.0
 
 
 _DEFAULT_SIZES = {"vocab": 51200}

@@ -90,7 +90,11 @@ NOTE_PATTERNS: dict[str, str] = {
         r"(\bEFA\b|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node"
         r"|interconnect \d+Gbps RoCE/node(?: n/a)?)"
     ),
-    "half_weights": r"((?i:bf16-true|pure[_ -]bf16))",
+    "half_weights": (
+        r"(?i)(bf16[- ]true|\b(?:pure|full|all)[_ -]bf16\b|everything in bf16"
+        r"|\bstates?(?: are| is)?(?: all)? in bf16|\bbf16 (?:adamw?|optimi[sz]er)(?: states?)?\b"
+        r"|\bbf16 (?:moments|optimi[sz]er states?|states?)\b)"
+    ),
     "release": r"\b(2\d\.\d\d(?:\.\d+)?) NeMo",
     "expert_tensor": r"\bETP=(\d+)",
     "routing": r"\b(tokendrop)\b",

@@ -14,10 +14,18 @@ from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import predict
 from shardwright.planner.published.measurements import PublishedRun
+from shardwright.planner.uncertainty import MIN_FIT_PROBABILITY, Uncertainty
 from shardwright.units import GIB_BYTES
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 """Sizes tried if a row states none; the fastest that fits is used."""
+
+
+OUTPUT_COLUMNS = (
+    "id", "pred_tok", "pred_mem", "fits", "pred_tok_low", "pred_tok_high", "pred_mem_low",
+    "pred_mem_high", "fit_probability",
+)  # fmt: skip
+"""Columns of `PredictedRow.as_row`."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +36,24 @@ class PredictedRow:
     tokens_per_second_per_gpu: float
     memory_gib: float
     fits: bool
+    fit_probability: float
+    uncertainty: Uncertainty
 
     def as_row(self) -> dict[str, str]:
-        """Return the output columns: pred_tok in tokens/s per GPU, pred_mem in GiB per GPU."""
+        """Return the output columns: pred_tok in tokens/s per GPU, pred_mem in GiB per GPU, each
+        with the ends of its interval."""
+        slow, fast = self.uncertainty.time.apply(1.0)
+        small, large = self.uncertainty.memory.apply(self.memory_gib)
         return {
             "id": self.id,
             "pred_tok": f"{self.tokens_per_second_per_gpu:.6g}",
             "pred_mem": f"{self.memory_gib:.4g}",
             "fits": str(int(self.fits)),
+            "pred_tok_low": f"{self.tokens_per_second_per_gpu / fast:.6g}",
+            "pred_tok_high": f"{self.tokens_per_second_per_gpu / slow:.6g}",
+            "pred_mem_low": f"{small:.4g}",
+            "pred_mem_high": f"{large:.4g}",
+            "fit_probability": f"{self.fit_probability:.3g}",
         }
 
 
@@ -44,13 +62,22 @@ def predict_row(run: PublishedRun, efficiencies: EfficiencyTable | None = None) 
     fits."""
     prediction = predict_run(run, efficiencies)
     fits = prediction.fits
+    fit_probability = prediction.fit_probability
     memory = compute_reported_memory_bytes(run, prediction, efficiencies)
     if not fits and _is_feasible_with_recompute(run, prediction, efficiencies):
         # It recomputes as much as necessary: parts of some layers, which takes little time and
         # leaves the device full.
         fits = True
+        fit_probability = max(fit_probability, MIN_FIT_PROBABILITY)
         memory = min(memory, run.cluster.accelerator.memory_bytes)
-    return PredictedRow(run.id, prediction.tokens_per_second_per_gpu, memory / GIB_BYTES, fits)
+    return PredictedRow(
+        run.id,
+        prediction.tokens_per_second_per_gpu,
+        memory / GIB_BYTES,
+        fits,
+        fit_probability,
+        prediction.uncertainty,
+    )
 
 
 def compute_reported_memory_bytes(
@@ -96,7 +123,8 @@ def predict_run(run: PublishedRun, efficiencies: EfficiencyTable | None = None) 
     the smallest if none does."""
     efficiency = _find_efficiency(run, efficiencies)
     predictions = [
-        predict(run.shape, candidate, run.cluster, efficiency) for candidate in list_candidates(run)
+        predict(run.shape, candidate, run.cluster, efficiency, run.framework)
+        for candidate in list_candidates(run)
     ]
     fitting = [prediction for prediction in predictions if prediction.fits]
     if fitting:

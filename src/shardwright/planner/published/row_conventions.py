@@ -41,7 +41,7 @@ def build_conventions(
         r"(?i)zero|deepspeed|\bds", row["notes.sharding"]
     ):
         conventions = FRAMEWORK_DEFAULTS["deepspeed"].conventions
-    if row["notes.half_weights"] and conventions.weight_bytes is None:
+    if row["notes.half_weights"] and (conventions.weight_bytes is None or conventions.master_bytes):
         conventions = use_pure_bf16(conventions)
     if row["notes.mixed_precision"] == "PURE":
         conventions = replace(conventions, reduce_bytes=2.0)

@@ -30,7 +30,7 @@ from itertools import count
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.pipeline_simulation import is_simulated
-from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
+from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import compute_overhead, merge_bounds
 from shardwright.planner.search.choice_costs import ChoiceCosts
@@ -69,7 +69,7 @@ def search_layouts(
     """Find the best layout that fits and the simplest equally good one, with proof, and
     `num_layouts` layouts in total.
 
-    If the best one is tight, also find the best one within the memory margin.
+    If the best one is tight, also find the best one that is not.
 
     Args:
         max_extra_expansions: choices expanded for the rest of the table once the best is known.
@@ -83,7 +83,7 @@ def search_layouts(
         if result.best is not None and result.best.is_tight:
             # A separate search: the fastest of a key may be tight while another micro-batch or
             # recomputation is not.
-            capacity = predictor.capacity_bytes / (1 + MEMORY_ERROR_SHARE)
+            capacity = predictor.capacity_bytes / (1 + predictor.uncertainty.memory_margin)
             best = _LayoutSearch(predictor, problem, capacity).run(1, max_extra_expansions).best
             result.best_with_margin = next(
                 (prediction for prediction in result.predictions if prediction == best), best

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.prediction import Prediction
 
-EQUAL_STEP_SHARE = 0.03
-"""Layouts whose step times differ by less than this share count as equal: predictions are no
-more precise, and less partitioning is simpler."""
+EQUAL_STEP_SHARE = 0.05
+"""Layouts whose step times differ by less than this share are indistinguishable. Of two measured
+runs predicted 2 to 5% apart, the predicted order is right for two pairs in three
+(docs/planning-accuracy.md, "Order of layouts"); less partitioning is simpler."""
 
 
 @dataclass
@@ -25,26 +27,30 @@ class SearchResult:
     min_needed_bytes: float = float("inf")
     """Smallest memory among candidates that did not fit."""
     best_with_margin: Prediction | None = None
-    """Best layout within the memory margin, if the best of all is tight. Not necessarily among
+    """Best layout that is not tight, if the best of all is. Not necessarily among
     `predictions`."""
 
     @property
     def chosen(self) -> Prediction | None:
-        """Recommended layout. It is tight only if no layout fits with the memory margin."""
+        """Recommended layout. It is tight only if every layout that fits is."""
         return self.best_with_margin or self.best
 
     @property
     def best(self) -> Prediction | None:
         """Layout with the least partitioning among those within `EQUAL_STEP_SHARE` of the fastest;
         of equal ones the fastest."""
-        if not self.predictions:
-            return None
-        limit = self.predictions[0].time.step * (1 + EQUAL_STEP_SHARE)
-        fastest = [prediction for prediction in self.predictions if prediction.time.step <= limit]
         return min(
-            fastest,
+            select_indistinguishable(self.predictions),
             key=lambda prediction: (measure_complexity(prediction.candidate), prediction.time.step),
+            default=None,
         )
+
+
+def select_indistinguishable(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Return the predictions that are within `EQUAL_STEP_SHARE` of the fastest, itself
+    included."""
+    limit = min((p.time.step for p in predictions), default=0.0) * (1 + EQUAL_STEP_SHARE)
+    return [prediction for prediction in predictions if prediction.time.step <= limit]
 
 
 def measure_complexity(candidate: Candidate) -> tuple[int, int, int, int]:

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from shardwright.layout import Layout
-from shardwright.planner.candidate import Candidate
+from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.memory.peaks import predict_memory
+from shardwright.planner.memory_traffic import count_adapter_bytes
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.published.conventions import FrameworkConventions
@@ -326,3 +327,91 @@ def test_memory_of_fine_tuning_agrees_with_published_figures(
     published = read_case(**{"gpu": "A100-80GB", "gpus": 1, "mem_metric": "nvidia-smi", **row})
     predicted = compute_reported_memory_bytes(published, predict_run(published)) / GIB_BYTES
     assert predicted == pytest.approx(gigabytes / 1.0737, rel=0.1)
+
+
+def test_deepspeed_leaves_gathered_parameters_in_memory_up_to_its_limit() -> None:
+    conventions = FRAMEWORK_DEFAULTS["deepspeed"].conventions
+    layout = Layout(dp_shard=4, zero_stage=3)
+    elements = models.read_shape("llama").num_parameters
+    released, limited, all_live = (
+        predict_parts(replace(conventions, max_live_elements=limit), layout).gathered
+        for limit in (0.0, 0.9 * elements, 1e9)
+    )
+    assert released < limited < all_live
+    assert limited == pytest.approx(0.9 * elements * 2)
+    assert all_live == pytest.approx(elements * 2, rel=0.01)
+
+
+def test_fused_adapters_move_fewer_bytes() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    (kind, *_) = facts.kinds
+    moved = {}
+    for name in ("huggingface", "automodel", "unsloth"):
+        engine = FRAMEWORK_DEFAULTS[name].conventions
+        candidate = Candidate(Layout(), 64, adapter=LowRankAdapter(8), engine=engine)
+        moved[name] = count_adapter_bytes(facts, kind, candidate)
+    widths_in, widths_out = (
+        sum(getattr(product, width) for product in kind.matmuls)
+        for width in ("num_inputs", "num_outputs")
+    )
+    per_token = 64 * 2  # tokens, bytes of bf16
+    assert moved["huggingface"] == (
+        per_token * (widths_in + 6 * widths_out),
+        per_token * (5 * widths_in + 4 * widths_out),
+    )
+    assert moved["automodel"] == (
+        per_token * (widths_in + 4 * widths_out),
+        per_token * (5 * widths_in + 2 * widths_out),
+    )
+    assert moved["unsloth"] == (
+        per_token * (widths_in + 2 * widths_out),
+        per_token * (3 * widths_in + 2 * widths_out),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens_per_second", "tolerance"),
+    [("Llama-3-8B", 12473, 0.10), ("Qwen2.5-7B", 14110, 0.15)],
+)
+def test_adapters_on_one_gpu_are_as_fast_as_published(
+    model: str, tokens_per_second: float, tolerance: float
+) -> None:
+    """NeMo Automodel's performance summary: H100, bf16, LoRA, rows of 4,096 tokens."""
+    run = read_case(model_name=model, gpus=1, task="lora", source="NeMo Automodel")
+    predicted = predict_run(run).tokens_per_second_per_gpu
+    assert predicted == pytest.approx(tokens_per_second, rel=tolerance)
+
+
+def test_megatron_recomputes_only_attention_scores_selectively() -> None:
+    """Bytes per layer and token row of arXiv 2205.05198: 34 s b h + 5 a s^2 b, of which selective
+    recomputation leaves the first term. Scores differ: softmax is saved in fp32 and cast.
+    """
+    megatron = FRAMEWORK_DEFAULTS["megatron-lm"].conventions
+    activations = {
+        (flash, recompute): predict_parts(
+            megatron, flash_attention=flash, recompute=recompute
+        ).activations
+        for flash in (True, False)
+        for recompute in ("none", "selective", "full")
+    }
+    explicit, fused = (activations[flash, "selective"] for flash in (False, True))
+    assert fused == pytest.approx(activations[True, "none"])
+    assert activations[False, "full"] < explicit < activations[False, "none"]
+    matmuls_only = predict_parts(
+        replace(megatron, should_recompute_attention_only=False),
+        flash_attention=True,
+        recompute="selective",
+    ).activations
+    assert matmuls_only < fused
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "huggingface", "torchtitan", "Megatron-LM"])
+def test_states_in_bf16_take_eight_bytes_with_any_trainer(framework: str) -> None:
+    for note in ("bf16 optimizer states", "pure bf16", "weights and states in bf16"):
+        run = read_case(gpus=1, zero_stage=0, notes=f"{framework}; {note}", recompute="full")
+        parts = predict_run(run).memory
+        total = parts.weights + parts.gradients + parts.optimizer
+        assert total <= 8.01 * run.shape.num_parameters
+    mixed = read_case(gpus=1, zero_stage=0, notes=f"{framework}; bf16", recompute="full")
+    parts = predict_run(mixed).memory
+    assert parts.weights + parts.optimizer > 10 * mixed.shape.num_parameters

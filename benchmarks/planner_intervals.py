@@ -1,0 +1,384 @@
+"""Measure how far predictions are from runs that nothing was fitted to, and check the intervals
+made from that.
+
+    python -m benchmarks.planner_intervals --published FOLDER fit        write
+                                                        planner/error_spreads.yaml
+    python -m benchmarks.planner_intervals --published FOLDER coverage   share of the rows of each
+                                                        source inside intervals made without it
+
+FOLDER (default: $SHARDWRIGHT_PUBLISHED) contains measurements.csv and failures.csv. Every error is
+that of a row whose source, accelerator generation or half of the rows was left out of the fit.
+`coverage` leaves out a source twice: its rows are predicted by a fit without them, and the spreads
+that make their intervals come from errors in fits that never had them either. The errors of a
+source T that calibrate the intervals of a source S are those of a fit without S and T.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from statistics import mean, median
+
+import numpy as np
+import yaml
+
+from benchmarks.fit_planner import MAX_ROWS_PER_SOURCE
+from benchmarks.planner_fit import Fit
+from benchmarks.planner_parameters import PARAMETERS, START
+from benchmarks.planner_rows import (
+    Row,
+    compute_errors,
+    load_rows,
+    select_at_most,
+    split_into_halves,
+)
+from shardwright.planner import uncertainty
+from shardwright.planner.calibration import EfficiencyTable, load_efficiencies
+from shardwright.planner.uncertainty import (
+    INTERVAL_SHARE,
+    ROWS_TO_HALVE,
+    ErrorCause,
+    ErrorSpread,
+    ErrorSpreads,
+    Quantity,
+)
+
+PACKAGED = Path(uncertainty.__file__).with_name("error_spreads.yaml")
+CPU_MEASUREMENTS = Path(__file__).parents[1] / "docs" / "benchmarks" / "layouts-predicted.json"
+HEADER = """\
+# Written by benchmarks/planner_intervals.py from errors of rows that were left out of the fit.
+# Spreads are logarithms of measured over predicted at the ends of the 80% interval.
+"""
+QUANTITIES: tuple[Quantity, ...] = ("time", "memory")
+FITTED_ROWS_PER_SOURCE = 100
+"""Rows per source of the fits without some rows."""
+MIN_ROWS = 5
+"""Fewest rows of a source that show a spread."""
+SOURCE_LEVEL = 0.6
+"""Share of the sources whose own spread is at most the reported one, before the correction for few
+sources."""
+
+
+@dataclass(frozen=True)
+class UnseenError:
+    """Logarithms of measured over predicted time and memory of a row in a fit without it.
+
+    `trainer_ignorance` and `accelerator_ignorance`: share of the variance that is left with the
+    measurements of the fit, by quantity.
+    """
+
+    row: Row
+    errors: Mapping[Quantity, float]
+    trainer_ignorance: Mapping[Quantity, float]
+    accelerator_ignorance: float
+
+    def find_cause(self, quantity: Quantity) -> ErrorCause:
+        """Return the cause that the error shows."""
+        if self.row.case.shape.experts is not None:
+            return "sparse"
+        if self.trainer_ignorance[quantity] >= 0.5:
+            return "trainer"
+        if quantity == "time" and self.accelerator_ignorance >= 0.5:
+            return "accelerator"
+        return "base"
+
+
+def count_rows(rows: Iterable[Row]) -> dict[Quantity, dict[str, int]]:
+    """Count the rows with a measured time, and with a measured memory, by trainer and by
+    accelerator generation. Memory does not depend on the generation."""
+    found: dict[Quantity, dict[str, int]] = {quantity: defaultdict(int) for quantity in QUANTITIES}
+    for row in rows:
+        if row.tokens_per_second:
+            found["time"][row.case.framework] += 1
+            found["time"][row.case.cluster.accelerator.generation] += 1
+        if row.memory_gib:
+            found["memory"][row.case.framework] += 1
+    return {quantity: dict(numbers) for quantity, numbers in found.items()}
+
+
+def predict_left_out(
+    rows: Sequence[Row], conditions: Sequence[Callable[[Row], bool]], initial: EfficiencyTable
+) -> list[list[UnseenError]]:
+    """Return, for each condition, the errors of the rows that meet it in a fit without them."""
+    fit = Fit(select_at_most(rows, FITTED_ROWS_PER_SOURCE), PARAMETERS, START)
+    judged = select_at_most(rows, MAX_ROWS_PER_SOURCE)
+    return [
+        compute_unseen_errors(
+            [row for row in judged if is_left_out(row)],
+            [row for row in rows if not is_left_out(row)],
+            efficiencies,
+        )
+        for is_left_out, efficiencies in zip(
+            conditions, fit.fit_without(conditions, initial), strict=True
+        )
+    ]
+
+
+def compute_unseen_errors(
+    rows: Iterable[Row], fitted: Iterable[Row], efficiencies: EfficiencyTable
+) -> list[UnseenError]:
+    """Compute the errors of rows under efficiencies fitted to others."""
+    num_rows = count_rows(fitted)
+
+    def compute_ignorance(quantity: Quantity, name: str) -> float:
+        return 1 / (1 + num_rows[quantity].get(name, 0) / ROWS_TO_HALVE)
+
+    found = []
+    for row in rows:
+        errors = compute_errors(row, efficiencies)
+        logarithms: dict[Quantity, float] = {}
+        if errors.time is not None:
+            logarithms["time"] = -log(1 + errors.time)
+        if errors.memory is not None:
+            logarithms["memory"] = -log(1 + errors.memory)
+        if logarithms:
+            found.append(
+                UnseenError(
+                    row,
+                    logarithms,
+                    {
+                        quantity: compute_ignorance(quantity, row.case.framework)
+                        for quantity in QUANTITIES
+                    },
+                    compute_ignorance("time", row.case.cluster.accelerator.generation),
+                )
+            )
+    return found
+
+
+def calibrate(rows: Sequence[Row], initial: EfficiencyTable) -> ErrorSpreads:
+    """Measure the spreads of errors by cause, each source, each accelerator generation and each
+    half of the rows being left out once."""
+    half = {id(row) for row in split_into_halves(rows)[0]}
+    halves: list[Callable[[Row], bool]] = [
+        lambda row: id(row) in half,
+        lambda row: id(row) not in half,
+    ]
+    sources = leave_out_each(rows, lambda row: row.case.source)
+    generations = leave_out_each(rows, lambda row: row.case.cluster.accelerator.generation)
+    found = predict_left_out(rows, [*halves, *sources, *generations], initial)
+    by_half, by_source, by_generation = (
+        [error for errors in part for error in errors]
+        for part in (found[:2], found[2 : 2 + len(sources)], found[2 + len(sources) :])
+    )
+    spreads: dict[Quantity, dict[ErrorCause, ErrorSpread]] = {
+        "time": measure_spreads("time", by_source, by_generation),
+        # Sources with memory have one trainer each: only halves show a measured trainer.
+        "memory": measure_spreads("memory", [*by_source, *by_half], []),
+    }
+    return ErrorSpreads(spreads, count_rows(rows))
+
+
+def leave_out_each(
+    rows: Iterable[Row], get_name: Callable[[Row], str]
+) -> list[Callable[[Row], bool]]:
+    """Return a condition for each name: a row has it."""
+    return [
+        lambda row, name=name: get_name(row) == name  # type: ignore[misc]
+        for name in sorted({get_name(row) for row in rows})
+    ]
+
+
+def measure_spreads(
+    quantity: Quantity, by_source: Iterable[UnseenError], by_generation: Iterable[UnseenError]
+) -> dict[ErrorCause, ErrorSpread]:
+    """Return the spread of each cause beyond that of `base`.
+
+    Args:
+        by_source: errors of rows in fits without their source, for all causes except the
+            accelerator.
+        by_generation: errors in fits without their accelerator generation.
+    """
+    errors: dict[ErrorCause, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for found, is_used in (
+        (by_source, lambda cause: cause != "accelerator"),
+        (by_generation, lambda cause: cause == "accelerator"),
+    ):
+        for error in found:
+            cause = error.find_cause(quantity)
+            if quantity in error.errors and is_used(cause):
+                errors[cause][error.row.case.source].append(error.errors[quantity])
+    base = combine_sources(errors["base"])
+    spreads: dict[ErrorCause, ErrorSpread] = {"base": base}
+    for cause in ("trainer", "sparse", "accelerator"):
+        spread = combine_sources(errors[cause])
+        spreads[cause] = ErrorSpread(
+            _subtract_variance(spread.low, base.low), _subtract_variance(spread.high, base.high)
+        )
+    spreads["cpu"] = measure_cpu_spread(quantity)
+    return spreads
+
+
+def combine_sources(errors: Mapping[str, Sequence[float]]) -> ErrorSpread:
+    """Return a spread that is enough for `SOURCE_LEVEL` of sources like these.
+
+    Every source counts once. For a new source of n + 1, the level among the n known ones is
+    (n + 1) / n as high (split conformal prediction, arXiv 2107.07511, section 1.1).
+    """
+    tail = (1 - INTERVAL_SHARE) / 2
+    ends = [
+        np.quantile(found, (tail, 1 - tail)) for found in errors.values() if len(found) >= MIN_ROWS
+    ]
+    if not ends:
+        return ErrorSpread()
+    level = min(1.0, SOURCE_LEVEL * (1 + 1 / len(ends)))
+    return ErrorSpread(
+        float(np.quantile([max(0.0, -low) for low, _ in ends], level)),
+        float(np.quantile([max(0.0, high) for _, high in ends], level)),
+    )
+
+
+def _subtract_variance(total: float, part: float) -> float:
+    return max(0.0, total**2 - part**2) ** 0.5
+
+
+def measure_cpu_spread(quantity: Quantity) -> ErrorSpread:
+    """Return the spread of our own engine's errors on CPU ranks with measured rates. They are the
+    rows of a page of docs/benchmarks, one group per model and precision."""
+    groups = json.loads(CPU_MEASUREMENTS.read_text(encoding="utf-8"))["groups"]
+    measured, predicted = {
+        "time": ("seconds", "step_seconds"),
+        "memory": ("memory_bytes", "memory_bytes"),
+    }[quantity]
+    errors = {
+        name: [
+            log(row[measured] / row["predicted"][predicted])
+            for row in group["rows"]
+            if row.get("predicted") and row.get(measured)
+        ]
+        for name, group in groups.items()
+    }
+    return combine_sources(errors)
+
+
+def write(spreads: ErrorSpreads, path: Path) -> None:
+    """Write the file that the planner reads."""
+    document = {
+        quantity: {
+            "spreads": {
+                cause: [round(spread.low, 3), round(spread.high, 3)]
+                for cause, spread in spreads.spreads[quantity].items()
+            },
+            "num_rows": dict(spreads.num_rows[quantity]),
+        }
+        for quantity in QUANTITIES
+    }
+    path.write_text(HEADER + yaml.safe_dump(document, sort_keys=True), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Share of rows inside their intervals, and the median ends of these, as ratios to the
+    prediction."""
+
+    num_rows: int
+    share: float
+    low: float
+    high: float
+
+
+def measure_coverage(
+    errors: Sequence[UnseenError], spreads: ErrorSpreads
+) -> dict[Quantity, Coverage]:
+    """Return the coverage of the rows by intervals of these spreads."""
+    found: dict[Quantity, Coverage] = {}
+    for quantity in QUANTITIES:
+        judged = []
+        for error in errors:
+            if quantity not in error.errors:
+                continue
+            case = error.row.case
+            spread: ErrorSpread = getattr(
+                spreads.get_uncertainty(
+                    case.cluster.accelerator,
+                    case.framework,
+                    is_sparse=case.shape.experts is not None,
+                ),
+                quantity,
+            )
+            judged.append(
+                (-spread.low <= error.errors[quantity] <= spread.high, *spread.apply(1.0))
+            )
+        if judged:
+            inside, lows, highs = zip(*judged, strict=True)
+            found[quantity] = Coverage(len(judged), mean(inside), median(lows), median(highs))
+    return found
+
+
+def cover_sources(
+    rows: Sequence[Row], initial: EfficiencyTable
+) -> dict[str, dict[Quantity, Coverage]]:
+    """Return the coverage of each source by intervals that its rows had no part in."""
+    found = {}
+    sources = sorted({row.case.source for row in rows})
+    fit = Fit(select_at_most(rows, FITTED_ROWS_PER_SOURCE), PARAMETERS, START)
+    conditions = leave_out_each(rows, lambda row: row.case.source)
+    for source, efficiencies in zip(sources, fit.fit_without(conditions, initial), strict=True):
+        others = [row for row in rows if row.case.source != source]
+        own = [row for row in rows if row.case.source == source]
+        errors = compute_unseen_errors(own, others, efficiencies)
+        found[source] = measure_coverage(errors, calibrate(others, efficiencies))
+        show_coverage({source: found[source]})
+    return found
+
+
+def show_coverage(found: Mapping[str, Mapping[Quantity, Coverage]]) -> None:
+    """Print a row of Markdown for each source."""
+    for source, by_quantity in found.items():
+        cells = [source]
+        for quantity in QUANTITIES:
+            coverage = by_quantity.get(quantity)
+            cells += (
+                ["", "", ""]
+                if coverage is None
+                else [
+                    str(coverage.num_rows),
+                    f"{coverage.share:.0%}",
+                    f"{coverage.low - 1:+.0%} to {coverage.high - 1:+.0%}",
+                ]
+            )
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def show_totals(found: Mapping[str, Mapping[Quantity, Coverage]]) -> None:
+    """Print the share of rows inside, with every source counted once and with every row."""
+    for quantity in QUANTITIES:
+        covered = [
+            by_quantity[quantity] for by_quantity in found.values() if quantity in by_quantity
+        ]
+        num_rows = sum(coverage.num_rows for coverage in covered)
+        by_row = sum(coverage.share * coverage.num_rows for coverage in covered) / num_rows
+        by_source = mean(coverage.share for coverage in covered)
+        print(f"{quantity}: {by_source:.0%} of a source on average, {by_row:.0%} of all rows")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--published", type=Path, default=os.environ.get("SHARDWRIGHT_PUBLISHED"))
+    parser.add_argument("--out", type=Path, default=PACKAGED, help="file of `fit`")
+    parser.add_argument("command", choices=("fit", "coverage"))
+    options = parser.parse_args()
+    if options.published is None:
+        parser.error(
+            "the folder of published measurements is missing: pass --published FOLDER or set "
+            "SHARDWRIGHT_PUBLISHED"
+        )
+    rows = load_rows(options.published)
+    if options.command == "fit":
+        write(calibrate(rows, load_efficiencies()), options.out)
+        return
+    print("| source | rows | time inside | interval | rows | memory inside | interval |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    show_totals(cover_sources(rows, load_efficiencies()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Spreads of errors by cause: rows left out of a fit have no part in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from benchmarks.planner_fit import Fit
+from benchmarks.planner_intervals import (
+    SOURCE_LEVEL,
+    UnseenError,
+    combine_sources,
+    compute_unseen_errors,
+    measure_coverage,
+    measure_spreads,
+)
+from benchmarks.planner_parameters import Parameter
+from benchmarks.planner_rows import Row
+
+from shardwright.planner.calibration import EfficiencyTable
+from shardwright.planner.published.measurements import extract_configuration, read_published_run
+from shardwright.planner.published.predictions import predict_run
+from shardwright.planner.uncertainty import ErrorSpread, ErrorSpreads
+from tests.unit.planner.published.rows import ROW
+
+PARAMETERS = (
+    Parameter("accelerators", "gpu", "matmul_share", 0.3, 0.95),
+    Parameter("accelerators", "Ampere", "matmul_share", 0.3, 0.95),
+    Parameter("accelerators", "Hopper", "matmul_share", 0.3, 0.95),
+)
+TRUTH = EfficiencyTable(
+    {"accelerators": {"Ampere": {"matmul_share": 0.5}, "Hopper": {"matmul_share": 0.75}}}
+)
+
+
+def make_row(number: int, gpu: str, source: str) -> Row:
+    case = read_published_run(
+        f"row-{number}",
+        extract_configuration(
+            ROW | {"gpu": gpu, "source_group": source, "micro_batch": str(1 << number % 3)}
+        ),
+    )
+    return Row(case, predict_run(case, TRUTH).tokens_per_second_per_gpu, None, ran=True)
+
+
+ROWS = [make_row(n, "A100-80GB", "first") for n in range(6)] + [
+    make_row(n, "H100-80GB", "second") for n in range(6, 12)
+]
+
+
+def test_rows_that_are_left_out_have_no_part_in_the_fit() -> None:
+    def fit_without_first(rows: list[Row]) -> EfficiencyTable:
+        fit = Fit(rows, PARAMETERS, EfficiencyTable({}))
+        (found,) = fit.fit_without([lambda row: row.case.source == "first"], TRUTH)
+        return found
+
+    found = fit_without_first(ROWS)
+    changed = [
+        replace(row, tokens_per_second=3 * (row.tokens_per_second or 0))
+        if row.case.source == "first"
+        else row
+        for row in ROWS
+    ]
+    assert fit_without_first(changed) == found
+    ampere, hopper = (
+        found.get_efficiency(row.case.cluster.accelerator).matmul_share
+        for row in (ROWS[0], ROWS[-1])
+    )
+    assert hopper == pytest.approx(0.75, rel=0.05)
+    assert ampere == pytest.approx(
+        found.sections["accelerators"]["gpu"]["matmul_share"], rel=0.02
+    ), "without its rows a generation has the number of all accelerators"
+
+
+def make_errors(source: str, values: list[float], trainer_ignorance: float) -> list[UnseenError]:
+    return [
+        UnseenError(
+            replace(ROWS[0], case=replace(ROWS[0].case, source=source)),
+            {"time": value},
+            {"time": trainer_ignorance, "memory": 1.0},
+            accelerator_ignorance=0.0,
+        )
+        for value in values
+    ]
+
+
+def test_every_source_counts_once_in_a_spread() -> None:
+    errors = {
+        "one": [0.1] * 1000,
+        "two": [0.2] * 10,
+        "three": [-0.3] * 10,
+        "too few": [9.0] * 4,
+    }
+    spread = combine_sources(errors)
+    level = SOURCE_LEVEL * 4 / 3
+    assert spread.high == pytest.approx(0.1 + 0.1 * (level - 0.5) / 0.5)
+    assert spread.low == pytest.approx(0.3 * (level - 0.5) / 0.5)
+    assert combine_sources({}) == ErrorSpread()
+
+
+def test_a_cause_has_the_variance_beyond_that_of_the_base() -> None:
+    base = make_errors("known", [-0.3, 0.3] * 10, trainer_ignorance=0.1)
+    other = make_errors("new", [-0.1, 0.5] * 10, trainer_ignorance=1.0)
+    spreads = measure_spreads("time", [*base, *other], [])
+    assert (spreads["base"].low, spreads["base"].high) == pytest.approx((0.3, 0.3))
+    assert (spreads["trainer"].low, spreads["trainer"].high) == pytest.approx((0.0, 0.4))
+    assert spreads["sparse"] == ErrorSpread()
+    assert spreads["cpu"].high > 0
+
+
+def test_coverage_is_the_share_of_rows_inside_their_intervals() -> None:
+    spread = ErrorSpread(0.1, 0.2)
+    causes = dict.fromkeys(("base", "trainer", "sparse", "accelerator", "cpu"), ErrorSpread())
+    spreads = ErrorSpreads({"time": causes | {"base": spread}, "memory": causes}, {})
+    errors = make_errors("any", [-0.11, -0.09, 0.0, 0.19, 0.21], 1.0)
+    coverage = measure_coverage(errors, spreads)["time"]
+    assert (coverage.num_rows, coverage.share) == (5, pytest.approx(0.6))
+    assert "memory" not in measure_coverage(errors, spreads)
+
+
+def test_an_error_is_the_logarithm_of_measured_over_predicted_seconds() -> None:
+    row = replace(ROWS[0], tokens_per_second=(ROWS[0].tokens_per_second or 0) / 2)
+    (error,) = compute_unseen_errors([row], ROWS[1:], TRUTH)
+    assert error.errors["time"] == pytest.approx(0.693, abs=1e-3)
+    assert error.find_cause("time") == "accelerator"  # 5 rows on Ampere, 11 of the trainer
+    assert error.trainer_ignorance["time"] == pytest.approx(1 / (1 + 11 / 10))
