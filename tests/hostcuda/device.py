@@ -55,6 +55,9 @@ Synchronisations = Counter[tuple[str, str]]
 """Number by (operation, innermost line of shardwright, as `training/step.py update_parameters`)."""
 
 
+_logs: list[Synchronisations] = []
+
+
 @contextmanager
 def log_synchronisations() -> Iterator[Synchronisations]:
     """Count what makes the host wait for the device, on all threads.
@@ -63,17 +66,24 @@ def log_synchronisations() -> Iterator[Synchronisations]:
     for events, streams and devices.
     """
     counts: Synchronisations = Counter()
-
-    def count(operation: bytes) -> None:
-        counts[operation.decode(), _find_line(sys._getframe(1))] += 1
-
-    listener = _LISTENER(count)
     library = get_library()
-    library.hostcuda_set_listener(listener)
+    _logs.append(counts)
+    library.hostcuda_set_listener(_listener)
     try:
         yield counts
     finally:
-        library.hostcuda_set_listener(_LISTENER())
+        _logs.pop(next(i for i, log in enumerate(_logs) if log is counts))
+        if not _logs:
+            library.hostcuda_set_listener(_LISTENER())
+
+
+def _count_synchronisation(operation: bytes) -> None:
+    for counts in tuple(_logs):
+        counts[operation.decode(), _find_line(sys._getframe(1))] += 1
+
+
+# It lives as long as the process: another thread may be about to call it when a log ends.
+_listener = _LISTENER(_count_synchronisation)
 
 
 def _find_line(frame: Any) -> str:

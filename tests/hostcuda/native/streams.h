@@ -125,19 +125,9 @@ class Streams {
 
   // The host knows that these operations are finished. Deliver what they bring to the host.
   void host_waits(const Clock& event) {
-    std::vector<std::function<void()>> due;
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      merge(host_, event);
-      std::vector<Delivery> rest;
-      for (auto& delivery : deliveries_)
-        if (knows(host_, delivery.stream, delivery.tick))
-          due.push_back(std::move(delivery.deliver));
-        else
-          rest.push_back(std::move(delivery));
-      deliveries_ = std::move(rest);
-    }
-    for (auto& deliver : due) deliver();
+    deliver_where([&](const Delivery& delivery) {
+      return knows(host_, delivery.stream, delivery.tick);
+    }, &event);
   }
   void host_waits_for(StreamKey stream) { host_waits(record(stream)); }
   void host_waits_for_device(c10::DeviceIndex device) {
@@ -157,18 +147,9 @@ class Streams {
   // Copies from (`is_read`) or to pinned memory that this stream has waited for are finished for
   // what runs on it next.
   void finish_copies(StreamKey stream, bool is_read) {
-    std::vector<std::function<void()>> due;
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      std::vector<Delivery> rest;
-      for (auto& delivery : deliveries_)
-        if (delivery.is_read == is_read && knows(clocks_[stream], delivery.stream, delivery.tick))
-          due.push_back(std::move(delivery.deliver));
-        else
-          rest.push_back(std::move(delivery));
-      deliveries_ = std::move(rest);
-    }
-    for (auto& deliver : due) deliver();
+    deliver_where([&](const Delivery& delivery) {
+      return delivery.is_read == is_read && knows(clocks_[stream], delivery.stream, delivery.tick);
+    });
   }
 
   void report(const std::string& violation) {
@@ -194,6 +175,25 @@ class Streams {
     size_t size;
     std::map<StreamKey, Access> accesses;
   };
+  // One thread at a time: whoever waits for a copy that another thread delivers sees it complete.
+  template <typename Condition>
+  void deliver_where(Condition&& is_due, const Clock* event = nullptr) {
+    std::vector<std::function<void()>> due;  // freed without a lock: tensors may need the GIL
+    std::lock_guard<std::mutex> delivery_guard(delivery_mutex_);
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (event) merge(host_, *event);
+      std::vector<Delivery> rest;
+      for (auto& delivery : deliveries_)
+        if (is_due(delivery))
+          due.push_back(std::move(delivery.deliver));
+        else
+          rest.push_back(std::move(delivery));
+      deliveries_ = std::move(rest);
+    }
+    for (auto& deliver : due) deliver();
+  }
+  std::mutex delivery_mutex_;
   std::mutex mutex_;
   std::map<StreamKey, std::vector<FreedMemory>> freed_;
   std::map<StreamKey, Clock> clocks_;
