@@ -76,15 +76,17 @@ def search_layouts(
             After that, earlier predictions fill the table. `SearchResult.num_proven` is the
             number of proven rows.
     """
+    space = SearchSpace(predictor.facts, problem, predictor.cluster.domain_size)
+    costs = ChoiceCosts(predictor, problem, space)
     with _disable_garbage_collection():
-        result = _LayoutSearch(predictor, problem, predictor.capacity_bytes).run(
+        result = _LayoutSearch(costs, predictor.capacity_bytes).run(
             num_layouts, max_extra_expansions
         )
         if result.best is not None and result.best.is_tight:
             # A separate search: the fastest of a key may be tight while another micro-batch or
             # recomputation is not.
             capacity = predictor.capacity_bytes / (1 + predictor.uncertainty.memory_margin)
-            best = _LayoutSearch(predictor, problem, capacity).run(1, max_extra_expansions).best
+            best = _LayoutSearch(costs, capacity).run(1, max_extra_expansions).best
             result.best_with_margin = next(
                 (prediction for prediction in result.predictions if prediction == best), best
             )
@@ -109,19 +111,19 @@ def _disable_garbage_collection() -> Iterator[None]:
 
 class _LayoutSearch:
     """State of one search. `heap` entries are (bound, axes in use, counter, function that
-    expands the choice)."""
+    expands the choice). Costs do not depend on the capacity, so searches share them."""
 
-    def __init__(
-        self, predictor: Predictor, problem: PlanningProblem, capacity_bytes: float
-    ) -> None:
+    def __init__(self, costs: ChoiceCosts, capacity_bytes: float) -> None:
         self.capacity_bytes = capacity_bytes
-        self.predictor = predictor
-        self.problem = problem
-        self.facts = predictor.facts
-        self.space = SearchSpace(predictor.facts, problem, predictor.cluster.domain_size)
-        self.costs = ChoiceCosts(predictor, problem, self.space)
+        self.predictor = costs.predictor
+        self.problem = costs.problem
+        self.facts = costs.facts
+        self.space = costs.space
+        self.costs = costs
         self.result = SearchResult()
-        self._straggler_factor, self._fixed_seconds = compute_overhead(predictor, problem.num_gpus)
+        self._straggler_factor, self._fixed_seconds = compute_overhead(
+            costs.predictor, costs.problem.num_gpus
+        )
         self._counter = count()
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._predicted: dict[tuple[int, ...], Prediction] = {}

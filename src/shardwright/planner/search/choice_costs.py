@@ -30,7 +30,7 @@ from shardwright.planner.step_costs import LayerCosts
 
 
 class ChoiceCosts:
-    """Cached costs of one search. Each key has the settings on which its value depends."""
+    """Cached costs of the searches of one problem. Each key has the settings on which its value depends."""
 
     def __init__(self, predictor: Predictor, problem: PlanningProblem, space: SearchSpace) -> None:
         self.predictor = predictor
