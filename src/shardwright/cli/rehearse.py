@@ -125,6 +125,7 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
     layout = result.plan.layout
     devices = "CUDA ranks" if result.device == "cuda" else "ranks"
     console.print(f"{layout} on {layout.world_size} {devices}", highlight=False)
+    has_offload = any(report.total_offloaded_bytes for report in result.reports)
     headers = (
         "rank",
         "stage",
@@ -133,6 +134,7 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
         "gradients",
         "optimizer",
         "peak",
+        *(("offloaded",) if has_offload else ()),
         "collectives",
     )
     table = Table(
@@ -144,6 +146,7 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
             report.gradients_bytes,
             report.optimizer_bytes,
             report.peak_bytes,
+            *((report.total_offloaded_bytes,) if has_offload else ()),
         )
         table.add_row(
             str(role.rank),

@@ -46,3 +46,14 @@ class OffloadSection(RecipeSection):
     def is_enabled(self) -> bool:
         """True if anything is offloaded."""
         return self.optimizer != "none" or self.activations != "none"
+
+    def without_host(self) -> OffloadSection:
+        """Return the section with `none` for `host`, for a CPU: its memory is the host's, so
+        nothing moves."""
+        return self.model_copy(
+            update={
+                name: "none"
+                for name in ("optimizer", "activations")
+                if getattr(self, name) == "host"
+            }
+        )

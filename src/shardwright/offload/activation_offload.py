@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.config.offload import OffloadSection, OffloadTier
 from shardwright.offload.activation_store import (
@@ -212,13 +213,14 @@ class ActivationOffload:
             block is None
             or tensor.device.type != self.device.type
             or not storage.nbytes()
-            or type(tensor) not in (Tensor, nn.Parameter)
-            or storage.data_ptr() in self._resident
+            or not _is_plain(tensor)
+            or _get_address(tensor) in self._resident
         ):
             return _ResidentTensor(tensor)
-        saved = block.storages.get(storage.data_ptr())
+        address = _get_address(tensor)
+        saved = block.storages.get(address)
         if saved is None:
-            saved = block.storages[storage.data_ptr()] = _SavedStorage(self, tensor)
+            saved = block.storages[address] = _SavedStorage(self, tensor)
         layout = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
         return SavedTensor(saved, block, tensor.dtype, layout)
 
@@ -240,13 +242,19 @@ class ActivationOffload:
         self.store.close()
 
 
+def _is_plain(value: Any) -> bool:
+    """Return True for tensors with one storage: no DTensors or other wrappers."""
+    return type(value) in (Tensor, nn.Parameter, FakeTensor)
+
+
 def _get_address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of a storage's record: fake tensors have no memory to point to."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _list_tensors(value: Any, depth: int = 4) -> Iterable[Tensor]:
     """List the tensors that a value of plain Python objects refers to."""
-    if type(value) in (Tensor, nn.Parameter):
+    if _is_plain(value):
         yield value
         return
     if not depth or isinstance(value, nn.Module | str | int | float | type(None)):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwright.config.layout import ClusterSection, LayoutSection
-from shardwright.config.offload import OffloadSection
+from shardwright.config.offload import OffloadSection, OffloadTier
 from shardwright.config.recipe import Recipe
 from shardwright.errors import InputError, LayoutError
 from shardwright.hardware import Cluster
@@ -82,14 +82,10 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
         problem = replace(problem, recompute_kinds=(recipe.recompute,))
     predictor = Predictor(facts, cluster, efficiency)
     result = search_layouts(predictor, problem, num_layouts=1)
-    if "offload" not in recipe.model_fields_set:
-        for kind in _list_offload_kinds(cluster):
-            if result.chosen is None:
-                template = replace(problem.template, offload=kind)
-                result = search_layouts(
-                    predictor, replace(problem, template=template), num_layouts=1
-                )
-    if result.chosen is None:
+    chosen = result.chosen
+    if chosen is None and "offload" not in recipe.model_fields_set:
+        chosen = _choose_with_offload(predictor, problem)
+    if chosen is None:
         larger = find_min_gpus(facts, cluster, efficiency, problem)
         remedy = "Shorten the sequence, unset recompute and micro_batch_size, or run `plan`"
         if larger is not None:
@@ -101,17 +97,37 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
             got="auto",
             remedy=remedy,
         )
-    return apply_candidate(recipe, result.chosen.candidate), result.chosen
+    return apply_candidate(recipe, chosen.candidate), chosen
 
 
-def _list_offload_kinds(cluster: Cluster) -> tuple[OffloadKind, ...]:
-    """List the offloading to try if nothing fits, the fastest first.
+def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Prediction | None:
+    """Choose the best layout that fits with offloading; None if none does.
 
-    The memory of a CPU device is the host's, so offloading to the host frees none.
+    Optimizer states or activations, whichever is faster, before both, and the host before the
+    disk. The memory of a CPU device is the host's, so offloading to the host frees none.
     """
-    if cluster.accelerator.kind == "cpu":
-        return ("optimizer_disk",)
-    return ("optimizer", "optimizer_disk")
+    tiers: dict[OffloadTier, OffloadKind] = {"host": "optimizer", "disk": "optimizer_disk"}
+    if predictor.cluster.accelerator.kind == "cpu":
+        del tiers["host"]
+    for tier, kind in tiers.items():
+        states: dict[str, Any] = {"offload": kind}
+        activations: dict[str, Any] = {"activation_offload": tier}
+        for level in ((states, activations), (states | activations,)):
+            found = [
+                result.chosen
+                for changes in level
+                for result in [
+                    search_layouts(
+                        predictor,
+                        replace(problem, template=replace(problem.template, **changes)),
+                        num_layouts=1,
+                    )
+                ]
+                if result.chosen is not None
+            ]
+            if found:
+                return min(found, key=lambda prediction: prediction.time.step)
+    return None
 
 
 def apply_candidate(recipe: Recipe, candidate: Candidate) -> Recipe:
@@ -131,14 +147,16 @@ def apply_candidate(recipe: Recipe, candidate: Candidate) -> Recipe:
             "training": recipe.training.model_copy(update=batch),
             "recompute": candidate.recompute,
         }
-        | _offload_optimizer(recipe, candidate)
+        | _build_offload_section(recipe, candidate)
     )
 
 
-def _offload_optimizer(recipe: Recipe, candidate: Candidate) -> dict[str, OffloadSection]:
+def _build_offload_section(recipe: Recipe, candidate: Candidate) -> dict[str, OffloadSection]:
     """Return the section of a candidate that offloads; none if the recipe has its own."""
-    if recipe.offload.is_enabled or candidate.offload not in ("optimizer", "optimizer_disk"):
+    states: dict[OffloadKind, OffloadTier] = {"optimizer": "host", "optimizer_disk": "disk"}
+    section = OffloadSection(
+        optimizer=states.get(candidate.offload, "none"), activations=candidate.activation_offload
+    )
+    if recipe.offload.is_enabled or not section.is_enabled:
         return {}
-    return {
-        "offload": OffloadSection(optimizer="host" if candidate.offload == "optimizer" else "disk")
-    }
+    return {"offload": section}

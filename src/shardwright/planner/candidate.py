@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.config.model import AttentionSetting
+from shardwright.config.offload import OffloadTier
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
+from shardwright.schedule.registry import has_split_backward
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
 """Precision of matmuls. fp8 and nvfp4 keep activations and everything but the matmuls in
@@ -68,6 +70,10 @@ class Candidate:
     optimizer: OptimizerKind = "adamw"
     adapter: LowRankAdapter | None = None
     offload: OffloadKind = "none"
+    activation_offload: OffloadTier = "none"
+    """Tier to which blocks move what they save for the backward pass."""
+    offload_buffer_bytes: int = 64 * 2**20
+    """Size of a staging buffer of offloaded states."""
     reference: ReferenceKind = "none"
     should_reduce_in_bf16: bool = False
     compile: bool = False
@@ -97,8 +103,17 @@ class Candidate:
 
     @property
     def is_runnable(self) -> bool:
-        """True if `train` supports it. Offloaded parameters and 4-bit floats are predicted only."""
-        return self.offload != "parameters" and self.precision != "nvfp4"
+        """True if `train` supports it. Offloaded parameters and 4-bit floats are predicted only,
+        and schedules with a split backward pass keep what offloading would move."""
+        return (
+            self.offload != "parameters"
+            and self.precision != "nvfp4"
+            and not (self.activation_offload != "none" and self._has_split_backward)
+        )
+
+    @property
+    def _has_split_backward(self) -> bool:
+        return self.layout.pp > 1 and has_split_backward(self.layout.schedule)
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -160,6 +175,8 @@ class Candidate:
             degrees.append("no sequence parallel")
         if self.offload != "none":
             degrees.append(f"offload {self.offload.replace('_', ' on ')}")
+        if self.activation_offload != "none":
+            degrees.append(f"activations on {self.activation_offload}")
         return ", ".join(degrees) or "one GPU"
 
 

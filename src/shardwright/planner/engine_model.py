@@ -58,10 +58,6 @@ class SavedTensors(NamedTuple):
     """Additional outputs of ring attention, saved in head order and in token order."""
 
 
-_OFFLOAD_BUFFER_BYTES = 64 * 2**20
-"""Default of the recipe's `offload.buffer_bytes`."""
-
-
 class BlockBytes(NamedTuple):
     """Bytes of a block's tensors: all saved ones, the residual stream, results of matmuls and
     attention, a branch's output, the attention kernel's output, and unfused scores."""
@@ -154,9 +150,9 @@ class EngineModel:
         """Return the bytes of optimizer states, and of master weights beside the weights."""
         return OPTIMIZER_STATE_BYTES[optimizer] * (2 if master_bytes == 8 else 1)
 
-    def compute_staging_bytes(self, optimizer_bytes: float) -> float:
+    def compute_staging_bytes(self, optimizer_bytes: float, buffer_bytes: int) -> float:
         """Compute total device bytes of the buffers through which offloaded states pass."""
-        return min(optimizer_bytes, 3.0 * _OFFLOAD_BUFFER_BYTES)
+        return min(optimizer_bytes, 3.0 * buffer_bytes)
 
     def compute_offloaded_update_seconds(
         self, update_seconds: float, num_elements: float, state_bytes: float, rate: float

@@ -78,6 +78,8 @@ class TimeParts:
     data: float = 0.0
     """Exposed gathers of parameters and reductions of gradients."""
     bubble: float = 0.0
+    offload: float = 0.0
+    """Waits for offloaded activations."""
     optimizer: float = 0.0
     """Norm, clip and update."""
     reference: float = 0.0
@@ -98,6 +100,7 @@ class TimeParts:
             self.compute
             + self.exposed
             + self.bubble
+            + self.offload
             + self.optimizer
             + self.reference
             + self.overhead
@@ -208,6 +211,7 @@ class Prediction:
             "optimizer": candidate.optimizer,
             "adapter": None if candidate.adapter is None else asdict(candidate.adapter),
             "offload": candidate.offload,
+            "activation_offload": candidate.activation_offload,
             "reference": candidate.reference,
             "runnable": candidate.is_runnable,
             "num_gpus": self.num_gpus,

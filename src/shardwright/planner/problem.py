@@ -10,6 +10,7 @@ from typing import get_args
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.low_precision import FP8Section
+from shardwright.config.offload import OffloadSection, OffloadTier
 from shardwright.config.recipe import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
@@ -94,6 +95,7 @@ def build_template(
     if low_precision is None and kind == "fp8":
         low_precision = FP8Section()
     adapter = adapter or build_adapter(recipe)
+    moved = recipe.offload.without_host() if recipe.run.device == "cpu" else recipe.offload
     return Candidate(
         layout=Layout(
             wrap_blocks=section.wrap_blocks,
@@ -107,7 +109,9 @@ def build_template(
         and low_precision is not None
         and low_precision.recipe == "rowwise_with_gw_hp",
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
-        offload=_choose_offload(recipe),
+        offload=_choose_offload(moved),
+        activation_offload=moved.activations,
+        offload_buffer_bytes=moved.buffer_bytes,
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         # `auto` is decided by the device and, under a split backward pass, by the schedule. Without
@@ -134,11 +138,14 @@ def choose_precision_on(accelerator: Accelerator) -> PrecisionChoice:
     return PrecisionChoice("fp32", f"{accelerator.name} has no bf16 units")
 
 
-def _choose_offload(recipe: Recipe) -> OffloadKind:
-    """Return the kind of the recipe's offloading. On a CPU host memory is the device's."""
-    if recipe.offload.optimizer == "host":
-        return "none" if recipe.run.device == "cpu" else "optimizer"
-    return "optimizer_disk" if recipe.offload.optimizer == "disk" else "none"
+def _choose_offload(section: OffloadSection) -> OffloadKind:
+    """Return the kind of a section's offloading of states."""
+    kinds: dict[OffloadTier, OffloadKind] = {
+        "none": "none",
+        "host": "optimizer",
+        "disk": "optimizer_disk",
+    }
+    return kinds[section.optimizer]
 
 
 def _choose_reference(recipe: Recipe, adapter: LowRankAdapter | None) -> ReferenceKind:
@@ -185,10 +192,10 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
         RecipeError: the recipe sets neither a global batch nor a micro-batch.
     """
     training = recipe.training
-    keeps_scales = _build_scale_check(recipe, template)
+    is_allowed = _build_check(recipe, template)
     if training.global_batch_size is not None:
         return PlanningProblem(
-            template, num_gpus, training.global_batch_size, is_allowed=keeps_scales
+            template, num_gpus, training.global_batch_size, is_allowed=is_allowed
         )
     if training.micro_batch_size is None:
         raise RecipeError(
@@ -203,7 +210,18 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
         None,
         (training.micro_batch_size,),
         (accumulation,),
-        is_allowed=keeps_scales,
+        is_allowed=is_allowed,
+    )
+
+
+def _build_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], bool] | None:
+    """Return a function that is True for layouts with the 8-bit scales of one process, and with
+    blocks whose saved tensors can leave. None if all layouts are allowed."""
+    keeps_scales = _build_scale_check(recipe, template)
+    if template.activation_offload == "none":
+        return keeps_scales
+    return lambda candidate: (
+        candidate.is_runnable and (keeps_scales is None or keeps_scales(candidate))
     )
 
 

@@ -136,7 +136,8 @@ def find_cheapest_change(
 ) -> tuple[str | None, Prediction | None]:
     """Return the fastest change that makes the candidate fit, and the changed prediction.
 
-    Tries combinations of up to three changes without offloading, then those with it.
+    One that `train` can run comes before one that is predicted only. Tries combinations of up to
+    three changes without offloading, then those with it.
     """
     is_cpu = predictor.cluster.accelerator.kind == "cpu"
     changes = list(_list_changes(problem, candidate, is_cpu=is_cpu))
@@ -145,7 +146,7 @@ def find_cheapest_change(
             fitting = []
             for chosen in combinations(changes, count):
                 kinds = {kind for kind, _, _ in chosen}
-                if len(kinds) == count and ("offload" in kinds) == has_offload:
+                if len(kinds) == count and bool(kinds & _OFFLOAD_KINDS) == has_offload:
                     changed = candidate
                     for _, _, apply in chosen:
                         changed = apply(changed)
@@ -156,10 +157,13 @@ def find_cheapest_change(
                                 (" and ".join(name for _, name, _ in chosen), prediction)
                             )
             if fitting:
-                return min(fitting, key=lambda pair: pair[1].time.step)
+                return min(
+                    fitting, key=lambda pair: (not pair[1].candidate.is_runnable, pair[1].time.step)
+                )
     return None, None
 
 
+_OFFLOAD_KINDS = {"offload", "activation offload"}
 _Change = Callable[[Candidate], Candidate]
 
 
@@ -198,15 +202,17 @@ def _list_changes(
                 _change_layout(zero_stage=stage, dp_shard=data_ranks, dp_replicate=1),
             )
     if not is_cpu:
+        yield "offload", "offload.optimizer: host", _change_candidate(offload="optimizer")
         yield (
-            "offload",
-            "offload.optimizer: host",
-            _change_candidate(offload="optimizer"),
+            "activation offload",
+            "offload.activations: host",
+            _change_candidate(activation_offload="host"),
         )
+    yield "offload", "offload.optimizer: disk", _change_candidate(offload="optimizer_disk")
     yield (
-        "offload",
-        "offload.optimizer: disk",
-        _change_candidate(offload="optimizer_disk"),
+        "activation offload",
+        "offload.activations: disk",
+        _change_candidate(activation_offload="disk"),
     )
     yield (
         "offload",

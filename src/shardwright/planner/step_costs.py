@@ -9,8 +9,11 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import NetworkModel, build_groups
 from shardwright.planner.compute import LayerSeconds, compute_end_seconds, compute_layer_seconds
 from shardwright.planner.device_rates import DeviceRates
+from shardwright.planner.memory.activations import get_layer_activations
+from shardwright.planner.memory.parameter_memory import has_saved_casts
 from shardwright.planner.memory_traffic import count_weight_traffic_bytes
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.offload_costs import compute_transfer_waits
 from shardwright.planner.pipeline_simulation import StageSeconds
 from shardwright.planner.traffic import (
     NO_TRAFFIC,
@@ -45,13 +48,15 @@ class StagePasses(NamedTuple):
     weight_gradient: float = 0.0
     traffic_forward: LayerTraffic = NO_TRAFFIC
     traffic_backward: LayerTraffic = NO_TRAFFIC
+    offload_waits: tuple[float, float] = (0.0, 0.0)
+    """Waits for offloaded activations, forward and backward."""
 
     @property
     def stage_seconds(self) -> StageSeconds:
-        """Seconds for the schedule's simulation, with exposed communication."""
+        """Seconds for the schedule's simulation, with exposed communication and waits."""
         return StageSeconds(
-            self.forward + self.traffic_forward.exposed,
-            self.backward + self.traffic_backward.exposed,
+            self.forward + self.traffic_forward.exposed + self.offload_waits[0],
+            self.backward + self.traffic_backward.exposed + self.offload_waits[1],
             min(self.weight_gradient, self.backward),
         )
 
@@ -185,4 +190,40 @@ class StepCosts:
             traffic_backward = traffic_backward.add(
                 LayerTraffic(tensor=costs.end_backward_seconds * ends)
             )
-        return StagePasses(forward, backward, weights, traffic_forward, traffic_backward)
+        return StagePasses(
+            forward,
+            backward,
+            weights,
+            traffic_forward,
+            traffic_backward,
+            self._compute_offload_waits(layers),
+        )
+
+    def _compute_offload_waits(self, layers: tuple[int, ...]) -> tuple[float, float]:
+        """Compute a micro-batch's waits for the saved tensors of a stage's layers, forward and
+        backward. Without a pipeline those of the last layer never leave."""
+        candidate = self.candidate
+        num_layers = sum(layers)
+        if candidate.activation_offload == "none" or not num_layers:
+            return 0.0, 0.0
+        size = (
+            candidate.engine.get_gather_bytes(candidate.activation_bytes)
+            if has_saved_casts(candidate)
+            else 0.0
+        )
+        elements = self.facts.count_elements(candidate.layout).layers
+        forward = backward = 0.0
+        for kind, (seconds, forward_traffic, backward_traffic), layer, count in zip(
+            self.facts.kinds, self.layer_costs.layers, elements, layers, strict=True
+        ):
+            activations = get_layer_activations(self.facts, kind, candidate)
+            waits = compute_transfer_waits(
+                candidate,
+                activations.saved_bytes + size * layer.local_matrices,
+                seconds.forward + forward_traffic.exposed,
+                seconds.recompute + seconds.backward + backward_traffic.exposed,
+            )
+            forward += count * waits[0]
+            backward += count * waits[1]
+        share = 1.0 - (candidate.layout.pp == 1) / num_layers
+        return share * forward, share * backward

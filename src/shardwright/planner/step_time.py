@@ -20,16 +20,12 @@ from shardwright.planner.data_parallel_time import (
 )
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.offload_costs import get_transfer_rate
 from shardwright.planner.pipeline import PipelineStages
 from shardwright.planner.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwright.planner.prediction import TimeParts
 from shardwright.planner.step_costs import StagePasses, StepCosts
 from shardwright.planner.traffic import NO_TRAFFIC
-
-_HOST_BYTES_PER_SECOND = 25e9
-"""Rate of a device's PCIe 4.0 x16 link in each direction, as copies reach it."""
-_DISK_BYTES_PER_SECOND = 1e9
-"""Rate of a disk per rank in each direction, reading and writing at the same time."""
 
 
 def compute_stage_seconds(
@@ -110,6 +106,7 @@ def predict_time(
         pipeline=pipeline_exposed,
         data=parts.data,
         bubble=waiting - pipeline_exposed,
+        offload=parts.offload,
         optimizer=parts.optimizer,
         reference=reference,
         overhead=network.efficiency.step_seconds
@@ -182,9 +179,7 @@ def _apply_contention(passes: StagePasses, contention: float) -> StagePasses:
     """Add the slowdown of compute by overlapped communication."""
     forward = passes.forward + contention * passes.traffic_forward.hidden
     backward = passes.backward + contention * passes.traffic_backward.hidden
-    return StagePasses(
-        forward, backward, passes.weight_gradient, passes.traffic_forward, passes.traffic_backward
-    )
+    return passes._replace(forward=forward, backward=backward)
 
 
 def compute_send_seconds(
@@ -224,6 +219,7 @@ def _compute_rank_parts(
         context=num_micro_batches * traffic.context,
         expert=num_micro_batches * traffic.expert,
         data=exposed + slowdown,
+        offload=num_micro_batches * sum(map(sum, (passes.offload_waits for passes in stages))),
         optimizer=_compute_update_seconds(costs, num_elements),
         hidden_tensor=num_micro_batches * traffic.hidden_tensor,
         hidden_context=num_micro_batches * traffic.hidden_context,
@@ -239,10 +235,9 @@ def _compute_update_seconds(costs: StepCosts, num_elements: float) -> float:
     if candidate.offload == "none":
         return seconds
     state_bytes = candidate.engine.get_optimizer_bytes(candidate.optimizer, candidate.master_bytes)
-    is_disk = candidate.offload == "optimizer_disk"
     return candidate.engine.compute_offloaded_update_seconds(
         seconds,
         num_elements,
         num_elements * state_bytes,
-        _DISK_BYTES_PER_SECOND if is_disk else _HOST_BYTES_PER_SECOND,
+        get_transfer_rate("disk" if candidate.offload == "optimizer_disk" else "host"),
     )

@@ -69,6 +69,7 @@ class LiveMemoryTracker(TorchDispatchMode):
         self.phase = "other"
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._is_excluding = False
         self._storage_bytes: dict[int, int] = {}
         self._events: list[tuple[int, int]] = []
         self._origins: dict[int, StorageOrigin] = {}
@@ -114,6 +115,16 @@ class LiveMemoryTracker(TorchDispatchMode):
                 self._origins[key] = StorageOrigin(kind, "", "")
                 total += self._storage_bytes[key]
         return total
+
+    @contextmanager
+    def exclude_new_tensors(self) -> Iterator[None]:
+        """Never count the tensors created in this context: they stand for another tier's
+        memory."""
+        self._is_excluding = True
+        try:
+            yield
+        finally:
+            self._is_excluding = False
 
     def reset_peak(self) -> None:
         """Restart the measurement of the peak."""
@@ -161,7 +172,7 @@ class LiveMemoryTracker(TorchDispatchMode):
                 self.phase, operator, _find_package_line(sys._getframe(3))
             )
         weakref.finalize(storage, self._set_storage_bytes, key, 0).atexit = False
-        self._set_storage_bytes(key, storage.nbytes())
+        self._set_storage_bytes(key, 0 if self._is_excluding else storage.nbytes())
         return key
 
     def _set_storage_bytes(self, key: int, size: int) -> None:

@@ -31,8 +31,14 @@ from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plans import Plan
 from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
 from shardwright.rehearsal.fake_flex import replace_flex_attention
+from shardwright.rehearsal.fake_offload import (
+    build_fake_activation_offload,
+    build_fake_offloaded_optimizer,
+    choose_rehearsed_offload,
+)
 from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
+from shardwright.training.setup import install_activation_offload
 from shardwright.training.step import (
     TOKEN_OBJECTIVE,
     Objective,
@@ -54,10 +60,20 @@ class RankRehearsal:
     gradients_bytes: int
     """Bytes of gradients between the last backward pass and the update."""
     optimizer_bytes: int
+    """Bytes of optimizer states on the device, staging buffers of offloaded ones included."""
+    offloaded_bytes: int
+    """Bytes of optimizer states in host memory or on disk."""
+    offloaded_activation_bytes: int
+    """Bytes of saved tensors in host memory or on disk, at most."""
     peak_bytes: int
     contributions: tuple[MemoryContribution, ...]
     collectives: tuple[Collective, ...]
     seconds: float
+
+    @property
+    def total_offloaded_bytes(self) -> int:
+        """Bytes in host memory or on disk at most: optimizer states and saved tensors."""
+        return self.offloaded_bytes + self.offloaded_activation_bytes
 
 
 def rehearse_rank(
@@ -89,6 +105,9 @@ def rehearse_rank(
             weights_bytes = live.register_tensors(
                 (parameter for _, parameter in model.named_parameters()), "weights"
             )
+            activation_offload = build_fake_activation_offload(recipe, device)
+            if activation_offload is not None:
+                install_activation_offload(model, activation_offload, plan.recompute)
             if reference is not None:
                 weights_bytes += live.register_tensors(
                     (parameter for _, parameter in reference.named_parameters()), "reference"
@@ -102,8 +121,16 @@ def rehearse_rank(
                 weight_decay=0.1,
                 model=model,
             )
+            offloaded_bytes = 0
             with use_phase(live, "moments"):
-                create_state(optimizer)
+                offload = choose_rehearsed_offload(recipe)
+                if offload.optimizer == "none":
+                    create_state(optimizer)
+                else:
+                    optimizer, _staging = build_fake_offloaded_optimizer(
+                        optimizer, offload, model, live
+                    )
+                    offloaded_bytes = optimizer.num_bytes
             optimizer_bytes = live.live_bytes - bytes_before
             watch.recorder = recorder
             with use_phase(live, "step"):
@@ -124,6 +151,10 @@ def rehearse_rank(
         weights_bytes=weights_bytes,
         gradients_bytes=gradients_bytes,
         optimizer_bytes=optimizer_bytes,
+        offloaded_bytes=offloaded_bytes,
+        offloaded_activation_bytes=0
+        if activation_offload is None
+        else activation_offload.peak_bytes,
         peak_bytes=live.peak_bytes,
         contributions=tuple(live.list_contributions()),
         collectives=tuple(recorder.collectives),

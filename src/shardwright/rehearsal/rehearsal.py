@@ -162,6 +162,8 @@ class Rehearsal:
             "weights_bytes": report.weights_bytes,
             "gradients_bytes": report.gradients_bytes,
             "optimizer_bytes": report.optimizer_bytes,
+            "offloaded_bytes": report.offloaded_bytes,
+            "offloaded_activation_bytes": report.offloaded_activation_bytes,
             "peak_bytes": report.peak_bytes,
             "at_peak": [
                 {
@@ -285,17 +287,11 @@ def _list_assumptions(
             )
     if choose_rehearsed_attention(recipe, device) != recipe.model.attention:
         yield f"attention runs as `auto` on a CPU, not as {recipe.model.attention}"
-    if recipe.offload.optimizer != "none":
-        yield (
-            "optimizer states stay on the device (offload.optimizer: "
-            f"{recipe.offload.optimizer} is not rehearsed): "
-            "a run has the buffers of docs/offload.md there instead"
-        )
-    if recipe.offload.activations != "none":
-        yield (
-            "saved tensors stay on the device (offload.activations: "
-            f"{recipe.offload.activations} is not rehearsed)"
-        )
+    if recipe.run.device != "cpu" and "host" in (
+        recipe.offload.optimizer,
+        recipe.offload.activations,
+    ):
+        yield "ranks run on GPUs; on CPUs, `offload: host` moves nothing (run.device: cpu)"
     yield "every token is supervised and every gradient is finite"
     if device == "cpu":
         yield (

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from shardwright.architecture import HFShape
@@ -14,7 +15,12 @@ from shardwright.config import Recipe
 from shardwright.errors import RecipeError
 from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
 from shardwright.layout import RankGrid, compute_local_boxes
+from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
+from shardwright.planner.memory.peaks import predict_memory
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.pipeline import get_pipeline
+from shardwright.planner.problem import build_template
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
 from shardwright.units import format_bytes
@@ -44,6 +50,7 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
     section = recipe.offload
     if section.activations != "none":
         _check_activations(recipe, plan)
+        _warn_of_little_space(recipe, plan)
     if section.optimizer == "none":
         return
     name = recipe.optimizer.name
@@ -89,6 +96,52 @@ def _check_activations(recipe: Recipe, plan: Plan) -> None:
         _check_folder(_get_folder(recipe))
 
 
+def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
+    """Warn if the saved tensors of full rows need more than the disk or the host memory has.
+
+    A warning, because shorter rows save less.
+    """
+    tier = recipe.offload.activations
+    if recipe.run.device == "cpu" and tier == "host":
+        return
+    needed_bytes = _predict_offloaded_bytes(recipe, plan) * _count_local_ranks(plan)
+    place = f"the disk of {_get_folder(recipe)}" if tier == "disk" else "this node's memory"
+    free_bytes: int | None = read_available_memory()
+    if tier == "disk":
+        status = os.statvfs(_get_folder(recipe))
+        free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes is not None and free_bytes < needed_bytes:
+        logger.warning(
+            "offload.activations: %s has %s free, and the saved tensors of the ranks of this node "
+            "need up to %s if all rows are full. The run ends with an error when it is full. Free "
+            "space, set recompute: full, or make micro_batch_size smaller",
+            place,
+            format_bytes(free_bytes),
+            format_bytes(needed_bytes),
+        )
+
+
+def _predict_offloaded_bytes(recipe: Recipe, plan: Plan) -> float:
+    """Predict the bytes of saved tensors that leave the fullest rank."""
+    facts = get_model_facts(plan.placement.shape)
+    template = build_template(recipe)
+    candidate = replace(
+        template,
+        layout=plan.layout,
+        micro_batch_size=plan.batch.micro_batch_size,
+        gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
+        recompute=plan.recompute,
+        offload="none",
+    )
+    pipeline = get_pipeline(
+        facts, plan.layout, plan.batch.gradient_accumulation_steps, plan.batch.sequence_length
+    )
+    return max(
+        predict_memory(facts, candidate, load, Efficiency()).offloaded
+        for load in pipeline.distinct_loads
+    )
+
+
 def _get_folder(recipe: Recipe) -> Path:
     """Return the folder of the scratch files, or its nearest parent that exists."""
     folder = RunFolder.from_recipe(recipe).path
@@ -105,7 +158,7 @@ def _count_node_bytes(plan: Plan, trained_names: Collection[str], bytes_per_elem
     world_size = plan.layout.world_size
     ranks = detect_rank_environment()
     first_rank = 0 if ranks is None else ranks.rank - ranks.local_rank
-    num_ranks = world_size if ranks is None else count_local_ranks() or 1
+    num_ranks = _count_local_ranks(plan)
     grid = RankGrid(plan.layout)
     num_elements = sum(
         math.prod(length for _, length in box.local_bounds)
@@ -116,6 +169,13 @@ def _count_node_bytes(plan: Plan, trained_names: Collection[str], bytes_per_elem
         )
     )
     return round(num_elements * bytes_per_element)
+
+
+def _count_local_ranks(plan: Plan) -> int:
+    """Count the ranks of this node: all of them if this process starts them."""
+    if detect_rank_environment() is None:
+        return plan.layout.world_size
+    return count_local_ranks() or 1
 
 
 def _check_folder(folder: Path) -> None:

@@ -225,10 +225,17 @@ def offload_activations(
     logger.info("%s", describe_activation_offload(section, model.device))
     offload = build_activation_offload(section, device=model.device, default_folder=default_folder)
     if offload is not None:
-        for block in model.decoder.blocks:
-            block.offload_block = offload.offload_block
-        model.decoder.set_recompute(build_recompute_runner(recompute, offload.pack))
+        install_activation_offload(model, offload, recompute)
     return offload
+
+
+def install_activation_offload(
+    model: ParallelModel, offload: ActivationOffload, recompute: RecomputeKind
+) -> None:
+    """Let every block save its tensors through the offload."""
+    for block in model.decoder.blocks:
+        block.offload_block = offload.offload_block
+    model.decoder.set_recompute(build_recompute_runner(recompute, offload.pack))
 
 
 def measure_ceiling(validated_run: ValidatedRun, device: torch.device) -> float:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.api import rehearse
 from shardwright.checkpoint.disk import Disk
 from shardwright.config import Recipe
 from shardwright.data.loader import read_step_micro_batches
@@ -19,6 +20,7 @@ from shardwright.errors import OffloadFailed, RecipeError
 from shardwright.offload import ActivationOffload
 from shardwright.rehearsal.live_memory import LiveMemoryTracker
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
+from shardwright.training import offload_checks
 from shardwright.training.run import train
 from shardwright.training.run_checks import validate_run
 from shardwright.training.setup import build_state
@@ -146,6 +148,38 @@ def test_events_state_the_bytes_that_left_and_returned(
         assert step.activation_read_bytes == memory.offloaded_activation_bytes[0]
         assert step.activation_waiting_seconds is not None
     assert any("of activations read and" in line for line in caplog.messages)
+
+
+def test_the_rehearsal_counts_the_bytes_that_leave_in_a_run(tmp_path: Path) -> None:
+    for recompute in ("none", "selective", "full"):
+        recipe = build_deep_recipe(
+            tmp_path,
+            DENSE,
+            recompute=recompute,
+            offload={"activations": "disk", "optimizer": "disk"},
+            run={"dir": str(tmp_path / recompute)},
+        )
+        train(recipe)
+        (memory,) = read_events(tmp_path / recompute).filter_by_type(MemoryEvent)
+        (report,) = rehearse(recipe, 1).reports
+        assert memory.offloaded_activation_bytes == (report.offloaded_activation_bytes,)
+        assert memory.offloaded_bytes == (report.offloaded_bytes,)
+
+
+def test_too_little_space_for_full_rows_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not an error: shorter rows save less."""
+    recipe = build_deep_recipe(tmp_path, DENSE, offload={"activations": "disk"})
+    status = os.statvfs(tmp_path)
+    validate_run(recipe, 1)
+    assert "need up to" not in caplog.text
+    full = os.statvfs_result((4096, 4096, 10, 2, 2, *status[5:10]))
+    monkeypatch.setattr(offload_checks.os, "statvfs", lambda path: full)
+    validate_run(recipe, 1)
+    assert (
+        "8.00 KiB free, and the saved tensors of the ranks of this node need up to" in caplog.text
+    )
 
 
 def test_on_a_cpu_the_host_tier_moves_nothing_and_says_so(

@@ -1,7 +1,8 @@
-"""Planning of offloaded optimizer states: bytes per tier, time of the transfers, `layout: auto`."""
+"""Planning of offloaded states and activations: bytes per tier, transfer times, `layout: auto`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import LayoutError
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.layout import Layout
 from shardwright.planner.auto_layout import choose_layout
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.problem import build_template, read_planning_shape
+from shardwright.planner.problem import build_problem, build_template, read_planning_shape
+from shardwright.planner.rejections import find_rejections
 
 NUM_PARAMETERS = 5_928_861_696
 STATE_BYTES = 8 * NUM_PARAMETERS
@@ -78,3 +81,93 @@ def test_layout_auto_offloads_only_if_nothing_else_fits_and_the_recipe_does_not_
     assert choose_layout(recipe, small, 1)[0].offload == recipe.offload
     chosen, _ = choose_layout(build_recipe(layout="auto"), parse_cluster("8xH100-80GB"), 8)
     assert not chosen.offload.is_enabled
+
+
+LONG_ROWS: dict[str, Any] = {
+    "model": {"config": CONFIG | {"max_position_embeddings": 16384}},
+    "training": {
+        "sequence_length": 16384,
+        "learning_rate": 1e-4,
+        "max_steps": 5,
+        "global_batch_size": 1,
+    },
+    "optimizer": {"name": "sgd"},
+    "recompute": "none",
+}
+"""Activations need the most memory, and there are no states to offload."""
+
+
+def test_activations_move_but_for_two_layers_and_delay_the_passes_if_the_tier_is_slower() -> None:
+    predictor = Predictor(
+        get_model_facts(read_planning_shape(build_recipe(**LONG_ROWS))),
+        parse_cluster("1xH100-80GB"),
+        Efficiency(),
+    )
+    resident, host, disk = (
+        predictor.predict(build_template(build_recipe(**LONG_ROWS, offload={"activations": tier})))
+        for tier in ("none", "host", "disk")
+    )
+    num_layers = CONFIG["num_hidden_layers"]
+    assert resident.time.offload == resident.memory.offloaded == 0.0
+    assert host.memory.offloaded == disk.memory.offloaded
+    # All layers but the last leave, and two are on the device. The peak moves from the loss to the
+    # backward pass, where a layer's gradients are beside them.
+    layer_bytes = host.memory.offloaded / (num_layers - 1)
+    freed_bytes = resident.memory.activations - host.memory.activations
+    assert 0.8 < freed_bytes / ((num_layers - 2) * layer_bytes) <= 1.0
+    assert host.time.compute == disk.time.compute == resident.time.compute
+    assert disk.time.step == pytest.approx(resident.time.step + disk.time.offload)
+    # Both directions of a transfer, less the passes that they run beside.
+    transfers = 2 * disk.memory.offloaded / 1e9
+    assert transfers - resident.time.compute <= disk.time.offload < transfers
+    assert host.time.offload < 0.1 * disk.time.offload
+
+
+def test_waits_for_activations_lengthen_the_bubble_of_a_pipeline() -> None:
+    recipe = build_recipe()
+    predictor = Predictor(
+        get_model_facts(read_planning_shape(recipe)), parse_cluster("2xH100-80GB"), Efficiency()
+    )
+    pipeline = replace(build_template(recipe), layout=Layout(pp=2), gradient_accumulation_steps=4)
+    resident = predictor.predict(pipeline).time
+    disk = predictor.predict(replace(pipeline, activation_offload="disk")).time
+    # One of five slots is the bubble, forward and backward.
+    assert disk.bubble - resident.bubble == pytest.approx(disk.offload / 4, rel=0.1)
+
+
+def test_layout_auto_offloads_activations_if_that_suffices() -> None:
+    small = parse_cluster("1xH100-80GB")
+    chosen, prediction = choose_layout(build_recipe(layout="auto", **LONG_ROWS), small, 1)
+    assert chosen.offload.activations == "host"
+    assert chosen.offload.optimizer == "none"
+    assert "activations on host" in prediction.candidate.describe()
+
+
+def test_layout_auto_offloads_states_and_activations_if_neither_suffices() -> None:
+    rows = LONG_ROWS | {"optimizer": {"name": "adamw"}}
+    chosen, prediction = choose_layout(
+        build_recipe(layout="auto", **rows), parse_cluster("1xH100-80GB"), 1
+    )
+    assert chosen.offload.activations == chosen.offload.optimizer == "host"
+    assert prediction.fits
+
+
+def test_a_layout_that_does_not_fit_is_offered_offloaded_activations() -> None:
+    recipe = build_recipe(**LONG_ROWS)
+    predictor = Predictor(
+        get_model_facts(read_planning_shape(recipe)), parse_cluster("1xH100-80GB"), Efficiency()
+    )
+    template = build_template(recipe)
+    problem = replace(build_problem(recipe, template, 1), recompute_kinds=("none",))
+    (rejection,) = find_rejections(predictor, problem)
+    assert rejection.change == "offload.activations: host"
+
+
+def test_schedules_that_defer_weight_gradients_are_not_planned_with_offloaded_activations() -> None:
+    recipe = build_recipe(offload={"activations": "host"}, layout={"pp": 2, "schedule": "zb_h1"})
+    template = build_template(recipe)
+    is_allowed = build_problem(recipe, template, 2).is_allowed
+    assert is_allowed is not None
+    for schedule, expected in (("zb_h1", False), ("1f1b", True)):
+        candidate = replace(template, layout=Layout(pp=2, schedule=schedule))
+        assert is_allowed(candidate) is expected

@@ -8,7 +8,7 @@ The rehearsal is the reference: it runs the real step without its memory and equ
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tests.unit.planner import models
@@ -70,6 +70,7 @@ class Case:
 LORA = {"adapters": {"rank": 8}}
 QLORA = {"adapters": {"rank": 8, "quantize": "nf4"}}
 PREFERENCES = {"preference": {"kind": "dpo"}}
+OFFLOAD = {"offload": {"optimizer": "host", "activations": "host", "buffer_bytes": 2**20}}
 CASES = [
     Case("llama", Layout(dp_replicate=2), steps=2),
     Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2),
@@ -85,6 +86,8 @@ CASES = [
     Case("qwen3_moe", Layout(dp_shard=2, zero_stage=3), recompute="full"),
     Case("gpt2", Layout(dp_shard=2, zero_stage=1)),
     Case("llama", Layout(tp=2, sequence_parallel=False)),
+    Case("llama", Layout(dp_shard=2, zero_stage=3), recompute="selective", sections=OFFLOAD),
+    Case("llama", Layout(pp=2), steps=4, sections=OFFLOAD),
 ]
 LONG_CASES = [
     Case("llama", Layout(dp_replicate=2), sections=PREFERENCES, steps=2),
@@ -120,6 +123,19 @@ LONG_CASES = [
     Case("llama", Layout(), recompute="selective"),
     Case("llama", Layout(dp_shard=2, zero_stage=3), recompute="full"),
     Case("gemma2", Layout(), recompute="full"),
+    *(
+        Case(model, layout, recompute=recompute, sections=OFFLOAD)
+        for model, layout in (
+            ("llama", Layout()),
+            ("llama", Layout(tp=2)),
+            ("llama", Layout(cp=2, cp_method="ring", zero_stage=1)),
+            ("gpt2", Layout(dp_shard=2, zero_stage=2)),
+        )
+        for recompute in get_args(RecomputeKind)
+    ),
+    Case("llama", Layout(dp_replicate=2), sections=OFFLOAD),
+    Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3), recompute="full", sections=OFFLOAD),
+    Case("llama", Layout(), sections=OFFLOAD | LORA),
 ]
 
 
@@ -149,6 +165,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     )
     load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(0)
     predicted = predict_memory(facts, candidate, load, NO_OVERHEAD)
+    assert predicted.offloaded == pytest.approx(report.total_offloaded_bytes, rel=0.03)
     assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
     assert predicted.optimizer == pytest.approx(report.optimizer_bytes, rel=0.03)
     assert compute_updated_gradient_bytes(facts, candidate, load) == pytest.approx(

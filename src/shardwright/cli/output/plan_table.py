@@ -49,6 +49,7 @@ _TIME_PARTS = (
     "pipeline",
     "data",
     "bubble",
+    "offload",
     "optimizer",
     "reference",
     "overhead",

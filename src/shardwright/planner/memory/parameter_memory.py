@@ -6,10 +6,12 @@ Parts that persist between steps follow the trainer's `placement.build_parameter
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
+from shardwright.planner.offload_costs import count_resident_layers
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def compute_persistent_memory(
     offloaded = 0.0
     if candidate.offload in ("optimizer", "optimizer_disk"):
         offloaded = optimizer
-        optimizer = engine.compute_staging_bytes(offloaded)
+        optimizer = engine.compute_staging_bytes(offloaded, candidate.offload_buffer_bytes)
     elif candidate.offload == "parameters":
         weights = optimizer = gradients = reduced = updated = 0.0
     at_loss = weights + optimizer + compute_gradient_bytes_at_loss(candidate, gradients)
@@ -241,8 +243,42 @@ def compute_gathered_bytes(
     # exist.
     if engine.should_recompute_casts(candidate.recompute):
         return count_group_elements(facts, candidate, load) * size + root_bytes
-    layers = parameters.local_matrices - count_root_elements(facts, candidate, load)
-    return max(0.0, layers) * size * load.num_in_flight + root_bytes
+    saved = _count_cast_elements(facts, candidate, load, parameters) * load.num_in_flight
+    resident = count_resident_layers(candidate, sum(load.layers) / load.num_stages)
+    if resident != inf:
+        saved = min(saved, resident * count_group_elements(facts, candidate, load))
+    return saved * size + root_bytes
+
+
+def _count_cast_elements(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad, parameters: ParameterElements
+) -> float:
+    """Count the elements of the layers' matrices, which replicated weights are cast to."""
+    return max(0.0, parameters.local_matrices - count_root_elements(facts, candidate, load))
+
+
+def has_saved_casts(candidate: Candidate) -> bool:
+    """Return True if each micro-batch saves its layers' casts of replicated weights."""
+    engine = candidate.engine
+    return (
+        engine.has_master_weights
+        and not candidate.is_sharded
+        and candidate.adapter is None
+        and engine.get_gather_bytes(candidate.activation_bytes) != candidate.master_bytes
+        and not engine.should_recompute_casts(candidate.recompute)
+    )
+
+
+def compute_offloaded_cast_bytes(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad, parameters: ParameterElements
+) -> float:
+    """Compute the bytes of cast weights that have left the device with a layer's saved
+    tensors: all but those of the last layer."""
+    if candidate.activation_offload == "none" or not has_saved_casts(candidate):
+        return 0.0
+    saved = _count_cast_elements(facts, candidate, load, parameters) * load.num_in_flight
+    remaining = saved - count_group_elements(facts, candidate, load)
+    return max(0.0, remaining) * candidate.engine.get_gather_bytes(candidate.activation_bytes)
 
 
 def compute_gradient_bytes_at_loss(candidate: Candidate, gradients: float) -> float:
@@ -283,10 +319,15 @@ def compute_pending_reduction_bytes(candidate: Candidate, num_elements: float) -
 
 
 def compute_pending_gradient_bytes(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad, persistent: PersistentMemory
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    persistent: PersistentMemory,
+    *,
+    num_groups: int = 1,
 ) -> float:
-    """Compute gradient bytes not yet allocated at the peak of the first layer's backward pass:
-    its own and the embedding's.
+    """Compute gradient bytes not yet allocated at the peak of an early layer's backward pass:
+    those of the first `num_groups` groups of layers and the embedding's.
 
     Zero if gradients of earlier micro-batches or buckets exist already.
     """
@@ -296,7 +337,7 @@ def compute_pending_gradient_bytes(
     ):
         return 0.0
     by_part = facts.count_elements(candidate.layout)
-    pending = count_group_elements(facts, candidate, load)
+    pending = num_groups * count_group_elements(facts, candidate, load)
     pending += 0.0 if facts.shape.tied_embeddings else by_part.embedding.local
     return candidate.engine.compute_pending_gradient_bytes(
         persistent.gradients * min(1.0, pending / persistent.trained_parameters.local)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from shardwright.planner.backward_peak import compute_norm_gradient_bytes
@@ -28,6 +29,7 @@ from shardwright.planner.memory.parameter_memory import (
     StageLoad,
     compute_gathered_bytes,
     compute_gradient_bytes_at_loss,
+    compute_offloaded_cast_bytes,
     compute_pending_gradient_bytes,
     compute_pending_reduction_bytes,
     compute_persistent_memory,
@@ -36,6 +38,7 @@ from shardwright.planner.memory.parameter_memory import (
     count_root_elements,
 )
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.offload_costs import count_resident_layers
 from shardwright.planner.prediction import MemoryParts
 
 
@@ -52,7 +55,10 @@ def predict_memory(
     live = _compute_live_activations(facts, candidate, load)
     moments = (
         _compute_loss_peak(facts, candidate, load, persistent, live),
-        _compute_backward_peak(facts, candidate, load, persistent, live),
+        *(
+            _compute_backward_peak(facts, candidate, load, persistent, live, num_returning)
+            for num_returning in range(1 + (live.is_offloaded and live.can_return))
+        ),
         MemoryParts(
             weights=persistent.weights,
             optimizer=persistent.optimizer,
@@ -75,7 +81,12 @@ def predict_memory(
             activation_bytes=live.bytes_per_pass,
         )
     )
-    return replace(peak, reserve=reserve, driver=driver, offloaded=persistent.offloaded)
+    offloaded = (
+        persistent.offloaded
+        + live.compute_offloaded_bytes(load.num_in_flight)
+        + compute_offloaded_cast_bytes(facts, candidate, load, persistent.parameters)
+    )
+    return replace(peak, reserve=reserve, driver=driver, offloaded=offloaded)
 
 
 def _count_process_groups(candidate: Candidate) -> int:
@@ -92,23 +103,68 @@ def _count_process_groups(candidate: Candidate) -> int:
 
 
 class _LiveActivations(NamedTuple):
-    """Bytes of activations: of one pass through the rank's layers, of tables shared by all
-    layers, and of pipeline messages. Of the largest layer: saved, recomputed and gradients."""
+    """Bytes of activations: of one pass through the rank's layers, of embedding, head and stage
+    outputs in a pass, of tables shared by all layers, and of pipeline messages. Of the largest
+    layer: saved, recomputed and gradients."""
 
-    bytes_per_pass: float
+    layer_bytes: float
+    end_bytes: float
     table_bytes: float
     message_bytes: float
+    num_layers: int
+    max_resident_layers: float
+    """Maximum number of layers whose saved tensors are on the device; inf without offloading."""
+    can_return: bool
+    """True if a layer's saved tensors return during the backward pass of another one."""
     largest_layer_bytes: float
     recomputed_bytes: float
     gradient_bytes: float
 
+    @property
+    def bytes_per_pass(self) -> float:
+        """Bytes of one pass on the device."""
+        return self._compute_resident_bytes(1.0) + self.end_bytes
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if the layers' saved tensors leave the device."""
+        return self.max_resident_layers != inf
+
+    def _compute_resident_bytes(self, in_flight: float) -> float:
+        if self.max_resident_layers >= in_flight * self.num_layers:
+            return in_flight * self.layer_bytes
+        return min(
+            in_flight * self.layer_bytes, self.max_resident_layers * self.largest_layer_bytes
+        )
+
     def compute_saved_bytes(self, in_flight: float) -> float:
-        """Compute the saved bytes of `num_in_flight` passes."""
+        """Compute the bytes on the device that `in_flight` passes save."""
         return (
-            in_flight * self.bytes_per_pass
+            self._compute_resident_bytes(in_flight)
+            + in_flight * self.end_bytes
             + self.table_bytes * max(1.0, in_flight)
             + self.message_bytes
         )
+
+    def compute_bytes_in_backward(self, in_flight: float, num_returning: int) -> float:
+        """Compute the bytes on the device during the backward pass of a layer of the first of
+        `in_flight` passes, whose later layers are freed, while `num_returning` earlier ones return.
+        """
+        if not self.is_offloaded:
+            return self.largest_layer_bytes + self.compute_saved_bytes(max(0.0, in_flight - 1.0))
+        num_layers = min(
+            self.max_resident_layers - (1 - num_returning) * self.can_return,
+            in_flight * self.num_layers,
+        )
+        others = self._replace(layer_bytes=0.0).compute_saved_bytes(max(0.0, in_flight - 1.0))
+        return num_layers * self.largest_layer_bytes + others
+
+    def compute_offloaded_bytes(self, in_flight: float) -> float:
+        """Compute the most bytes of `in_flight` passes that have left the device: all but those
+        of the last layer."""
+        if not self.is_offloaded:
+            return 0.0
+        return max(0.0, in_flight * self.layer_bytes - self.largest_layer_bytes)
 
 
 def _compute_live_activations(
@@ -149,9 +205,13 @@ def _compute_live_activations(
         )
         messages += candidate.engine.compute_sequence_buffer_bytes(gathered)
     return _LiveActivations(
-        saved + ends,
+        saved,
+        ends,
         compute_shared_table_bytes(facts, candidate),
         messages,
+        sum(load.layers),
+        count_resident_layers(candidate, sum(load.layers) / load.num_stages),
+        sum(load.layers) > load.num_stages,
         largest,
         *candidate.engine.choose_largest_backward(backward),
     )
@@ -193,7 +253,8 @@ def _compute_loss_peak(
         )
     reduction = compute_reduction_bytes(candidate, count_group_elements(facts, candidate, load))
     if reduction:
-        num_reduced = min(layout.wrap_blocks, sum(load.layers))
+        # Offloaded layers return as others are freed.
+        num_reduced = 0 if live.is_offloaded else min(layout.wrap_blocks, sum(load.layers))
         other_layers = saved - num_reduced * live.largest_layer_bytes
         moments.append((other_layers, remaining, False, reduction))
         # Beside the next group's backward pass, which under recomputation allocates more than
@@ -232,10 +293,15 @@ def _compute_backward_peak(
     load: StageLoad,
     persistent: PersistentMemory,
     live: _LiveActivations,
+    num_returning: int = 0,
 ) -> MemoryParts:
     """Return memory at the end of the last steady-state backward pass: one pass less in flight,
-    the embedding's gradient in progress."""
-    saved = live.compute_saved_bytes(max(0.0, load.num_in_flight - 1.0))
+    the embedding's gradient in progress.
+
+    `num_returning` is 1 for the second layer, during which the offloaded activations of the
+    first one return, 0 for the first layer.
+    """
+    saved = live.compute_bytes_in_backward(load.num_in_flight, num_returning)
     # The previous group is still being reduced during this layer's backward pass. Its own
     # gradients are allocated as its activations are freed.
     workspaces = compute_pending_reduction_bytes(
@@ -262,12 +328,14 @@ def _compute_backward_peak(
         + candidate.engine.compute_micro_batch_gradient_bytes(persistent.trained_parameters.local)
     )
     if candidate.adapter is None and load.has_embedding:
-        gradients -= compute_pending_gradient_bytes(facts, candidate, load, persistent)
+        gradients -= compute_pending_gradient_bytes(
+            facts, candidate, load, persistent, num_groups=1 + num_returning
+        )
     return MemoryParts(
         weights=persistent.weights,
         optimizer=persistent.optimizer,
         gradients=gradients,
-        activations=saved + live.recomputed_bytes + live.gradient_bytes + live.largest_layer_bytes,
+        activations=saved + live.recomputed_bytes + live.gradient_bytes,
         gathered=compute_gathered_bytes(
             facts, candidate, load, persistent.parameters, should_include_root=False
         ),

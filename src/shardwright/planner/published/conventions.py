@@ -159,7 +159,7 @@ class FrameworkConventions(EngineModel):
     def compute_loading_bytes(self, unsharded_bytes: float, zero_stage: int) -> float:
         return unsharded_bytes if self.should_load_unsharded and zero_stage == 3 else 0.0
 
-    def compute_staging_bytes(self, optimizer_bytes: float) -> float:
+    def compute_staging_bytes(self, optimizer_bytes: float, buffer_bytes: int) -> float:
         return 0.0
 
     def compute_offloaded_update_seconds(

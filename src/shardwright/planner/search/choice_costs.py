@@ -30,7 +30,8 @@ from shardwright.planner.step_costs import LayerCosts
 
 
 class ChoiceCosts:
-    """Cached costs of the searches of one problem. Each key has the settings on which its value depends."""
+    """Cached costs of the searches of one problem. Each key has the settings on which its value
+    depends."""
 
     def __init__(self, predictor: Predictor, problem: PlanningProblem, space: SearchSpace) -> None:
         self.predictor = predictor
@@ -99,8 +100,13 @@ class ChoiceCosts:
             backward_bytes = tuple(
                 layer.recomputed_bytes + layer.gradient_bytes for layer in layers
             )
+            saved_bytes = tuple(layer.saved_bytes for layer in layers)
+            if candidate.activation_offload != "none":
+                # At least the layer of the backward pass is on the device.
+                backward_bytes = tuple(map(float.__add__, backward_bytes, saved_bytes))
+                saved_bytes = tuple(0.0 for _ in layers)
             activations = self._activations[key] = MicroBatchActivations(
-                tuple(layer.saved_bytes for layer in layers), backward_bytes
+                saved_bytes, backward_bytes
             )
         return activations
 
