@@ -186,7 +186,6 @@ def build_validated_run(recipe: Recipe, world_size: int) -> ValidatedRun:
     return ValidatedRun(
         recipe=recipe,
         plan=resolve_plan(recipe, shape, world_size),
-        shape=shape,
         data=data,
         total_steps=recipe.training.max_steps,
         frozen_names=frozenset(),

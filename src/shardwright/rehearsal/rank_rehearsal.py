@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
 from shardwright.config.model import AttentionSetting
 from shardwright.data.loader import MicroBatch
@@ -61,11 +60,7 @@ class RankRehearsal:
 
 
 def rehearse_rank(
-    recipe: Recipe,
-    shape: ModelShape,
-    plan: Plan,
-    rank: int,
-    device_type: RehearsalDevice = "cpu",
+    recipe: Recipe, plan: Plan, rank: int, device_type: RehearsalDevice = "cpu"
 ) -> RankRehearsal:
     """Build this rank's part of the model, allocate optimizer states and run one training step.
 
@@ -78,12 +73,10 @@ def rehearse_rank(
         device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
         live = LiveMemoryTracker(None if device_type == "cpu" else device_type)
         recorder = CollectiveRecorder()
-        model = _build_model(recipe, shape, plan, device, _FakeStorage(fake, live))
+        model = _build_model(recipe, plan, device, _FakeStorage(fake, live))
         reference = None
         if recipe.preference is not None and has_frozen_reference(recipe):
-            reference = _build_model(
-                recipe, shape, plan, device, _FakeStorage(fake, live), is_frozen=True
-            )
+            reference = _build_model(recipe, plan, device, _FakeStorage(fake, live), is_frozen=True)
         objective = _build_objective(recipe, model, reference)
         with fake, live.track_resizes(), _StepTracker(live) as watch, replace_flex_attention():
             weights_bytes = live.register_tensors(
@@ -185,7 +178,6 @@ def _build_objective(
 
 def _build_model(
     recipe: Recipe,
-    shape: ModelShape,
     plan: Plan,
     device: torch.device,
     storage: AbstractContextManager[None] | None,
@@ -196,7 +188,7 @@ def _build_model(
     precision = resolve_dtypes(plan.precision)
     with torch.device("meta"):
         decoder = Decoder(
-            shape,
+            plan.shape,
             attention=choose_rehearsed_attention(recipe, device.type),
             loss_function=partial(
                 chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens

@@ -136,7 +136,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         recipe.precision,
         case.recompute,
     )
-    report = rehearse_rank(recipe, shape, plan, 0)
+    report = rehearse_rank(recipe, plan, 0)
     facts = ModelFacts(shape.base_shape)
     candidate = replace(
         build_template(recipe),

@@ -63,7 +63,7 @@ def rehearse(layout: Layout | None = None, **sections: Any) -> RankRehearsal:
     plan = build_plan(
         shape, layout, BatchPlan(TOKENS, ROWS, 2, layout.data_ranks), recipe.precision, "none"
     )
-    return rehearse_rank(recipe, shape, plan, 0)
+    return rehearse_rank(recipe, plan, 0)
 
 
 def test_packed_rows_need_a_mask() -> None:
