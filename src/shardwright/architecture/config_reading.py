@@ -12,7 +12,7 @@ from typing import Any
 from shardwright.architecture.config_fields import ConfigFields
 from shardwright.architecture.families import MODEL_FAMILIES
 from shardwright.architecture.model_shape import ModelShape
-from shardwright.errors import ArchitectureError, find_closest_name
+from shardwright.errors import ArchitectureError, suggest_name
 from shardwright.files import detect_file_kind, read_text
 
 INERT_FIELDS = frozenset(
@@ -139,8 +139,7 @@ def read_content(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 def _find_family_remedy(family: Any) -> str:
     if family in _FAMILY_REMEDIES:
         return _FAMILY_REMEDIES[family]
-    near = find_closest_name(str(family), MODEL_FAMILIES)
-    return f"Did you mean `{near}`?" if near else "Use a model of one of these families"
+    return suggest_name(str(family), MODEL_FAMILIES) or "Use a model of one of these families"
 
 
 def _read_file(path: Path) -> dict[str, Any]:

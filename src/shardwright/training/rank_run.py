@@ -32,16 +32,15 @@ from shardwright.launch.stop_signals import StopRequest
 from shardwright.numerics.determinism import use_deterministic_algorithms
 from shardwright.offload import OffloadedOptimizer, describe_transfers
 from shardwright.telemetry.event_logger import open_event_logger
+from shardwright.training.auto_choice import agree_on_compilation, agree_on_precision
 from shardwright.training.checkpointing import (
     ResumePoint,
     RunCheckpointer,
     find_resume_point,
     list_changes,
 )
-from shardwright.training.compile_choice import agree_on_compilation
 from shardwright.training.loop import TrainingLoop
 from shardwright.training.oom import convert_oom_errors
-from shardwright.training.precision_choice import agree_on_precision
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.run_checks import ValidatedRun, validate_run
