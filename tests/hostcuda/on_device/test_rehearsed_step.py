@@ -19,11 +19,11 @@ from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.model import fused_attention
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal import rank_rehearsal
 from shardwright.rehearsal.rank_rehearsal import RankRehearsal, RehearsalDevice, rehearse_rank

@@ -11,10 +11,10 @@ from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import LayoutError
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.planner.auto_layout import choose_layout
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_template, read_planning_shape
+from shardwright.planner.rates.efficiency import Efficiency
 
 NUM_PARAMETERS = 5_928_861_696
 STATE_BYTES = 8 * NUM_PARAMETERS

@@ -18,12 +18,12 @@ from shardwright.config import Recipe
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.parameter_memory import compute_updated_gradient_bytes
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal.rank_rehearsal import rehearse_rank
 
