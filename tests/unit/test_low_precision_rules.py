@@ -30,7 +30,7 @@ from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.compute import compute_layer_seconds
 from shardwright.plans import BatchPlan, Plan, build_plan, resolve_degrees, resolve_plan
-from shardwright.training.kernel_checks import check_low_precision_kernels
+from shardwright.training.checks.kernel_checks import check_low_precision_kernels
 from tests.multiprocess.models import DEEPSEEK
 from tests.multiprocess.scaled_operands import DENSE, SPARSE, WIDE
 from tests.unit.model.hf_models import HF_CONFIGS

@@ -21,7 +21,7 @@ from shardwright.planner.problem import build_template
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.plans import Plan, resolve_plan
 from shardwright.telemetry.event_log import StepEvent, read_events
-from shardwright.training.run_checks import ValidatedRun, validate_run
+from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 
 _NUM_RECENT_STEPS = 50
 

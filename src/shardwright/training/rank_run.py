@@ -32,20 +32,20 @@ from shardwright.launch.stop_signals import StopRequest
 from shardwright.numerics.determinism import use_deterministic_algorithms
 from shardwright.offload import OffloadedOptimizer, describe_transfers
 from shardwright.telemetry.event_logger import open_event_logger
-from shardwright.training.auto_choice import agree_on_compilation, agree_on_precision
 from shardwright.training.checkpointing import (
     ResumePoint,
     RunCheckpointer,
     find_resume_point,
     list_changes,
 )
+from shardwright.training.checks.auto_choice import agree_on_compilation, agree_on_precision
+from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.loop import TrainingLoop
+from shardwright.training.metrics.run_log import log_start, log_to_run
+from shardwright.training.metrics.run_prediction import predict_training_run
 from shardwright.training.oom import convert_oom_errors
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
-from shardwright.training.run_checks import ValidatedRun, validate_run
-from shardwright.training.run_log import log_start, log_to_run
-from shardwright.training.run_prediction import predict_training_run
 from shardwright.training.setup import build_state, measure_ceiling
 from shardwright.watchdog.flight_recorder import record_collectives
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watchdog

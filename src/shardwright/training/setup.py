@@ -40,8 +40,8 @@ from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.zero_mask import keep_zeros
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
-from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
 from shardwright.version import __version__
 

@@ -17,7 +17,7 @@ from shardwright.layout import Layout
 from shardwright.optim import check_block_boundaries, require_torchao
 from shardwright.placement import has_micro_batch_scales
 from shardwright.plans import BatchPlan, Plan
-from shardwright.training.run_checks import match_frozen
+from shardwright.training.checks.run_checks import match_frozen
 from shardwright.verification.cases import VerificationCase, VerificationDtype
 from shardwright.verification.cell import (
     MutationContext,

@@ -41,8 +41,8 @@ from shardwright.plans import (
     pad_to_longest_row,
     resolve_degrees,
 )
-from shardwright.training.kernel_checks import check_low_precision_kernels
-from shardwright.training.offload_checks import check_offload
+from shardwright.training.checks.kernel_checks import check_low_precision_kernels
+from shardwright.training.checks.offload_checks import check_offload
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from shardwright.planner.problem import build_template
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.pipeline import get_pipeline
-from shardwright.training.run_checks import ValidatedRun
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from shardwright.errors import RunFailed
 from shardwright.numerics.bf16 import build_bf16_warning
 from shardwright.optim.learning_rate import compute_batch_scale
 from shardwright.telemetry.event_logger import EventLogger
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.rank_context import RankContext
-from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.setup import describe_device, describe_versions
 
 logger = logging.getLogger("shardwright")
