@@ -18,7 +18,7 @@ from shardwright.config import Recipe
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
-from shardwright.planner.memory.parameter_memory import compute_updated_gradient_bytes
+from shardwright.planner.memory.parameter_memory import compute_persistent_memory
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.problem import build_template
@@ -151,9 +151,8 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     predicted = predict_memory(facts, candidate, load, NO_OVERHEAD)
     assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
     assert predicted.optimizer == pytest.approx(report.optimizer_bytes, rel=0.03)
-    assert compute_updated_gradient_bytes(facts, candidate, load) == pytest.approx(
-        report.gradients_bytes, rel=0.03
-    )
+    persistent = compute_persistent_memory(facts, candidate, load)
+    assert persistent.updated_gradients == pytest.approx(report.gradients_bytes, rel=0.03)
     between_steps = report.weights_bytes + report.optimizer_bytes
     assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(
         report.peak_bytes - between_steps, rel=0.05
