@@ -107,8 +107,12 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values for the run folder."""
+        stages = self.placement.stages
+        context = self.placement.context
         return {
             "layout": asdict(self.layout) | {"world_size": self.layout.world_size},
+            **({} if stages is None else {"stages": [asdict(stage) for stage in stages]}),
+            **({} if context is None else {"context_method": asdict(context)}),
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
             "precision": self.precision.model_dump(mode="json"),
             "recompute": self.recompute,
