@@ -34,6 +34,8 @@ def read_conditions() -> dict[str, Any]:
 def format_rows(value: Any, indent: int = 0) -> str:
     """Return JSON with one line per row: an object without lists of objects is a row.
 
+    A profile of measured rates is one line too: nobody reads or edits it by hand.
+
     >>> print(format_rows({"a": {"b": 1}, "rows": [{"c": [2, 3]}]}))
     {
      "a": {"b": 1},
@@ -46,7 +48,11 @@ def format_rows(value: Any, indent: int = 0) -> str:
         return json.dumps(value)
     is_object = isinstance(value, dict)
     items = (
-        [f"{json.dumps(key)}: {format_rows(item, indent + 1)}" for key, item in value.items()]
+        [
+            f"{json.dumps(key)}: "
+            + (json.dumps(item) if key == "profile" else format_rows(item, indent + 1))
+            for key, item in value.items()
+        ]
         if is_object
         else [format_rows(item, indent + 1) for item in value]
     )

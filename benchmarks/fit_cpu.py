@@ -31,8 +31,8 @@ from shardwright.architecture import ModelShape, read_config
 from shardwright.hardware import Cluster
 from shardwright.hardware.measured_profile import read_profile
 from shardwright.planner import Candidate, predict
-from shardwright.planner.calibration import load_efficiencies
-from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.rates.efficiency import Efficiency
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 FITTED = {

@@ -3,7 +3,7 @@ that they were not fitted on.
 
     python -m benchmarks.fit_planner --published FOLDER score     errors of the packaged values
     python -m benchmarks.fit_planner --published FOLDER fit       fit to all rows and write
-                                                                  planner/efficiencies.yaml
+                                                                  planner/rates/efficiencies.yaml
     python -m benchmarks.fit_planner --published FOLDER halves    fit to each half of the rows and
                                                                   predict the other half
     python -m benchmarks.fit_planner --published FOLDER sources   predict each source by a fit
@@ -36,8 +36,8 @@ from benchmarks.planner_rows import (
     show_errors,
     split_into_halves,
 )
-from shardwright.planner import calibration
-from shardwright.planner.calibration import EfficiencyTable, load_efficiencies
+from shardwright.planner.rates import calibration
+from shardwright.planner.rates.calibration import EfficiencyTable, load_efficiencies
 
 PACKAGED = Path(calibration.__file__).with_name("efficiencies.yaml")
 HEADER = """\

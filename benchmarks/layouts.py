@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from benchmarks.allocated import count_resident_bytes, measure_allocated_bytes
 from benchmarks.conditions import format_rows, read_conditions
-from benchmarks.layout_cases import ENTRIES, GLOBAL_BATCH, MICRO_BATCHES, MODELS, TOKENS, Entry
+from benchmarks.layout_cases import ENTRIES, GLOBAL_BATCH, MICRO_BATCHES, TOKENS, Entry
 from benchmarks.layout_page import render_page
 from benchmarks.predicted import build_cpu_cluster, measure_profile, predict_step
 from shardwright.config.training import OptimizerSection
@@ -245,12 +245,9 @@ def summarise(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, Any
     row: dict[str, Any] = {
         "name": str(entry),
         "work": entry.forward_work,
-        "model": entry.model,
         "layout": entry.layout_name,
-        "precision": entry.precision,
         "recompute": entry.recompute,
         "seconds": median(steps),
-        "range": [min(steps), max(steps)],
         "parts": {
             part: median(by_rank[0]["parts"][part] for by_rank in rounds)
             for part in rounds[0][0]["parts"]
@@ -293,10 +290,13 @@ def predict_rows(groups: dict[str, Any]) -> None:
         profile: MeasuredProfile = read_profile(group["profile"])
         for row in group["rows"]:
             entry = entries[row["name"]]
-            for key, rates in (("predicted", profile), ("predicted_by_catalogue", None)):
-                row[key] = predict_step(
-                    entry.shape, entry.candidate, build_cpu_cluster(entry.layout.world_size, rates)
-                )
+            for key, rates, figures in (
+                ("predicted", profile, ("step_seconds", "memory_bytes")),
+                ("predicted_by_catalogue", None, ("step_seconds",)),
+            ):
+                cluster = build_cpu_cluster(entry.layout.world_size, rates)
+                found = predict_step(entry.shape, entry.candidate, cluster)
+                row[key] = {figure: found[figure] for figure in figures}
 
 
 def main() -> int:
@@ -355,7 +355,6 @@ def write(groups: dict[str, Any], files: list[Path]) -> str:
     result = {
         "schema_version": 2,
         "name": files[0].stem,
-        "models": MODELS,
         "groups": {name: groups[name] for name in names},
     }
     notes = DOCS / f"{files[0].stem}.notes.md"

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from shardwright.config import load_recipe
 from shardwright.hardware.catalog_loading import parse_cluster
-from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_problem, build_template, read_planning_shape
+from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.search.best_first import search_layouts
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -24,9 +24,9 @@ from scipy.optimize import least_squares
 
 from benchmarks.planner_parameters import Parameter
 from benchmarks.planner_rows import Errors, Row, compute_errors
-from shardwright.planner.calibration import EfficiencyTable
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.published.measurements import PublishedRun
+from shardwright.planner.rates.calibration import EfficiencyTable
+from shardwright.planner.rates.efficiency import Efficiency
 
 PULL = 0.01
 """Loss of a parameter's distance of one (a factor of e) from the level above. For comparison, a

@@ -39,7 +39,7 @@ from benchmarks.planner_rows import (
     split_into_halves,
 )
 from shardwright.planner import uncertainty
-from shardwright.planner.calibration import EfficiencyTable, load_efficiencies
+from shardwright.planner.rates.calibration import EfficiencyTable, load_efficiencies
 from shardwright.planner.uncertainty import (
     INTERVAL_SHARE,
     ROWS_TO_HALVE,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
-from shardwright.planner.calibration import ALL_FRAMEWORKS, EfficiencyTable
 from shardwright.planner.published.measurements import PublishedRun
+from shardwright.planner.rates.calibration import ALL_FRAMEWORKS, EfficiencyTable
 
 UNITS = {
     "data_overlap": 0.3,

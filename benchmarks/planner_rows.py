@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.planner.calibration import EfficiencyTable
 from shardwright.planner.published.measurements import (
     PublishedRun,
     extract_configuration,
@@ -17,6 +16,7 @@ from shardwright.planner.published.measurements import (
     read_rows,
 )
 from shardwright.planner.published.predictions import compute_reported_memory_bytes, predict_run
+from shardwright.planner.rates.calibration import EfficiencyTable
 from shardwright.units import GIB_BYTES
 
 SOURCES_WITH_KNOWN_FAILURES = ("aleph-layouts", "litgpt", "bloom-prequel")

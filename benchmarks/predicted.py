@@ -21,7 +21,7 @@ from shardwright.hardware import Cluster, MeasuredProfile
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, predict
-from shardwright.planner.calibration import load_efficiencies
+from shardwright.planner.rates.calibration import load_efficiencies
 
 
 def measure_profile(

@@ -42,8 +42,8 @@ from shardwright.parallel.comm_timing import time_wait, use_timer
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.telemetry.event_logger import EventLogger, open_event_logger
 from shardwright.telemetry.meter import measure_throughput
-from shardwright.training.profiling import StepProfiler
-from shardwright.training.rank_metrics import RankMetrics, RankStepTimes
+from shardwright.training.metrics.profiling import StepProfiler
+from shardwright.training.metrics.rank_metrics import RankMetrics, RankStepTimes
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.setup import TrainingState
 from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters

@@ -33,7 +33,7 @@ import torch
 from benchmarks.conditions import read_conditions
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.loader import collate
-from shardwright.training.run_checks import validate_run
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
 

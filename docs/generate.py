@@ -22,11 +22,11 @@ from shardwright.cli.verbs import VERBS
 from shardwright.config import Recipe, load_recipe
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
-from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import read_planning_shape
+from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.units import GIB_BYTES, format_count
 
 DOCS = Path(__file__).parent

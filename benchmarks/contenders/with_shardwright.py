@@ -34,10 +34,10 @@ from shardwright.telemetry.event_log import Event, EventWriter, StepEvent
 from shardwright.telemetry.event_logger import LOG_FILE_NAME, EventLogger
 from shardwright.telemetry.sinks import LogFile, PlainLines
 from shardwright.training.checkpointing import RunCheckpointer
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.loop import TrainingLoop
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
-from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.setup import build_state, measure_ceiling
 from shardwright.watchdog import monitor
 from shardwright.watchdog.monitor import WatchdogClient
@@ -186,7 +186,6 @@ def build_validated_run(recipe: Recipe, world_size: int) -> ValidatedRun:
     return ValidatedRun(
         recipe=recipe,
         plan=resolve_plan(recipe, shape, world_size),
-        shape=shape,
         data=data,
         total_steps=recipe.training.max_steps,
         frozen_names=frozenset(),

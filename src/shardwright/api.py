@@ -181,7 +181,6 @@ def rehearse(
     on_start(choice)
     return rehearsal.rehearse(
         loaded,
-        shape,
         complete_plan(loaded, placement, batch, choice),
         device=device_type,
         should_run_each_rank=should_run_each_rank,

@@ -177,3 +177,13 @@ def find_closest_name(name: str, known: Iterable[str]) -> str | None:
     """
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return a remedy that suggests the known word closest to `name`, or None if none is close.
+
+    >>> suggest_name("seqence_length", ["sequence_length", "seed"])
+    'Did you mean `sequence_length`?'
+    """
+    closest = find_closest_name(name, known)
+    return f"Did you mean `{closest}`?" if closest else None

@@ -1,13 +1,14 @@
 """The plan: one frozen value that describes how a run is distributed over devices.
 
-Rehearsal, verifier and trainer all read the same `Plan`; what follows from layout and model
-(stages, context-parallel method, shards) is computed when it is built. No torch.
+Rehearsal, verifier and trainer all read the same `Plan`. What follows from layout and model
+(stages, context-parallel method, shards, precision, lengths of rows) is computed and checked by
+the functions that build it, and by no other. No torch.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shardwright.architecture import HFShape, ModelShape
@@ -15,7 +16,12 @@ from shardwright.config.recipe import Recipe, RecomputeKind
 from shardwright.config.training import PrecisionSection, TrainingSection
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
-from shardwright.placement import Placement, check_low_precision, place_model
+from shardwright.placement import (
+    Placement,
+    check_low_precision,
+    compute_token_multiple,
+    place_model,
+)
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
     has_split_backward,
@@ -75,15 +81,12 @@ class CompileChoice:
 
 @dataclass(frozen=True)
 class Plan:
-    """Distribution of a training run over devices. Its precision is never `auto`.
-
-    Raises:
-        LayoutError, RecipeError: 8-bit products would not be those of one process.
-    """
+    """Distribution of a training run over devices, from `build_plan` or `complete_plan`."""
 
     placement: Placement
     batch: BatchPlan
     precision: PrecisionSection
+    """Resolved precision: never `auto`."""
     recompute: RecomputeKind = "none"
     precision_reason: str | None = None
     """Reason why `precision: auto` chose this kind; None if the recipe names the kind."""
@@ -92,16 +95,10 @@ class Plan:
     compile_reason: str | None = None
     """Reason of `model.compile: auto`; None if the recipe chooses, or if nothing is to train."""
 
-    def __post_init__(self) -> None:
-        assert self.precision.kind != "auto", "`resolve_plan` resolves `auto`"
-        low_precision = self.precision.low_precision
-        if low_precision is not None:
-            check_low_precision(
-                self.placement,
-                low_precision,
-                self.batch.sequence_length,
-                is_compiled=self.is_compiled,
-            )
+    @property
+    def shape(self) -> ModelShape:
+        """Shape of the whole model."""
+        return self.placement.shape
 
     @property
     def layout(self) -> Layout:
@@ -110,8 +107,12 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values for the run folder."""
+        stages = self.placement.stages
+        context = self.placement.context
         return {
             "layout": asdict(self.layout) | {"world_size": self.layout.world_size},
+            **({} if stages is None else {"stages": [asdict(stage) for stage in stages]}),
+            **({} if context is None else {"context_method": asdict(context)}),
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
             "precision": self.precision.model_dump(mode="json"),
             "recompute": self.recompute,
@@ -135,9 +136,12 @@ def build_plan(
 
     Raises:
         LayoutError, ScheduleError: the layout does not support the model.
+        RecipeError: 8-bit products would not be those of one process.
     """
     placement = place_model(shape, layout, batch.sequence_length)
-    return Plan(placement, batch, precision, recompute, precision_reason)
+    plan = Plan(placement, batch, precision, recompute, precision_reason)
+    _check_precision(plan)
+    return plan
 
 
 def resolve_plan(
@@ -174,13 +178,16 @@ def complete_plan(
     """Complete a placed model to a plan: precision, recompute and compilation of the recipe.
 
     Without `auto_compilation`, `model.compile: auto` compiles nothing.
+
+    Raises:
+        LayoutError, RecipeError: 8-bit products would not be those of one process.
     """
     choice = auto_precision if recipe.precision.kind == "auto" else None
     compilation = None
     if recipe.model.compile == "auto" and auto_compilation is not None:
         obstacle = _find_compile_obstacle(placement, recipe.precision)
         compilation = auto_compilation if obstacle is None else CompileChoice(False, obstacle)
-    return Plan(
+    plan = Plan(
         placement,
         batch,
         settle_precision(recipe, choice).precision,
@@ -189,6 +196,30 @@ def complete_plan(
         recipe.model.compile is True if compilation is None else compilation.is_compiled,
         None if compilation is None else compilation.reason,
     )
+    _check_precision(plan)
+    return plan
+
+
+def _check_precision(plan: Plan) -> None:
+    """Check that 8-bit products are those of one process, and that no precision is `auto`."""
+    assert plan.precision.kind != "auto", "`resolve_plan` resolves `auto`"
+    if plan.precision.low_precision is not None:
+        check_low_precision(
+            plan.placement,
+            plan.precision.low_precision,
+            plan.batch.sequence_length,
+            is_compiled=plan.is_compiled,
+        )
+
+
+def pad_to_longest_row(plan: Plan, minimum: int = 1) -> Plan:
+    """Return the plan with rows padded to the longest of their micro-batch.
+
+    Their lengths are multiples of `minimum` tokens, and divide evenly under the layout.
+    """
+    tokens = compute_token_multiple(plan.placement, plan.precision.low_precision)
+    multiple = compute_row_multiple(plan.layout, math.lcm(minimum, tokens))
+    return replace(plan, batch=replace(plan.batch, row_multiple=multiple))
 
 
 def _find_compile_obstacle(placement: Placement, precision: PrecisionSection) -> str | None:

@@ -16,8 +16,8 @@ from tokenizers.models import WordLevel
 from shardwright.config import load_recipe
 from shardwright.errors import DataError, InputError
 from shardwright.telemetry.event_log import StepEvent, read_events
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
-from shardwright.training.run_checks import validate_run
 
 GOOD = [
     json.dumps({"text": f"{number} and {number + 1} make {2 * number + 1}"}) for number in range(60)

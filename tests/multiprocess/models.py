@@ -5,10 +5,21 @@ The number of ranks does not divide their widths, so that some shards are uneven
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
+
+from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
+from shardwright.config.training import PrecisionSection
+from shardwright.layout import Layout
+from shardwright.model import Decoder
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.plans import BatchPlan, build_plan
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -101,4 +112,29 @@ def build_recipe(config: dict[str, Any], **changes: Any) -> Recipe:
             },
             **changes,
         }
+    )
+
+
+def build_model(
+    shape: ModelShape,
+    layout: Layout,
+    batch: BatchPlan,
+    precision: PrecisionSection,
+    *,
+    seed: int,
+) -> ParallelModel:
+    """Build a model on this rank's CPU, with weights by name and seed."""
+    dtypes = resolve_dtypes(precision)
+    with torch.device("meta"):
+        loss = partial(chunked_cross_entropy, chunk_tokens=8)
+        decoder = Decoder(shape, loss_function=loss, compute_dtype=dtypes.compute)
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    return apply_layout(
+        decoder,
+        build_plan(shape, layout, batch, precision),
+        build_mesh(layout, "cpu"),
+        torch.device("cpu"),
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], seed, dtype=dtypes.param, narrow=narrow
+        ),
     )

@@ -14,7 +14,7 @@ from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.layout import RankGrid
 from shardwright.optim import compute_learning_rate
-from shardwright.training.run_checks import validate_run
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.multiprocess.pool import RankPool

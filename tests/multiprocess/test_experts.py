@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,15 +13,12 @@ import torch
 from shardwright.architecture import read_config, read_recipe_shape
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
-from shardwright.model import Decoder
-from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics import chunked_cross_entropy
-from shardwright.parallel import apply_layout, build_mesh, expert_parallel, fsdp
-from shardwright.plans import BatchPlan, build_plan
+from shardwright.parallel import expert_parallel, fsdp
+from shardwright.plans import BatchPlan
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verification.cell import MutationContext
 from shardwright.verification.verification import VerificationReport, verify
-from tests.multiprocess.models import DEEPSEEK, GPT_OSS, MIXTRAL, build_recipe
+from tests.multiprocess.models import DEEPSEEK, GPT_OSS, MIXTRAL, build_model, build_recipe
 from tests.multiprocess.pool import RankPool
 
 PLAIN = VerificationCase(1, "none", documents=False)
@@ -151,21 +147,9 @@ def test_experts_under_context_parallelism(
 def record_order(zero_stage: Any) -> list[str]:
     """Record when exchanges start and end and shared experts run, in one sparse layer."""
     log: list[str] = []
-    shape = read_config(DEEPSEEK)
     layout = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
-    with torch.device("meta"):
-        decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
-    specs = {spec.name: spec for spec in shape.list_parameters()}
-    plan = build_plan(shape, layout, BatchPlan(12, 2, 1, 2), PrecisionSection(kind="fp32"))
-    model = apply_layout(
-        decoder,
-        plan,
-        build_mesh(layout, "cpu"),
-        torch.device("cpu"),
-        read_slice=lambda name, narrow: initialise_parameter(
-            specs[name], 0, dtype=torch.float32, narrow=narrow
-        ),
-    )
+    precision = PrecisionSection(kind="fp32")
+    model = build_model(read_config(DEEPSEEK), layout, BatchPlan(12, 2, 1, 2), precision, seed=0)
     issue = expert_parallel.start_all_to_all
     wait = expert_parallel.wait_all_to_all
 
@@ -177,7 +161,7 @@ def record_order(zero_stage: Any) -> list[str]:
         log.append("wait")
         wait(work)
 
-    shared = decoder.get_submodule("layers.1.mlp.shared_experts.down")
+    shared = model.decoder.get_submodule("layers.1.mlp.shared_experts.down")
     shared.register_forward_hook(lambda *_arguments: log.append("shared"))
     shared.register_full_backward_hook(lambda *_arguments: log.append("shared"))
     ids_BT = torch.arange(24).view(2, 12)

@@ -5,7 +5,6 @@ agreement of ranks, times, initial weights.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -19,15 +18,13 @@ from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.errors import LayoutError, RankFailed
 from shardwright.layout import Layout
-from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.optim import build_optimizer
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.plans import BatchPlan, build_plan
+from shardwright.parallel import ParallelModel
+from shardwright.plans import BatchPlan
 from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
 from shardwright.verification.grid import GRID_MODELS
-from tests.multiprocess.models import LLAMA
+from tests.multiprocess.models import LLAMA, build_model
 from tests.multiprocess.pool import RankPool
 
 TOKENS = 12
@@ -43,21 +40,8 @@ LAYOUTS = [
 def build(
     layout: Layout, precision: PrecisionSection, config: dict[str, Any] = LLAMA
 ) -> ParallelModel:
-    shape = read_config(config)
-    kinds = resolve_dtypes(precision)
-    with torch.device("meta"):
-        loss = partial(chunked_cross_entropy, chunk_tokens=8)
-        decoder = Decoder(shape, loss_function=loss, compute_dtype=kinds.compute)
-    specs = {spec.name: spec for spec in shape.list_parameters()}
-    return apply_layout(
-        decoder,
-        build_plan(shape, layout, BatchPlan(TOKENS, 2, 2, layout.data_ranks), precision),
-        build_mesh(layout, "cpu"),
-        torch.device("cpu"),
-        read_slice=lambda name, narrow: initialise_parameter(
-            specs[name], SEED, dtype=kinds.param, narrow=narrow
-        ),
-    )
+    batch = BatchPlan(TOKENS, 2, 2, layout.data_ranks)
+    return build_model(read_config(config), layout, batch, precision, seed=SEED)
 
 
 def micro_batches(rank: int) -> list[MicroBatch]:

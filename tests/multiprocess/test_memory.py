@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,13 +17,11 @@ from torch.distributed.tensor import DTensor
 from shardwright.architecture import read_config
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.layout import Layout
-from shardwright.model import Decoder
-from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh, comm_timing
-from shardwright.plans import BatchPlan, build_plan
+from shardwright.parallel import ParallelModel, comm_timing
+from shardwright.plans import BatchPlan
 from shardwright.training.step import update_parameters
+from tests.multiprocess.models import build_model
 from tests.multiprocess.pool import RankPool
 
 RANKS = 4
@@ -43,22 +40,9 @@ CONFIG = {
 
 
 def build(layout: Layout) -> ParallelModel:
-    shape = read_config(CONFIG)
-    with torch.device("meta"):
-        decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
-    specs = {spec.name: spec for spec in shape.list_parameters()}
-    plan = build_plan(
-        shape, layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection(kind="fp32")
-    )
-    return apply_layout(
-        decoder,
-        plan,
-        build_mesh(layout, "cpu"),
-        torch.device("cpu"),
-        read_slice=lambda name, narrow: initialise_parameter(
-            specs[name], 0, dtype=torch.float32, narrow=narrow
-        ),
-    )
+    batch = BatchPlan(8, 1, 1, layout.data_ranks)
+    precision = PrecisionSection(kind="fp32")
+    return build_model(read_config(CONFIG), layout, batch, precision, seed=0)
 
 
 def compute_loss(model: ParallelModel) -> Tensor:

@@ -20,7 +20,7 @@ from shardwright.layout import Layout
 from shardwright.optim import build_optimizer
 from shardwright.parallel import p2p_channels
 from shardwright.parallel.p2p_channels import P2PChannels
-from shardwright.plans import BatchPlan
+from shardwright.plans import BatchPlan, Plan
 from shardwright.schedule import PIPELINE_SCHEDULES, assign_channel_groups
 from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification import cell
@@ -203,9 +203,9 @@ def choose_cells() -> list[GridCell]:
     return list(cells.values())
 
 
-def train_two_steps(problem: VerificationProblem, layout: Layout) -> list[float]:
+def train_two_steps(problem: VerificationProblem, plan: Plan) -> list[float]:
     """Return the losses of two steps of SGD, with an evaluation between them."""
-    model = cell._build_model(problem, layout)
+    model = cell._build_model(problem, plan)
     optimizer = build_optimizer(
         model.named_parameters(),
         OptimizerSection(name="sgd"),
@@ -214,7 +214,7 @@ def train_two_steps(problem: VerificationProblem, layout: Layout) -> list[float]
     )
     losses = []
     for step in range(2):
-        loss = cell._accumulate_step(problem, layout, model, step)
+        loss = cell._accumulate_step(problem, plan, model, step)
         update_parameters(
             model,
             optimizer,
@@ -225,7 +225,7 @@ def train_two_steps(problem: VerificationProblem, layout: Layout) -> list[float]
         losses.append(loss.mean())
         with model.evaluate_mode():
             evaluation_loss = model.compute_losses(
-                cell._read_micro_batches(problem, layout, step), MicroBatch.build_model_arguments
+                cell._read_micro_batches(problem, plan, step), MicroBatch.build_model_arguments
             )
         assert evaluation_loss.isfinite()
     return losses
@@ -252,7 +252,8 @@ def test_steps_with_an_evaluation_between_them(
         expected = load_file(path)["loss"][:2].tolist()
         for chosen in group:
             layout = chosen.layout
-            for losses in ordered_ranks.run(layout.world_size, train_two_steps, problem, layout):
+            plan = problem.build_plan(layout)
+            for losses in ordered_ranks.run(layout.world_size, train_two_steps, problem, plan):
                 assert losses == pytest.approx(expected, rel=1e-4), (model, str(layout))
 
 

@@ -20,8 +20,8 @@ from shardwright.layout import RankGrid
 from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import collect_optimizer_moments, collect_optimizer_values
 from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
-from shardwright.training.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
 from tests import forked

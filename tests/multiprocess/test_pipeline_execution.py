@@ -5,7 +5,6 @@ order, low precision, evaluation.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,18 +18,13 @@ from shardwright.architecture import read_config
 from shardwright.config.training import PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
-from shardwright.model import Decoder
-from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
 from shardwright.parallel import (
     ParallelModel,
-    apply_layout,
-    build_mesh,
     gradient_reduction,
     pipeline_parallel,
 )
 from shardwright.parallel.p2p_channels import P2PChannels
-from shardwright.plans import BatchPlan, build_plan
+from shardwright.plans import BatchPlan
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
     build_schedule,
@@ -39,7 +33,7 @@ from shardwright.schedule import (
 )
 from shardwright.training.step import StepTimes, accumulate_gradients
 from shardwright.verification.cases import VerificationCase
-from tests.multiprocess.models import LLAMA
+from tests.multiprocess.models import LLAMA, build_model
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_pipeline import verify_layout
 
@@ -50,23 +44,8 @@ FP64 = PrecisionSection(kind="fp64")
 def build(
     layout: Layout, precision: PrecisionSection = FP64, num_micro_batches: int = 4
 ) -> ParallelModel:
-    shape = read_config(CONFIG)
-    kinds = resolve_dtypes(precision)
-    with torch.device("meta"):
-        loss = partial(chunked_cross_entropy, chunk_tokens=8)
-        decoder = Decoder(shape, loss_function=loss, compute_dtype=kinds.compute)
-    specs = {spec.name: spec for spec in shape.list_parameters()}
-    return apply_layout(
-        decoder,
-        build_plan(
-            shape, layout, BatchPlan(12, 2, num_micro_batches, layout.data_ranks), precision
-        ),
-        build_mesh(layout, "cpu"),
-        torch.device("cpu"),
-        read_slice=lambda name, narrow: initialise_parameter(
-            specs[name], 3, dtype=kinds.param, narrow=narrow
-        ),
-    )
+    batch = BatchPlan(12, 2, num_micro_batches, layout.data_ranks)
+    return build_model(read_config(CONFIG), layout, batch, precision, seed=3)
 
 
 def micro_batch(num_rows: int, num_tokens: int, seed: int) -> MicroBatch:

@@ -21,9 +21,9 @@ from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import ExitCode
 from shardwright.layout import RankGrid
 from shardwright.telemetry.event_log import EvaluationEvent, read_events, select_surviving_steps
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.evaluation import evaluate_loss
 from shardwright.training.preference_objective import PreferenceObjective
-from shardwright.training.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.multiprocess.pool import RankPool

@@ -121,7 +121,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
     specs = {spec.name: spec for spec in shape.list_parameters()}
     param = resolve_dtypes(plan.precision).param
     with _allocate_real_memory(specs, param):
-        model = rank_rehearsal._build_model(recipe, shape, plan, torch.device("cpu"), None)
+        model = rank_rehearsal._build_model(recipe, plan, torch.device("cpu"), None)
     optimizer = build_optimizer(
         model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1
     )
@@ -196,9 +196,7 @@ CASES = [
 
 def rehearse_in_new_process(plan: Plan, rank: int, model: str = "llama") -> RankRehearsal:
     with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
-        return pool.submit(
-            rehearse_rank, build_recipe(model), read_config(MODELS[model]), plan, rank
-        ).result()
+        return pool.submit(rehearse_rank, build_recipe(model), plan, rank).result()
 
 
 @pytest.mark.parametrize(("model", "layout", "recompute", "kind"), CASES, ids=str)

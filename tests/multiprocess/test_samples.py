@@ -20,7 +20,7 @@ from shardwright.config.recipe_loading import parse_layout, validate_recipe
 from shardwright.data.dataset import Sample
 from shardwright.errors import ExitCode, RecipeError
 from shardwright.inference.generation import SamplingSettings, complete_prompt
-from shardwright.training.run_checks import validate_run
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.sample_texts import SampleText, choose_prompts, generate_texts
 from shardwright.training.setup import build_state
 from tests.multiprocess.pool import RankPool

@@ -38,7 +38,7 @@ def run_collective(name: str, dim: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     group = dist.group.WORLD
     rank = dist.get_rank()
     x = (
-        draw_operand(0 if name in ("copy_to_all", "slice_copies") else rank)
+        draw_operand(0 if name == "copy_to_all" else rank)
         .to(dtype)
         .transpose(0, 1)
         .contiguous()
@@ -61,7 +61,7 @@ def compute_on_one_process(name: str, dim: int, num_ranks: int) -> list[tuple[Te
     """Return the same on one process, which has every rank's operand and differentiates the one
     loss.
     """
-    is_copied_operand = name in ("copy_to_all", "slice_copies")
+    is_copied_operand = name == "copy_to_all"
     leaves = [
         draw_operand(0 if is_copied_operand else rank).requires_grad_() for rank in range(num_ranks)
     ]
@@ -74,7 +74,6 @@ def compute_on_one_process(name: str, dim: int, num_ranks: int) -> list[tuple[Te
         "all_gather": lambda: [torch.cat(xs, dim)] * num_ranks,
         "all_gather_copies": lambda: [torch.cat(xs, dim)] * num_ranks,
         "reduce_scatter": lambda: list(total.chunk(num_ranks, dim)),
-        "slice_copies": lambda: list(xs[0].chunk(num_ranks, dim)),
     }[name]()
     if name in COPIES:
         loss = (ys[0] * draw_weights(0, ys[0].shape)).sum()
@@ -92,7 +91,7 @@ def compute_on_one_process(name: str, dim: int, num_ranks: int) -> list[tuple[Te
 
 
 @pytest.mark.parametrize("dim", [1, -2])
-@pytest.mark.parametrize("name", [*SHARES, *COPIES, "slice_copies"])
+@pytest.mark.parametrize("name", [*SHARES, *COPIES])
 def test_forward_and_backward_equal_those_of_one_process(
     ranks: RankPool, name: str, dim: int
 ) -> None:
@@ -124,6 +123,5 @@ def test_collectives_of_one_rank_return_their_operand() -> None:
         collectives.all_gather,
         collectives.reduce_scatter,
         collectives.all_gather_copies,
-        collectives.slice_copies,
     ):
         assert dim_function(x, 1, None) is x

@@ -5,7 +5,6 @@ wait for it.
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,17 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.architecture import read_config
+from shardwright.config.training import PrecisionSection
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
-from shardwright.model import Decoder
-from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel import ParallelModel
 from shardwright.parallel.comm_timing import PARALLELISMS, time_wait, use_timer
-from shardwright.plans import BatchPlan, build_plan
+from shardwright.plans import BatchPlan
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.step import accumulate_gradients
-from tests.multiprocess.models import LLAMA, build_recipe
+from tests.multiprocess.models import LLAMA, build_model
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_pipeline_execution import micro_batch
 
@@ -36,25 +33,9 @@ machine.
 
 
 def build(layout: Layout) -> ParallelModel:
-    recipe = build_recipe(CONFIG, precision={"kind": "fp64"})
-    shape = read_config(CONFIG)
-    kinds = resolve_dtypes(recipe.precision)
-    with torch.device("meta"):
-        decoder = Decoder(
-            shape,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=8),
-            compute_dtype=kinds.compute,
-        )
-    specs = {spec.name: spec for spec in shape.list_parameters()}
-    return apply_layout(
-        decoder,
-        build_plan(shape, layout, BatchPlan(8, 2, 2, layout.data_ranks), recipe.precision),
-        build_mesh(layout, "cpu"),
-        torch.device("cpu"),
-        read_slice=lambda name, narrow: initialise_parameter(
-            specs[name], 3, dtype=kinds.param, narrow=narrow
-        ),
-    )
+    batch = BatchPlan(8, 2, 2, layout.data_ranks)
+    precision = PrecisionSection(kind="fp64")
+    return build_model(read_config(CONFIG), layout, batch, precision, seed=3)
 
 
 def measure_own_time_and_waits(

@@ -23,14 +23,14 @@ from shardwright.layout import Layout
 from shardwright.model.hf_model import read_model_shape
 from shardwright.placement import select_scaled_weights
 from shardwright.planner.auto_layout import choose_layout
-from shardwright.planner.calibration import load_efficiencies
-from shardwright.planner.compute import compute_layer_seconds
-from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.planning_result import plan_recipe
 from shardwright.planner.problem import build_template
+from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.rates.device_rates import DeviceRates
+from shardwright.planner.time.compute import compute_layer_seconds
 from shardwright.plans import BatchPlan, Plan, build_plan, resolve_degrees, resolve_plan
-from shardwright.training.kernel_checks import check_low_precision_kernels
+from shardwright.training.checks.kernel_checks import check_low_precision_kernels
 from tests.multiprocess.models import DEEPSEEK
 from tests.multiprocess.scaled_operands import DENSE, SPARSE, WIDE
 from tests.unit.model.hf_models import HF_CONFIGS

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.architecture import read_config
 from shardwright.config.recipe_loading import build_recipe
-from shardwright.config.training import TrainingSection
+from shardwright.config.training import PrecisionSection, TrainingSection
 from shardwright.errors import DataError, InputError, ScheduleError
-from shardwright.plans import count_steps, resolve_batch, resolve_degrees
+from shardwright.layout import Layout
+from shardwright.plans import BatchPlan, build_plan, count_steps, resolve_batch, resolve_degrees
 
 size = st.integers(1, 9)
 
@@ -105,3 +109,29 @@ def test_an_unknown_schedule_is_an_error_with_and_without_pipeline_stages(layout
     )
     with pytest.raises(ScheduleError, match=r"neither a known schedule nor a file \(got nonsense"):
         resolve_degrees(recipe, 2)
+
+
+def test_a_plan_is_json_with_its_stages_and_its_context_method() -> None:
+    shape = read_config(
+        {
+            "model_type": "llama",
+            "vocab_size": 61,
+            "hidden_size": 24,
+            "intermediate_size": 20,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 16,
+        }
+    )
+    layout = Layout(pp=2, cp=4)
+    plan = build_plan(shape, layout, BatchPlan(16, 1, 2, 1), PrecisionSection(kind="bf16"))
+    content = json.loads(json.dumps(plan.as_dict()))
+    assert [(stage["rank"], stage["first_layer"]) for stage in content["stages"]] == [
+        (0, 0),
+        (1, 3),
+    ]
+    assert content["context_method"]["method"] == "ring"
+    assert content["precision"]["kind"] == "bf16"
+    plain = build_plan(shape, Layout(), BatchPlan(16, 1, 2, 1), PrecisionSection(kind="bf16"))
+    assert not {"stages", "context_method"} & set(plain.as_dict())

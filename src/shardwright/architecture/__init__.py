@@ -6,6 +6,7 @@ from shardwright.architecture.config_reading import (
     OFF_FIELDS,
     read_config,
     read_content,
+    read_recipe_shape,
 )
 from shardwright.architecture.expert_shape import ExpertShape
 from shardwright.architecture.families import MODEL_FAMILIES
@@ -24,7 +25,6 @@ from shardwright.architecture.parameter_spec import (
     WeightFileSlice,
     ZerosInit,
 )
-from shardwright.architecture.recipe_shape import read_recipe_shape
 from shardwright.architecture.shape_reduction import shrink_model
 
 __all__ = [

@@ -12,7 +12,7 @@ from shardwright.architecture.hf_shape import HFShape
 from shardwright.architecture.model_shape import ModelShape
 from shardwright.architecture.peft_folder import read_peft_folder
 from shardwright.config.adapter_section import DEFAULT_RANK, AdapterSection
-from shardwright.errors import RecipeError, find_closest_name
+from shardwright.errors import RecipeError, suggest_name
 
 
 def add_adapters(shape: ModelShape, section: AdapterSection | None) -> ModelShape:
@@ -173,15 +173,13 @@ def _find_matching(
             got=pattern,
             allowed=_list_last_parts(adaptable),
         )
-    guess = find_closest_name(
-        pattern, [*dict.fromkeys(name.rpartition(".")[2] for name in adaptable), *adaptable]
-    )
+    known = [*dict.fromkeys(name.rpartition(".")[2] for name in adaptable), *adaptable]
     raise RecipeError(
         "matches no matrix of this model",
         field=field,
         got=pattern,
         allowed=_list_last_parts(adaptable),
-        remedy=f"Did you mean `{guess}`?" if guess else None,
+        remedy=suggest_name(pattern, known),
     )
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from shardwright.errors import ArchitectureError, find_closest_name
+from shardwright.errors import ArchitectureError, suggest_name
 
 Choice = TypeVar("Choice")
 MAX_INTEGER = 2**31 - 1
@@ -127,16 +127,14 @@ class ConfigFields:
         for name, value in self._content.items():
             if name in known:
                 continue
-            near = find_closest_name(name, self._read_names)
             raise ArchitectureError(
                 f"this field of a {family} model is not supported, "
                 "and ignoring it could change the model's output",
                 field=self.get_path(name),
                 got=repr(value),
                 allowed=", ".join(sorted(self._read_names)),
-                remedy=f"Did you mean `{near}`?"
-                if near
-                else "Remove it if it has no effect on the model",
+                remedy=suggest_name(name, self._read_names)
+                or "Remove it if it has no effect on the model",
             )
 
     def _require(self, name: str, default: Any) -> Any:

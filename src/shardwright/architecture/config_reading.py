@@ -1,4 +1,4 @@
-"""Reading of a config.json; fields without effect on the model."""
+"""Reading of a config.json, or of a recipe's model; fields without effect on the model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.architecture.config_fields import ConfigFields
 from shardwright.architecture.families import MODEL_FAMILIES
 from shardwright.architecture.model_shape import ModelShape
-from shardwright.errors import ArchitectureError, find_closest_name
+from shardwright.config import Recipe
+from shardwright.errors import ArchitectureError, suggest_name
 from shardwright.files import detect_file_kind, read_text
+
+PLACEHOLDER_VOCAB_SIZE = 257
+"""Vocabulary size if only the tokenizer, which is not built here, determines it."""
 
 INERT_FIELDS = frozenset(
     {
@@ -139,8 +144,7 @@ def read_content(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 def _find_family_remedy(family: Any) -> str:
     if family in _FAMILY_REMEDIES:
         return _FAMILY_REMEDIES[family]
-    near = find_closest_name(str(family), MODEL_FAMILIES)
-    return f"Did you mean `{near}`?" if near else "Use a model of one of these families"
+    return suggest_name(str(family), MODEL_FAMILIES) or "Use a model of one of these families"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -193,3 +197,21 @@ def _check_widths(shape: ModelShape) -> None:
             got=shape.hidden_size,
             allowed=f"a multiple of {shape.num_heads}",
         )
+
+
+def read_recipe_shape(recipe: Recipe) -> ModelShape:
+    """Read the shape of the recipe's model, with its adapters.
+
+    If the model's configuration has no vocab_size, `tokenizer.vocab_size` of the recipe is
+    used, or `PLACEHOLDER_VOCAB_SIZE`.
+    """
+    return add_adapters(read_config(read_recipe_config(recipe)), recipe.adapters)
+
+
+def read_recipe_config(recipe: Recipe) -> dict[str, Any]:
+    """Read the model's config.json fields, with a vocab_size as in `read_recipe_shape`."""
+    config = recipe.model.config if recipe.model.config is not None else recipe.model.path
+    assert config is not None  # the schema requires one of them
+    if isinstance(config, dict) and "vocab_size" not in config:
+        config = {**config, "vocab_size": recipe.tokenizer.vocab_size or PLACEHOLDER_VOCAB_SIZE}
+    return read_content(config)

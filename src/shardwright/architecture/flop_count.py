@@ -17,33 +17,7 @@ from shardwright.architecture.parameter_spec import ParameterRole, ParameterSpec
 EXPERT_ROLES: tuple[ParameterRole, ...] = ("expert_gate_up", "expert_down")
 """Roles of parameters that stack all experts of a layer; a token uses only some of them."""
 
-_ROLES_BY_PART = {
-    "embedding": ("embedding", "positions"),
-    "attention": (
-        "query", "key", "value", "qkv", "attention_out", "query_norm", "key_norm", "sinks",
-        "query_latent", "query_latent_norm", "key_value_latent", "key_value_latent_norm",
-        "key_value",
-    ),
-    "feed_forward": ("gate", "up", "gate_up", "down"),
-    "experts": EXPERT_ROLES,
-    "router": ("router", "balance_bias"),
-    "norm": ("norm",),
-    "head": ("head",),
-    "other": ("projection", "other"),
-}  # fmt: skip
 _LOOKUP_ROLES = ("embedding", "positions")
-
-
-def count_parameters_by_part(specs: Iterable[ParameterSpec]) -> dict[str, int]:
-    """Count parameter elements per part of the model.
-
-    Parts: embedding, attention, feed_forward, experts, router, norm, head, other.
-    """
-    counts = dict.fromkeys(_ROLES_BY_PART, 0)
-    part_of = {role: part for part, roles in _ROLES_BY_PART.items() for role in roles}
-    for spec in specs:
-        counts[part_of[spec.role]] += spec.num_elements
-    return counts
 
 
 def count_matmul_parameters(

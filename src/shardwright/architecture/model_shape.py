@@ -126,6 +126,11 @@ class ModelShape:
     config: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Attention window of each layer, in tokens; None for a layer without one."""
+        return tuple(layer.window for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         """Number of decoder blocks."""
         return len(self.layers)

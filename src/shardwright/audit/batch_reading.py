@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.audit.record import RecordedBatch
-from shardwright.model.document_rows import IGNORED_LABEL
+from shardwright.config.data import IGNORED_LABEL
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from shardwright.audit.batch_reading import BatchReading
 from shardwright.audit.record import RecordedBatch, StepRecord
 from shardwright.audit.reference import ReferenceModel
 from shardwright.audit.weightings import BatchCounts, compute_objective_weights
-from shardwright.model.document_rows import IGNORED_LABEL
+from shardwright.config.data import IGNORED_LABEL
 
 FLOORS = {"float32": 2e-5, "float64": 1e-9}
 """Smallest allowed relative error of a gradient, by the precision in which it is recorded."""

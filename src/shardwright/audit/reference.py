@@ -29,10 +29,10 @@ from shardwright.audit.batch_reading import (
 )
 from shardwright.audit.record import AuditInputError, RecordedBatch, StepRecord
 from shardwright.audit.recorder import ShardBox, project
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError
 from shardwright.model import Decoder
-from shardwright.model.document_rows import IGNORED_LABEL
 from shardwright.model.hf_decoder import Float64Mode
 from shardwright.model.hf_module import instantiate, load_configuration, load_hf_folder
 

@@ -1,7 +1,7 @@
 """The run folder: its files, and the conditions under which a run may use it.
 
 <run>/recipe.yaml   resolved recipe             <run>/events.jsonl   one event per line
-      plan.json     layout and batch                  log.txt        the same as text
+      plan.json     layout, stages, batch, precision  log.txt        the same as text
       config.json   model, Hugging Face format        checkpoints/   step-00000100, latest, best
       tokenizer/    tokenizer                         samples/       texts of evaluations
       hangs/        reports of hangs: missing ranks, stacks of all ranks

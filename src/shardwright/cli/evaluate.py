@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, enable_log
+from shardwright.cli.options import (
+    CheckpointChoice,
+    DeviceChoice,
+    DtypeChoice,
+    JsonOutput,
+    ModelPath,
+    enable_log,
+)
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,12 +63,8 @@ def evaluate_command(
         ),
     ] = None,
     checkpoint: CheckpointChoice = "latest",
-    device: Annotated[
-        str, typer.Option("--device", help="cpu or cuda; auto uses CUDA if available.")
-    ] = "auto",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="fp32, bf16, fp16; auto is fp32 on a CPU, bf16 on CUDA.")
-    ] = "auto",
+    device: DeviceChoice = "auto",
+    dtype: DtypeChoice = "auto",
     json_output: JsonOutput = False,
 ) -> None:
     """Answer each question by greedy decoding, extract the answer from the text, and count

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, enable_log
+from shardwright.cli.options import (
+    CheckpointChoice,
+    DeviceChoice,
+    DtypeChoice,
+    JsonOutput,
+    ModelPath,
+    enable_log,
+)
 
 if TYPE_CHECKING:
     from shardwright.inference.generation import Completion
@@ -52,12 +59,8 @@ def generate_command(
         ),
     ] = False,
     checkpoint: CheckpointChoice = "latest",
-    device: Annotated[
-        str, typer.Option("--device", help="cpu or cuda; auto uses CUDA if available.")
-    ] = "auto",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="fp32, bf16, fp16; auto is fp32 on a CPU, bf16 on CUDA.")
-    ] = "auto",
+    device: DeviceChoice = "auto",
+    dtype: DtypeChoice = "auto",
     json_output: JsonOutput = False,
 ) -> None:
     """Continue a prompt with the model of a run or of a Hugging Face folder; print text as it

@@ -39,6 +39,12 @@ ModelPath = Annotated[
 CheckpointChoice = Annotated[
     str, typer.Option("--checkpoint", help="Checkpoint of a run: latest, best, or a step number.")
 ]
+DeviceChoice = Annotated[
+    str, typer.Option("--device", help="cpu or cuda; auto uses CUDA if available.")
+]
+DtypeChoice = Annotated[
+    str, typer.Option("--dtype", help="fp32, bf16, fp16; auto is fp32 on a CPU, bf16 on CUDA.")
+]
 
 
 def enable_log() -> None:

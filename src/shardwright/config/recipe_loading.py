@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from shardwright.config.layout import LayoutSection
 from shardwright.config.recipe import Recipe
 from shardwright.config.yaml_document import dump_yaml, find_line, parse_yaml
-from shardwright.errors import LayoutError, RecipeError, find_closest_name
+from shardwright.errors import LayoutError, RecipeError, find_closest_name, suggest_name
 from shardwright.files import read_text
 
 MAX_RECIPE_BYTES = 1024**2
@@ -152,13 +152,12 @@ def parse_layout(text: str) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         key = key.strip()
         if key not in LayoutSection.model_fields:
-            guess = find_closest_name(key, LayoutSection.model_fields)
             raise LayoutError(
                 "unknown layout key",
                 field="--layout",
                 got=item,
                 allowed=", ".join(LayoutSection.model_fields),
-                remedy=f"Did you mean `{guess}`?" if guess else None,
+                remedy=suggest_name(key, LayoutSection.model_fields),
             )
         if key in layout:
             raise LayoutError("duplicate key", field=f"--layout {key}", got=text)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shardwright.convert import accelerate, deepspeed, megatron, torchtitan
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig
-from shardwright.errors import InputError, find_closest_name
+from shardwright.errors import InputError, suggest_name
 
 CONFIG_WRITERS: dict[str, Callable[[EmitRequest], EmittedConfig]] = {
     "deepspeed": deepspeed.write,
@@ -37,12 +37,10 @@ def emit(system: str, request: EmitRequest) -> EmittedConfig:
 def check_system(system: str) -> None:
     """Raise InputError if the system is unknown."""
     if system not in CONFIG_WRITERS:
-        guess = find_closest_name(system, CONFIG_WRITERS)
-        remedy = f"Did you mean `{guess}`?" if guess else None
         raise InputError(
             "unknown system",
             field="--emit",
             got=system,
             allowed=", ".join(CONFIG_WRITERS),
-            remedy=remedy,
+            remedy=suggest_name(system, CONFIG_WRITERS),
         )

@@ -83,6 +83,5 @@ class MixedDataset:
         return part, order.get_index(position), order.get_epoch(position)
 
     def get_sample(self, index: int, epoch: int = 0) -> Sample:
-        """Return sample `index` of an epoch."""
         part, inner, epoch_of_part = self.locate_sample(index, epoch)
         return self.parts[part].get_sample(inner, epoch_of_part)

@@ -14,14 +14,14 @@ from shardwright.data.preparation import is_prepared
 from shardwright.errors import InputError, ShardwrightError
 from shardwright.launch.auto_layout import detect_cluster
 from shardwright.planner.auto_layout import build_cluster, choose_layout
-from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import predict
 from shardwright.planner.problem import build_template
+from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.plans import Plan, resolve_plan
 from shardwright.telemetry.event_log import StepEvent, read_events
-from shardwright.training.run_checks import ValidatedRun, validate_run
+from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 
 _NUM_RECENT_STEPS = 50
 

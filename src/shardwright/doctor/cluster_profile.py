@@ -44,10 +44,10 @@ from shardwright.hardware import (
 from shardwright.hardware.catalog_loading import find_accelerator
 from shardwright.hardware.measured_profile import CollectiveKind
 from shardwright.layout import Layout
-from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.predictor import predict
 from shardwright.planner.problem import build_recipe_candidate, build_template, read_planning_shape
+from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.scaling import resize_cluster
 from shardwright.units import MIB_BYTES
 from shardwright.version import __version__

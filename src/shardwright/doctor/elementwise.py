@@ -19,7 +19,7 @@ from shardwright.model.norms import RMSNorm
 
 _NUM_FORWARD_TENSORS = 3 + 2 + 5
 _NUM_BACKWARD_TENSORS = 2 + 4 + 11
-"""Tensors read and written by a residual sum, a norm and a gate, as in `planner.compute`."""
+"""Tensors read and written by a residual sum, a norm and a gate, as in `planner.time.compute`."""
 TRIAL_ELEMENTS = 2**18
 """Elements of the tensor that is measured first."""
 _NUM_ROUNDS = 100

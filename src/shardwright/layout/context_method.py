@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Literal
+from typing import Literal, Protocol
 
 from shardwright.errors import LayoutError
 from shardwright.layout.degrees import Layout
@@ -20,6 +20,22 @@ ContextMethod = Literal["ring", "all_gather", "ulysses"]
 MAX_ULYSSES_RANKS = 8
 """Largest tp x cp (adjacent ranks) for which `auto` chooses the all-to-all: the size of most
 nodes."""
+
+
+class AttentionSizes(Protocol):
+    """Sizes of a model's attention on which the method depends; a `ModelShape` has them."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads of a layer."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Attention window of each layer, in tokens; None for a layer without one."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +63,15 @@ def count_chunks(method: ContextMethod, degree: int) -> int:
 
 
 def choose_context_method(
-    layout: Layout,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    windows: tuple[int | None, ...],
-    sequence_length: int,
+    layout: Layout, sizes: AttentionSizes, sequence_length: int
 ) -> ContextChoice:
-    """Resolve `cp_method` for a model, from its layout and shape alone.
-
-    Args:
-        windows: attention window of each layer, in tokens; None for a layer without one.
-        sequence_length: tokens of a row.
-    """
+    """Resolve `cp_method` for a model and rows of `sequence_length` tokens."""
     if layout.cp_method != "auto":
         return ContextChoice(layout.cp_method, "set by layout.cp_method")
     cp = layout.cp
     ranks = layout.tp * layout.cp
-    problem = _find_head_problem(layout, num_heads, num_kv_heads)
-    if problem is None and num_kv_heads >= ranks <= MAX_ULYSSES_RANKS:
+    problem = _find_head_problem(layout, sizes)
+    if problem is None and sizes.num_kv_heads >= ranks <= MAX_ULYSSES_RANKS:
         return ContextChoice(
             "ulysses", f"heads divide by {cp}, and the {ranks} ranks of tp x cp fit in one node"
         )
@@ -75,8 +81,8 @@ def choose_context_method(
         else f"heads do not divide by {cp}"
     )
     chunk = sequence_length // (2 * cp)
-    num_narrow = sum(window is not None and window <= chunk for window in windows)
-    if 2 * num_narrow > len(windows):
+    num_narrow = sum(window is not None and window <= chunk for window in sizes.windows)
+    if 2 * num_narrow > len(sizes.windows):
         reason = (
             f"most layers have windows of at most a chunk ({chunk} tokens), too little work to "
             "overlap a ring's transfers with"
@@ -86,12 +92,7 @@ def choose_context_method(
 
 
 def check_context_parallel(
-    layout: Layout,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    windows: tuple[int | None, ...],
-    sequence_length: int,
+    layout: Layout, sizes: AttentionSizes, sequence_length: int
 ) -> ContextChoice:
     """Return the context method, after checking that it can split this model's heads and rows.
 
@@ -99,23 +100,15 @@ def check_context_parallel(
         LayoutError: the degree does not divide heads or tokens; names the nearest value that
             does.
     """
-    choice = choose_context_method(
-        layout,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        windows=windows,
-        sequence_length=sequence_length,
-    )
+    choice = choose_context_method(layout, sizes, sequence_length)
     if layout.cp == 1:
         return choice
     if choice.method == "ulysses":
-        problem = _find_head_problem(layout, num_heads, num_kv_heads)
+        problem = _find_head_problem(layout, sizes)
         if problem is not None:
-            smaller = range(min(layout.cp - 1, num_heads // layout.tp), 0, -1)
+            smaller = range(min(layout.cp - 1, sizes.num_heads // layout.tp), 0, -1)
             nearest = next(
-                cp
-                for cp in smaller
-                if _find_head_problem(replace(layout, cp=cp), num_heads, num_kv_heads) is None
+                cp for cp in smaller if _find_head_problem(replace(layout, cp=cp), sizes) is None
             )
             raise LayoutError(
                 problem,
@@ -153,10 +146,10 @@ def check_row_length(method: ContextMethod, layout: Layout, num_tokens: int) -> 
     )
 
 
-def _find_head_problem(layout: Layout, num_heads: int, num_kv_heads: int) -> str | None:
+def _find_head_problem(layout: Layout, sizes: AttentionSizes) -> str | None:
     """Return why the all-to-all cannot split the heads of a tensor-parallel rank, or None."""
-    num_local_heads = num_heads // layout.tp
-    num_local_kv_heads = max(1, num_kv_heads // layout.tp)
+    num_local_heads = sizes.num_heads // layout.tp
+    num_local_kv_heads = max(1, sizes.num_kv_heads // layout.tp)
     per_rank = "" if layout.tp == 1 else f" (on each of {layout.tp} tensor-parallel ranks)"
     if num_local_heads % layout.cp:
         return (

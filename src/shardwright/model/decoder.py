@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ModelShape
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import AttentionSetting
 from shardwright.layout import PipelineStage
 from shardwright.model.attention import describe_attention
 from shardwright.model.block import Block, RecomputeRunner, build_norm
-from shardwright.model.document_rows import IGNORED_LABEL
 from shardwright.model.dropout import DropoutKey, DropoutSite
 from shardwright.model.embedding import Embedding
 from shardwright.model.forward_context import build_default_positions, build_forward_context

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.model.tensor_parallel_hooks import VocabularyHooks
 
 LossFunction = Callable[..., Tensor]
@@ -54,14 +55,14 @@ def compute_full_logits_loss(
         logits_NV = vocabulary.gather_logits(logits_NV)
     accumulate = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     logits_NV = logits_NV.to(accumulate)
-    if weights_N is None:
-        return F.cross_entropy(
-            logits_NV, labels_N, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing
-        )
-    losses_N = F.cross_entropy(
-        logits_NV, labels_N, ignore_index=-100, reduction="none", label_smoothing=label_smoothing
+    losses = F.cross_entropy(
+        logits_NV,
+        labels_N,
+        ignore_index=IGNORED_LABEL,
+        reduction="sum" if weights_N is None else "none",
+        label_smoothing=label_smoothing,
     )
-    return losses_N @ weights_N.to(accumulate)
+    return losses if weights_N is None else losses @ weights_N.to(accumulate)
 
 
 def compute_logits(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.numerics.loss import chunked_cross_entropy, compute_token_losses
 
 
@@ -98,7 +99,7 @@ def compute_preference_loss(
         hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens=chunk_tokens, **head
     )
     supervised = torch.zeros(num_pairs, dtype=torch.float64, device=labels_N.device)
-    supervised.index_add_(0, sides_N // 2, (labels_N != -100).double())
+    supervised.index_add_(0, sides_N // 2, (labels_N != IGNORED_LABEL).double())
     valid_B = sum_over_row(supervised) > 0
     rewards_B2 = settings.beta * (
         compute_response_log_probs(losses_N, sides_N, num_pairs, sum_over_row) - reference_B2

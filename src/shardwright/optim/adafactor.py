@@ -68,14 +68,6 @@ class Adafactor(ShardedOptimizer):
     def __init__(self, groups: list[dict[str, Any]], model: ShardedModel, *, lr: float) -> None:
         super().__init__(groups, {"lr": lr}, model)
 
-    def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if state:
-            return
-        state["step"] = self.create_step_count(parameter, group)
-        for key, spec in self.list_state(parameter, group).items():
-            state[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=parameter.device)
-
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""
         shape = self.model.layouts[self.parameter_names[parameter]].shape

@@ -134,14 +134,6 @@ class AdamW8bit(ShardedOptimizer):
         self.block_size = block_size
         self._codec = _Codec(block_size)
 
-    def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if state:
-            return
-        state["step"] = self.create_step_count(parameter, group)
-        for key, spec in self.list_state(parameter, group).items():
-            state[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=parameter.device)
-
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""
         shape = tuple(get_local_tensor(parameter.detach()).shape)

@@ -199,6 +199,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Create the initial state of a parameter; existing state is kept."""
+        state = self.state[parameter]
+        if state:
+            return
+        state["step"] = self.create_step_count(parameter, group)
+        for key, spec in self.list_state(parameter, group).items():
+            state[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=parameter.device)
+
+    def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
+        """List the tensors of a parameter's state by name, without its step count."""
         raise NotImplementedError
 
     def moments(self, parameter: Tensor) -> dict[str, Moment]:

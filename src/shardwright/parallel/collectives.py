@@ -66,11 +66,6 @@ def all_gather_copies(x: Tensor, dim: int, group: OptionalGroup) -> Tensor:
     return _apply_collective(x, group, dim, _run_all_gather, _slice_local)
 
 
-def slice_copies(x: Tensor, dim: int, group: OptionalGroup) -> Tensor:
-    """Return this rank's slice along `dim` of a replicated tensor; gradients are all-gathered."""
-    return _apply_collective(x, group, dim, _slice_local, _run_all_gather)
-
-
 def _apply_collective(
     x: Tensor, group: OptionalGroup, dim: int, forward: _Collective, backward: _Collective
 ) -> Tensor:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -141,12 +140,7 @@ class _TimedWait:
     def __enter__(self) -> None:
         self._timer.begin_wait()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timer.end_wait(self._group_or_parallelism)
 
 

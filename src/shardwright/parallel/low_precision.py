@@ -26,7 +26,7 @@ def install_low_precision(
     section = plan.precision.low_precision
     if section is None:
         return
-    shape = plan.placement.shape
+    shape = plan.shape
     names = select_scaled_weights(shape, section)
     totals = RoundingTotals(list(names))
     decoder.rounding_totals = totals

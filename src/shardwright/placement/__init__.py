@@ -6,14 +6,13 @@ from shardwright.placement.low_precision import (
     has_micro_batch_scales,
     select_scaled_weights,
 )
-from shardwright.placement.model_placement import Placement, place_model
+from shardwright.placement.model_placement import Placement, partition_stages, place_model
 from shardwright.placement.parameter_layouts import (
     EXPERT_PARALLEL_STYLES,
     TENSOR_PARALLEL_STYLES,
     TensorParallelStyle,
     build_parameter_layouts,
 )
-from shardwright.placement.stages import partition_stages
 
 __all__ = [
     "EXPERT_PARALLEL_STYLES",

@@ -13,7 +13,6 @@ from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.hardware.measured_profile import load_profile
 from shardwright.placement import place_model
-from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate, OffloadKind
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
@@ -24,6 +23,7 @@ from shardwright.planner.problem import (
     choose_precision_on,
     read_planning_shape,
 )
+from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.space import PlanningProblem

@@ -15,9 +15,9 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.layout.pipeline_stages import PipelineStage
 from shardwright.placement import partition_stages
-from shardwright.planner.backward_peak import BlockTensorBytes, compute_peak_gradient_bytes
-from shardwright.planner.communication import NetworkModel, StridedGroup
+from shardwright.planner.memory.backward_peak import BlockTensorBytes, compute_peak_gradient_bytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
+from shardwright.planner.time.communication import NetworkModel, StridedGroup
 
 OptimizerKind = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd", "sgd_momentum"]
 

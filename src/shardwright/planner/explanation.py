@@ -9,11 +9,11 @@ from typing import Any
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
-from shardwright.planner.divisibility import list_divisors
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rejections import explain_conflict
 from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.divisibility import list_divisors
 from shardwright.planner.search.result import SearchResult
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.uncertainty import format_probability

@@ -111,7 +111,7 @@ class ModelFacts:
         )
         self._element_counts: dict[tuple[int, ...], ParameterElementsByPart] = {}
         self.pipeline_cache: dict[tuple[object, ...], object] = {}
-        """Cache of `planner.pipeline`."""
+        """Cache of `planner.time.pipeline`."""
         self.activation_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.memory.activations`."""
 

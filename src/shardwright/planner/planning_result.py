@@ -6,10 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.config.recipe import Recipe
 from shardwright.hardware import Cluster
-from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import LowRankAdapter, Precision
-from shardwright.planner.divisibility import list_divisors
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.explanation import explain
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import Prediction
@@ -22,6 +19,8 @@ from shardwright.planner.problem import (
     explain_missing_candidate,
     read_planning_shape,
 )
+from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.rejections import (
     Rejection,
     explain_conflict,
@@ -30,6 +29,7 @@ from shardwright.planner.rejections import (
 )
 from shardwright.planner.scaling import ScalePoint, find_min_gpus, scale_devices
 from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.divisibility import list_divisors
 from shardwright.planner.search.result import select_indistinguishable
 from shardwright.planner.search.space import PlanningProblem, SearchSpace
 from shardwright.planner.uncertainty import Uncertainty

@@ -8,16 +8,16 @@ from functools import cached_property
 from shardwright.architecture import ModelShape
 from shardwright.hardware import Cluster
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.communication import NetworkModel
-from shardwright.planner.device_rates import DeviceRates
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
-from shardwright.planner.pipeline import PipelineStages, get_pipeline
-from shardwright.planner.pipeline_simulation import bound_simulation, is_simulated
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.step_costs import LayerCosts, StepCosts
-from shardwright.planner.step_time import compute_stage_seconds, count_turns, predict_time
+from shardwright.planner.rates.device_rates import DeviceRates
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.communication import NetworkModel
+from shardwright.planner.time.pipeline import PipelineStages, get_pipeline
+from shardwright.planner.time.pipeline_simulation import bound_simulation, is_simulated
+from shardwright.planner.time.step_costs import LayerCosts, StepCosts
+from shardwright.planner.time.step_time import compute_stage_seconds, count_turns, predict_time
 from shardwright.planner.uncertainty import load_error_spreads
 
 
@@ -30,8 +30,9 @@ def predict(
 ) -> Prediction:
     """Predict memory and time of one optimizer step of `candidate` on `cluster`.
 
-    The candidate's layout must divide the model and the batch (see `planner.divisibility`). Its
-    world size may be smaller than the cluster; it then uses the first ranks.
+    The candidate's layout must divide the model and the batch (see
+    `planner.search.divisibility`). Its world size may be smaller than the cluster; it then uses the
+    first ranks.
 
     Args:
         trainer: framework whose measured rows determine the intervals.

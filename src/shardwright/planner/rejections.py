@@ -9,9 +9,9 @@ from typing import Any
 
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.divisibility import explain_layout_conflict, list_divisors
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
+from shardwright.planner.search.divisibility import explain_layout_conflict, list_divisors
 from shardwright.planner.search.space import PlanningProblem, list_batches
 from shardwright.units import format_bytes
 

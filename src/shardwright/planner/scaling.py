@@ -8,10 +8,10 @@ from itertools import pairwise
 
 from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
+from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.space import PlanningProblem
 

@@ -87,59 +87,28 @@ def parse_operator(name: str, args: Sequence[Any]) -> Collective | None:
 _IGNORED_OPERATORS = {"wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_"}
 
 
-def _parse_all_reduce(args: Sequence[Any]) -> Collective:
-    ranks = _find_group_ranks(args)
-    return _build_collective(
-        "all_reduce", ranks, _list_tensors(args[0]), 2.0 * _compute_ring_share(ranks)
-    )
+def _build_ring_parser(
+    kind: CollectiveOperation,
+    list_tensors: Callable[[Sequence[Any], int], Sequence[Tensor]],
+    num_passes: float = 1.0,
+) -> Callable[[Sequence[Any]], Collective]:
+    """Build the parser of a collective in which each rank sends all parts of a buffer but its own.
+
+    Args:
+        list_tensors: returns the tensors of the buffer from the arguments and the group's size.
+        num_passes: passes of the buffer over the ring.
+    """
+
+    def parse(args: Sequence[Any]) -> Collective:
+        ranks = _find_group_ranks(args)
+        sent_share = num_passes * ((len(ranks) - 1) / len(ranks))
+        return _build_collective(kind, ranks, list_tensors(args, len(ranks)), sent_share)
+
+    return parse
 
 
-def _parse_all_gather_base(args: Sequence[Any]) -> Collective:
-    ranks = _find_group_ranks(args)
-    return _build_collective(
-        "all_gather", ranks, _list_tensors(args[0]), _compute_ring_share(ranks)
-    )
-
-
-def _parse_all_gather_list(args: Sequence[Any]) -> Collective:
-    ranks = _find_group_ranks(args)
-    return _build_collective(
-        "all_gather",
-        ranks,
-        [part for parts in args[0] for part in _list_tensors(parts)],
-        _compute_ring_share(ranks),
-    )
-
-
-def _parse_all_gather_functional(args: Sequence[Any]) -> Collective:
-    ranks = _find_group_ranks(args)
-    return _build_collective(
-        "all_gather", ranks, _list_tensors(args[0]) * len(ranks), _compute_ring_share(ranks)
-    )
-
-
-def _parse_reduce_scatter_base(args: Sequence[Any]) -> Collective:
-    ranks = _find_group_ranks(args)
-    return _build_collective(
-        "reduce_scatter", ranks, _list_tensors(args[1]), _compute_ring_share(ranks)
-    )
-
-
-def _parse_reduce_scatter_functional(args: Sequence[Any]) -> Collective:
-    ranks = _find_group_ranks(args)
-    return _build_collective(
-        "reduce_scatter", ranks, _list_tensors(args[0]), _compute_ring_share(ranks)
-    )
-
-
-def _parse_reduce_scatter_list(args: Sequence[Any]) -> Collective:
-    ranks = _find_group_ranks(args)
-    return _build_collective(
-        "reduce_scatter",
-        ranks,
-        [part for parts in args[1] for part in _list_tensors(parts)],
-        _compute_ring_share(ranks),
-    )
+def _flatten_tensors(lists: Sequence[Any]) -> list[Tensor]:
+    return [part for parts in lists for part in _list_tensors(parts)]
 
 
 def _build_all_to_all(tensor: Tensor, splits: Sequence[int], ranks: tuple[int, ...]) -> Collective:
@@ -164,11 +133,6 @@ def _compute_local_bytes(tensor: Tensor, splits: Sequence[int], ranks: tuple[int
     return int(splits[ranks.index(dist.get_rank())]) * row_bytes
 
 
-def _parse_broadcast(args: Sequence[Any]) -> Collective:
-    ranks = _find_group_ranks(args)
-    return _build_collective("broadcast", ranks, _list_tensors(args[0]), _compute_ring_share(ranks))
-
-
 def _parse_send(args: Sequence[Any]) -> Collective:
     ranks = _find_group_ranks(args)
     return _build_collective("send", ranks, _list_tensors(args[0]), 1.0, ranks[args[2]])
@@ -183,20 +147,36 @@ def _parse_barrier(args: Sequence[Any]) -> Collective:
     return Collective("barrier", _find_group_ranks(args), 0, "", 0.0)
 
 
+_parse_all_reduce = _build_ring_parser(
+    "all_reduce", lambda args, _size: _list_tensors(args[0]), 2.0
+)
+_parse_all_gather = _build_ring_parser("all_gather", lambda args, _size: _list_tensors(args[0]))
+_parse_all_gather_functional = _build_ring_parser(
+    "all_gather", lambda args, size: _list_tensors(args[0]) * size
+)
+_parse_reduce_scatter = _build_ring_parser(
+    "reduce_scatter", lambda args, _size: _list_tensors(args[1])
+)
+_parse_broadcast = _build_ring_parser("broadcast", lambda args, _size: _list_tensors(args[0]))
+
 _PARSERS: dict[str, Callable[[Sequence[Any]], Collective]] = {
     "allreduce_": _parse_all_reduce,
     "allreduce_coalesced_": _parse_all_reduce,
     "all_reduce": _parse_all_reduce,
     "all_reduce_": _parse_all_reduce,
     "all_reduce_coalesced": _parse_all_reduce,
-    "_allgather_base_": _parse_all_gather_base,
-    "allgather_into_tensor_coalesced_": _parse_all_gather_base,
-    "allgather_": _parse_all_gather_list,
+    "_allgather_base_": _parse_all_gather,
+    "allgather_into_tensor_coalesced_": _parse_all_gather,
+    "allgather_": _build_ring_parser("all_gather", lambda args, _size: _flatten_tensors(args[0])),
     "all_gather_into_tensor": _parse_all_gather_functional,
-    "_reduce_scatter_base_": _parse_reduce_scatter_base,
-    "reduce_scatter_tensor_coalesced_": _parse_reduce_scatter_base,
-    "reduce_scatter_": _parse_reduce_scatter_list,
-    "reduce_scatter_tensor": _parse_reduce_scatter_functional,
+    "_reduce_scatter_base_": _parse_reduce_scatter,
+    "reduce_scatter_tensor_coalesced_": _parse_reduce_scatter,
+    "reduce_scatter_": _build_ring_parser(
+        "reduce_scatter", lambda args, _size: _flatten_tensors(args[1])
+    ),
+    "reduce_scatter_tensor": _build_ring_parser(
+        "reduce_scatter", lambda args, _size: _list_tensors(args[0])
+    ),
     "alltoall_base_": _parse_all_to_all_base,
     "all_to_all_single": _parse_all_to_all_functional,
     "broadcast_": _parse_broadcast,
@@ -223,11 +203,6 @@ def _build_collective(
         num_bytes * sent_share,
         peer,
     )
-
-
-def _compute_ring_share(ranks: tuple[int, ...]) -> float:
-    """Compute the share of a buffer that each rank sends in a ring: all parts but its own."""
-    return (len(ranks) - 1) / len(ranks)
 
 
 def _list_tensors(value: Any) -> list[Tensor]:

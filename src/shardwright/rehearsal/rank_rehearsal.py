@@ -1,4 +1,7 @@
-"""One rank's real training step on a fake process group and fake tensors."""
+"""One rank's real training step on a fake process group and fake tensors.
+
+Legend: B sequences, T tokens, H query heads, K key-value heads, E head_dim, V value width.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention.flex_attention import AuxOutput
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
 from shardwright.config.model import AttentionSetting
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Bounds, RankGrid
+from shardwright.model import fused_attention
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
@@ -30,7 +34,6 @@ from shardwright.optim.state import create_state
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plans import Plan
 from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
-from shardwright.rehearsal.fake_flex import replace_flex_attention
 from shardwright.rehearsal.fake_offload import (
     build_fake_activation_offload,
     build_fake_offloaded_optimizer,
@@ -77,11 +80,7 @@ class RankRehearsal:
 
 
 def rehearse_rank(
-    recipe: Recipe,
-    shape: ModelShape,
-    plan: Plan,
-    rank: int,
-    device_type: RehearsalDevice = "cpu",
+    recipe: Recipe, plan: Plan, rank: int, device_type: RehearsalDevice = "cpu"
 ) -> RankRehearsal:
     """Build this rank's part of the model, allocate optimizer states and run one training step.
 
@@ -94,14 +93,12 @@ def rehearse_rank(
         device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
         live = LiveMemoryTracker(None if device_type == "cpu" else device_type)
         recorder = CollectiveRecorder()
-        model = _build_model(recipe, shape, plan, device, _FakeStorage(fake, live))
+        model = _build_model(recipe, plan, device, _FakeStorage(fake, live))
         reference = None
         if recipe.preference is not None and has_frozen_reference(recipe):
-            reference = _build_model(
-                recipe, shape, plan, device, _FakeStorage(fake, live), is_frozen=True
-            )
+            reference = _build_model(recipe, plan, device, _FakeStorage(fake, live), is_frozen=True)
         objective = _build_objective(recipe, model, reference)
-        with fake, live.track_resizes(), _StepTracker(live) as watch, replace_flex_attention():
+        with fake, live.track_resizes(), _StepTracker(live) as watch, _replace_flex_attention():
             weights_bytes = live.register_tensors(
                 (parameter for _, parameter in model.named_parameters()), "weights"
             )
@@ -216,7 +213,6 @@ def _build_objective(
 
 def _build_model(
     recipe: Recipe,
-    shape: ModelShape,
     plan: Plan,
     device: torch.device,
     storage: AbstractContextManager[None] | None,
@@ -227,7 +223,7 @@ def _build_model(
     precision = resolve_dtypes(plan.precision)
     with torch.device("meta"):
         decoder = Decoder(
-            shape,
+            plan.shape,
             attention=choose_rehearsed_attention(recipe, device.type),
             loss_function=partial(
                 chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
@@ -318,3 +314,35 @@ def _run_operator(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.aten._local_scalar_dense.default:
         return 1.0 if args[0].dtype.is_floating_point else 0
     return func(*args, **kwargs)
+
+
+@contextmanager
+def _replace_flex_attention() -> Iterator[None]:
+    """Replace FlexAttention, which would be compiled, by a function that allocates its tensors."""
+    fused_attention.flex_replacement = _allocate_attention
+    try:
+        yield
+    finally:
+        fused_attention.flex_replacement = None
+
+
+def _allocate_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTV: Tensor, **_options: Any) -> Any:
+    out_BHTV, lse_BHT = _FakeFlexAttention.apply(q_BHTE, k_BKTE, v_BKTV)
+    return out_BHTV, AuxOutput(lse=lse_BHT)
+
+
+class _FakeFlexAttention(torch.autograd.Function):
+    """Save and allocate what the CUDA kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTV: Tensor) -> tuple[Tensor, Tensor]:
+        out_BHTV = q_BHTE.new_empty((*q_BHTE.shape[:3], v_BKTV.shape[3]))
+        lse_BHT = q_BHTE.new_empty(q_BHTE.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q_BHTE, k_BKTE, v_BKTV, out_BHTV, lse_BHT)
+        return out_BHTV, lse_BHT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        q_BHTE, k_BKTE, v_BKTV, _, lse_BHT = ctx.saved_tensors
+        _delta_BHT = torch.empty_like(lse_BHT)
+        return tuple(torch.empty_like(part) for part in (q_BHTE, k_BKTE, v_BKTV))

@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 import torch
 
-from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
 from shardwright.config.run import DeviceKind
 from shardwright.errors import InputError
@@ -191,7 +190,6 @@ class Rehearsal:
 
 def rehearse(
     recipe: Recipe,
-    shape: ModelShape,
     plan: Plan,
     *,
     device: RehearsalDevice = "cpu",
@@ -214,14 +212,14 @@ def rehearse(
     roles = list_roles(plan.layout, should_run_each_rank=should_run_each_rank)
     reports: list[RankRehearsal] = []
     if len(roles) == 1 and device == "cpu":
-        reports.append(rehearse_rank(recipe, shape, plan, roles[0].rank))
+        reports.append(rehearse_rank(recipe, plan, roles[0].rank))
         on_report(reports[0])
     else:  # a process that has used CUDA keeps its context's memory until it ends
         workers = min(len(roles), os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
             for report in pool.map(
                 rehearse_rank,
-                *zip(*((recipe, shape, plan, role.rank, device) for role in roles), strict=True),
+                *zip(*((recipe, plan, role.rank, device) for role in roles), strict=True),
             ):
                 reports.append(report)
                 on_report(report)
@@ -233,7 +231,7 @@ def rehearse(
         tuple(roles),
         tuple(reports),
         disagreement,
-        tuple(_list_assumptions(recipe, shape, plan, device)),
+        tuple(_list_assumptions(recipe, plan, device)),
         device,
     )
 
@@ -265,11 +263,9 @@ def choose_device(requested: DeviceKind, recipe: Recipe) -> RehearsalDevice:
     return requested
 
 
-def _list_assumptions(
-    recipe: Recipe, shape: ModelShape, plan: Plan, device: RehearsalDevice
-) -> Iterator[str]:
+def _list_assumptions(recipe: Recipe, plan: Plan, device: RehearsalDevice) -> Iterator[str]:
     """List the assumptions made because fake tensors have no values and no store."""
-    if shape.experts is not None:
+    if plan.shape.experts is not None:
         over = f" over {plan.layout.ep} ranks" if plan.layout.ep > 1 else ""
         yield (
             f"tokens are distributed evenly over experts{over}; with uneven loads the fullest "
@@ -280,7 +276,7 @@ def _list_assumptions(
             "every row holds two documents of half its length; memory does not depend on the "
             "documents' lengths"
         )
-        if device == "cpu" and shape.num_kv_heads < shape.num_heads:
+        if device == "cpu" and plan.shape.num_kv_heads < plan.shape.num_heads:
             yield (
                 "the mask of such rows makes the CUDA kernel repeat keys and values for every "
                 "query head; these copies are not counted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -28,19 +29,16 @@ from shardwright.report.step_charts import (
 def build_charts(runs: Sequence[Run]) -> list[Chart]:
     """Build all charts that have data, in reading order."""
     axis = StepAxis.choose(runs)
+    build_curves = partial(build_value_chart, runs, axis)
     charts = [
         build_loss_chart(runs, axis),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "gradient-norm",
             "Gradient norm",
             "global norm before clipping",
             lambda s: s.gradient_norm,
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "learning-rate",
             "Learning rate",
             "learning rate",
@@ -48,18 +46,14 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             is_smoothed=False,
             should_start_at_zero=True,
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "throughput",
             "Throughput",
             "tokens per second, all ranks",
             lambda s: s.tokens_per_second,
             should_start_at_zero=True,
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "mfu",
             "MFU",
             "% of the measured matmul ceiling",
@@ -71,53 +65,41 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             build_wait_chart(run, axis, f"waits-{index}", is_single_run=len(runs) == 1)
             for index, run in enumerate(runs)
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "expert-load",
             "Busiest expert",
             "tokens / even share",
             lambda s: s.expert_load,
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "fp8-flushed",
             "8-bit operands rounded to zero",
             "% of elements, the kind of layer with most",
             lambda s: None if not s.fp8_flushed else 100.0 * max(s.fp8_flushed.values()),
             should_start_at_zero=True,
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "fp8-saturated",
             "Saturated 8-bit operands",
             "elements, the kind of layer with most",
             lambda s: None if not s.fp8_saturated else max(s.fp8_saturated.values()),
             should_start_at_zero=True,
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "offload-bytes",
             "Transfers of offloaded states",
             "GB per step on rank 0",
             compute_offload_gigabytes,
             should_start_at_zero=True,
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "offload-waiting",
             "Waiting for offloaded states",
             "seconds per step on rank 0",
             lambda s: s.offload_waiting_seconds,
             should_start_at_zero=True,
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "activation-bytes",
             "Transfers of saved tensors",
             "GB per step on rank 0",
@@ -129,9 +111,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             build_time_chart(run, axis, f"time-{index}", is_single_run=len(runs) == 1)
             for index, run in enumerate(runs)
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves(
             "loss-scale",
             "Loss scale",
             "fp16 loss scale",

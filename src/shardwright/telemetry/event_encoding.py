@@ -8,11 +8,28 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from shardwright.errors import InputError, find_closest_name
+from shardwright.errors import InputError, suggest_name
 from shardwright.telemetry.event_types import EVENT_TYPES, SCHEMA_VERSION, Event
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Strings for floats that JSON lacks; they are read back as floats."""
+
+
+def get_event_type(kind: str) -> type[Event]:
+    """Return the class of a kind of events.
+
+    Raises:
+        InputError: the kind does not exist.
+    """
+    if kind not in EVENT_TYPES:
+        raise InputError(
+            "unknown event kind",
+            field="kind",
+            got=kind,
+            allowed=", ".join(EVENT_TYPES),
+            remedy=suggest_name(kind, EVENT_TYPES),
+        )
+    return EVENT_TYPES[kind]
 
 
 def make_event(kind: str, **values: Any) -> Event:
@@ -24,16 +41,7 @@ def make_event(kind: str, **values: Any) -> Event:
     >>> make_event("warning", message="slow disk").message
     'slow disk'
     """
-    event_type = EVENT_TYPES.get(kind)
-    if event_type is None:
-        closest = find_closest_name(kind, EVENT_TYPES)
-        raise InputError(
-            "no such kind of event",
-            field="kind",
-            got=kind,
-            allowed=", ".join(EVENT_TYPES),
-            remedy=f"Did you mean `{closest}`?" if closest else None,
-        )
+    event_type = get_event_type(kind)
     known = {f.name for f in fields(event_type)}
     unknown = sorted(set(values) - known)
     if unknown:

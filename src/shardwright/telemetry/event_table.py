@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shardwright.errors import InputError, find_closest_name
-from shardwright.telemetry.event_types import EVENT_TYPES, Event
+from shardwright.errors import InputError, suggest_name
+from shardwright.telemetry.event_encoding import get_event_type
+from shardwright.telemetry.event_types import Event
 
 _MAX_SHOWN_ROWS = 10
 _MAX_CELL_CHARACTERS = 24
@@ -29,13 +30,12 @@ class EventTable:
 
     def __getitem__(self, name: str) -> tuple[Any, ...]:
         if name not in self.columns:
-            closest = find_closest_name(name, self.columns)
             raise InputError(
                 "no such column",
                 field=f"{self.kind} events",
                 got=name,
                 allowed=", ".join(self.columns),
-                remedy=f"Did you mean `{closest}`?" if closest else None,
+                remedy=suggest_name(name, self.columns),
             )
         return self.columns[name]
 
@@ -73,18 +73,8 @@ def build_event_table(events: Iterable[Event], kind: str) -> EventTable:
     step  time  elapsed_seconds    message
        3     0                0  slow disk
     """
-    event_type = EVENT_TYPES.get(kind)
-    if event_type is None:
-        closest = find_closest_name(kind, EVENT_TYPES)
-        raise InputError(
-            "unknown event kind",
-            field="kind",
-            got=kind,
-            allowed=", ".join(EVENT_TYPES),
-            remedy=f"Did you mean `{closest}`?" if closest else None,
-        )
+    names = [field.name for field in fields(get_event_type(kind))]
     selected = [event for event in events if event.kind == kind]
-    names = [field.name for field in fields(event_type)]
     return EventTable(
         kind, {name: tuple(getattr(event, name) for event in selected) for name in names}
     )

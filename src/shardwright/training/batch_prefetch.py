@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 import torch
 
@@ -61,10 +60,5 @@ class BatchPrefetcher:
             return [batch.pin_memory() for batch in micro_batches]
         return micro_batches
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -35,8 +35,8 @@ from shardwright.optim.state import (
     load_optimizer_values,
 )
 from shardwright.parallel.mesh import get_host_group
+from shardwright.training.checks.run_checks import FIXED_TRAINING_FIELDS, ValidatedRun
 from shardwright.training.rank_context import RankContext
-from shardwright.training.run_checks import FIXED_TRAINING_FIELDS, ValidatedRun
 from shardwright.training.setup import TrainingState
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 
 from shardwright.data.loader import iterate_evaluation_micro_batches
 from shardwright.parallel import ParallelModel
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.preference_objective import PreferenceObjective
 from shardwright.training.rank_context import RankContext
-from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.sample_texts import choose_prompts, generate_texts, save_texts
 from shardwright.training.setup import TrainingState
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective

@@ -11,7 +11,6 @@ collects at chosen steps too.
 from __future__ import annotations
 
 import gc
-from types import TracebackType
 
 EVERY_STEPS = 50
 """Steps between two collections. Tensors of a step are freed without one, as nothing in a step
@@ -40,12 +39,7 @@ class GarbageCollection:
         if step % EVERY_STEPS == 0:
             gc.collect()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         gc.unfreeze()
         if self._was_enabled:
             gc.enable()

@@ -18,20 +18,24 @@ from shardwright.placement import select_scaled_weights
 from shardwright.telemetry.meter import ThroughputMeter
 from shardwright.training.batch_prefetch import BatchPrefetcher
 from shardwright.training.checkpointing import RunCheckpointer
-from shardwright.training.expert_load import ExpertLoadMonitor, ExpertLoads, read_expert_loads
 from shardwright.training.garbage_collection import GarbageCollection
-from shardwright.training.preference_objective import PreferenceMetrics, PreferenceObjective
-from shardwright.training.profiling import StepProfiler
-from shardwright.training.rank_context import RankContext
-from shardwright.training.rank_metrics import MeasuredStep, RankMetrics, RankStepTimes
-from shardwright.training.rank_sync import StepSync
-from shardwright.training.rounding import (
+from shardwright.training.metrics.expert_load import (
+    ExpertLoadMonitor,
+    ExpertLoads,
+    read_expert_loads,
+)
+from shardwright.training.metrics.profiling import StepProfiler
+from shardwright.training.metrics.rank_metrics import MeasuredStep, RankMetrics, RankStepTimes
+from shardwright.training.metrics.rounding import (
     RoundingReport,
     SaturationMonitor,
     read_rounding,
     sum_rounding_table,
 )
-from shardwright.training.run_prediction import PredictionComparison, predict_training_run
+from shardwright.training.metrics.run_prediction import PredictionComparison, predict_training_run
+from shardwright.training.preference_objective import PreferenceMetrics, PreferenceObjective
+from shardwright.training.rank_context import RankContext
+from shardwright.training.rank_sync import StepSync
 from shardwright.training.setup import TrainingState
 from shardwright.training.step import (
     StepUpdate,

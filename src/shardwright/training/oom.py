@@ -13,14 +13,14 @@ import torch
 from shardwright.errors import InputError, OutOfMemory
 from shardwright.launch.rank_outcome import extract_first_line
 from shardwright.planner.auto_layout import build_cluster
-from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_problem
+from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rejections import find_cheapest_change
+from shardwright.training.checks.run_checks import ValidatedRun
+from shardwright.training.metrics.run_prediction import build_run_candidate, predict_training_memory
 from shardwright.training.rank_context import RankContext
-from shardwright.training.run_checks import ValidatedRun
-from shardwright.training.run_prediction import build_run_candidate, predict_training_memory
 from shardwright.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)

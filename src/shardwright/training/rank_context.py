@@ -15,8 +15,8 @@ from shardwright.launch.stop_signals import StopRequest
 from shardwright.layout import RankGrid
 from shardwright.plans import Plan
 from shardwright.telemetry.event_logger import EventLogger
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.rank_sync import RankSync
-from shardwright.training.run_checks import ValidatedRun
 from shardwright.watchdog.monitor import WatchdogClient
 
 

@@ -38,15 +38,14 @@ from shardwright.training.checkpointing import (
     find_resume_point,
     list_changes,
 )
-from shardwright.training.compile_choice import agree_on_compilation
+from shardwright.training.checks.auto_choice import agree_on_compilation, agree_on_precision
+from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.loop import TrainingLoop
+from shardwright.training.metrics.run_log import log_start, log_to_run
+from shardwright.training.metrics.run_prediction import predict_training_run
 from shardwright.training.oom import convert_oom_errors
-from shardwright.training.precision_choice import agree_on_precision
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
-from shardwright.training.run_checks import ValidatedRun, validate_run
-from shardwright.training.run_log import log_start, log_to_run
-from shardwright.training.run_prediction import predict_training_run
 from shardwright.training.setup import build_state, measure_ceiling
 from shardwright.watchdog.flight_recorder import record_collectives
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watchdog

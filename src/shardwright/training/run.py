@@ -35,7 +35,7 @@ from shardwright.telemetry.event_log import (
     select_surviving,
 )
 from shardwright.telemetry.exporters import check_exporters
-from shardwright.training.run_checks import validate_run
+from shardwright.training.checks.run_checks import validate_run
 
 
 def train(

@@ -26,7 +26,7 @@ from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
-from shardwright.numerics.precision import LossScaler, resolve_dtypes
+from shardwright.numerics.precision import LossScaler
 from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.offload import (
     ActivationOffload,
@@ -40,8 +40,8 @@ from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.zero_mask import keep_zeros
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
-from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
 from shardwright.version import __version__
 
@@ -94,7 +94,6 @@ def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelMo
     """Build the recipe's decoder under the plan; each rank reads only its own shards."""
     recipe = validated_run.recipe
     plan = validated_run.plan
-    precision = resolve_dtypes(plan.precision)
     with torch.device("meta"):
         decoder = build_decoder(
             validated_run.shape,
@@ -102,7 +101,7 @@ def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelMo
             loss_function=partial(
                 chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
             ),
-            compute_dtype=precision.compute,
+            compute_dtype=validated_run.dtypes.compute,
             expert_rules=resolve_expert_rules(recipe.moe, validated_run.shape),
         )
     decoder.label_smoothing = recipe.training.label_smoothing
@@ -116,7 +115,7 @@ def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelMo
         plan,
         build_mesh(plan.layout, device.type),
         device,
-        read_slice=build_weight_reader(validated_run, precision.param),
+        read_slice=build_weight_reader(validated_run, validated_run.dtypes.param),
         compile_blocks=plan.is_compiled,
     )
 
@@ -126,7 +125,7 @@ def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> Para
     recipe = validated_run.recipe
     shape = validated_run.shape
     specs = {spec.name: spec for spec in shape.list_parameters()}
-    compute = resolve_dtypes(validated_run.plan.precision).compute
+    compute = validated_run.dtypes.compute
     if recipe.model.is_pretrained:
         assert recipe.model.path is not None
         folder = WeightsFolder(recipe.model.path)
@@ -240,9 +239,8 @@ def install_activation_offload(
 
 def measure_ceiling(validated_run: ValidatedRun, device: torch.device) -> float:
     """Measure the FLOP/s of one device in the run's dtype, and free the GPU memory used."""
-    dtype = resolve_dtypes(validated_run.plan.precision).compute
     flops_per_second = measure_matmul_flops_per_second(
-        device, dtype, list_model_products(validated_run)
+        device, validated_run.dtypes.compute, list_model_products(validated_run)
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ from shardwright.numerics import (
 )
 from shardwright.optim import set_learning_rate
 from shardwright.parallel import ParallelModel
-from shardwright.training.expert_load import update_balance_biases
+from shardwright.training.metrics.expert_load import update_balance_biases
 
 
 class Objective(Protocol):

@@ -14,8 +14,8 @@ from shardwright.parallel.mesh import get_host_group
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.evaluation import evaluate
+from shardwright.training.metrics.rank_metrics import RankMetrics
 from shardwright.training.rank_context import RankContext
-from shardwright.training.rank_metrics import RankMetrics
 from shardwright.training.rollback import RollbackPolicy
 from shardwright.training.setup import TrainingState
 from shardwright.training.step import StepUpdate

@@ -9,7 +9,7 @@ from typing import Literal
 
 from shardwright.architecture import MODEL_FAMILIES, HFShape, ModelShape, read_recipe_shape
 from shardwright.architecture.adapter_targets import add_adapters
-from shardwright.architecture.recipe_shape import read_recipe_config
+from shardwright.architecture.config_reading import read_recipe_config
 from shardwright.config import Recipe
 from shardwright.config.layout import LayoutSection
 from shardwright.config.recipe import RecomputeKind

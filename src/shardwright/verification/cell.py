@@ -23,8 +23,7 @@ from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.parallel_model import get_local_tensor
-from shardwright.placement import compute_token_multiple, has_micro_batch_scales, place_model
-from shardwright.plans import build_plan, compute_row_multiple
+from shardwright.plans import Plan
 from shardwright.training.step import StepLoss, accumulate_gradients, update_parameters
 from shardwright.verification.comparison import (
     TOLERANCES,
@@ -55,33 +54,33 @@ MutationContext = Callable[[], AbstractContextManager[object]]
 
 def verify_cell(
     problem: VerificationProblem,
-    layout: Layout,
+    plan: Plan,
     reference_path: str,
     mutation: MutationContext | None = None,
 ) -> list[ComparisonResult]:
     """Compare one layout in one case with the reference; runs on every rank of the layout."""
     reference = load_file(Path(reference_path))
     with nullcontext() if mutation is None else mutation():
-        model = _build_model(problem, layout)
+        model = _build_model(problem, plan)
         initial = {
             name: get_local_tensor(parameter).detach().clone()
             for name, parameter in model.named_parameters()
         }
-        findings = _verify_sgd(problem, layout, model, reference)
+        findings = _verify_sgd(problem, plan, model, reference)
         if problem.dtype == "float64":
             with torch.no_grad():  # reuse the model: building it takes longer than a step
                 for name, parameter in model.named_parameters():
                     get_local_tensor(parameter).copy_(initial[name])
-            findings += _verify_adamw(problem, layout, model, reference)
+            findings += _verify_adamw(problem, plan, model, reference)
         if should_verify_rule(problem):
-            findings += _verify_rule(problem, layout, reference)
+            findings += _verify_rule(problem, plan, reference)
         if problem.optimizer.name == "adamw_8bit":
-            findings += _verify_quantised_rule(problem, layout)
+            findings += _verify_quantised_rule(problem, plan)
     return findings
 
 
 def _verify_sgd(
-    problem: VerificationProblem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
+    problem: VerificationProblem, plan: Plan, model: ParallelModel, reference: dict[str, Tensor]
 ) -> list[ComparisonResult]:
     """Compare losses, raw gradients, norms, and weights after two steps of unclipped SGD.
 
@@ -99,8 +98,8 @@ def _verify_sgd(
     routers = []
     for step in range(NUM_SGD_STEPS):
         if step == NUM_SGD_STEPS - 1:  # the reference has no such steps: they must leave no trace
-            findings += _verify_exceptional_steps(problem, layout, model)
-        loss = _accumulate_step(problem, layout, model, step)
+            findings += _verify_exceptional_steps(problem, plan, model)
+        loss = _accumulate_step(problem, plan, model, step)
         if step in GRADIENT_STEPS:
             findings.append(compare_gradients(model, reference, step, allowed))
         result = update_parameters(
@@ -125,7 +124,7 @@ def _verify_sgd(
 
 
 def _verify_adamw(
-    problem: VerificationProblem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
+    problem: VerificationProblem, plan: Plan, model: ParallelModel, reference: dict[str, Tensor]
 ) -> list[ComparisonResult]:
     """Compare weights after AdamW steps with clipping, decay, loss scale and varying rates."""
     allowed = TOLERANCES[problem.dtype]
@@ -141,7 +140,7 @@ def _verify_adamw(
     norms = []
     rates = []
     for step, rate in enumerate(LEARNING_RATES):
-        loss = _accumulate_step(problem, layout, model, step, loss_scale=scaler.scale)
+        loss = _accumulate_step(problem, plan, model, step, loss_scale=scaler.scale)
         limit = max_grad_norms[step]
         result = update_parameters(
             model,
@@ -178,18 +177,16 @@ def add_rule_reference(problem: VerificationProblem, reference_path: str) -> Non
     Runs in one process.
     """
     reference = load_file(Path(reference_path))
-    model = _run_rule(problem, Layout(), range(problem.batch.data_ranks))
+    model = _run_rule(problem, problem.build_plan(Layout()), range(problem.batch.data_ranks))
     reference |= {
         f"rule.{name}": model.gather_parameter(name).detach().contiguous() for name in model.layouts
     }
     save_file(reference, Path(reference_path))
 
 
-def _run_rule(
-    problem: VerificationProblem, layout: Layout, data_ranks: Sequence[int]
-) -> ParallelModel:
+def _run_rule(problem: VerificationProblem, plan: Plan, data_ranks: Sequence[int]) -> ParallelModel:
     """Train a model for a few steps with the recipe's rule on these data ranks' batches."""
-    model = _build_model(problem, layout)
+    model = _build_model(problem, plan)
     rate = LEARNING_RATES[0]
     named = model.named_parameters()
     optimizer = build_optimizer(
@@ -211,10 +208,10 @@ def _run_rule(
 
 
 def _verify_rule(
-    problem: VerificationProblem, layout: Layout, reference: dict[str, Tensor]
+    problem: VerificationProblem, plan: Plan, reference: dict[str, Tensor]
 ) -> list[ComparisonResult]:
     """Compare weights after a few steps of the recipe's rule with those of one process."""
-    model = _run_rule(problem, layout, [RankGrid(layout).data_rank(get_rank(layout))])
+    model = _run_rule(problem, plan, [RankGrid(plan.layout).data_rank(get_rank(plan.layout))])
     return [
         compare_weights(
             f"weights after {problem.optimizer.name}",
@@ -226,21 +223,21 @@ def _verify_rule(
     ]
 
 
-def _verify_quantised_rule(problem: VerificationProblem, layout: Layout) -> list[ComparisonResult]:
+def _verify_quantised_rule(problem: VerificationProblem, plan: Plan) -> list[ComparisonResult]:
     """Compare weights after steps of 8-bit AdamW with one process that gets the same gradients.
 
     They must be equal bit by bit. Other comparisons of the cell cover the gradients. Both
     together prove what a tolerance of the weights cannot prove
     (docs/decisions/0052-quantised-moments-proven.md).
     """
-    model = _build_model(problem, layout)
-    single = _build_model(problem, Layout())
+    model = _build_model(problem, plan)
+    single = _build_model(problem, problem.build_plan(Layout()))
     options: dict[str, Any] = {"learning_rate": LEARNING_RATES[0], "weight_decay": WEIGHT_DECAY}
     section = problem.optimizer
     optimizer = build_optimizer(model.named_parameters(), section, model=model, **options)
     single_optimizer = build_optimizer(single.named_parameters(), section, model=single, **options)
     for step, rate in enumerate(LEARNING_RATES):
-        _accumulate_step(problem, layout, model, step)
+        _accumulate_step(problem, plan, model, step)
         for name, parameter in single.named_parameters():
             parameter.grad = model.gather_gradient(name)
         update_parameters(model, optimizer, learning_rate=rate, max_grad_norm=None)
@@ -251,7 +248,7 @@ def _verify_quantised_rule(problem: VerificationProblem, layout: Layout) -> list
 
 
 def _verify_exceptional_steps(
-    problem: VerificationProblem, layout: Layout, model: ParallelModel
+    problem: VerificationProblem, plan: Plan, model: ParallelModel
 ) -> list[ComparisonResult]:
     """Check two steps: a non-finite gradient on one rank, and no supervised token.
 
@@ -262,9 +259,9 @@ def _verify_exceptional_steps(
     )
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf.
-    inf_ranks = RankGrid(layout).group_of(layout.world_size - 1, ["pp"])
+    inf_ranks = RankGrid(plan.layout).group_of(plan.layout.world_size - 1, ["pp"])
     _accumulate_step(
-        problem, layout, model, 0, loss_scale=math.inf if get_rank(layout) in inf_ranks else 1.0
+        problem, plan, model, 0, loss_scale=math.inf if get_rank(plan.layout) in inf_ranks else 1.0
     )
     skipped_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
     errors = [
@@ -285,7 +282,7 @@ def _verify_exceptional_steps(
             num_supervised=0,
             weight_sum=0.0,
         )
-        for batch in _read_micro_batches(problem, layout, 0)
+        for batch in _read_micro_batches(problem, plan, 0)
     ]
     loss = accumulate_gradients(model, unsupervised, seed=problem.seed, step=0)
     empty_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
@@ -308,12 +305,11 @@ def _has_changed(model: ParallelModel, before: dict[str, Tensor]) -> bool:
     )
 
 
-def _build_model(problem: VerificationProblem, layout: Layout) -> ParallelModel:
+def _build_model(problem: VerificationProblem, plan: Plan) -> ParallelModel:
     """Build the model as the trainer does, from the meta device."""
-    shape = problem.case.apply_to_shape(problem.shape)
     with torch.device("meta"):
         decoder = build_decoder(
-            shape,
+            plan.shape,
             attention="explicit" if problem.attention == "explicit" else "auto",
             loss_function=partial(chunked_cross_entropy, chunk_tokens=_CHUNK_TOKENS),
             compute_dtype=problem.torch_dtype,
@@ -321,36 +317,26 @@ def _build_model(problem: VerificationProblem, layout: Layout) -> ParallelModel:
         )
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen_names)
-    specs = {spec.name: spec for spec in shape.list_parameters()}
+    specs = {spec.name: spec for spec in plan.shape.list_parameters()}
     return apply_layout(
         decoder,
-        build_plan(shape, layout, problem.batch, problem.precision, problem.case.recompute),
-        build_mesh(layout, "cpu"),
+        plan,
+        build_mesh(plan.layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: build_initial_value(problem, specs[name], narrow),
     )
 
 
-def _read_micro_batches(
-    problem: VerificationProblem, layout: Layout, step: int
-) -> list[MicroBatch]:
+def _read_micro_batches(problem: VerificationProblem, plan: Plan, step: int) -> list[MicroBatch]:
     """Read micro-batches truncated to their longest row, unlike those of the reference."""
     dataset = problem.dataset
-    batch = problem.batch
-    low_precision = problem.low_precision
-    # Router statistics count every token of a row, and so do scales of a micro-batch.
-    if problem.shape.experts is None and not has_micro_batch_scales(low_precision):
-        placement = place_model(problem.shape, layout, batch.sequence_length)
-        minimum = compute_token_multiple(placement, low_precision)
-        batch = replace(batch, row_multiple=compute_row_multiple(layout, minimum))
-    return read_step_micro_batches(
-        dataset, dataset.order, batch, step, RankGrid(layout).data_rank(get_rank(layout))
-    )
+    data_rank = RankGrid(plan.layout).data_rank(get_rank(plan.layout))
+    return read_step_micro_batches(dataset, dataset.order, plan.batch, step, data_rank)
 
 
 def _accumulate_step(
     problem: VerificationProblem,
-    layout: Layout,
+    plan: Plan,
     model: ParallelModel,
     step: int,
     *,
@@ -358,7 +344,7 @@ def _accumulate_step(
 ) -> StepLoss:
     return accumulate_gradients(
         model,
-        _read_micro_batches(problem, layout, step),
+        _read_micro_batches(problem, plan, step),
         seed=problem.seed,
         step=step,
         loss_scale=loss_scale,

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -56,12 +55,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(

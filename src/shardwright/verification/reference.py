@@ -31,7 +31,8 @@ from shardwright.model.lora import initialise_adapter
 from shardwright.model.nf4 import read_dequantised_slice, read_packed_slice
 from shardwright.model.weight_init import DimRanges, initialise_parameter
 from shardwright.parallel.low_precision import install_low_precision
-from shardwright.plans import BatchPlan, build_plan
+from shardwright.placement import has_micro_batch_scales
+from shardwright.plans import BatchPlan, Plan, build_plan, pad_to_longest_row
 from shardwright.verification.cases import VerificationCase, VerificationDtype
 from shardwright.verification.uneven_data import UnevenDataset
 
@@ -75,6 +76,19 @@ class VerificationProblem:
         if self.low_precision is None:
             return PrecisionSection(kind="fp32" if self.dtype == "float32" else "fp64")
         return PrecisionSection(kind="fp8", fp8=self.low_precision)
+
+    def build_plan(self, layout: Layout) -> Plan:
+        """Build the plan of the case under a layout; rows end with the longest if they may.
+
+        Raises:
+            LayoutError, RecipeError: the layout does not support the model.
+        """
+        shape = self.case.apply_to_shape(self.shape)
+        plan = build_plan(shape, layout, self.batch, self.precision, self.case.recompute)
+        # Router statistics count every token of a row, and so do scales of a micro-batch.
+        if shape.experts is not None or has_micro_batch_scales(self.low_precision):
+            return plan
+        return pad_to_longest_row(plan)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -229,8 +243,7 @@ def _build_decoder(problem: VerificationProblem) -> Decoder:
             parameter.copy_(build_initial_value(problem, specs[name]))
             parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen_names)
     # The emulation of 8-bit products is their definition; the reference has it, too.
-    plan = build_plan(shape, Layout(), problem.batch, problem.precision)
-    install_low_precision(decoder, plan, None, torch.device("cpu"))
+    install_low_precision(decoder, problem.build_plan(Layout()), None, torch.device("cpu"))
     return decoder
 
 

@@ -15,9 +15,9 @@ from shardwright.config.training import OptimizerSection
 from shardwright.errors import InputError, RankFailed
 from shardwright.layout import Layout
 from shardwright.optim import check_block_boundaries, require_torchao
-from shardwright.placement import check_low_precision, has_micro_batch_scales, place_model
-from shardwright.plans import BatchPlan
-from shardwright.training.run_checks import match_frozen
+from shardwright.placement import has_micro_batch_scales
+from shardwright.plans import BatchPlan, Plan
+from shardwright.training.checks.run_checks import match_frozen
 from shardwright.verification.cases import VerificationCase, VerificationDtype
 from shardwright.verification.cell import (
     MutationContext,
@@ -178,7 +178,7 @@ def verify_grid(
             for cell in group:
                 row = GridCellResult(
                     cell,
-                    _run_cell(problem, cell.layout, path, pool, None)
+                    _run_cell(problem, problem.build_plan(cell.layout), path, pool, None)
                     if cell.refusal is None
                     else None,
                 )
@@ -221,13 +221,6 @@ def verify(
         dtypes = ["float64"]
         if has_micro_batch_scales(low_precision):
             cases = [case for case in cases if case.accumulation == 1]
-    for layout in layouts:
-        placement = place_model(shape, layout, sequence_length)
-        if low_precision is not None:
-            check_low_precision(placement, low_precision, sequence_length, is_compiled=False)
-        if recipe.optimizer.name == "adamw_8bit":
-            require_torchao()
-            check_block_boundaries(placement.parameters, layout, recipe.optimizer.block_size)
     report = VerificationReport(shape, sequence_length)
     frozen = (
         match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
@@ -245,14 +238,21 @@ def verify(
         seed=recipe.seed,
         low_precision=low_precision,
     )
+    groups = list(_list_problems(base, layouts, cases, dtypes))
+    if recipe.optimizer.name == "adamw_8bit":
+        require_torchao()
+        for plan in {plan.layout: plan for _, plans in groups for plan in plans}.values():
+            check_block_boundaries(
+                plan.placement.parameters, plan.layout, recipe.optimizer.block_size
+            )
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
-        for problem, group in _list_problems(base, layouts, cases, dtypes):
+        for problem, plans in groups:
             path = Path(folder, "reference.safetensors")
             pool.run(1, write_reference, problem, path)
             if should_verify_rule(problem):
                 pool.run(1, add_rule_reference, problem, str(path))
-            for layout in group:
-                cell = _run_cell(problem, layout, path, pool, mutation)
+            for plan in plans:
+                cell = _run_cell(problem, plan, path, pool, mutation)
                 report.cells.append(cell)
                 on_result(cell)
     return report
@@ -263,8 +263,8 @@ def _list_problems(
     layouts: Sequence[Layout],
     cases: Sequence[VerificationCase],
     dtypes: Sequence[VerificationDtype],
-) -> Iterator[tuple[VerificationProblem, list[Layout]]]:
-    """Yield each reference to compute with its layouts: those of equally many data ranks."""
+) -> Iterator[tuple[VerificationProblem, list[Plan]]]:
+    """Yield each reference to compute with its plans: those of equally many data ranks."""
     for data_ranks in dict.fromkeys(layout.data_ranks for layout in layouts):
         group = [layout for layout in layouts if layout.data_ranks == data_ranks]
         for dtype in dtypes:
@@ -272,21 +272,23 @@ def _list_problems(
                 batch = replace(
                     base.batch, data_ranks=data_ranks, gradient_accumulation_steps=case.accumulation
                 )
-                yield replace(base, batch=batch, case=case, dtype=dtype), group
+                problem = replace(base, batch=batch, case=case, dtype=dtype)
+                yield problem, [problem.build_plan(layout) for layout in group]
 
 
 def _run_cell(
     problem: VerificationProblem,
-    layout: Layout,
+    plan: Plan,
     path: Path,
     pool: RankPool,
     mutation: MutationContext | None,
 ) -> CellResult:
+    layout = plan.layout
     start = time.perf_counter()
     findings: tuple[ComparisonResult, ...] = ()
     failure: str | None = None
     try:
-        by_rank = pool.run(layout.world_size, verify_cell, problem, layout, str(path), mutation)
+        by_rank = pool.run(layout.world_size, verify_cell, problem, plan, str(path), mutation)
         findings = tuple(_find_worst(same) for same in zip(*by_rank, strict=True))
     except RankFailed as error:
         if isinstance(error.__cause__, InputError):

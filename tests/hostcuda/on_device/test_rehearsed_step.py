@@ -19,11 +19,11 @@ from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.model import fused_attention
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal import rank_rehearsal
 from shardwright.rehearsal.rank_rehearsal import RankRehearsal, RehearsalDevice, rehearse_rank
@@ -125,7 +125,7 @@ def rehearse(
     batch = BatchPlan(TOKENS, 2, num_micro_batches, layout.data_ranks)
     shape = read_recipe_shape(recipe)
     plan = build_plan(shape, layout, batch, precision, recompute)  # type: ignore[arg-type]
-    return rehearse_rank(recipe, shape, plan, 0, device_type)
+    return rehearse_rank(recipe, plan, 0, device_type)
 
 
 @pytest.fixture(autouse=True)
@@ -296,7 +296,7 @@ def test_the_planner_counts_the_bytes_of_the_kernel(
         )
         shape = read_recipe_shape(recipe)
         plan = build_plan(shape, Layout(), BatchPlan(512, 2, 2, 1), recipe.precision, "none")
-        rehearsed.append(rehearse_rank(recipe, shape, plan, 0, "cuda").peak_bytes)
+        rehearsed.append(rehearse_rank(recipe, plan, 0, "cuda").peak_bytes)
         if attention == "auto":
             assert list_attention(checked_operators) == KERNELS[family, packing]
         facts = ModelFacts(shape)

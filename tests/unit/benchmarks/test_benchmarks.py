@@ -29,7 +29,7 @@ from shardwright.architecture import read_config
 from shardwright.data.sample_order import SampleOrder
 from shardwright.hardware import ElementwiseRate, MeasuredProfile
 from shardwright.hardware.catalog_loading import find_accelerator
-from shardwright.planner.calibration import load_efficiencies
+from shardwright.planner.rates.calibration import load_efficiencies
 
 ROOT = Path(__file__).resolve().parents[3]
 

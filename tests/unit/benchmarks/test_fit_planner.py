@@ -11,9 +11,9 @@ from benchmarks.planner_fit import Fit
 from benchmarks.planner_parameters import PARAMETERS, START, Parameter
 from benchmarks.planner_rows import Row, compute_errors, split_into_halves
 
-from shardwright.planner.calibration import ALL_FRAMEWORKS, EfficiencyTable
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
 from shardwright.planner.published.predictions import predict_run
+from shardwright.planner.rates.calibration import ALL_FRAMEWORKS, EfficiencyTable
 from tests.unit.planner.published.rows import ROW
 
 SHARES = [

@@ -17,9 +17,9 @@ from benchmarks.planner_intervals import (
 from benchmarks.planner_parameters import Parameter
 from benchmarks.planner_rows import Row
 
-from shardwright.planner.calibration import EfficiencyTable
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
 from shardwright.planner.published.predictions import predict_run
+from shardwright.planner.rates.calibration import EfficiencyTable
 from shardwright.planner.uncertainty import ErrorSpread, ErrorSpreads
 from tests.unit.planner.published.rows import ROW
 

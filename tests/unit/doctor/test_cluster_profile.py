@@ -30,11 +30,11 @@ from shardwright.hardware import (
 from shardwright.hardware.catalog_loading import find_accelerator
 from shardwright.layout import Layout
 from shardwright.planner.auto_layout import build_cluster
-from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import predict
 from shardwright.planner.problem import build_recipe_candidate, build_template, read_planning_shape
+from shardwright.planner.rates.calibration import load_efficiencies
 
 LAYOUT = Layout(dp_shard=2, zero_stage=3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,16 +11,11 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.layout.context_method import assign_chunks, check_context_parallel, count_chunks
 
-ATTENTION: dict[str, Any] = {
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "windows": (None, None),
-    "sequence_length": 64,
-}
+SIZES: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4, "windows": (None, None)}
 
 
-def choose_method(layout: Layout, **changes: Any) -> tuple[str, str]:
-    choice = check_context_parallel(layout, **(ATTENTION | changes))
+def choose_method(layout: Layout, sequence_length: int = 64, **changes: Any) -> tuple[str, str]:
+    choice = check_context_parallel(layout, SimpleNamespace(**SIZES | changes), sequence_length)
     return choice.method, choice.reason
 
 

@@ -20,9 +20,9 @@ from shardwright.errors import OffloadFailed, RecipeError
 from shardwright.offload import ActivationOffload
 from shardwright.rehearsal.live_memory import LiveMemoryTracker
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
-from shardwright.training import offload_checks
+from shardwright.training.checks import offload_checks
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
-from shardwright.training.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients
 from tests.multiprocess.test_offload import DENSE, SPARSE, build_recipe

@@ -6,8 +6,8 @@ import pytest
 
 from shardwright.hardware import find_accelerator, list_accelerators
 from shardwright.planner import Efficiency
-from shardwright.planner.calibration import ALL_FRAMEWORKS, EfficiencyTable, load_efficiencies
 from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS
+from shardwright.planner.rates.calibration import ALL_FRAMEWORKS, EfficiencyTable, load_efficiencies
 
 H100 = find_accelerator("H100")
 

@@ -10,8 +10,12 @@ from shardwright import placement
 from shardwright.errors import InputError
 from shardwright.layout import Layout
 from shardwright.placement import place_model
-from shardwright.planner.divisibility import explain_layout_conflict, list_divisors, list_schedules
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.search.divisibility import (
+    explain_layout_conflict,
+    list_divisors,
+    list_schedules,
+)
 from tests.unit.planner import models
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwright.errors import ScheduleError
-from shardwright.planner.pipeline import count_passes_in_flight
+from shardwright.planner.time.pipeline import count_passes_in_flight
 from shardwright.schedule import count_peak_activations, load_schedule
 from shardwright.schedule.registry import PIPELINE_SCHEDULES
 

@@ -13,14 +13,14 @@ from shardwright.model.decoder import Decoder
 from shardwright.model.forward_context import build_forward_context
 from shardwright.placement import build_parameter_layouts, partition_stages
 from shardwright.planner.candidate import Candidate, LowRankAdapter
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.published.conventions import FrameworkConventions
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.pipeline import get_pipeline
 from tests.unit.planner import models
 
 NO_OVERHEAD = Efficiency(

@@ -13,10 +13,10 @@ from shardwright.errors import LayoutError
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.auto_layout import choose_layout
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_problem, build_template, read_planning_shape
+from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.rejections import find_rejections
 
 NUM_PARAMETERS = 5_928_861_696

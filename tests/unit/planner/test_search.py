@@ -14,12 +14,12 @@ from shardwright.architecture import read_config
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.divisibility import explain_layout_conflict
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
+from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.divisibility import explain_layout_conflict
 from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
     build_layout_key,

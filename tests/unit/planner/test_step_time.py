@@ -11,13 +11,13 @@ from shardwright.hardware.measured_profile import CollectiveRate, MatmulRate, Me
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, Efficiency, predict
 from shardwright.planner.candidate import LowRankAdapter
-from shardwright.planner.communication import NetworkModel, StridedGroup
-from shardwright.planner.compute import compute_end_seconds, compute_layer_seconds
-from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import get_pipeline
-from shardwright.planner.pipeline_simulation import StageSeconds, simulate_stages
 from shardwright.planner.published.conventions import FrameworkConventions
+from shardwright.planner.rates.device_rates import DeviceRates
+from shardwright.planner.time.communication import NetworkModel, StridedGroup
+from shardwright.planner.time.compute import compute_end_seconds, compute_layer_seconds
+from shardwright.planner.time.pipeline import get_pipeline
+from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_stages
 from shardwright.schedule import ActionTimes, build_schedule
 from shardwright.schedule import simulate as simulate_schedule
 from tests.unit.planner import models

@@ -11,10 +11,10 @@ import pytest
 from shardwright.layout import CpMethod, Layout
 from shardwright.planner import Efficiency
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.communication import NetworkModel, StridedGroup, build_groups
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.published.conventions import FrameworkConventions
-from shardwright.planner.traffic import (
+from shardwright.planner.time.communication import NetworkModel, StridedGroup, build_groups
+from shardwright.planner.time.traffic import (
     _compute_context_seconds,
     _compute_expert_seconds,
     _get_expert_overlap,

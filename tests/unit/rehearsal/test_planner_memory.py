@@ -18,12 +18,12 @@ from shardwright.config import Recipe
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
-from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.memory.parameter_memory import compute_updated_gradient_bytes
+from shardwright.planner.memory.parameter_memory import compute_persistent_memory
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal.rank_rehearsal import rehearse_rank
 
@@ -152,7 +152,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         recipe.precision,
         case.recompute,
     )
-    report = rehearse_rank(recipe, shape, plan, 0)
+    report = rehearse_rank(recipe, plan, 0)
     facts = ModelFacts(shape.base_shape)
     candidate = replace(
         build_template(recipe),
@@ -168,9 +168,8 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     assert predicted.offloaded == pytest.approx(report.total_offloaded_bytes, rel=0.03)
     assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
     assert predicted.optimizer == pytest.approx(report.optimizer_bytes, rel=0.03)
-    assert compute_updated_gradient_bytes(facts, candidate, load) == pytest.approx(
-        report.gradients_bytes, rel=0.03
-    )
+    persistent = compute_persistent_memory(facts, candidate, load)
+    assert persistent.updated_gradients == pytest.approx(report.gradients_bytes, rel=0.03)
     between_steps = report.weights_bytes + report.optimizer_bytes
     assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(
         report.peak_bytes - between_steps, rel=0.05

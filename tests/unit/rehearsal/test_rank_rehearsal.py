@@ -16,8 +16,8 @@ from shardwright.layout import Layout
 from shardwright.planner import Efficiency
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import get_model_facts
-from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template
+from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal.rank_rehearsal import RankRehearsal, rehearse_rank
 
@@ -63,7 +63,7 @@ def rehearse(layout: Layout | None = None, **sections: Any) -> RankRehearsal:
     plan = build_plan(
         shape, layout, BatchPlan(TOKENS, ROWS, 2, layout.data_ranks), recipe.precision, "none"
     )
-    return rehearse_rank(recipe, shape, plan, 0)
+    return rehearse_rank(recipe, plan, 0)
 
 
 def test_packed_rows_need_a_mask() -> None:

@@ -20,9 +20,9 @@ from shardwright.placement import place_model
 from shardwright.plans import CompileChoice, Plan, complete_plan, resolve_degrees
 from shardwright.telemetry.event_log import RunStartedEvent, read_events
 from shardwright.telemetry.sinks import describe_event
-from shardwright.training.compile_choice import agree_on_compilation
+from shardwright.training.checks.auto_choice import agree_on_compilation
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
-from shardwright.training.run_checks import validate_run
 from tests.multiprocess.models import LLAMA
 from tests.unit.training import test_run_checks
 from tests.unit.training.test_precision_choice import FakeRankSync, build_recipe
@@ -151,7 +151,7 @@ def test_all_ranks_compile_or_none(
     reason: str,
 ) -> None:
     monkeypatch.setattr(
-        "shardwright.training.compile_choice.choose_compilation", lambda _device: CHOSEN
+        "shardwright.training.checks.auto_choice.choose_compilation", lambda _device: CHOSEN
     )
     choice = agree_on_compilation(
         build_compiled_recipe(tmp_path, "auto"), FakeRankSync(*others), CUDA

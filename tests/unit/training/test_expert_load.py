@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from shardwright.architecture import read_config
-from shardwright.training.expert_load import ExpertLoadMonitor, ExpertLoads, read_expert_loads
+from shardwright.training.metrics.expert_load import (
+    ExpertLoadMonitor,
+    ExpertLoads,
+    read_expert_loads,
+)
 from tests.reference.cases import CASES
 
 

@@ -25,10 +25,10 @@ from shardwright.launch.stop_signals import StopRequest
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.training import checkpointing
 from shardwright.training.checkpointing import RunCheckpointer, find_resume_point
+from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.run import train
-from shardwright.training.run_checks import ValidatedRun, validate_run
 from shardwright.training.setup import TrainingState, build_state
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient
 from tests.unit.training.finished import ALPHABET, CONFIG

@@ -17,7 +17,7 @@ from shardwright.config import Recipe
 from shardwright.errors import OffloadFailed, RecipeError
 from shardwright.offload import disk_store
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, WarningEvent, read_events
-from shardwright.training import offload_checks
+from shardwright.training.checks import offload_checks
 from shardwright.training.run import train
 from tests.unit.training.test_loop import build_recipe
 

@@ -11,9 +11,9 @@ import torch
 from shardwright.config import Recipe
 from shardwright.errors import OutOfMemory
 from shardwright.training import loop
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.oom import save_memory_snapshot, suggest_cheapest_fit
 from shardwright.training.run import train
-from shardwright.training.run_checks import validate_run
 from tests.unit.training.test_loop import build_recipe
 
 

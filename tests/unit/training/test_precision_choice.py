@@ -19,7 +19,7 @@ from shardwright.numerics import bf16
 from shardwright.plans import PrecisionChoice, resolve_plan
 from shardwright.telemetry.event_log import RunStartedEvent, WarningEvent, read_events
 from shardwright.telemetry.sinks import describe_event
-from shardwright.training.precision_choice import agree_on_precision, predict_precision
+from shardwright.training.checks.auto_choice import agree_on_precision, predict_precision
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.run import train
 from tests.multiprocess.models import LLAMA

@@ -10,9 +10,9 @@ import pytest
 
 from shardwright.model import fp8
 from shardwright.telemetry.event_log import StepEvent, WarningEvent, read_events
-from shardwright.training.rounding import RoundingReport, SaturationMonitor, read_rounding
+from shardwright.training.checks.run_checks import validate_run
+from shardwright.training.metrics.rounding import RoundingReport, SaturationMonitor, read_rounding
 from shardwright.training.run import train
-from shardwright.training.run_checks import validate_run
 from tests.unit.training.finished import CONFIG
 from tests.unit.training.test_run_checks import build_recipe
 

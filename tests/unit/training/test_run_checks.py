@@ -12,8 +12,8 @@ import pytest
 from shardwright.config import Recipe
 from shardwright.errors import RecipeError
 from shardwright.telemetry.event_log import RunFinishedEvent, StepEvent, WarningEvent, read_events
+from shardwright.training.checks.run_checks import match_frozen, validate_run
 from shardwright.training.run import train
-from shardwright.training.run_checks import match_frozen, validate_run
 from tests.unit.training.finished import ALPHABET, CONFIG
 
 
@@ -100,7 +100,7 @@ def test_rows_are_padded_to_the_expected_multiple(
     expected: int | None,
     reason: str,
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="shardwright.training.run_checks"):
+    with caplog.at_level(logging.INFO, logger="shardwright.training.checks.run_checks"):
         plan = validate_run(build_recipe(tmp_path, **sections), ranks).plan
     assert plan.batch.row_multiple == expected
     assert ("all rows are padded" in caplog.text) == bool(reason)

@@ -11,9 +11,9 @@ from shardwright.architecture import read_recipe_shape
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.plans import BatchPlan, build_plan
-from shardwright.training import run_prediction
-from shardwright.training.run_checks import ValidatedRun
-from shardwright.training.run_prediction import predict_training_run
+from shardwright.training.checks.run_checks import ValidatedRun
+from shardwright.training.metrics import run_prediction
+from shardwright.training.metrics.run_prediction import predict_training_run
 from tests.unit.planner import models
 
 

@@ -19,8 +19,8 @@ from shardwright.data.model_data import prepare_for_model
 from shardwright.errors import DataError, RecipeError, TokenizerError
 from shardwright.model.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
-from shardwright.training.run_checks import validate_run
 from tests.unit.training.finished import CONFIG, make_run
 
 VOCABULARY = 300

@@ -30,16 +30,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.planner.backward_peak import (
-    BlockTensorBytes,
-    compute_norm_gradient_bytes,
-)
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.engine_model import BlockBytes
 from shardwright.planner.memory.attention_activations import (
     choose_planned_kernel,
     compute_attention_bytes,
     has_dense_mask,
+)
+from shardwright.planner.memory.backward_peak import (
+    BlockTensorBytes,
+    compute_norm_gradient_bytes,
 )
 from shardwright.planner.model_costs import LayerKind, ModelFacts
 

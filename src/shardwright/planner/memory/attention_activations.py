@@ -23,14 +23,7 @@ def resolve_context_method(facts: ModelFacts, candidate: Candidate) -> ContextMe
     """Return the context-parallel method, with `auto` resolved by the trainer's rule."""
     if candidate.layout.cp_method != "auto":
         return candidate.layout.cp_method
-    shape = facts.shape
-    return choose_context_method(
-        candidate.layout,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        windows=tuple(layer.window for layer in shape.layers),
-        sequence_length=candidate.sequence_length,
-    ).method
+    return choose_context_method(candidate.layout, facts.shape, candidate.sequence_length).method
 
 
 def choose_planned_kernel(

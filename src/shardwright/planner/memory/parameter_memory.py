@@ -178,13 +178,6 @@ def _compute_weight_bytes(
     )
 
 
-def compute_updated_gradient_bytes(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad
-) -> float:
-    """Compute the bytes of gradients that the update reads."""
-    return compute_persistent_memory(facts, candidate, load).updated_gradients
-
-
 def count_group_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
     """Count the elements of the largest group of blocks that is gathered together."""
     by_part = facts.count_elements(candidate.layout)

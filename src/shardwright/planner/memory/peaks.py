@@ -15,15 +15,14 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from shardwright.planner.backward_peak import compute_norm_gradient_bytes
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.activations import (
     compute_end_activation_bytes,
     compute_logit_bytes,
     compute_shared_table_bytes,
     get_layer_activations,
 )
+from shardwright.planner.memory.backward_peak import compute_norm_gradient_bytes
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     StageLoad,
@@ -40,6 +39,7 @@ from shardwright.planner.memory.parameter_memory import (
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import count_resident_layers
 from shardwright.planner.prediction import MemoryParts
+from shardwright.planner.rates.efficiency import Efficiency
 
 
 def predict_memory(

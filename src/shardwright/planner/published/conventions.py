@@ -10,8 +10,6 @@ from shardwright.architecture.expert_shape import ExpertShape
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.layout.pipeline_stages import PipelineStage
-from shardwright.planner.backward_peak import BlockTensorBytes
-from shardwright.planner.communication import NetworkModel, StridedGroup
 from shardwright.planner.engine_model import (
     OPTIMIZER_STATE_BYTES,
     SEPARATE_ADAPTER_PASSES,
@@ -21,7 +19,9 @@ from shardwright.planner.engine_model import (
     OptimizerKind,
     SavedTensors,
 )
+from shardwright.planner.memory.backward_peak import BlockTensorBytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
+from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.schedule.registry import assign_stages
 
 StageRule = Literal["weighed", "even", "running_sum"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -103,18 +103,6 @@ def extract_configuration(row: Mapping[str, str]) -> dict[str, str]:
     ):
         columns["notes.release"] = match[1]
     return fill_from_notes(normalise_row(columns | read_note_columns(columns)))
-
-
-def read_published_runs(path: str | Path) -> Iterator[PublishedRun]:
-    """Yield every row of a table of measurements, in order.
-
-    Raises:
-        DataError: the file cannot be read, or columns are missing; names them.
-        InputError: a row names an unknown accelerator, or too few sizes of its model; includes
-            the row's id.
-    """
-    for row in read_rows(path):
-        yield read_published_run(row["id"], extract_configuration(row))
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardwright.planner.calibration import EfficiencyTable, load_efficiencies
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import get_model_facts
-from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import predict
 from shardwright.planner.published.measurements import PublishedRun
+from shardwright.planner.rates.calibration import EfficiencyTable, load_efficiencies
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.planner.uncertainty import MIN_FIT_PROBABILITY, Uncertainty
 from shardwright.units import GIB_BYTES
 

@@ -29,7 +29,6 @@ from itertools import count
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.peaks import predict_memory
-from shardwright.planner.pipeline_simulation import is_simulated
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import compute_overhead, merge_bounds
@@ -48,7 +47,8 @@ from shardwright.planner.search.space import (
     ShardingChoice,
 )
 from shardwright.planner.search.state import PartialChoice, PipelineOptions, ScheduleOption
-from shardwright.planner.step_costs import LayerCosts
+from shardwright.planner.time.pipeline_simulation import is_simulated
+from shardwright.planner.time.step_costs import LayerCosts
 
 MAX_EXTRA_EXPANSIONS = 200
 """Choices expanded for the rest of the table after the fastest is known. After that, only

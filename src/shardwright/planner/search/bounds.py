@@ -11,16 +11,16 @@ from math import log2
 from operator import mul
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.compute import compute_update_seconds
-from shardwright.planner.data_parallel_time import (
+from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.time.compute import compute_update_seconds
+from shardwright.planner.time.data_parallel_time import (
     compute_rank_traffic,
     count_updated_elements,
     overlap_traffic,
 )
-from shardwright.planner.memory.parameter_memory import StageLoad
-from shardwright.planner.pipeline import PipelinePartition, PipelineStages
-from shardwright.planner.predictor import Predictor
-from shardwright.planner.step_costs import LayerCosts, StepCosts
+from shardwright.planner.time.pipeline import PipelinePartition, PipelineStages
+from shardwright.planner.time.step_costs import LayerCosts, StepCosts
 from shardwright.schedule.registry import has_split_backward
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from shardwright.planner.divisibility import list_schedules
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     StageLoad,
     compute_persistent_memory,
 )
-from shardwright.planner.pipeline import PipelineStages
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import DataTrafficBound, PipelineBoundModel, PipelineKey
+from shardwright.planner.search.divisibility import list_schedules
 from shardwright.planner.search.space import (
     CHEAPEST_EXECUTION,
     Degrees,
@@ -26,7 +25,8 @@ from shardwright.planner.search.state import (
     ScheduleOption,
     build_pipeline_options,
 )
-from shardwright.planner.step_costs import LayerCosts
+from shardwright.planner.time.pipeline import PipelineStages
+from shardwright.planner.time.step_costs import LayerCosts
 
 
 class ChoiceCosts:

@@ -18,13 +18,13 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import CpMethod, Layout
 from shardwright.layout.degrees import ZeroStage
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.divisibility import (
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.search.divisibility import (
     explain_context_conflict,
     explain_expert_conflict,
     explain_tensor_conflict,
     list_divisors,
 )
-from shardwright.planner.model_costs import ModelFacts
 
 
 @dataclass(frozen=True)

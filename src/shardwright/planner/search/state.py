@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.search.bounds import PipelineBoundModel, PipelineKey, PipelineTimeBound
 from shardwright.planner.search.space import Degrees, ExecutionChoice
-from shardwright.planner.step_costs import LayerCosts
+from shardwright.planner.time.step_costs import LayerCosts
 
 
 class ScheduleOption(NamedTuple):

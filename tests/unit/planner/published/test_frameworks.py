@@ -10,10 +10,8 @@ import pytest
 
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.memory.peaks import predict_memory
-from shardwright.planner.memory_traffic import count_adapter_bytes
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.published.conventions import FrameworkConventions
@@ -28,6 +26,8 @@ from shardwright.planner.published.predictions import (
     list_candidates,
     predict_run,
 )
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.memory_traffic import count_adapter_bytes
 from shardwright.units import GIB_BYTES
 from tests.unit.planner import models
 

@@ -14,7 +14,6 @@ from shardwright.planner.published.measurements import (
     CONFIGURATION_COLUMNS,
     extract_configuration,
     read_published_run,
-    read_published_runs,
     read_rows,
 )
 from shardwright.planner.published.predictions import list_candidates, predict_row
@@ -122,7 +121,8 @@ def test_every_published_row_is_read() -> None:
         path = Path(folder) / name
         with open(path, encoding="utf-8", newline="") as file:
             gpus = {row["id"]: int(row["gpus"]) for row in csv.DictReader(file)}
-        for case in read_published_runs(path):
+        for row in read_rows(path):
+            case = read_published_run(row["id"], extract_configuration(row))
             assert case.candidate.layout.world_size == gpus[case.id] == case.cluster.num_gpus, (
                 case.id
             )

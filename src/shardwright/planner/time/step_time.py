@@ -1,8 +1,8 @@
 """Seconds of one optimizer step: stage passes, schedule, communication, update.
 
 The cost of a micro-batch on a stage is a sum over its layers. The waiting between stages is
-simulated on the schedule that will run (`planner.pipeline_simulation`). Data-parallel communication
-overlaps with the compute of a stage as far as it fits.
+simulated on the schedule that will run (`planner.time.pipeline_simulation`). Data-parallel
+communication overlaps with the compute of a stage as far as it fits.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 from math import log2
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.communication import NetworkModel, StridedGroup
-from shardwright.planner.compute import compute_update_seconds
-from shardwright.planner.data_parallel_time import (
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.offload_costs import get_transfer_rate
+from shardwright.planner.prediction import TimeParts
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.communication import NetworkModel, StridedGroup
+from shardwright.planner.time.compute import compute_update_seconds
+from shardwright.planner.time.data_parallel_time import (
     compute_data_seconds,
     compute_rank_traffic,
     count_updated_elements,
 )
-from shardwright.planner.efficiency import Efficiency
-from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.offload_costs import get_transfer_rate
-from shardwright.planner.pipeline import PipelineStages
-from shardwright.planner.pipeline_simulation import StageSeconds, simulate_pipeline
-from shardwright.planner.prediction import TimeParts
-from shardwright.planner.step_costs import StagePasses, StepCosts
-from shardwright.planner.traffic import NO_TRAFFIC
+from shardwright.planner.time.pipeline import PipelineStages
+from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_pipeline
+from shardwright.planner.time.step_costs import StagePasses, StepCosts
+from shardwright.planner.time.traffic import NO_TRAFFIC
 
 
 def compute_stage_seconds(

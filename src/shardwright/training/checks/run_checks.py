@@ -5,9 +5,8 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import logging
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
-from math import lcm
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,24 +30,19 @@ from shardwright.model.forward_context import choose_layer_kernels
 from shardwright.model.hf_model import read_model_shape
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
-from shardwright.numerics.precision import resolve_dtypes
-from shardwright.placement import (
-    Placement,
-    compute_token_multiple,
-    has_micro_batch_scales,
-    place_model,
-)
+from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
+from shardwright.placement import has_micro_batch_scales, place_model
 from shardwright.plans import (
     CompileChoice,
     Plan,
     PrecisionChoice,
     complete_plan,
-    compute_row_multiple,
     count_steps,
+    pad_to_longest_row,
     resolve_degrees,
 )
-from shardwright.training.kernel_checks import check_low_precision_kernels
-from shardwright.training.offload_checks import check_offload
+from shardwright.training.checks.kernel_checks import check_low_precision_kernels
+from shardwright.training.checks.offload_checks import check_offload
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +63,19 @@ class ValidatedRun:
 
     recipe: Recipe
     plan: Plan
-    shape: ModelShape
     data: PreparedData
     total_steps: int
     frozen_names: frozenset[str]
+
+    @property
+    def shape(self) -> ModelShape:
+        """Shape of the whole model."""
+        return self.plan.shape
+
+    @cached_property
+    def dtypes(self) -> PrecisionDtypes:
+        """Dtypes of the plan's precision."""
+        return resolve_dtypes(self.plan.precision)
 
     @property
     def data_hash(self) -> str:
@@ -149,19 +152,15 @@ def validate_run(
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base_shape)
     _check_hf_model(recipe, shape)
-    _check_attention(recipe, shape, placement)
+    _check_attention(recipe, plan)
     if recipe.evaluation.num_samples:
         from shardwright.training.sample_texts import check_samples  # imports the engine
 
         has_validation_data = data.validation is not None
         check_samples(recipe, shape, data.tokenizer, has_validation_data=has_validation_data)
     rules = resolve_expert_rules(recipe.moe, shape)  # raises for rules that the model cannot use
-    plan = replace(
-        plan,
-        batch=replace(
-            plan.batch, row_multiple=_choose_row_multiple(recipe, plan, data.report.packing, rules)
-        ),
-    )
+    if _has_short_rows(recipe, plan, data.report.packing, rules):
+        plan = pad_to_longest_row(plan, recipe.data.pad_to_multiple_of)
     if recipe.model.keep_zeros and shape.adapters is not None:
         raise RecipeError(
             "adapters leave the model's zeros unchanged, but merging them makes the zeros nonzero",
@@ -179,40 +178,37 @@ def validate_run(
     return ValidatedRun(
         recipe=recipe,
         plan=plan,
-        shape=shape,
         data=data,
         total_steps=count_steps(recipe.training, len(data.train), plan.batch.global_batch_size),
         frozen_names=frozen,
     )
 
 
-def _choose_row_multiple(
+def _has_short_rows(
     recipe: Recipe, plan: Plan, packing: str, expert_rules: ExpertRules | None
-) -> int | None:
-    """Return the number of which row lengths are a multiple; None if all rows are full."""
+) -> bool:
+    """Return True if rows end with the longest of their micro-batch; log why if they cannot."""
     if packing == "windows" or recipe.data.padding == "max_length":
-        return None
+        return False
     if plan.is_compiled and (plan.layout.cp > 1 or plan.layout.tp > 1):
         logger.info(
             "all rows are padded to training.sequence_length: "
             "with layout.tp and layout.cp, model.compile compiles blocks for one length"
         )
-        return None
+        return False
     if expert_rules not in (None, ExpertRules()):
         logger.info(
             "all rows are padded to training.sequence_length: "
             "balancing and capacity of experts count tokens per row"
         )
-        return None
-    low_precision = plan.precision.low_precision
-    if has_micro_batch_scales(low_precision):
+        return False
+    if has_micro_batch_scales(plan.precision.low_precision):
         logger.info(
             "all rows are padded to training.sequence_length: "
             "8-bit scales of a whole micro-batch span padding too"
         )
-        return None
-    tokens = compute_token_multiple(plan.placement, low_precision)
-    return compute_row_multiple(plan.layout, lcm(recipe.data.pad_to_multiple_of, tokens))
+        return False
+    return True
 
 
 def _describe_precision(recipe: Recipe) -> str:
@@ -272,12 +268,12 @@ def _check_optimizer(
         )
 
 
-def _check_attention(recipe: Recipe, shape: ModelShape, placement: Placement) -> None:
+def _check_attention(recipe: Recipe, plan: Plan) -> None:
     """Raise if the requested attention kernel cannot compute the model on this machine."""
     attention = recipe.model.attention
-    if isinstance(shape, HFShape) or attention in ("auto", "explicit"):
+    if isinstance(plan.shape, HFShape) or attention in ("auto", "explicit"):
         return
-    context = placement.context
+    context = plan.placement.context
     if context is not None and context.method != "ulysses":
         raise RecipeError(
             f"context parallelism by {context.method} computes tiles of rows with its own kernels",
@@ -288,11 +284,11 @@ def _check_attention(recipe: Recipe, shape: ModelShape, placement: Placement) ->
         )
     has_cuda = should_use_cuda(recipe.run.device, field="run.device")
     choose_layer_kernels(
-        shape,
+        plan.shape,
         attention,
         torch.device("cuda" if has_cuda else "cpu"),
-        resolve_dtypes(recipe.precision).compute,
-        num_keys=recipe.training.sequence_length,
+        resolve_dtypes(plan.precision).compute,
+        num_keys=plan.batch.sequence_length,
         is_packed=recipe.data.packing == "documents" or recipe.preference is not None,
         has_dropout=True,
     )

@@ -15,12 +15,12 @@ from shardwright.config import Recipe
 from shardwright.errors import RecipeError
 from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
 from shardwright.layout import RankGrid, compute_local_boxes
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import get_model_facts
-from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.problem import build_template
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
 from shardwright.units import format_bytes

@@ -70,13 +70,7 @@ def _explain_context_conflict(
         tokens = sequence_length // layout.cp
         return f"{tokens} tokens per rank are not divisible by tp {layout.tp}"
     try:
-        check_context_parallel(
-            layout,
-            num_heads=facts.shape.num_heads,
-            num_kv_heads=facts.shape.num_kv_heads,
-            windows=tuple(layer.window for layer in facts.unique_layers),
-            sequence_length=sequence_length,
-        )
+        check_context_parallel(layout, facts.shape, sequence_length)
     except LayoutError as error:
         return error.problem
     return None

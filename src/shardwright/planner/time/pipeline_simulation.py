@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwright.planner.pipeline import PipelineStages
+from shardwright.planner.time.pipeline import PipelineStages
 from shardwright.schedule import ActionTimes, Schedule, load_schedule, simulate_step_seconds
 
 _SINGLE_STAGE_ROUNDS = (2, 3)

@@ -6,16 +6,20 @@ from typing import NamedTuple
 
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.communication import NetworkModel, build_groups
-from shardwright.planner.compute import LayerSeconds, compute_end_seconds, compute_layer_seconds
-from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import has_saved_casts
-from shardwright.planner.memory_traffic import count_weight_traffic_bytes
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import compute_transfer_waits
-from shardwright.planner.pipeline_simulation import StageSeconds
-from shardwright.planner.traffic import (
+from shardwright.planner.rates.device_rates import DeviceRates
+from shardwright.planner.time.communication import NetworkModel, build_groups
+from shardwright.planner.time.compute import (
+    LayerSeconds,
+    compute_end_seconds,
+    compute_layer_seconds,
+)
+from shardwright.planner.time.memory_traffic import count_weight_traffic_bytes
+from shardwright.planner.time.pipeline_simulation import StageSeconds
+from shardwright.planner.time.traffic import (
     NO_TRAFFIC,
     LayerTraffic,
     compute_end_traffic,

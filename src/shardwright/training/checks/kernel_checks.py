@@ -56,7 +56,7 @@ def check_low_precision_kernels(plan: Plan, capability: tuple[int, int]) -> None
             allowed="bf16",
             remedy=_EMULATE,
         )
-    weights = select_scaled_weights(plan.placement.shape, section)
+    weights = select_scaled_weights(plan.shape, section)
     if "experts" in weights.values():
         raise RecipeError(
             "8-bit products of experts are only emulated so far",
@@ -79,7 +79,7 @@ def check_low_precision_kernels(plan: Plan, capability: tuple[int, int]) -> None
 def _check_sizes(plan: Plan, section: FP8Section, names: list[str]) -> None:
     """Check that both sides of every weight's shard are multiples that kernels take."""
     tp = plan.layout.tp
-    specs = {spec.name: spec for spec in plan.placement.shape.list_parameters()}
+    specs = {spec.name: spec for spec in plan.shape.list_parameters()}
     for name in names:
         matrix = specs[name].packed_matrix or specs[name]
         sizes = list(matrix.shape)

@@ -1,6 +1,6 @@
 """Seconds of one layer, the embedding and the loss on one rank for one micro-batch.
 
-Each is a sum of matmul, attention and memory time (`planner.memory_traffic`).
+Each is a sum of matmul, attention and memory time (`planner.time.memory_traffic`).
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.device_rates import DeviceRates
 from shardwright.planner.memory.attention_activations import choose_planned_kernel
-from shardwright.planner.memory_traffic import (
+from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
+from shardwright.planner.rates.device_rates import DeviceRates
+from shardwright.planner.time.memory_traffic import (
     count_adapter_bytes,
     count_dequantisation_bytes,
     count_dispatched_rows,
@@ -19,7 +20,6 @@ from shardwright.planner.memory_traffic import (
     count_quantisation_bytes,
     list_matmuls,
 )
-from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
 
 _NUM_FORWARD_OPERATIONS = 22
 _NUM_BACKWARD_OPERATIONS = 40

@@ -26,10 +26,10 @@ from operator import add
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.communication import NetworkModel, StridedGroup
-from shardwright.planner.compute import LayerSeconds
 from shardwright.planner.memory.attention_activations import resolve_context_method
 from shardwright.planner.model_costs import LayerKind, ModelFacts, ParameterElements
+from shardwright.planner.time.communication import NetworkModel, StridedGroup
+from shardwright.planner.time.compute import LayerSeconds
 
 
 class LayerTraffic(NamedTuple):

@@ -22,7 +22,7 @@ from shardwright.parallel.comm_timing import PARALLELISMS, CommunicationTimer, u
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.sensors import SensorReading, open_sensor
-from shardwright.training.profiling import StepProfiler
+from shardwright.training.metrics.profiling import StepProfiler
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.setup import TrainingState
 from shardwright.training.step import StepTimes

@@ -136,7 +136,6 @@ class PipelineStages:
         return self.partition.stages
 
     def list_rank_stages(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank."""
         return self.partition.stages_per_rank[rank]
 
     @cached_property

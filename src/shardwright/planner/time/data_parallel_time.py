@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.communication import NetworkModel
 from shardwright.planner.memory.parameter_memory import StageLoad, count_adapter_elements
 from shardwright.planner.model_costs import ParameterElements
-from shardwright.planner.step_costs import StepCosts
-from shardwright.planner.traffic import DataTraffic, compute_data_traffic
+from shardwright.planner.time.communication import NetworkModel
+from shardwright.planner.time.step_costs import StepCosts
+from shardwright.planner.time.traffic import DataTraffic, compute_data_traffic
 
 
 def _sum_rank_parameters(

@@ -14,16 +14,16 @@ from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
 from shardwright.config.layout import ClusterSection
 from shardwright.planner.auto_layout import build_cluster
-from shardwright.planner.calibration import load_efficiencies
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import get_model_facts
-from shardwright.planner.pipeline import get_pipeline
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import predict
 from shardwright.planner.problem import build_template
-from shardwright.training.run_checks import ValidatedRun
+from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.pipeline import get_pipeline
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Precision of a run with `precision: auto`: recorded by the run, or agreed on by all ranks."""
+"""`precision` and `model.compile: auto` of a run: recorded by it, or agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shardwright.config import Recipe
 from shardwright.errors import ShardwrightError
 from shardwright.launch.auto_layout import choose_planned_precision
 from shardwright.numerics.bf16 import choose_precision
-from shardwright.plans import PrecisionChoice
+from shardwright.numerics.compilation import choose_compilation
+from shardwright.plans import CompileChoice, PrecisionChoice
 from shardwright.training.rank_sync import RankSync
 
 AutoPrecision = Literal["fp32", "bf16"]
@@ -62,6 +63,24 @@ def _build_recorded_choice(kind: AutoPrecision, local_choice: PrecisionChoice) -
     if kind != local_choice.kind:
         reason += f"; a new run would use {local_choice.kind} here, because {local_choice.reason}"
     return PrecisionChoice(kind, reason)
+
+
+def agree_on_compilation(
+    recipe: Recipe, rank_sync: RankSync, device: torch.device
+) -> CompileChoice | None:
+    """Choose whether a run with `model.compile: auto` is compiled; None if the recipe chooses.
+
+    All ranks compile if each of them would, because compiled code rounds differently and ranks
+    that share a row or have copies of it must compute the same. Collective.
+    """
+    if recipe.model.compile != "auto":
+        return None
+    local = choose_compilation(device)
+    rows = rank_sync.gather([float(local.is_compiled)])
+    num_uncompiled = sum(not is_compiled for (is_compiled,) in rows)
+    if num_uncompiled and local.is_compiled:
+        return CompileChoice(False, f"{num_uncompiled} of {len(rows)} ranks cannot compile")
+    return local
 
 
 def predict_precision(recipe: Recipe) -> PrecisionChoice | None:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from shardwright.hardware import Accelerator
-from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.rates.efficiency import Efficiency
 
 EFFICIENCY_SECTIONS = ("accelerators", "frameworks", "features")
 COMMUNICATION_FAMILIES = {
@@ -109,7 +109,7 @@ def _scale_to_sustained_clock(accelerator: Accelerator) -> dict[str, Any]:
 @cache
 def load_efficiencies(path: Path | None = None) -> EfficiencyTable:
     """Load the package's `efficiencies.yaml`, or another file of the same format."""
-    source = files("shardwright.planner") / "efficiencies.yaml" if path is None else path
+    source = files("shardwright.planner.rates") / "efficiencies.yaml" if path is None else path
     sections = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
     known_fields = {field.name for field in fields(Efficiency)}
     for section, names in sections.items():

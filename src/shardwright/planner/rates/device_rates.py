@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.hardware import Cluster
-from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.rates.efficiency import Efficiency
 
 _PEAK_PRECISIONS = {"fp8": "fp8", "nvfp4": "fp4"}
 

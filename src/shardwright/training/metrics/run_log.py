@@ -12,11 +12,10 @@ import torch
 
 from shardwright.errors import RunFailed
 from shardwright.numerics.bf16 import build_bf16_warning
-from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim.learning_rate import compute_batch_scale
 from shardwright.telemetry.event_logger import EventLogger
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.rank_context import RankContext
-from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.setup import describe_device, describe_versions
 
 logger = logging.getLogger("shardwright")
@@ -96,7 +95,7 @@ def log_start(context: RankContext, step: int, matmul_flops_per_second: float) -
 def _list_warnings(validated_run: ValidatedRun, device: torch.device) -> Iterator[str]:
     """Yield warnings about settings that are valid but may surprise."""
     if (
-        resolve_dtypes(validated_run.plan.precision).compute == torch.bfloat16
+        validated_run.dtypes.compute == torch.bfloat16
         and (caution := build_bf16_warning(device)) is not None
     ):
         yield caution

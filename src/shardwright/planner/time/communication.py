@@ -13,7 +13,7 @@ from math import log2
 from shardwright.hardware import Cluster
 from shardwright.hardware.measured_profile import CollectiveKind
 from shardwright.layout import Layout
-from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.rates.efficiency import Efficiency
 
 
 @dataclass(frozen=True)

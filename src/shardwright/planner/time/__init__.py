@@ -1,0 +1,1 @@
+"""Seconds of one optimizer step: compute, communication, and the pipeline that overlaps them."""

@@ -1,0 +1,1 @@
+"""Measurements of a run: metrics of ranks, expert loads, rounding, profiles, and its log."""
