@@ -12,6 +12,7 @@ from shardwright.layout.degrees import (
     select_used_axes,
 )
 from shardwright.layout.parameter_layout import (
+    ZERO_AXES,
     Bounds,
     DimSection,
     ParameterBox,
@@ -24,6 +25,7 @@ from shardwright.layout.pipeline_stages import PipelineStage, partition_layers
 from shardwright.layout.rank_grid import RankGrid
 
 __all__ = [
+    "ZERO_AXES",
     "AXES",
     "BATCH_AXES",
     "DATA_AXES",

@@ -9,8 +9,9 @@ On the meta device until step 6:
     4  compile      the block's function with recomputation inside: around compiled code,
                     selective recomputation sees no operations to save
     5  shard        FSDP2 over dp_shard (x dp_replicate), block groups first, the root last
-    6  storage      empty memory on the device, for this rank's shards only
-    7  weights      written by name, slice by slice
+    6  storage      empty memory on the device, for this rank's shards only; not for frozen weights
+                    that are offloaded, which leave the model before 5
+    7  weights      written by name, slice by slice; offloaded ones to their store
     8  replicate    DDP over dp_replicate: its buckets need real memory; not under a pipeline,
                     which accumulates gradients itself and reduces those of a stage behind the
                     backward passes of the others
@@ -22,28 +23,42 @@ computed from the layout alone and then checked against the sharded tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright.architecture import HFShape
 from shardwright.layout import (
-    Bounds,
+    ZERO_AXES,
     Layout,
     ParameterLayout,
     PipelineStage,
     RankGrid,
     compute_local_boxes,
     compute_local_shape,
+    select_used_axes,
 )
 from shardwright.model.decoder import Decoder
+from shardwright.model.frozen_weights import (
+    FrozenWeight,
+    FrozenWeightSources,
+    ShardGroup,
+    SliceReader,
+    detach_weights,
+    is_frozen_matrix,
+    list_frozen_matrices,
+)
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.numerics.recompute import build_recompute_runner
+from shardwright.parallel.collectives import all_gather_single, time_wait
 from shardwright.parallel.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.expert_parallel import build_token_dispatcher
@@ -58,9 +73,7 @@ from shardwright.plans import Plan
 
 logger = logging.getLogger(__name__)
 
-ParameterReader = Callable[[str, Bounds], Tensor]
-"""(parameter name, (start, length) per dimension) -> that slice of the parameter."""
-
+ParameterReader = SliceReader
 
 def apply_layout(
     decoder: Decoder,
@@ -71,6 +84,7 @@ def apply_layout(
     read_slice: ParameterReader,
     compile_blocks: bool = False,
     storage: AbstractContextManager[Any] | None = None,
+    offload: FrozenWeightStore | None = None,
 ) -> ParallelModel:
     """Apply a plan's parallelism to a decoder and load this rank's parameters.
 
@@ -82,6 +96,8 @@ def apply_layout(
         compile_blocks: torch.compile each block; for rows of any length if the plan's differ.
         storage: context entered while memory is allocated and filled; a rehearsal passes one in
             which tensors take no memory.
+        offload: keeps the frozen matrices of blocks, which then are neither allocated here nor
+            sharded by FSDP2.
 
     Raises:
         LayoutError: the mesh has another number of ranks than the plan.
@@ -116,17 +132,31 @@ def apply_layout(
         # stay, and generalise only those that change after all (an evaluation's batch).
         decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True)
         _log_uncompiled_parts(decoder, plan)
+    offloaded = {} if offload is None else list_frozen_matrices(decoder.shape)
+    weights = detach_weights(decoder, offloaded)
+    groups = _find_shard_groups(weights, layouts, mesh)
+    layouts = {
+        name: _drop_zero_shards(parameter, layout) if name in offloaded else parameter
+        for name, parameter in layouts.items()
+    }
     fsdp_modules: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
-        fsdp_modules = apply_fsdp(decoder, layout, mesh, precision, stages)
+        fsdp_modules = apply_fsdp(decoder, layout, mesh, precision, stages, offloaded)
     elif layout.zero_stage >= 1:
         logger.info(
             "zero_stage %d on one rank shards nothing: the model is replicated", layout.zero_stage
         )
     with storage or nullcontext():
         decoder.to_empty(device=device)
-        _fill_parameters(decoder, layouts, layout, coordinates, read_slice)
+        kept = {name: part for name, part in layouts.items() if name not in offloaded}
+        _fill_parameters(decoder, kept, layout, coordinates, read_slice)
+    if offload is not None:
+        boxes = {
+            weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
+            for weight in weights
+        }
+        offload.attach(decoder, weights, FrozenWeightSources(read_slice, boxes, groups))
     module: nn.Module = decoder
     # A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to
     # wrap it. DDP changes its buckets after the first step, so the sums of a resumed run's first
@@ -265,14 +295,62 @@ def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
     specs = {spec.name: spec for spec in decoder.shape.list_parameters()}
     for name, parameter in decoder.named_parameters():
         spec = specs[name]
-        if (
-            spec.adapter_part is None
-            and spec.packed_matrix is None
-            and len(spec.shape) >= 2
-            and not spec.is_bias
-            and spec.role != "router"
-        ):
+        if is_frozen_matrix(spec) and spec.packed_matrix is None:
             parameter.data = parameter.data.to(dtype)
+
+
+class FrozenWeightStore(Protocol):
+    """Store of frozen weights that brings them to the device when their block computes."""
+
+    def attach(
+        self, decoder: Decoder, weights: Iterable[FrozenWeight], sources: FrozenWeightSources
+    ) -> None:
+        """Store the weights and make them the decoder's parameters."""
+        ...
+
+
+def _find_shard_groups(
+    weights: Iterable[FrozenWeight], layouts: dict[str, ParameterLayout], mesh: Mesh | None
+) -> dict[str, ShardGroup]:
+    """Return the ranks over which ZeRO shards each weight; one value per group of ranks."""
+    by_axis: dict[str, ShardGroup] = {}
+    found = {}
+    for weight in weights:
+        axes = [axis for axis in layouts[weight.spec.name].shard_axes if axis in ZERO_AXES]
+        if not axes:
+            continue
+        (axis,) = axes
+        assert mesh is not None
+        group = mesh.group(axis)
+        assert group is not None, f"{weight.spec.name}: sharded over one rank"
+        if axis not in by_axis:
+            by_axis[axis] = ShardGroup(
+                group.size(), group.rank(), partial(_gather_weights, group=group)
+            )
+        found[weight.spec.name] = by_axis[axis]
+    return found
+
+
+def _gather_weights(memory: Tensor, part: Tensor, *, group: dist.ProcessGroup) -> None:
+    with time_wait(group):
+        all_gather_single(memory, part, group=group)
+
+
+def _drop_zero_shards(parameter: ParameterLayout, layout: Layout) -> ParameterLayout:
+    """Return the descriptor of a parameter that each rank computes with as a whole."""
+    zero_axes = [axis for axis in parameter.shard_axes if axis in ZERO_AXES]
+    replicated = tuple(
+        axis
+        for zero_axis in zero_axes
+        for axis in select_used_axes(
+            layout, *(("dp_shard", "cp") if zero_axis == "fsdp" else (zero_axis,))
+        )
+    )
+    return replace(
+        parameter,
+        shards=tuple(part for part in parameter.shards if part.axis not in ZERO_AXES),
+        replicated_axes=parameter.replicated_axes + replicated,
+    )
 
 
 def _shard_parameters(
@@ -300,7 +378,10 @@ def _fill_parameters(
     coordinates: dict[str, int],
     read_slice: ParameterReader,
 ) -> None:
+    """Fill the parameters that `layouts` names."""
     for name, parameter in decoder.named_parameters():
+        if name not in layouts:
+            continue
         local = get_local_tensor(parameter)
         parameter_layout = layouts[name]
         # Our own invariant: sharding and FSDP2 left exactly the shape that the descriptor

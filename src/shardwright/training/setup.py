@@ -23,6 +23,7 @@ from shardwright.model.lora import initialise_adapter
 from shardwright.model.nf4 import read_dequantised_slice, read_packed_slice
 from shardwright.model.peft_folder import PeftFolder
 from shardwright.model.routing import resolve_expert_rules
+from shardwright.model.weight_bytes import StoredWeights
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
@@ -30,9 +31,12 @@ from shardwright.numerics.precision import LossScaler, resolve_dtypes
 from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.offload import (
     ActivationOffload,
+    WeightOffload,
     build_activation_offload,
+    build_weight_offload,
     describe_activation_offload,
     describe_offload,
+    describe_weight_offload,
     offload_optimizer,
 )
 from shardwright.optim import build_optimizer, compute_learning_rate
@@ -70,6 +74,8 @@ class TrainingState:
     """True if a stop prevented the evaluation of this step; the resumed run starts with it."""
     activation_offload: ActivationOffload | None = None
     """Saved tensors of blocks in a slower tier; None if none move."""
+    weight_offload: WeightOffload | None = None
+    """Frozen weights of blocks in a slower tier; None if none move."""
 
 
 def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Objective:
@@ -90,8 +96,14 @@ def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Object
     )
 
 
-def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelModel:
-    """Build the recipe's decoder under the plan; each rank reads only its own shards."""
+def build_model(
+    validated_run: ValidatedRun, device: torch.device, offload: WeightOffload | None = None
+) -> ParallelModel:
+    """Build the recipe's decoder under the plan; each rank reads only its own shards.
+
+    Args:
+        offload: keeps the frozen weights of blocks; None leaves them on the device.
+    """
     recipe = validated_run.recipe
     plan = validated_run.plan
     precision = resolve_dtypes(plan.precision)
@@ -118,6 +130,31 @@ def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelMo
         device,
         read_slice=build_weight_reader(validated_run, precision.param),
         compile_blocks=plan.is_compiled,
+        offload=offload,
+    )
+
+
+def offload_weights(validated_run: ValidatedRun, device: torch.device) -> WeightOffload | None:
+    """Build the recipe's offloading of frozen weights; None if none move.
+
+    Raises:
+        OffloadFailed: the scratch file cannot be created.
+    """
+    recipe = validated_run.recipe
+
+    def open_stored() -> StoredWeights | None:
+        if not recipe.model.is_pretrained:
+            return None
+        assert recipe.model.path is not None
+        folder = WeightsFolder(recipe.model.path)
+        folder.check(validated_run.shape.base_shape)
+        return StoredWeights(folder)
+
+    return build_weight_offload(
+        recipe.offload,
+        device=device,
+        default_folder=RunFolder.from_recipe(recipe).path,
+        open_stored=open_stored,
     )
 
 
@@ -169,7 +206,10 @@ def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> Para
 def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingState:
     """Build model, optimizer, loss scaler and objective at step 0."""
     recipe = validated_run.recipe
-    model = build_model(validated_run, device)
+    weight_offload = offload_weights(validated_run, device)
+    model = build_model(validated_run, device, weight_offload)
+    if recipe.offload.parameters != "none":
+        logger.info("%s", describe_weight_offload(weight_offload, recipe.offload))
     optimizer = build_optimizer(
         model.named_parameters(),
         recipe.optimizer,
@@ -209,6 +249,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         scaler,
         objective=build_objective(validated_run, model),
         activation_offload=activation_offload,
+        weight_offload=weight_offload,
     )
 
 
