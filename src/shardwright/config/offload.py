@@ -13,7 +13,7 @@ OffloadTier = Literal["none", "host", "disk"]
 
 class OffloadSection(RecipeSection):
     """Optimizer states, frozen weights and saved tensors of blocks in host memory or on disk. The
-    results are the same bits; docs/offload.md has the memory, the transfers and the requirements."""
+    results are the same bits; docs/offload.md has memory, transfers and requirements."""
 
     optimizer: OffloadTier = "none"
     """Tier of the optimizer's moments between updates: `none` is the device; `host` in host

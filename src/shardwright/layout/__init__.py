@@ -25,12 +25,12 @@ from shardwright.layout.pipeline_stages import PipelineStage, partition_layers
 from shardwright.layout.rank_grid import RankGrid
 
 __all__ = [
-    "ZERO_AXES",
     "AXES",
     "BATCH_AXES",
     "DATA_AXES",
     "EXPERT_AXES",
     "FSDP_AXES",
+    "ZERO_AXES",
     "Bounds",
     "CpMethod",
     "DimSection",

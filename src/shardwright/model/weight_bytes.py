@@ -77,7 +77,11 @@ class StoredWeights:
                     computed = str(dtype).removeprefix("torch.")
                     return NotStored(f"stored as {entry['dtype']}, computed in {computed}")
                 lengths = [stop - start for start, stop in overlap]
-                position = _find_run(_subtract(overlap, piece.box), lengths, [stop - start for start, stop in piece.box])
+                position = _find_run(
+                    _subtract(overlap, piece.box),
+                    lengths,
+                    [stop - start for start, stop in piece.box],
+                )
                 local = _subtract(overlap, bounds)
                 target = _find_run(
                     [a + b for a, b in zip(local, offsets, strict=True)], lengths, shape
@@ -104,16 +108,12 @@ class StoredWeights:
         return entries[name], data_position
 
 
-def _subtract(
-    bounds: Sequence[tuple[int, int]], origins: Sequence[tuple[int, int]]
-) -> list[int]:
+def _subtract(bounds: Sequence[tuple[int, int]], origins: Sequence[tuple[int, int]]) -> list[int]:
     """Return the offset of each bound's start from that of its origin."""
     return [start - first for (start, _), (first, _) in zip(bounds, origins, strict=True)]
 
 
-def _find_run(
-    offsets: Sequence[int], lengths: Sequence[int], shape: Sequence[int]
-) -> int | None:
+def _find_run(offsets: Sequence[int], lengths: Sequence[int], shape: Sequence[int]) -> int | None:
     """Return the first element of a box of a row-major tensor; None if it is not one run."""
     is_whole = True
     for length, size in zip(reversed(lengths), reversed(shape), strict=True):

@@ -306,9 +306,7 @@ def _clip(part: WeightRange, first: int, num_bytes: int) -> WeightRange:
     low = max(part.target, first)
     high = min(part.target + part.num_bytes, first + num_bytes)
     if isinstance(part, StoredRange):
-        return StoredRange(
-            part.path, part.position + low - part.target, high - low, low - first
-        )
+        return StoredRange(part.path, part.position + low - part.target, high - low, low - first)
     assert (low, high) == (part.target, part.target + part.num_bytes)
     return replace(part, target=low - first)
 
@@ -353,9 +351,7 @@ def build_weight_offload(
     return None
 
 
-def describe_weight_offload(
-    offload: WeightOffload | None, section: OffloadSection
-) -> str:
+def describe_weight_offload(offload: WeightOffload | None, section: OffloadSection) -> str:
     """Describe in one line where the frozen weights of a rank's blocks are."""
     if offload is None:
         return (

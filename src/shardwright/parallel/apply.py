@@ -75,6 +75,7 @@ logger = logging.getLogger(__name__)
 
 ParameterReader = SliceReader
 
+
 def apply_layout(
     decoder: Decoder,
     plan: Plan,
@@ -195,7 +196,16 @@ def apply_layout(
         )
     )
     model = ParallelModel(
-        module, decoder, layouts, layout, mesh, device, fsdp_modules, trainable, reductions
+        module,
+        decoder,
+        layouts,
+        layout,
+        mesh,
+        device,
+        fsdp_modules,
+        trainable,
+        reductions,
+        frozenset(offloaded),
     )
     if stages is not None:
         assert mesh is not None

@@ -141,6 +141,26 @@ def _choose_offload(recipe: Recipe) -> OffloadKind:
     return "optimizer_disk" if recipe.offload.optimizer == "disk" else "none"
 
 
+def describe_uncounted_offload(recipe: Recipe) -> str | None:
+    """Say in one line what the recipe offloads and the planner counts on the device.
+
+    None if there is no such part.
+
+    >>> describe_uncounted_offload(Recipe.model_validate({"offload": {"parameters": "disk"}}))
+    'offload.parameters: disk is not planned: its bytes are counted on the device'
+    """
+    section = recipe.offload
+    parts = [
+        f"offload.{name}: {tier}"
+        for name, tier in (("parameters", section.parameters), ("activations", section.activations))
+        if tier != "none"
+    ]
+    if not parts:
+        return None
+    verb = "is not planned: its" if len(parts) == 1 else "are not planned: their"
+    return f"{' and '.join(parts)} {verb} bytes are counted on the device"
+
+
 def _choose_reference(recipe: Recipe, adapter: LowRankAdapter | None) -> ReferenceKind:
     """Return the reference of the recipe's preference training.
 

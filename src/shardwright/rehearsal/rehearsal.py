@@ -291,6 +291,11 @@ def _list_assumptions(
             f"{recipe.offload.optimizer} is not rehearsed): "
             "a run has the buffers of docs/offload.md there instead"
         )
+    if recipe.offload.parameters != "none":
+        yield (
+            "frozen weights stay on the device (offload.parameters: "
+            f"{recipe.offload.parameters} is not rehearsed)"
+        )
     if recipe.offload.activations != "none":
         yield (
             "saved tensors stay on the device (offload.activations: "

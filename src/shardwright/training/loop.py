@@ -74,6 +74,8 @@ class StepResult:
     """Rounding of 8-bit operands. None in other precisions, and in steps that do not count."""
     activation_transfers: TransferCounts | None = None
     """Transfers of saved tensors. None if none are offloaded."""
+    parameter_transfers: TransferCounts | None = None
+    """Transfers of frozen weights. None if none are offloaded."""
 
 
 class TrainingLoop:
@@ -310,6 +312,9 @@ class TrainingLoop:
             activation_transfers=None
             if state.activation_offload is None
             else state.activation_offload.take_counts(),
+            parameter_transfers=None
+            if state.weight_offload is None
+            else state.weight_offload.take_counts(),
         )
 
     def _log_step(
@@ -348,6 +353,7 @@ class TrainingLoop:
             **({} if result.rounding is None else self._collect_rounding(step, result.rounding)),
             **_collect_offload_fields("offload", result.transfers),
             **_collect_offload_fields("activation", result.activation_transfers),
+            **_collect_parameter_fields(result.parameter_transfers),
         )
         log_every = self.context.recipe.run.log_every_steps
         self.rank_metrics.log_events(
@@ -404,4 +410,14 @@ def _collect_offload_fields(prefix: str, transfers: TransferCounts | None) -> di
         f"{prefix}_read_bytes": transfers.read_bytes,
         f"{prefix}_written_bytes": transfers.written_bytes,
         f"{prefix}_waiting_seconds": transfers.waiting_seconds,
+    }
+
+
+def _collect_parameter_fields(transfers: TransferCounts | None) -> dict[str, Any]:
+    """Return the step event's fields of frozen weights, which are never written back."""
+    if transfers is None:
+        return {}
+    return {
+        "parameter_read_bytes": transfers.read_bytes,
+        "parameter_waiting_seconds": transfers.waiting_seconds,
     }

@@ -23,7 +23,6 @@ from shardwright.model.lora import initialise_adapter
 from shardwright.model.nf4 import read_dequantised_slice, read_packed_slice
 from shardwright.model.peft_folder import PeftFolder
 from shardwright.model.routing import resolve_expert_rules
-from shardwright.model.weight_bytes import StoredWeights
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
@@ -44,6 +43,7 @@ from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.zero_mask import keep_zeros
+from shardwright.training.offload_checks import open_stored_weights
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
 from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
@@ -141,20 +141,11 @@ def offload_weights(validated_run: ValidatedRun, device: torch.device) -> Weight
         OffloadFailed: the scratch file cannot be created.
     """
     recipe = validated_run.recipe
-
-    def open_stored() -> StoredWeights | None:
-        if not recipe.model.is_pretrained:
-            return None
-        assert recipe.model.path is not None
-        folder = WeightsFolder(recipe.model.path)
-        folder.check(validated_run.shape.base_shape)
-        return StoredWeights(folder)
-
     return build_weight_offload(
         recipe.offload,
         device=device,
         default_folder=RunFolder.from_recipe(recipe).path,
-        open_stored=open_stored,
+        open_stored=partial(open_stored_weights, recipe, validated_run.shape),
     )
 
 
