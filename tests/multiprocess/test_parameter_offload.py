@@ -129,9 +129,7 @@ def compare(recipe: Recipe, world_size: int) -> tuple[list[str], dict[str, int]]
         pytest.param(
             name,
             recompute,
-            marks=[]
-            if recompute == ("none", "selective", "full")[index % 3]
-            else pytest.mark.long,
+            marks=[] if recompute == ("none", "selective", "full")[index % 3] else pytest.mark.long,
         )
         for index, name in enumerate(LAYOUTS)
         for recompute in ("none", "selective", "full")

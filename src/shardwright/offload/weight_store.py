@@ -143,6 +143,8 @@ class DiskWeightStore:
         self._device = device
         self._paths: dict[int, Path] = {}
         """Files by descriptor."""
+        self._versions: dict[int, tuple[int, int]] = {}
+        """Size and time of change of the model's files, by descriptor."""
         self._scratch: int | None = None
         is_pinned = device.type == "cuda"
         self._buffer = allocate_buffer(buffer_bytes, is_pinned=is_pinned)
@@ -172,6 +174,7 @@ class DiskWeightStore:
         except OSError as error:
             raise self._describe(error, path, "opened") from error
         self._paths[descriptor] = path
+        self._versions[descriptor] = _read_version(descriptor)
         self._bypass_cache(descriptor, path)
         return descriptor
 
@@ -236,16 +239,16 @@ class DiskWeightStore:
     ) -> None:
         start_seconds = time.perf_counter()
         for window in windows:
+            path = self._paths[window.descriptor]
             data = self._buffer[: window.num_bytes].numpy().data
-            needed = max(copy.offset + copy.num_bytes for copy in window.copies)
             try:
-                count = self._disk.read_until_end(window.descriptor, data, window.position)
+                self._disk.read_until_end(window.descriptor, data, window.position)
             except OSError as error:
-                raise self._describe(error, self._paths[window.descriptor], "read") from error
-            if count < needed:
-                path = self._paths[window.descriptor]
+                raise self._describe(error, path, "read") from error
+            version = self._versions.get(window.descriptor)
+            if version is not None and version != _read_version(window.descriptor):
                 raise OffloadFailed(
-                    f"offload.parameters: {path} has become shorter since the run began. The last "
+                    f"offload.parameters: {path} has changed since the run began. The last "
                     "checkpoint is intact: restore the file and resume"
                 )
             self._copy(window.copies, target, ready)
@@ -281,6 +284,11 @@ class DiskWeightStore:
             f"offload.parameters: frozen weights in {path} could not be {verb}: "
             f"{error.strerror or error}. The last checkpoint is intact: resume from it"
         )
+
+
+def _read_version(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def _plan_windows(ranges: Sequence[_FileRange], buffer_bytes: int) -> list[_Window]:
