@@ -4,11 +4,13 @@ whose weights stay on the device, bit for bit, on every rank.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from shardwright.architecture import read_config
@@ -23,6 +25,8 @@ from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
+from tests import forked
+from tests.multiprocess import limited_weights
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_offload import DENSE, RATE, SPARSE, build_recipe
 from tests.unit.training.finished import ALPHABET
@@ -153,3 +157,42 @@ def test_steps_have_the_bits_of_resident_weights(
         assert (counts["scratch"] == 0) == is_in_place
         if name == "tp2":
             assert counts["scratch"] == SCRATCH_BYTES_OF_TP2 // 2
+
+
+def train_within_limit(
+    folder: Path, sections: dict[str, Any], tier: str, limit_bytes: int = 0
+) -> tuple[int, list[str], str]:
+    recipe = build_recipe(folder, sections | {"adapters": {"rank": 2}})
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True)))
+    command = [sys.executable, "-m", "tests.multiprocess.limited_weights"]
+    done = forked.run(
+        [*command, str(path), tier, str(limit_bytes)], capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout.split(), done.stderr
+
+
+def test_weights_on_disk_train_within_a_memory_limit_that_resident_ones_exceed(
+    tmp_path: Path,
+) -> None:
+    """Without files, because safetensors' mapping of a file counts as the process's memory."""
+    random = {"model": {"config": limited_weights.CONFIG}}
+    limit_bytes = limited_weights.NUM_BLOCKS * limited_weights.BLOCK_BYTES * 2 // 3
+    status, _, error = train_within_limit(tmp_path, random, "none", limit_bytes)
+    assert status != 0
+    assert "can't allocate memory" in error
+    status, _, error = train_within_limit(tmp_path, random, "disk", limit_bytes)
+    assert status == 0, error
+
+
+def test_weights_in_the_models_own_files_take_the_memory_of_two_blocks(tmp_path: Path) -> None:
+    write_base(tmp_path, limited_weights.CONFIG, torch.float32)
+    pretrained = {"model": {"path": str(tmp_path / "base")}}
+    status, (expected, resident_bytes), error = train_within_limit(tmp_path, pretrained, "none")
+    assert status == 0, error
+    status, (got, peak_bytes), error = train_within_limit(tmp_path, pretrained, "disk")
+    assert status == 0, error
+    assert got == expected
+    saved_bytes = int(resident_bytes) - int(peak_bytes)
+    # All blocks but two; half of one for the buffer and other memory.
+    assert saved_bytes > (limited_weights.NUM_BLOCKS - 2.5) * limited_weights.BLOCK_BYTES
