@@ -4,6 +4,7 @@ events, without a wait of the host.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def compute_gradients(
     section = OffloadSection.model_validate(
         {"parameters": tier, "activations": activations, "buffer_bytes": 16384}
     )
+    gc.collect()  # the model of an earlier call would be freed during the measurement
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     offload = build_weight_offload(
@@ -72,7 +74,8 @@ def test_gradients_have_the_bits_of_resident_weights_and_the_host_does_not_wait(
         # and the first block stays for the next forward pass. The last one's neighbours are
         # not known in the first pass.
         assert num_bytes == (2 * NUM_BLOCKS + 2 * (NUM_BLOCKS - 1) - 1) * BLOCK_BYTES
-        assert resident_peak - peak > (NUM_BLOCKS - 2.5) * BLOCK_BYTES
+        buffers = 0.1 * BLOCK_BYTES
+        assert resident_peak - peak > (NUM_BLOCKS - 2) * BLOCK_BYTES - buffers
         if tier == "host":
             assert waits == resident_waits
 
