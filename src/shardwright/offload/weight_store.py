@@ -303,7 +303,7 @@ def _plan_windows(ranges: Sequence[_FileRange], buffer_bytes: int) -> list[_Wind
                 window is None
                 or window.descriptor != part.descriptor
                 or position > window.position + window.num_bytes + _MAX_GAP_BYTES
-                or position >= window.position + buffer_bytes
+                or not window.position <= position < window.position + buffer_bytes
             ):
                 window = _Window(part.descriptor, position // PAGE_BYTES * PAGE_BYTES, 0)
                 windows.append(window)
