@@ -164,6 +164,8 @@ def test_a_rehearsal_on_a_missing_device_is_refused(
     assert not any("offload" in line for line in rehearsal.assumptions)
     rehearsal = sw.rehearse(recipe | {"offload": {"optimizer": "disk"}}, 1)
     assert any("optimizer states stay on the device" in line for line in rehearsal.assumptions)
+    rehearsal = sw.rehearse(recipe | {"offload": {"parameters": "disk"}}, 1)
+    assert any("frozen weights stay on the device" in line for line in rehearsal.assumptions)
 
 
 def test_event_tables(tmp_path: Path) -> None:

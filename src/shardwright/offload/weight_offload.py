@@ -160,6 +160,7 @@ class WeightOffload:
                 self._blocks[block.layer_index] = self._store_block(found, sources)
                 self._layers.append(block.layer_index)
                 self._install_hooks(block)
+        self._stored = None  # closes the files' mappings
         self._log_places()
 
     def _store_block(

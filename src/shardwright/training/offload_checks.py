@@ -72,6 +72,8 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
         _check_activations(recipe, plan)
     if section.parameters != "none":
         _check_parameters(recipe, plan)
+        if section.parameters == "disk" and recipe.model.path is not None:
+            _report_model_file_system(recipe.model.path)
         needed.add(section.parameters, _count_weight_bytes(recipe, plan))
     if section.optimizer != "none":
         needed.add(section.optimizer, _count_moment_bytes(recipe, plan, trained_names))
@@ -261,6 +263,26 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
             folder,
             kind,
             format_bytes(needed_bytes),
+        )
+
+
+def _report_model_file_system(path: str) -> None:
+    """Warn about a model folder from which reads are slow, or take host memory."""
+    kind = _read_file_system(Path(path))
+    if kind.partition(".")[0] in _NETWORK_FILE_SYSTEMS:
+        logger.warning(
+            "model.path: %s is on a network file system (%s): with `offload.parameters: disk` "
+            "every forward and backward pass reads the frozen weights there. Copy the folder to "
+            "a local disk",
+            path,
+            kind,
+        )
+    elif kind in _MEMORY_FILE_SYSTEMS:
+        logger.warning(
+            "model.path: %s is in host memory (%s), so `offload.parameters: disk` frees none of "
+            "it. Copy the folder to a local disk",
+            path,
+            kind,
         )
 
 

@@ -23,6 +23,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
 from shardwright.training import offload_checks
 from shardwright.training.run import train
+from shardwright.training.run_checks import validate_run
 from tests import forked
 from tests.unit.training.finished import ALPHABET
 from tests.unit.training.test_loop import build_recipe
@@ -235,6 +236,21 @@ def test_host_on_a_cpu_moves_nothing_and_says_so(
     assert any("frozen weights stay: the device is the CPU" in line for line in caplog.messages)
     (memory,) = read_events(tmp_path / "run").filter_by_type(MemoryEvent)
     assert memory.offloaded_parameter_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("nfs4", "network file system"), ("tmpfs", "in host memory")]
+)
+def test_an_unsuitable_file_system_of_the_model_is_reported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(offload_checks, "_read_file_system", lambda folder: kind)
+    validate_run(build_run(tmp_path, "run", DISK), 1)
+    assert any(line.startswith("model.path: ") and words in line for line in caplog.messages)
 
 
 def test_what_cannot_be_offloaded_is_refused(
