@@ -150,8 +150,8 @@ def apply_layout(
         )
     with storage or nullcontext():
         decoder.to_empty(device=device)
-        kept = {name: part for name, part in layouts.items() if name not in offloaded}
-        _fill_parameters(decoder, kept, layout, coordinates, read_slice)
+        resident = {name: part for name, part in layouts.items() if name not in offloaded}
+        _fill_parameters(decoder, resident, layout, coordinates, read_slice)
     if offload is not None:
         boxes = {
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)

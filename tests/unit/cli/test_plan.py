@@ -107,7 +107,7 @@ def test_indistinguishable_layouts_are_marked_and_the_simplest_is_chosen(
     assert "its 80% intervals: step " in shown
 
 
-def test_what_is_offloaded_but_not_planned_is_named(
+def test_offloaded_parts_that_are_not_planned_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = (

@@ -253,7 +253,7 @@ def test_an_unsuitable_file_system_of_the_model_is_reported(
     assert any(line.startswith("model.path: ") and words in line for line in caplog.messages)
 
 
-def test_what_cannot_be_offloaded_is_refused(
+def test_runs_without_offloadable_weights_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
