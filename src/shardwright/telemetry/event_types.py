@@ -111,7 +111,8 @@ class StepEvent(Event):
     parameter_read_bytes: int | None = None
     """Offloaded frozen weights: bytes that came to the device since the step before."""
     parameter_waiting_seconds: float | None = None
-    """Frozen weights on disk: time that forward and backward passes waited for reads."""
+    """Frozen weights on disk: time that forward and backward passes waited for reads, those of an
+    evaluation before the step included."""
     loss_scale: float | None = None
     """Loss scale, fp16 only."""
     fp8_saturated: dict[str, int] | None = None

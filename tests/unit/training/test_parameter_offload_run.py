@@ -207,7 +207,7 @@ def test_events_state_the_bytes_and_the_log_their_place(
     # evaluation of some passes lies between two steps.
     least_bytes = 2 * FROZEN_BYTES * 2 // 3
     assert all((step.parameter_read_bytes or 0) >= least_bytes for step in steps)
-    assert all((step.parameter_waiting_seconds or 0.0) < step.step_seconds for step in steps[1:])
+    assert all((step.parameter_waiting_seconds or -1.0) >= 0.0 for step in steps)
     assert [step.parameter_read_bytes for step in events["none"].filter_by_type(StepEvent)] == [
         None
     ] * 3
