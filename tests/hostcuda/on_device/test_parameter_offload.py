@@ -17,8 +17,10 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.offload import weight_store
 from shardwright.offload.weight_offload import build_weight_offload
+from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.setup import offload_activations
 from shardwright.training.step import accumulate_gradients
+from shardwright.verification.rank_pool import RankPool
 from tests.hostcuda import device
 from tests.hostcuda.ranks import Case, build_model, draw_micro_batches
 
@@ -28,10 +30,14 @@ CUDA = torch.device("cuda", 0)
 
 
 def compute_gradients(
-    folder: Path, recompute: RecomputeKind, tier: str, activations: str = "none"
+    folder: Path,
+    recompute: RecomputeKind,
+    tier: str,
+    activations: str = "none",
+    layout: Layout | None = None,
 ) -> tuple[dict[str, Tensor], int, int, int]:
     """Return gradients, the host's waits, the device's peak from the model on, and bytes read."""
-    case = Case(Layout(), recompute=recompute, sections={"adapters": {"rank": 4}})
+    case = Case(layout or Layout(), recompute=recompute, sections={"adapters": {"rank": 4}})
     section = OffloadSection.model_validate(
         {"parameters": tier, "activations": activations, "buffer_bytes": 16384}
     )
@@ -48,7 +54,7 @@ def compute_gradients(
         accumulate_gradients(model, batches, seed=0, step=0)
     peak_bytes = torch.cuda.max_memory_allocated() - before
     gradients = {
-        name: parameter.grad.cpu().clone()
+        name: get_local_tensor(parameter.grad).cpu().clone()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -78,6 +84,22 @@ def test_gradients_have_the_bits_of_resident_weights_and_the_host_does_not_wait(
         assert resident_peak - peak > (NUM_BLOCKS - 2) * BLOCK_BYTES - buffers
         if tier == "host":
             assert waits == resident_waits
+
+
+def find_differences(folder: Path) -> tuple[list[str], int]:
+    """List the gradients that differ on this rank under ZeRO; return the bytes it has read."""
+    layout = Layout(dp_shard=2, zero_stage=3)
+    expected, *_ = compute_gradients(folder, "none", "none", layout=layout)
+    got, _, _, num_bytes = compute_gradients(folder, "none", "host", layout=layout)
+    assert expected.keys() == got.keys()
+    return [name for name in expected if not torch.equal(expected[name], got[name])], num_bytes
+
+
+def test_ranks_that_share_weights_read_a_part_each_and_gather(
+    tmp_path: Path, device_ranks: RankPool
+) -> None:
+    expected_bytes = (2 * NUM_BLOCKS + 2 * (NUM_BLOCKS - 1) - 1) * BLOCK_BYTES // 2
+    assert device_ranks.run(2, find_differences, tmp_path) == [([], expected_bytes)] * 2
 
 
 def test_weights_and_saved_tensors_leave_together(tmp_path: Path) -> None:
