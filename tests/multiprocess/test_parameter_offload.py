@@ -28,6 +28,7 @@ from shardwright.training.step import accumulate_gradients, update_parameters
 from tests import forked
 from tests.multiprocess import limited_weights
 from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_checkpoint_resume import train_some
 from tests.multiprocess.test_offload import DENSE, RATE, SPARSE, build_recipe
 from tests.unit.training.finished import ALPHABET
 
@@ -157,6 +158,40 @@ def test_steps_have_the_bits_of_resident_weights(
         assert (counts["scratch"] == 0) == is_in_place
         if name == "tp2":
             assert counts["scratch"] == SCRATCH_BYTES_OF_TP2 // 2
+
+
+def test_runs_that_compare_replicas_save_the_same_checkpoints_under_other_layouts(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """With evaluations and sample texts; frozen weights are not in memory when replicas are."""
+    recipe = build_adapter_recipe(
+        tmp_path,
+        "zero0",
+        layout={},
+        checkpoint={"every_steps": 1, "keep_last": 9},
+        evaluation={"every_steps": 1, "num_samples": 1},
+    ).model_dump(mode="json", exclude_unset=True)
+    recipe["run"]["replica_check_every_steps"] = 1
+    recipe["data"] |= {"validation_split": "tail", "validation_fraction": 0.2}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    layouts = ("dp_replicate=2", "dp_shard=2,zero_stage=3")
+    for name, tier in (("resident", "none"), ("offloaded", "disk")):
+        for number, layout in enumerate(layouts):
+            arguments = (str(path), str(tmp_path / name), layout, 2, number > 0)
+            ranks.run(2, train_some, *arguments, f"offload.parameters={tier}")
+    expected = read_all_checkpoints(tmp_path / "resident")
+    # A run with evaluations checks twice per step whether it must stop: one step per layout.
+    assert len(expected) == 2 * len(layouts)
+    assert read_all_checkpoints(tmp_path / "offloaded") == expected
+
+
+def read_all_checkpoints(folder: Path) -> dict[str, bytes]:
+    """Return the tensors of all ranks' files, by step and rank."""
+    return {
+        f"{path.parent.name}/{path.name}": path.read_bytes()
+        for path in folder.glob("checkpoints/step-*/shard-*.safetensors")
+    }
 
 
 def train_within_limit(

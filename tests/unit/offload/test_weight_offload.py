@@ -50,15 +50,8 @@ def compute_gradients(recipe: Recipe, state: TrainingState, step: int = 0) -> di
     }
 
 
-def test_weights_arrive_one_block_ahead_in_both_directions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = {
-        "max_steps": 2, "micro_batch_size": 2, "sequence_length": 16, "learning_rate": 1e-2,
-    }  # fmt: skip
-    recipe, state = build_adapter_state(tmp_path, "disk", training=training)
-    offload = state.weight_offload
-    assert offload is not None
+def record_events(offload: WeightOffload, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list that receives the reads that begin, and the uses once they have begun."""
     layer_of_place = {
         id(shared.place): layer
         for layer, weights in offload._blocks.items()
@@ -78,6 +71,19 @@ def test_weights_arrive_one_block_ahead_in_both_directions(
 
     monkeypatch.setattr(offload.store, "read", record_read)
     monkeypatch.setattr(WeightOffload, "_use", record_use)
+    return events
+
+
+def test_weights_arrive_one_block_ahead_in_both_directions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = {
+        "max_steps": 2, "micro_batch_size": 2, "sequence_length": 16, "learning_rate": 1e-2,
+    }  # fmt: skip
+    recipe, state = build_adapter_state(tmp_path, "disk", training=training)
+    offload = state.weight_offload
+    assert offload is not None
+    events = record_events(offload, monkeypatch)
     for step in range(2):
         events.clear()
         compute_gradients(recipe, state, step)
@@ -86,6 +92,28 @@ def test_weights_arrive_one_block_ahead_in_both_directions(
     assert events == [
         *("read 1", "forward 0", "read 2", "forward 1", "read 3", "forward 2", "forward 3"),
         *("read 2", "backward 3", "read 1", "backward 2", "read 0", "backward 1", "backward 0"),
+    ]
+
+
+def test_an_order_of_uses_is_learnt_from_the_last_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass after a pass begins with block 0, whose weights arrive during the last block."""
+    _, state = build_adapter_state(tmp_path, "disk")
+    offload = state.weight_offload
+    assert offload is not None
+    events = record_events(offload, monkeypatch)
+    passes = []
+    with state.model.evaluate_mode():
+        for _ in range(2):
+            events.clear()
+            state.model.decoder(torch.arange(16)[None] % 10)
+            passes.append(tuple(events))
+    offload.close()
+    middle = ("read 1", "inference 0", "read 2", "inference 1", "read 3", "inference 2")
+    assert passes == [
+        ("read 0", *middle, "inference 3"),
+        ("read 0", *middle, "read 0", "inference 3"),
     ]
 
 
