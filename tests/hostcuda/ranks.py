@@ -22,7 +22,7 @@ from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.apply import FrozenWeightStore
+from shardwright.parallel.offloaded_weights import FrozenWeightStore
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import (
     accumulate_gradients,

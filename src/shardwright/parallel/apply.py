@@ -23,33 +23,26 @@ computed from the layout alone and then checked against the sharded tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright.architecture import HFShape
 from shardwright.layout import (
-    ZERO_AXES,
     Layout,
     ParameterLayout,
     PipelineStage,
     RankGrid,
     compute_local_boxes,
     compute_local_shape,
-    select_used_axes,
 )
 from shardwright.model.decoder import Decoder
 from shardwright.model.frozen_weights import (
-    FrozenWeight,
     FrozenWeightSources,
-    ShardGroup,
     SliceReader,
     detach_weights,
     is_frozen_matrix,
@@ -58,7 +51,6 @@ from shardwright.model.frozen_weights import (
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.numerics.recompute import build_recompute_runner
-from shardwright.parallel.collectives import all_gather_single, time_wait
 from shardwright.parallel.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.expert_parallel import build_token_dispatcher
@@ -66,6 +58,11 @@ from shardwright.parallel.fsdp import apply_fsdp, apply_fsdp_root
 from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
 from shardwright.parallel.low_precision import install_low_precision
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.offloaded_weights import (
+    FrozenWeightStore,
+    drop_zero_shards,
+    find_shard_groups,
+)
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
@@ -135,9 +132,9 @@ def apply_layout(
         _log_uncompiled_parts(decoder, plan)
     offloaded = {} if offload is None else list_frozen_matrices(decoder.shape)
     weights = detach_weights(decoder, offloaded)
-    groups = _find_shard_groups(weights, layouts, mesh)
+    groups = find_shard_groups(weights, layouts, mesh)
     layouts = {
-        name: _drop_zero_shards(parameter, layout) if name in offloaded else parameter
+        name: drop_zero_shards(parameter, layout) if name in offloaded else parameter
         for name, parameter in layouts.items()
     }
     fsdp_modules: list[FSDPModule] = []
@@ -307,60 +304,6 @@ def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
         spec = specs[name]
         if is_frozen_matrix(spec) and spec.packed_matrix is None:
             parameter.data = parameter.data.to(dtype)
-
-
-class FrozenWeightStore(Protocol):
-    """Store of frozen weights that brings them to the device when their block computes."""
-
-    def attach(
-        self, decoder: Decoder, weights: Iterable[FrozenWeight], sources: FrozenWeightSources
-    ) -> None:
-        """Store the weights and make them the decoder's parameters."""
-        ...
-
-
-def _find_shard_groups(
-    weights: Iterable[FrozenWeight], layouts: dict[str, ParameterLayout], mesh: Mesh | None
-) -> dict[str, ShardGroup]:
-    """Return the ranks over which ZeRO shards each weight; one value per group of ranks."""
-    by_axis: dict[str, ShardGroup] = {}
-    found = {}
-    for weight in weights:
-        axes = [axis for axis in layouts[weight.spec.name].shard_axes if axis in ZERO_AXES]
-        if not axes:
-            continue
-        (axis,) = axes
-        assert mesh is not None
-        group = mesh.group(axis)
-        assert group is not None, f"{weight.spec.name}: sharded over one rank"
-        if axis not in by_axis:
-            by_axis[axis] = ShardGroup(
-                group.size(), group.rank(), partial(_gather_weights, group=group)
-            )
-        found[weight.spec.name] = by_axis[axis]
-    return found
-
-
-def _gather_weights(memory: Tensor, part: Tensor, *, group: dist.ProcessGroup) -> None:
-    with time_wait(group):
-        all_gather_single(memory, part, group=group)
-
-
-def _drop_zero_shards(parameter: ParameterLayout, layout: Layout) -> ParameterLayout:
-    """Return the descriptor of a parameter that each rank computes with as a whole."""
-    zero_axes = [axis for axis in parameter.shard_axes if axis in ZERO_AXES]
-    replicated = tuple(
-        axis
-        for zero_axis in zero_axes
-        for axis in select_used_axes(
-            layout, *(("dp_shard", "cp") if zero_axis == "fsdp" else (zero_axis,))
-        )
-    )
-    return replace(
-        parameter,
-        shards=tuple(part for part in parameter.shards if part.axis not in ZERO_AXES),
-        replicated_axes=parameter.replicated_axes + replicated,
-    )
 
 
 def _shard_parameters(

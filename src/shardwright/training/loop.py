@@ -353,7 +353,7 @@ class TrainingLoop:
             **({} if result.rounding is None else self._collect_rounding(step, result.rounding)),
             **_collect_offload_fields("offload", result.transfers),
             **_collect_offload_fields("activation", result.activation_transfers),
-            **_collect_parameter_fields(result.parameter_transfers),
+            **_collect_offload_fields("parameter", result.parameter_transfers, is_read_only=True),
         )
         log_every = self.context.recipe.run.log_every_steps
         self.rank_metrics.log_events(
@@ -402,22 +402,14 @@ class TrainingLoop:
             )
 
 
-def _collect_offload_fields(prefix: str, transfers: TransferCounts | None) -> dict[str, Any]:
+def _collect_offload_fields(
+    prefix: str, transfers: TransferCounts | None, *, is_read_only: bool = False
+) -> dict[str, Any]:
     """Return the step event's fields of one use of offloading."""
     if transfers is None:
         return {}
     return {
         f"{prefix}_read_bytes": transfers.read_bytes,
-        f"{prefix}_written_bytes": transfers.written_bytes,
+        **({} if is_read_only else {f"{prefix}_written_bytes": transfers.written_bytes}),
         f"{prefix}_waiting_seconds": transfers.waiting_seconds,
-    }
-
-
-def _collect_parameter_fields(transfers: TransferCounts | None) -> dict[str, Any]:
-    """Return the step event's fields of frozen weights, which are never written back."""
-    if transfers is None:
-        return {}
-    return {
-        "parameter_read_bytes": transfers.read_bytes,
-        "parameter_waiting_seconds": transfers.waiting_seconds,
     }
