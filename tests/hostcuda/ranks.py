@@ -22,6 +22,7 @@ from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel.offloaded_weights import FrozenWeightStore
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import (
     accumulate_gradients,
@@ -90,7 +91,13 @@ class Case:
         )
 
 
-def build_model(case: Case, recipe: Recipe, layout: Layout, device: torch.device) -> ParallelModel:
+def build_model(
+    case: Case,
+    recipe: Recipe,
+    layout: Layout,
+    device: torch.device,
+    offload: FrozenWeightStore | None = None,
+) -> ParallelModel:
     shape = read_recipe_shape(recipe)
     precision = resolve_dtypes(recipe.precision)
     with torch.device("meta"):
@@ -112,6 +119,7 @@ def build_model(case: Case, recipe: Recipe, layout: Layout, device: torch.device
         read_slice=lambda name, narrow: initialise_parameter(
             specs[name], 0, dtype=precision.param, narrow=narrow
         ),
+        offload=offload,
     )
 
 

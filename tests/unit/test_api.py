@@ -164,6 +164,9 @@ def test_a_rehearsal_on_a_missing_device_is_refused(
     assert not any("offload" in line for line in rehearsal.assumptions)
     recipe |= {"run": {"device": "auto"}, "offload": {"optimizer": "host"}}
     assert any("ranks run on GPUs" in line for line in sw.rehearse(recipe, 1).assumptions)
+    recipe |= {"offload": {"parameters": "disk"}}
+    assumptions = sw.rehearse(recipe, 1).assumptions
+    assert any("frozen weights stay on the device" in line for line in assumptions)
 
 
 def test_event_tables(tmp_path: Path) -> None:

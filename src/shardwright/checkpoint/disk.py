@@ -93,6 +93,12 @@ class Disk:
 
     def read_at(self, descriptor: int, data: memoryview, position: int) -> None:
         """Fill `data` from byte `position`."""
+        if self.read_until_end(descriptor, data, position) < len(data):
+            raise OSError(errno.EIO, "the file ended early")
+
+    def read_until_end(self, descriptor: int, data: memoryview, position: int) -> int:
+        """Fill `data` from byte `position`, or as much as the file has; return the bytes read."""
+        first = position
         while data:
             try:
                 count = os.preadv(descriptor, [data], position)
@@ -100,9 +106,11 @@ class Disk:
                 if error.errno != errno.EINVAL or not self.bypass_cache(descriptor, False):
                     raise
                 continue
-            if not count:
-                raise OSError(errno.EIO, "the file ended early")
             data, position = data[count:], position + count
+            # After the last bytes of a file the position may be one that O_DIRECT rejects.
+            if not count or (data and position >= os.fstat(descriptor).st_size):
+                break
+        return position - first
 
     def write_at(self, descriptor: int, data: memoryview, position: int) -> None:
         """Write all of `data` at byte `position`."""

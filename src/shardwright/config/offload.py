@@ -12,13 +12,18 @@ OffloadTier = Literal["none", "host", "disk"]
 
 
 class OffloadSection(RecipeSection):
-    """Optimizer states and saved tensors of blocks in host memory or on disk. The results are
-    the same bits; docs/offload.md has the memory, the transfers and the requirements."""
+    """Optimizer states, frozen weights and saved tensors of blocks in host memory or on disk. The
+    results are the same bits; docs/offload.md has memory, transfers and requirements."""
 
     optimizer: OffloadTier = "none"
     """Tier of the optimizer's moments between updates: `none` is the device; `host` in host
     memory (pinned with CUDA); `disk` in a scratch file per rank. They are moved to the device
     in buckets, beside the update of other buckets."""
+    parameters: OffloadTier = "none"
+    """Tier of the frozen matrices of blocks beside adapters: they arrive before their block
+    computes, one block ahead, and leave after it. `disk` reads them from the model's own files
+    where these have the bytes that products read, otherwise from a scratch file. Trained
+    parameters stay on the device; a run without adapters is refused."""
     activations: OffloadTier = "none"
     """Tier of the tensors that a block saves for its backward pass: they leave behind its forward
     pass and return one block ahead of its backward pass. Parameters, and what all blocks share,
@@ -29,14 +34,15 @@ class OffloadSection(RecipeSection):
     buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = 64 * 2**20
     """Size of a staging buffer, and so of a bucket of state: a multiple of 4096. `disk` has
     three in host memory per rank; with CUDA three more are in device memory. `activations: disk`
-    has two in host memory."""
+    has two in host memory, `parameters: disk` has one."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:
-        if self.dir is not None and "disk" not in (self.optimizer, self.activations):
+        tiers = (self.optimizer, self.parameters, self.activations)
+        if self.dir is not None and "disk" not in tiers:
             raise ValueError(
-                "`dir` is for `optimizer: disk` and `activations: disk`, not "
-                f"{self.optimizer} and {self.activations}"
+                "`dir` is for `optimizer: disk`, `parameters: disk` and `activations: disk`, not "
+                f"{', '.join(tiers)}"
             )
         if self.buffer_bytes % 4096:
             raise ValueError("`buffer_bytes` must be a multiple of 4096, the unit of direct I/O")
@@ -45,7 +51,7 @@ class OffloadSection(RecipeSection):
     @property
     def is_enabled(self) -> bool:
         """True if anything is offloaded."""
-        return self.optimizer != "none" or self.activations != "none"
+        return {self.optimizer, self.parameters, self.activations} != {"none"}
 
     def without_host(self) -> OffloadSection:
         """Return the section with `none` for `host`, for a CPU: its memory is the host's, so
@@ -53,7 +59,7 @@ class OffloadSection(RecipeSection):
         return self.model_copy(
             update={
                 name: "none"
-                for name in ("optimizer", "activations")
+                for name in ("optimizer", "parameters", "activations")
                 if getattr(self, name) == "host"
             }
         )

@@ -251,7 +251,7 @@ def _read_zero(source: SourceDocument, draft: RecipeDraft) -> None:
         draft.drop(
             "zero_optimization.offload_param",
             offload["device"],
-            "`plan` predicts offloaded parameters, but `train` does not support them",
+            "offload.parameters is for the frozen weights beside adapters; trained ones stay",
         )
     for key, value in source.pop_section("zero_optimization").items():
         reason = "a setting of DeepSpeed's engine; compare layout.prefetch_depth and related keys"

@@ -12,6 +12,7 @@ from shardwright.layout.degrees import (
     select_used_axes,
 )
 from shardwright.layout.parameter_layout import (
+    ZERO_AXES,
     Bounds,
     DimSection,
     ParameterBox,
@@ -29,6 +30,7 @@ __all__ = [
     "DATA_AXES",
     "EXPERT_AXES",
     "FSDP_AXES",
+    "ZERO_AXES",
     "Bounds",
     "CpMethod",
     "DimSection",

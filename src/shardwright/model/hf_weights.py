@@ -40,7 +40,7 @@ INERT_TENSORS = (
 Any other surplus tensor is an error.
 """
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -89,14 +89,14 @@ class WeightsFolder:
     def dtype_of(self, stored_name: str) -> torch.dtype:
         """Return the dtype of a tensor, by its name in the file."""
         kind = self._slice(stored_name).get_dtype()
-        if kind not in _SAFETENSORS_DTYPES:
+        if kind not in SAFETENSORS_DTYPES:
             raise WeightsError(
                 f"{stored_name} is stored as {kind}",
                 field=self._path_of(stored_name),
-                allowed=", ".join(_SAFETENSORS_DTYPES),
+                allowed=", ".join(SAFETENSORS_DTYPES),
                 remedy="Convert the weights to bf16, fp16 or fp32 first",
             )
-        return _SAFETENSORS_DTYPES[kind]
+        return SAFETENSORS_DTYPES[kind]
 
     def check(self, shape: ModelShape) -> None:
         """Check that the folder fits a model; call it before `read`, which uses its result.
@@ -137,10 +137,10 @@ class WeightsFolder:
                 wrong.append(
                     f"{stored} is {list(self.shape_of(stored))}, the model expects {list(expected)}"
                 )
-            elif self._slice(stored).get_dtype() not in _SAFETENSORS_DTYPES:
+            elif self._slice(stored).get_dtype() not in SAFETENSORS_DTYPES:
                 wrong.append(
                     f"{stored} is stored as {self._slice(stored).get_dtype()}; "
-                    f"supported: {', '.join(_SAFETENSORS_DTYPES)}"
+                    f"supported: {', '.join(SAFETENSORS_DTYPES)}"
                 )
         if not missing and not wrong:
             wrong += self._find_untied_values(shape)
@@ -275,6 +275,11 @@ class WeightsFolder:
                     "(tie_word_embeddings: false unties them)"
                 )
         return untied
+
+    def find_file(self, name: str) -> tuple[Path, str]:
+        """Return the file with a tensor, by the model's name of it, and its name there."""
+        stored = self._stored_names.get(name, name)
+        return self.path / self._file_of[stored], stored
 
     def _slice(self, stored_name: str) -> Any:
         return self._files[self._file_of[stored_name]].get_slice(stored_name)

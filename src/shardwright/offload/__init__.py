@@ -12,14 +12,22 @@ from shardwright.offload.offloaded_optimizer import (
     offload_optimizer,
 )
 from shardwright.offload.store import TransferCounts
+from shardwright.offload.weight_offload import (
+    WeightOffload,
+    build_weight_offload,
+    describe_weight_offload,
+)
 
 __all__ = [
     "ActivationOffload",
     "OffloadedOptimizer",
     "TransferCounts",
+    "WeightOffload",
     "build_activation_offload",
+    "build_weight_offload",
     "describe_activation_offload",
     "describe_offload",
     "describe_transfers",
+    "describe_weight_offload",
     "offload_optimizer",
 ]

@@ -300,17 +300,18 @@ def describe_transfers(counts: TransferCounts, num_steps: int, subject: str = "s
 
     A store without threads (host memory) has no times: a device waits for its copies, not the host.
     """
-    line = (
-        f"offload: {format_bytes(counts.read_bytes / num_steps)} of {subject} read and "
-        f"{format_bytes(counts.written_bytes / num_steps)} written per step"
-    )
-    if not counts.reading_seconds or not counts.writing_seconds:
+    line = f"offload: {format_bytes(counts.read_bytes / num_steps)} of {subject} read"
+    rates = []
+    if counts.reading_seconds:
+        rates.append(f"{format_bytes(counts.read_bytes / counts.reading_seconds)}/s")
+    if counts.written_bytes:
+        line += f" and {format_bytes(counts.written_bytes / num_steps)} written"
+    if counts.writing_seconds:
+        rates.append(f"{format_bytes(counts.written_bytes / counts.writing_seconds)}/s")
+    line += " per step"
+    if not rates:
         return line
     # Both directions run at the same time.
     seconds = max(counts.reading_seconds, counts.writing_seconds)
     hidden = max(0.0, 1.0 - counts.waiting_seconds / seconds)
-    return (
-        f"{line}, at {format_bytes(counts.read_bytes / counts.reading_seconds)}/s and "
-        f"{format_bytes(counts.written_bytes / counts.writing_seconds)}/s; "
-        f"{hidden:.0%} of the transfer time was hidden"
-    )
+    return f"{line}, at {' and '.join(rates)}; {hidden:.0%} of the transfer time was hidden"

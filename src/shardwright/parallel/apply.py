@@ -9,8 +9,9 @@ On the meta device until step 6:
     4  compile      the block's function with recomputation inside: around compiled code,
                     selective recomputation sees no operations to save
     5  shard        FSDP2 over dp_shard (x dp_replicate), block groups first, the root last
-    6  storage      empty memory on the device, for this rank's shards only
-    7  weights      written by name, slice by slice
+    6  storage      empty memory on the device, for this rank's shards only; not for frozen weights
+                    that are offloaded, which leave the model before 5
+    7  weights      written by name, slice by slice; offloaded ones to their store
     8  replicate    DDP over dp_replicate: its buckets need real memory; not under a pipeline,
                     which accumulates gradients itself and reduces those of a stage behind the
                     backward passes of the others
@@ -22,17 +23,16 @@ computed from the layout alone and then checked against the sharded tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright.architecture import HFShape
 from shardwright.layout import (
-    Bounds,
     Layout,
     ParameterLayout,
     PipelineStage,
@@ -41,6 +41,13 @@ from shardwright.layout import (
     compute_local_shape,
 )
 from shardwright.model.decoder import Decoder
+from shardwright.model.frozen_weights import (
+    FrozenWeightSources,
+    SliceReader,
+    detach_weights,
+    is_frozen_matrix,
+    list_frozen_matrices,
+)
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.numerics.recompute import build_recompute_runner
@@ -51,6 +58,11 @@ from shardwright.parallel.fsdp import apply_fsdp, apply_fsdp_root
 from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
 from shardwright.parallel.low_precision import install_low_precision
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.offloaded_weights import (
+    FrozenWeightStore,
+    drop_zero_shards,
+    find_shard_groups,
+)
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
@@ -58,8 +70,7 @@ from shardwright.plans import Plan
 
 logger = logging.getLogger(__name__)
 
-ParameterReader = Callable[[str, Bounds], Tensor]
-"""(parameter name, (start, length) per dimension) -> that slice of the parameter."""
+ParameterReader = SliceReader
 
 
 def apply_layout(
@@ -71,6 +82,7 @@ def apply_layout(
     read_slice: ParameterReader,
     compile_blocks: bool = False,
     storage: AbstractContextManager[Any] | None = None,
+    offload: FrozenWeightStore | None = None,
 ) -> ParallelModel:
     """Apply a plan's parallelism to a decoder and load this rank's parameters.
 
@@ -82,6 +94,8 @@ def apply_layout(
         compile_blocks: torch.compile each block; for rows of any length if the plan's differ.
         storage: context entered while memory is allocated and filled; a rehearsal passes one in
             which tensors take no memory.
+        offload: keeps the frozen matrices of blocks, which then are neither allocated here nor
+            sharded by FSDP2.
 
     Raises:
         LayoutError: the mesh has another number of ranks than the plan.
@@ -116,17 +130,31 @@ def apply_layout(
         # stay, and generalise only those that change after all (an evaluation's batch).
         decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True)
         _log_uncompiled_parts(decoder, plan)
+    offloaded = {} if offload is None else list_frozen_matrices(decoder.shape)
+    weights = detach_weights(decoder, offloaded)
+    groups = find_shard_groups(weights, layouts, mesh)
+    layouts = {
+        name: drop_zero_shards(parameter, layout) if name in offloaded else parameter
+        for name, parameter in layouts.items()
+    }
     fsdp_modules: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
-        fsdp_modules = apply_fsdp(decoder, layout, mesh, precision, stages)
+        fsdp_modules = apply_fsdp(decoder, layout, mesh, precision, stages, offloaded)
     elif layout.zero_stage >= 1:
         logger.info(
             "zero_stage %d on one rank shards nothing: the model is replicated", layout.zero_stage
         )
     with storage or nullcontext():
         decoder.to_empty(device=device)
-        _fill_parameters(decoder, layouts, layout, coordinates, read_slice)
+        resident = {name: part for name, part in layouts.items() if name not in offloaded}
+        _fill_parameters(decoder, resident, layout, coordinates, read_slice)
+    if offload is not None:
+        boxes = {
+            weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
+            for weight in weights
+        }
+        offload.attach(decoder, weights, FrozenWeightSources(read_slice, boxes, groups))
     module: nn.Module = decoder
     # A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to
     # wrap it. DDP changes its buckets after the first step, so the sums of a resumed run's first
@@ -165,7 +193,16 @@ def apply_layout(
         )
     )
     model = ParallelModel(
-        module, decoder, layouts, layout, mesh, device, fsdp_modules, trainable, reductions
+        module,
+        decoder,
+        layouts,
+        layout,
+        mesh,
+        device,
+        fsdp_modules,
+        trainable,
+        reductions,
+        frozenset(offloaded),
     )
     if stages is not None:
         assert mesh is not None
@@ -265,13 +302,7 @@ def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
     specs = {spec.name: spec for spec in decoder.shape.list_parameters()}
     for name, parameter in decoder.named_parameters():
         spec = specs[name]
-        if (
-            spec.adapter_part is None
-            and spec.packed_matrix is None
-            and len(spec.shape) >= 2
-            and not spec.is_bias
-            and spec.role != "router"
-        ):
+        if is_frozen_matrix(spec) and spec.packed_matrix is None:
             parameter.data = parameter.data.to(dtype)
 
 
@@ -300,7 +331,10 @@ def _fill_parameters(
     coordinates: dict[str, int],
     read_slice: ParameterReader,
 ) -> None:
+    """Fill the parameters that `layouts` names."""
     for name, parameter in decoder.named_parameters():
+        if name not in layouts:
+            continue
         local = get_local_tensor(parameter)
         parameter_layout = layouts[name]
         # Our own invariant: sharding and FSDP2 left exactly the shape that the descriptor

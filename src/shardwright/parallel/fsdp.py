@@ -13,7 +13,7 @@ precision, G gradients; master weights and optimizer states are always 1/n):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,8 +36,11 @@ def apply_fsdp(
     mesh: Mesh,
     dtypes: PrecisionDtypes,
     stages: Sequence[PipelineStage] | None = None,
+    ignored_names: Collection[str] = (),
 ) -> list[FSDPModule]:
     """Shard a decoder in place; return its FSDP modules, the root last.
+
+    Parameters of `ignored_names` are left as they are.
 
     There is one group per `layout.wrap_blocks` blocks and one for the rest. If the decoder has
     only some of a pipeline's `stages`, a group stays within one stage, because stages run
@@ -65,7 +68,11 @@ def apply_fsdp(
     )
     # Untrained parameters stay replicated, in their own precision.
     trained = {spec.name: spec.is_trained for spec in decoder.shape.list_parameters()}
-    untrained = {parameter for name, parameter in decoder.named_parameters() if not trained[name]}
+    untrained = {
+        parameter
+        for name, parameter in decoder.named_parameters()
+        if not trained[name] or name in ignored_names
+    }
     place_experts = _build_expert_placement(decoder, mesh) if layout.ep > 1 else None
     options: dict[str, Any] = {"mp_policy": policy, "ignored_params": untrained}
     # With a second mesh for the experts, FSDP2 accepts no custom reduce-scatter.

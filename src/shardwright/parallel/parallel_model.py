@@ -55,6 +55,8 @@ class ParallelModel:
         trainable: names of the parameters of the whole model that take gradients.
         mesh: None for one rank.
         device: device on which this rank computes.
+        offloaded_names: frozen parameters whose values are on the device only while their block
+            computes. Nothing else may read them.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ParallelModel:
         fsdp_modules: list[FSDPModule],
         trainable: frozenset[str],
         pending_reductions: list[PendingReduction],
+        offloaded_names: frozenset[str] = frozenset(),
     ) -> None:
         self.module = module
         self.decoder = decoder
@@ -78,6 +81,7 @@ class ParallelModel:
         self.fsdp_modules = fsdp_modules
         self.pipeline: Pipeline | None = None
         self.trainable = trainable
+        self.offloaded_names = offloaded_names
         self._gradient_hooks: list[Callable[[], None]] = []
         self._pending_reductions = [
             pending for pending in pending_reductions if pending.name in trainable
@@ -364,6 +368,7 @@ class ParallelModel:
 
     def gather_parameter(self, name: str) -> Tensor:
         """Gather a whole parameter on every rank (a collective)."""
+        assert name not in self.offloaded_names, f"{name} is offloaded"
         parameter = self._parameters.get(name)
         return self._gather_full(name, None if parameter is None else parameter.detach())
 

@@ -148,6 +148,20 @@ def _choose_offload(section: OffloadSection) -> OffloadKind:
     return kinds[section.optimizer]
 
 
+def describe_uncounted_offload(recipe: Recipe) -> str | None:
+    """Describe in one line what the recipe offloads and the planner counts on the device.
+
+    None if there is no such part.
+
+    >>> describe_uncounted_offload(Recipe.model_validate({"offload": {"parameters": "disk"}}))
+    'offload.parameters: disk is not planned: its bytes are counted on the device'
+    """
+    tier = recipe.offload.parameters
+    if tier == "none":
+        return None
+    return f"offload.parameters: {tier} is not planned: its bytes are counted on the device"
+
+
 def _choose_reference(recipe: Recipe, adapter: LowRankAdapter | None) -> ReferenceKind:
     """Return the reference of the recipe's preference training.
 

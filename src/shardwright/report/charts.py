@@ -106,6 +106,15 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             compute_activation_gigabytes,
             should_start_at_zero=True,
         ),
+        build_value_chart(
+            runs,
+            axis,
+            "parameter-bytes",
+            "Transfers of frozen weights",
+            "GB per step on rank 0",
+            lambda s: None if s.parameter_read_bytes is None else s.parameter_read_bytes / 1e9,
+            should_start_at_zero=True,
+        ),
         build_temperature_chart(runs, axis),
         *(
             build_time_chart(run, axis, f"time-{index}", is_single_run=len(runs) == 1)

@@ -108,6 +108,11 @@ class StepEvent(Event):
     """Offloaded activations: bytes that left the device since the step before."""
     activation_waiting_seconds: float | None = None
     """Activations on disk: time that forward and backward passes waited for transfers."""
+    parameter_read_bytes: int | None = None
+    """Offloaded frozen weights: bytes that came to the device since the step before."""
+    parameter_waiting_seconds: float | None = None
+    """Frozen weights on disk: time that forward and backward passes waited for reads, those of an
+    evaluation before the step included."""
     loss_scale: float | None = None
     """Loss scale, fp16 only."""
     fp8_saturated: dict[str, int] | None = None
@@ -196,6 +201,8 @@ class MemoryEvent(Event):
     """Offloading: optimizer states in host memory or on disk."""
     offloaded_activation_bytes: tuple[int, ...] | None = None
     """Offloading: most bytes of saved tensors that were in host memory or on disk at once."""
+    offloaded_parameter_bytes: tuple[int, ...] | None = None
+    """Offloading: frozen weights of each rank in host memory or on disk; not in weights_bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

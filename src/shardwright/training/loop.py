@@ -78,6 +78,8 @@ class StepResult:
     """Rounding of 8-bit operands. None in other precisions, and in steps that do not count."""
     activation_transfers: TransferCounts | None = None
     """Transfers of saved tensors. None if none are offloaded."""
+    parameter_transfers: TransferCounts | None = None
+    """Transfers of frozen weights. None if none are offloaded."""
 
 
 class TrainingLoop:
@@ -314,6 +316,9 @@ class TrainingLoop:
             activation_transfers=None
             if state.activation_offload is None
             else state.activation_offload.take_counts(),
+            parameter_transfers=None
+            if state.weight_offload is None
+            else state.weight_offload.take_counts(),
         )
 
     def _log_step(
@@ -352,6 +357,7 @@ class TrainingLoop:
             **({} if result.rounding is None else self._collect_rounding(step, result.rounding)),
             **_collect_offload_fields("offload", result.transfers),
             **_collect_offload_fields("activation", result.activation_transfers),
+            **_collect_offload_fields("parameter", result.parameter_transfers, is_read_only=True),
         )
         log_every = self.context.recipe.run.log_every_steps
         self.rank_metrics.log_events(
@@ -400,12 +406,14 @@ class TrainingLoop:
             )
 
 
-def _collect_offload_fields(prefix: str, transfers: TransferCounts | None) -> dict[str, Any]:
+def _collect_offload_fields(
+    prefix: str, transfers: TransferCounts | None, *, is_read_only: bool = False
+) -> dict[str, Any]:
     """Return the step event's fields of one use of offloading."""
     if transfers is None:
         return {}
     return {
         f"{prefix}_read_bytes": transfers.read_bytes,
-        f"{prefix}_written_bytes": transfers.written_bytes,
+        **({} if is_read_only else {f"{prefix}_written_bytes": transfers.written_bytes}),
         f"{prefix}_waiting_seconds": transfers.waiting_seconds,
     }

@@ -179,6 +179,9 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
         if state.activation_offload is not None and state.step > first_step:
             counts = state.activation_offload.store.counts
             logger.info("%s", describe_transfers(counts, state.step - first_step, "activations"))
+        if state.weight_offload is not None and state.step > first_step:
+            counts = state.weight_offload.store.counts
+            logger.info("%s", describe_transfers(counts, state.step - first_step, "frozen weights"))
     except Preempted:
         checkpointer.close()
         log_end("preempted")
@@ -199,6 +202,8 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
             state.optimizer.close()
         if state.activation_offload is not None:
             state.activation_offload.close()
+        if state.weight_offload is not None:
+            state.weight_offload.close()
     log_end("completed", final_loss)
 
 

@@ -30,9 +30,12 @@ from shardwright.numerics.precision import LossScaler
 from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.offload import (
     ActivationOffload,
+    WeightOffload,
     build_activation_offload,
+    build_weight_offload,
     describe_activation_offload,
     describe_offload,
+    describe_weight_offload,
     offload_optimizer,
 )
 from shardwright.optim import build_optimizer, compute_learning_rate
@@ -40,6 +43,7 @@ from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.zero_mask import keep_zeros
+from shardwright.training.checks.offload_checks import open_stored_weights
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
@@ -70,6 +74,8 @@ class TrainingState:
     """True if a stop prevented the evaluation of this step; the resumed run starts with it."""
     activation_offload: ActivationOffload | None = None
     """Saved tensors of blocks in a slower tier; None if none move."""
+    weight_offload: WeightOffload | None = None
+    """Frozen weights of blocks in a slower tier; None if none move."""
 
 
 def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Objective:
@@ -90,8 +96,14 @@ def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Object
     )
 
 
-def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelModel:
-    """Build the recipe's decoder under the plan; each rank reads only its own shards."""
+def build_model(
+    validated_run: ValidatedRun, device: torch.device, offload: WeightOffload | None = None
+) -> ParallelModel:
+    """Build the recipe's decoder under the plan; each rank reads only its own shards.
+
+    Args:
+        offload: keeps the frozen weights of blocks; None leaves them on the device.
+    """
     recipe = validated_run.recipe
     plan = validated_run.plan
     with torch.device("meta"):
@@ -117,6 +129,22 @@ def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelMo
         device,
         read_slice=build_weight_reader(validated_run, validated_run.dtypes.param),
         compile_blocks=plan.is_compiled,
+        offload=offload,
+    )
+
+
+def offload_weights(validated_run: ValidatedRun, device: torch.device) -> WeightOffload | None:
+    """Build the recipe's offloading of frozen weights; None if none move.
+
+    Raises:
+        OffloadFailed: the scratch file cannot be created.
+    """
+    recipe = validated_run.recipe
+    return build_weight_offload(
+        recipe.offload,
+        device=device,
+        default_folder=RunFolder.from_recipe(recipe).path,
+        open_stored=partial(open_stored_weights, recipe, validated_run.shape),
     )
 
 
@@ -168,7 +196,10 @@ def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> Para
 def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingState:
     """Build model, optimizer, loss scaler and objective at step 0."""
     recipe = validated_run.recipe
-    model = build_model(validated_run, device)
+    weight_offload = offload_weights(validated_run, device)
+    model = build_model(validated_run, device, weight_offload)
+    if recipe.offload.parameters != "none":
+        logger.info("%s", describe_weight_offload(weight_offload, recipe.offload))
     optimizer = build_optimizer(
         model.named_parameters(),
         recipe.optimizer,
@@ -208,6 +239,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         scaler,
         objective=build_objective(validated_run, model),
         activation_offload=activation_offload,
+        weight_offload=weight_offload,
     )
 
 

@@ -148,11 +148,14 @@ def find_differing_replicas(model: ParallelModel) -> str | None:
     Collective. Compares an XOR over the bits of each part (`torch.hash_tensor`), which finds
     any single differing value. Replicas are identical to the bit, because each adds the same
     sums to the same weights. Parts on one rank only (ZeRO, tensor parallelism) have no replica.
+    Offloaded frozen weights are not compared: they are not in memory, and nothing writes them.
     """
     places = []
     hashes = []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name in model.offloaded_names:
+                continue
             local = get_local_tensor(parameter.detach())
             for box in model.local_boxes(name):
                 part = narrow_to_box(local, box.local_bounds)

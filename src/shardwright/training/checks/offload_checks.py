@@ -6,15 +6,23 @@ import logging
 import math
 import os
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwright.architecture import HFShape
+import torch
+
+from shardwright.architecture import HFShape, ModelShape
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
+from shardwright.config.offload import OffloadTier
 from shardwright.errors import RecipeError
+from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
-from shardwright.layout import RankGrid, compute_local_boxes
+from shardwright.layout import ZERO_AXES, RankGrid, compute_local_boxes, compute_local_shape
+from shardwright.model.frozen_weights import list_frozen_matrices
+from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.weight_bytes import NotStored, StoredWeights
+from shardwright.numerics.precision import resolve_dtypes
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import get_model_facts
@@ -23,6 +31,7 @@ from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
+from shardwright.training.preference_objective import has_frozen_reference
 from shardwright.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -40,38 +49,140 @@ _CGROUP_FILES = (
 )
 
 
+@dataclass
+class _NodeBytes:
+    """Bytes that the ranks of this node keep in each tier."""
+
+    disk: int = 0
+    host: int = 0
+
+    def add(self, tier: OffloadTier, num_bytes: int) -> None:
+        """Count bytes in a tier."""
+        if tier == "disk":
+            self.disk += num_bytes
+        else:
+            self.host += num_bytes
+
+
 def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> None:
     """Check, before any rank starts, that this node can hold what is offloaded.
 
     Raises:
-        RecipeError: the optimizer has no states, or disk or host memory is too small; the message
-            has the numbers.
+        RecipeError: the optimizer has no states, no weights are frozen, or disk or host memory is
+            too small; the message has the numbers.
     """
     section = recipe.offload
+    needed = _NodeBytes()
     if section.activations != "none":
         _check_activations(recipe, plan)
         _warn_of_little_space(recipe, plan)
-    if section.optimizer == "none":
-        return
+    if section.parameters != "none":
+        _check_parameters(recipe, plan)
+        if section.parameters == "disk" and recipe.model.path is not None:
+            _report_model_file_system(recipe.model.path)
+        needed.add(section.parameters, _count_weight_bytes(recipe, plan))
+    if section.optimizer != "none":
+        needed.add(section.optimizer, _count_moment_bytes(recipe, plan, trained_names))
+    if "disk" in (section.optimizer, section.parameters):
+        folder = _get_folder(recipe)
+        _check_folder(folder)
+        _check_disk(folder, needed.disk)
+    if needed.host:
+        _check_host_memory(recipe, needed.host)
+
+
+def _count_moment_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> int:
+    """Count the bytes of the moments of this node's ranks.
+
+    Raises:
+        RecipeError: the optimizer has none.
+    """
     name = recipe.optimizer.name
     has_momentum = name == "sgd" and recipe.optimizer.effective_momentum > 0.0
     if name == "sgd" and not has_momentum:
         raise RecipeError(
             "sgd without momentum has no states to offload",
             field="offload.optimizer",
-            got=section.optimizer,
+            got=recipe.offload.optimizer,
             allowed="none",
             remedy="Remove it, or set optimizer.momentum",
         )
-    needed_bytes = _count_node_bytes(
-        plan, trained_names, OPTIMIZER_STATE_BYTES["sgd_momentum" if has_momentum else name]
+    bytes_per_element = OPTIMIZER_STATE_BYTES["sgd_momentum" if has_momentum else name]
+    num_elements = sum(
+        math.prod(length for _, length in box.local_bounds)
+        for coordinates in _list_node_coordinates(plan)
+        for name in trained_names
+        for box in compute_local_boxes(plan.placement.parameters[name], plan.layout, coordinates)
     )
-    if section.optimizer == "disk":
-        folder = _get_folder(recipe)
-        _check_folder(folder)
-        _check_disk(folder, needed_bytes)
-    else:
-        _check_host_memory(needed_bytes)
+    return round(num_elements * bytes_per_element)
+
+
+def _check_parameters(recipe: Recipe, plan: Plan) -> None:
+    tier = recipe.offload.parameters
+    if isinstance(plan.placement.shape, HFShape):
+        raise RecipeError(
+            "blocks of transformers' own classes cannot offload their weights",
+            field="offload.parameters",
+            got=tier,
+            allowed="none for this family of models",
+        )
+    if recipe.adapters is None:
+        raise RecipeError(
+            "only the frozen weights beside adapters can be offloaded, and this run has no "
+            "adapters: trained weights stay on the device",
+            field="offload.parameters",
+            got=tier,
+            allowed="none without adapters",
+            remedy="Train adapters (adapters: ...), or offload the optimizer's states "
+            "(offload.optimizer) and shard the weights (layout.zero_stage: 3)",
+        )
+    if recipe.preference is not None and has_frozen_reference(recipe):
+        raise RecipeError(
+            "a frozen copy of the model as the reference would stay on the device",
+            field="offload.parameters",
+            got=tier,
+            allowed="none with preference.reference: frozen",
+            remedy="Use preference.reference: adapter_off, which needs no copy",
+        )
+
+
+def _count_weight_bytes(recipe: Recipe, plan: Plan) -> int:
+    """Count the bytes that this node's ranks store of frozen weights.
+
+    On disk only what the model's own files do not have as it is needed.
+    """
+    section = recipe.offload
+    stored = None
+    if section.parameters == "disk":
+        stored = open_stored_weights(recipe, plan.placement.shape)
+    elif not should_use_cuda(recipe.run.device, field="run.device"):
+        return 0  # nothing moves
+    compute = resolve_dtypes(plan.precision).compute
+    total = 0
+    for coordinates in _list_node_coordinates(plan):
+        for name, spec in list_frozen_matrices(plan.placement.shape).items():
+            layout = plan.placement.parameters[name]
+            boxes = compute_local_boxes(layout, plan.layout, coordinates, with_zero=False)
+            if not boxes:
+                continue  # of another pipeline stage
+            shape = compute_local_shape(layout, plan.layout, coordinates, with_zero=False)
+            dtype = torch.uint8 if spec.packed_matrix is not None else compute
+            if stored is None or isinstance(stored.locate(spec, boxes, shape, dtype), NotStored):
+                num_ranks = math.prod(
+                    plan.layout.degree(axis) for axis in layout.shard_axes if axis in ZERO_AXES
+                )
+                total += -(-math.prod(shape) * dtype.itemsize // num_ranks)
+    return total
+
+
+def open_stored_weights(recipe: Recipe, shape: ModelShape) -> StoredWeights | None:
+    """Open the files of the model's folder; None if the initial weights are in none."""
+    if not recipe.model.is_pretrained:
+        return None
+    assert recipe.model.path is not None
+    folder = WeightsFolder(recipe.model.path)
+    folder.check(shape.base_shape)
+    return StoredWeights(folder)
 
 
 def _check_activations(recipe: Recipe, plan: Plan) -> None:
@@ -153,22 +264,17 @@ def _get_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def _count_node_bytes(plan: Plan, trained_names: Collection[str], bytes_per_element: float) -> int:
-    """Count the bytes of the states of all ranks on this node."""
+def _list_node_coordinates(plan: Plan) -> list[dict[str, int]]:
+    """List the mesh coordinates of all ranks on this node."""
     world_size = plan.layout.world_size
     ranks = detect_rank_environment()
     first_rank = 0 if ranks is None else ranks.rank - ranks.local_rank
     num_ranks = _count_local_ranks(plan)
     grid = RankGrid(plan.layout)
-    num_elements = sum(
-        math.prod(length for _, length in box.local_bounds)
+    return [
+        grid.coordinates(rank)
         for rank in range(first_rank, min(first_rank + num_ranks, world_size))
-        for name in trained_names
-        for box in compute_local_boxes(
-            plan.placement.parameters[name], plan.layout, grid.coordinates(rank)
-        )
-    )
-    return round(num_elements * bytes_per_element)
+    ]
 
 
 def _count_local_ranks(plan: Plan) -> int:
@@ -193,7 +299,7 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
     free_bytes = status.f_bavail * status.f_frsize
     if free_bytes < needed_bytes:
         raise RecipeError(
-            f"the disk of {folder} has not enough free space for the optimizer states of the "
+            f"the disk of {folder} has not enough free space for the offloaded states of the "
             "ranks of this node",
             field="offload.dir",
             got=f"{format_bytes(free_bytes)} free",
@@ -212,22 +318,44 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
     elif kind in _MEMORY_FILE_SYSTEMS:
         logger.warning(
             "offload.dir: %s is in host memory (%s), so the states take %s of it. "
-            "`offload.optimizer: host` is faster",
+            "The tier `host` is faster",
             folder,
             kind,
             format_bytes(needed_bytes),
         )
 
 
-def _check_host_memory(needed_bytes: int) -> None:
+def _report_model_file_system(path: str) -> None:
+    """Warn about a model folder from which reads are slow, or take host memory."""
+    kind = _read_file_system(Path(path))
+    if kind.partition(".")[0] in _NETWORK_FILE_SYSTEMS:
+        logger.warning(
+            "model.path: %s is on a network file system (%s): with `offload.parameters: disk` "
+            "every forward and backward pass reads the frozen weights there. Copy the folder to "
+            "a local disk",
+            path,
+            kind,
+        )
+    elif kind in _MEMORY_FILE_SYSTEMS:
+        logger.warning(
+            "model.path: %s is in host memory (%s), so `offload.parameters: disk` frees none of "
+            "it. Copy the folder to a local disk",
+            path,
+            kind,
+        )
+
+
+def _check_host_memory(recipe: Recipe, needed_bytes: int) -> None:
     available_bytes = read_available_memory()
     if available_bytes is not None and available_bytes < needed_bytes:
+        tiers = {"optimizer": recipe.offload.optimizer, "parameters": recipe.offload.parameters}
+        names = [f"offload.{name}" for name, tier in tiers.items() if tier == "host"]
         raise RecipeError(
-            "this node has not enough host memory for the optimizer states of its ranks",
-            field="offload.optimizer",
+            "this node has not enough host memory for the offloaded states of its ranks",
+            field=" and ".join(names),
             got=f"host, with {format_bytes(available_bytes)} available",
             allowed=f"at least {format_bytes(needed_bytes)}",
-            remedy="Use `offload.optimizer: disk`",
+            remedy=f"Use {' or '.join(f'`{name}: disk`' for name in names)}",
         )
 
 

@@ -265,7 +265,12 @@ class RankMetrics:
         if cuda:
             free_bytes, all_bytes = torch.cuda.mem_get_info(self._device)
             driver = all_bytes - free_bytes - torch.cuda.memory_reserved(self._device)
-        weights = _count_bytes(parameter for _, parameter in self._model.named_parameters())
+        offloaded_names = self._model.offloaded_names
+        weights = _count_bytes(
+            parameter
+            for name, parameter in self._model.named_parameters()
+            if name not in offloaded_names
+        )
         moments = (
             value for state in self._state.optimizer.state.values() for value in state.values()
         )
@@ -282,6 +287,8 @@ class RankMetrics:
             values["offloaded_bytes"] = self._state.optimizer.num_bytes
         if self._state.activation_offload is not None:
             values["offloaded_activation_bytes"] = self._state.activation_offload.peak_bytes
+        if self._state.weight_offload is not None:
+            values["offloaded_parameter_bytes"] = self._state.weight_offload.stored_bytes
         rows = self._rank_sync.gather(list(values.values()))
         columns = [tuple(map(int, column)) for column in zip(*rows, strict=True)]
         event_logger.log("memory", step=step, **dict(zip(values, columns, strict=True)))

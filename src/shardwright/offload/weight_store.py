@@ -1,0 +1,317 @@
+"""Stores of frozen weights, which are written once and then only read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.disk import LOCAL_DISK, Disk
+from shardwright.errors import OffloadFailed
+from shardwright.offload.activation_store import Wait
+from shardwright.offload.disk_store import allocate_buffer
+from shardwright.offload.state_buckets import PAGE_BYTES
+from shardwright.offload.store import TransferCounts
+
+logger = logging.getLogger("shardwright")
+
+_MAX_GAP_BYTES = 1 << 16
+"""Bytes between two ranges of a file that are read with them, in place of a second read."""
+
+
+@dataclass(frozen=True)
+class StoredRange:
+    """Bytes of a model's file, and their place in a block's memory."""
+
+    path: Path
+    position: int
+    num_bytes: int
+    target: int
+
+
+@dataclass(frozen=True)
+class WrittenRange:
+    """Bytes that no file has, and their place in a block's memory."""
+
+    num_bytes: int
+    target: int
+    pieces: Callable[[], Iterable[Tensor]]
+    """Returns the bytes in consecutive pieces of any length, each `[N]` in host memory."""
+
+
+WeightRange = StoredRange | WrittenRange
+
+
+class WeightStore(Protocol):
+    """Bytes of blocks. One thread calls all methods."""
+
+    counts: TransferCounts
+
+    def add(self, num_bytes: int, ranges: Sequence[WeightRange]) -> Any:
+        """Store a block's `num_bytes`, of which `ranges` have values; return its place."""
+        ...
+
+    def read(self, place: Any, target: Tensor) -> Wait:
+        """Start to copy a place to the device, `[N]`; valid after the wait."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class PinnedWeightStore:
+    """Pinned host memory, and a copy stream of a CUDA device. The host waits for no copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = TransferCounts()
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def add(self, num_bytes: int, ranges: Sequence[WeightRange]) -> Tensor:
+        """Copy the values to new memory. PyTorch rounds its size up to a power of two."""
+        place = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        for part in ranges:
+            assert isinstance(part, WrittenRange)
+            offset = part.target
+            for piece in part.pieces():
+                place[offset : offset + piece.numel()].copy_(piece)
+                offset += piece.numel()
+        return place
+
+    def read(self, place: Tensor, target: Tensor) -> Wait:
+        """Copy once the kernels that used the memory before have ended."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(place, non_blocking=True)
+            copied = self._stream.record_event()
+        self.counts.read_bytes += place.numel()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def close(self) -> None:
+        """Leave the memory to the places' owner."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Bytes of a window and their place in a block's memory."""
+
+    offset: int
+    num_bytes: int
+    target: int
+
+
+@dataclass
+class _Window:
+    """Pages of a file that are read at once, and the copies from them."""
+
+    descriptor: int
+    position: int
+    num_bytes: int
+    copies: list[_Copy] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _FileRange:
+    descriptor: int
+    position: int
+    num_bytes: int
+    target: int
+
+
+class DiskWeightStore:
+    """The model's own files, and a scratch file for what they do not have; only read later.
+
+    A thread reads whole pages with direct I/O into a staging buffer and copies from it.
+    """
+
+    def __init__(
+        self, folder: Path, buffer_bytes: int, device: torch.device, *, disk: Disk = LOCAL_DISK
+    ) -> None:
+        self.counts = TransferCounts()
+        self.scratch_bytes = 0
+        self._folder = folder
+        self._disk = disk
+        self._device = device
+        self._paths: dict[int, Path] = {}
+        """Files by descriptor."""
+        self._versions: dict[int, tuple[int, int]] = {}
+        """Size and time of change of the model's files, by descriptor."""
+        self._scratch: int | None = None
+        is_pinned = device.type == "cuda"
+        self._buffer = allocate_buffer(buffer_bytes, is_pinned=is_pinned)
+        self._stream = torch.cuda.Stream(device) if is_pinned else None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weight-read")
+
+    def add(self, num_bytes: int, ranges: Sequence[WeightRange]) -> list[_Window]:
+        """Write the ranges that have no file to the scratch file; open the files of the others.
+
+        Raises:
+            OffloadFailed: a file cannot be opened or written.
+        """
+        found = [
+            self._write(part)
+            if isinstance(part, WrittenRange)
+            else _FileRange(self._open(part.path), part.position, part.num_bytes, part.target)
+            for part in ranges
+        ]
+        return _plan_windows(found, self._buffer.numel())
+
+    def _open(self, path: Path) -> int:
+        for descriptor, opened in self._paths.items():
+            if opened == path:
+                return descriptor
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._describe(error, path, "opened") from error
+        self._paths[descriptor] = path
+        self._versions[descriptor] = _read_version(descriptor)
+        self._bypass_cache(descriptor, path)
+        return descriptor
+
+    def _bypass_cache(self, descriptor: int, path: Path) -> None:
+        if not self._disk.bypass_cache(descriptor, True):
+            logger.warning(
+                "offload.parameters: the file system of %s has no direct I/O: reads go through "
+                "the page cache, which takes host memory and time",
+                path,
+            )
+
+    def _write(self, part: WrittenRange) -> _FileRange:
+        """Append a range to the scratch file, from the beginning of a page."""
+        try:
+            if self._scratch is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._scratch = self._disk.create_scratch(self._folder)
+                self._paths[self._scratch] = self._folder
+                self._bypass_cache(self._scratch, self._folder)
+            first = self.scratch_bytes
+            self.scratch_bytes += -(-part.num_bytes // PAGE_BYTES) * PAGE_BYTES
+            self._disk.reserve(self._scratch, self.scratch_bytes)
+            self._write_pieces(self._scratch, first, part.pieces())
+        except OSError as error:
+            raise self._describe(error, self._folder, "written") from error
+        return _FileRange(self._scratch, first, part.num_bytes, part.target)
+
+    def _write_pieces(self, descriptor: int, position: int, pieces: Iterable[Tensor]) -> None:
+        """Write consecutive bytes through the staging buffer, whole pages at a time."""
+        size = self._buffer.numel()
+        filled = 0
+        for piece in pieces:
+            start = 0
+            while start < piece.numel():
+                count = min(size - filled, piece.numel() - start)
+                self._buffer[filled : filled + count].copy_(piece[start : start + count])
+                start += count
+                filled += count
+                if filled == size:
+                    self._disk.write_at(descriptor, self._buffer.numpy().data, position)
+                    position += size
+                    filled = 0
+        if filled:
+            num_bytes = -(-filled // PAGE_BYTES) * PAGE_BYTES
+            self._disk.write_at(descriptor, self._buffer[:num_bytes].numpy().data, position)
+
+    def read(self, place: list[_Window], target: Tensor) -> Wait:
+        """Read on the store's thread, once the kernels that used the memory have ended."""
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.current_stream(self._device).record_event()
+        job = self._reader.submit(self._read, place, target, ready)
+        return lambda: self._wait(job)
+
+    def _wait(self, job: Future[None]) -> None:
+        start_seconds = time.perf_counter()
+        job.result()
+        self.counts.waiting_seconds += time.perf_counter() - start_seconds
+
+    def _read(
+        self, windows: Sequence[_Window], target: Tensor, ready: torch.cuda.Event | None
+    ) -> None:
+        start_seconds = time.perf_counter()
+        for window in windows:
+            path = self._paths[window.descriptor]
+            data = self._buffer[: window.num_bytes].numpy().data
+            try:
+                self._disk.read_until_end(window.descriptor, data, window.position)
+            except OSError as error:
+                raise self._describe(error, path, "read") from error
+            version = self._versions.get(window.descriptor)
+            if version is not None and version != _read_version(window.descriptor):
+                raise OffloadFailed(
+                    f"offload.parameters: {path} has changed since the run began. The last "
+                    "checkpoint is intact: restore the file and resume"
+                )
+            self._copy(window.copies, target, ready)
+        self.counts.reading_seconds += time.perf_counter() - start_seconds
+
+    def _copy(
+        self, copies: Sequence[_Copy], target: Tensor, ready: torch.cuda.Event | None
+    ) -> None:
+        """Copy a window to the device; the thread waits, because the buffer is filled again."""
+        for copy in copies:
+            part = target[copy.target : copy.target + copy.num_bytes]
+            source = self._buffer[copy.offset : copy.offset + copy.num_bytes]
+            self.counts.read_bytes += copy.num_bytes
+            if self._stream is None or ready is None:
+                part.copy_(source)
+                continue
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                part.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        """Stop the thread and close all files; the scratch file then ceases to exist."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        for descriptor in self._paths:
+            self._disk.close(descriptor)
+        self._paths.clear()
+
+    @staticmethod
+    def _describe(error: OSError, path: Path, verb: str) -> OffloadFailed:
+        return OffloadFailed(
+            f"offload.parameters: frozen weights in {path} could not be {verb}: "
+            f"{error.strerror or error}. The last checkpoint is intact: resume from it"
+        )
+
+
+def _read_version(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _plan_windows(ranges: Sequence[_FileRange], buffer_bytes: int) -> list[_Window]:
+    """Divide ranges into windows of whole pages that fit the buffer, near ranges together."""
+    windows: list[_Window] = []
+    for part in sorted(ranges, key=lambda item: (item.descriptor, item.position)):
+        done = 0
+        while done < part.num_bytes:
+            position = part.position + done
+            window = windows[-1] if windows else None
+            if (
+                window is None
+                or window.descriptor != part.descriptor
+                or position > window.position + window.num_bytes + _MAX_GAP_BYTES
+                or not window.position <= position < window.position + buffer_bytes
+            ):
+                window = _Window(part.descriptor, position // PAGE_BYTES * PAGE_BYTES, 0)
+                windows.append(window)
+            offset = position - window.position
+            count = min(part.num_bytes - done, buffer_bytes - offset)
+            window.copies.append(_Copy(offset, count, part.target + done))
+            window.num_bytes = max(
+                window.num_bytes, -(-(offset + count) // PAGE_BYTES) * PAGE_BYTES
+            )
+            done += count
+    return windows
