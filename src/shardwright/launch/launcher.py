@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from shardwright.errors import ExitCode, Preempted, RankFailed
+from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.launch.rank_outcome import (
     CONTROL_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -24,7 +25,6 @@ from shardwright.launch.rank_outcome import (
     read_outcomes,
 )
 from shardwright.launch.stop_signals import STOP_SIGNALS, StopRequest
-from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.watchdog.hang_diagnosis import find_skipped_collective
 from shardwright.watchdog.monitor import Watchdog, read_heartbeats
 

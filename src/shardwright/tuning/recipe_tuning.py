@@ -27,8 +27,8 @@ from shardwright.model.hf_model import read_model_shape
 from shardwright.numerics.compilation import find_compiler_obstacle
 from shardwright.planner.scaling import resize_cluster
 from shardwright.planner.step_profile import (
-    TunedStep,
     StepProfile,
+    TunedStep,
     build_tuned_step,
     find_profile_path,
     load_step_profile,

@@ -11,9 +11,9 @@ from shardwright.config import Recipe, dump_recipe
 from shardwright.config.run import CheckpointSection, ElasticSection
 from shardwright.config.training import EvaluationSection
 from shardwright.errors import InputError, OutOfMemory, Preempted, RunFailed
+from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.launch.launcher import launch_ranks
 from shardwright.launch.stop_signals import StopRequest
-from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.telemetry.event_log import StepEvent, read_events
 from shardwright.tuning.measurement import (
     WARMUP_STEPS,
