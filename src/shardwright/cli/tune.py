@@ -54,7 +54,7 @@ TrialLimit = Annotated[
     typer.Option(
         "--trial-limit",
         metavar="TIME",
-        help="Time limit of one trial; default a quarter of the budget.",
+        help="Time limit of one trial; default a quarter of the budget, all of it for the first.",
         show_default=False,
     ),
 ]

@@ -99,6 +99,7 @@ def run_halving(
     budget: RemainingTime,
     *,
     max_trial_seconds: float,
+    max_first_seconds: float,
     known: Mapping[tuple[str, int], TrialOutcome],
     on_trial: Callable[[Trial], None] = lambda _trial: None,
 ) -> HalvingResult:
@@ -108,10 +109,11 @@ def run_halving(
         keys: Candidates, the most promising first.
         rounds: Measured steps of each round, ascending.
         max_trial_seconds: Time limit of one trial; a candidate that exceeds it is out.
+        max_first_seconds: Time limit until a candidate is measured.
         known: Outcomes of an earlier search, by candidate and number of steps.
         on_trial: Called with each trial when it has ended.
     """
-    search = _Halving(run_trial, budget, max_trial_seconds, known, on_trial)
+    search = _Halving(run_trial, budget, (max_first_seconds, max_trial_seconds), known, on_trial)
     result = search.result
     result.remaining = list(keys)
     for number, num_steps in enumerate(rounds):
@@ -154,14 +156,14 @@ class _Halving:
         self,
         run_trial: RunTrial,
         budget: RemainingTime,
-        max_trial_seconds: float,
+        limits: tuple[float, float],
         known: Mapping[tuple[str, int], TrialOutcome],
         on_trial: Callable[[Trial], None],
     ) -> None:
         self.result = HalvingResult()
         self._run_trial = run_trial
         self._budget = budget
-        self._max_trial_seconds = max_trial_seconds
+        self._limits = limits
         self._known = known
         self._on_trial = on_trial
         self._measured: dict[str, Measurement] = {}
@@ -186,12 +188,13 @@ class _Halving:
         if remaining <= self._estimate_seconds(key, num_steps):
             self.result.ending = "budget"
             return None
-        limit = min(remaining, self._max_trial_seconds)
+        own_limit = self._limits[bool(self._measured)]
+        limit = min(remaining, own_limit)
         outcome = self._run_trial(key, num_steps, limit)
         if outcome is None:
             self.result.ending = "stopped"
             return None
-        if outcome.status == "time_limit" and limit < self._max_trial_seconds:
+        if outcome.status == "time_limit" and limit < own_limit:
             self.result.ending = "budget"  # the budget ended the trial, not its own limit
             return None
         self._record(Trial(key, num_steps, outcome))

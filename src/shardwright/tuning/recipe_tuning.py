@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import torch
@@ -137,6 +138,7 @@ def _search(
             choose_rounds(options.num_steps),
             deadline,
             max_trial_seconds=options.max_trial_seconds or options.budget_seconds / 4,
+            max_first_seconds=options.max_trial_seconds or inf,
             known=results.known,
             on_trial=record_trial,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import time
@@ -113,7 +114,7 @@ def run_trial(
         if limit.has_expired and reason and status == "failed":
             return TrialOutcome("time_limit", total_seconds, reason=f"exceeded {seconds:.0f} s")
         if reason:
-            return TrialOutcome(status, total_seconds, reason=_shorten(reason))
+            return TrialOutcome(status, total_seconds, reason=shorten_reason(reason))
         events = read_events(run_folder).filter_by_type(StepEvent)
     finally:
         shutil.rmtree(trial_folder, ignore_errors=True)
@@ -131,9 +132,15 @@ def remove_abandoned_trials(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _shorten(reason: str) -> str:
-    """Return the first line of an error, shortened."""
-    line = reason.partition("\n")[0]
+def shorten_reason(reason: str) -> str:
+    """Return the first line of an error, without the launcher's name of a rank that the error names
+    too, and without the prediction of an out-of-memory error.
+
+    >>> shorten_reason("rank 1: rank 1 ran out of memory (std::bad_alloc). The plan predicted 3 B")
+    'rank 1 ran out of memory (std::bad_alloc)'
+    """
+    line = reason.partition("\n")[0].partition(". The plan predicted")[0]
+    line = re.sub(r"^(rank \d+): (?=\1 )", "", line)
     if len(line) <= _MAX_REASON_CHARACTERS:
         return line
     return line[: _MAX_REASON_CHARACTERS - 3] + "..."

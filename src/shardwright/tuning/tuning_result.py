@@ -29,7 +29,7 @@ class TuningOptions:
     budget_seconds: float = DEFAULT_BUDGET_SECONDS
     """Time limit of everything, the preparation of the data included."""
     max_trial_seconds: float | None = None
-    """Time limit of one trial; default a quarter of the budget."""
+    """Time limit of one trial; default a quarter of the budget, all of it for the first."""
     num_steps: int = DEFAULT_NUM_STEPS
     max_candidates: int = DEFAULT_MAX_CANDIDATES
     fixed: tuple[str, ...] = ()

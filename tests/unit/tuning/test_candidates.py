@@ -120,12 +120,12 @@ def test_nothing_is_left_to_tune_if_all_settings_are_fixed() -> None:
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(InputError, match="--fix: not a setting .*got batch; allowed: layout, "):
+    with pytest.raises(InputError, match=r"--fix: not a setting .*got batch; allowed: layout, "):
         parse_settings(["batch"])
 
 
 def test_ranks_that_no_layout_divides_are_refused() -> None:
-    with pytest.raises(LayoutError, match="no layout divides .*got 7"):
+    with pytest.raises(LayoutError, match=r"no layout divides .*got 7"):
         list_candidates(build_request("7xcpu"))
 
 
@@ -140,7 +140,7 @@ def test_a_recipe_without_a_global_batch_keeps_the_one_of_its_layout() -> None:
     request = build_request(training=training, layout={"zero_stage": 3})
     found = list_candidates(request)
     assert {each.recipe.training.global_batch_size for each in found.candidates} == {8}
-    with pytest.raises(RecipeError, match="training.global_batch_size: the global batch is not"):
+    with pytest.raises(RecipeError, match=r"training.global_batch_size: the global batch is not"):
         list_candidates(build_request(training=training, layout="auto"))
 
 

@@ -55,7 +55,10 @@ class SimulatedMachine:
         return TrialOutcome("measured", seconds, measured)
 
     def search(
-        self, max_trial_seconds: float = 1e9, known: dict[tuple[str, int], TrialOutcome] | None = None
+        self,
+        max_trial_seconds: float = 1e9,
+        max_first_seconds: float = 1e9,
+        known: dict[tuple[str, int], TrialOutcome] | None = None,
     ) -> HalvingResult:
         return run_halving(
             list(self.step_seconds),
@@ -63,6 +66,7 @@ class SimulatedMachine:
             ROUNDS,
             self,
             max_trial_seconds=max_trial_seconds,
+            max_first_seconds=max_first_seconds,
             known=known or {},
         )
 
@@ -135,10 +139,19 @@ def test_a_trial_that_the_budget_ends_is_not_counted_against_the_candidate() -> 
 
 def test_a_trial_over_its_own_limit_is_out_and_the_search_goes_on() -> None:
     machine = SimulatedMachine({"a": 100.0, "b": 1.0, "c": 2.0})
-    result = machine.search(max_trial_seconds=40.0)
+    result = machine.search(max_trial_seconds=40.0, max_first_seconds=40.0)
     assert result.ending == "decided"
     assert result.get_last_outcomes()["a"].status == "time_limit"
     assert result.best_key == "b"
+
+
+def test_the_first_measurement_may_take_longer() -> None:
+    """Before it nothing shows how long the ranks take to start."""
+    machine = SimulatedMachine({"a": 100.0, "b": 90.0, "c": 1.0})
+    result = machine.search(max_trial_seconds=400.0)
+    assert result.get_last_outcomes()["a"].status == "measured"
+    assert result.get_last_outcomes()["b"].status == "time_limit"
+    assert result.best_key == "c"
 
 
 def test_a_stop_ends_the_search_and_keeps_its_results() -> None:
@@ -159,6 +172,7 @@ def test_known_outcomes_are_not_run_again() -> None:
         ROUNDS,
         second,
         max_trial_seconds=1e9,
+        max_first_seconds=1e9,
         known=known,
         on_trial=trials.append,
     )
