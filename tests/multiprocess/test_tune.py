@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import yaml
 
 from shardwright.config import load_recipe
 from shardwright.errors import ExitCode
+from shardwright.tuning.halving import RELEVANT_SHARE
 from shardwright.tuning.results_file import RESULTS_FILE_NAME
 from tests import forked
 
@@ -248,3 +249,108 @@ def test_a_stop_ends_the_trial_and_keeps_the_results(
     done = workplace.run("--steps", "3", "--candidates", "2", "--resume", "--json")
     assert done.returncode == ExitCode.DONE, done.stderr
     assert json.loads(done.stdout)["num_trials"] == 1
+
+
+SMALL_MODEL = {
+    "config": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    },
+    "compile": False,
+}
+FULL_STEPS = 240
+MAX_NOISE = 0.15
+"""Noise above which a machine cannot show which candidate is the fastest."""
+TRY_ALL = f"""
+import json, sys, time
+from pathlib import Path
+from shardwright.config import load_recipe
+from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.launch.stop_signals import StopRequest
+from shardwright.tuning import recipe_tuning
+from shardwright.tuning.tuning_result import TuningOptions
+recipe = load_recipe(sys.argv[1])
+options = TuningOptions(max_candidates=12, fixed=("compile",))
+_, request = recipe_tuning._prepare(recipe, parse_cluster("2xcpu"), options)
+seconds = {{}}
+started = time.monotonic()
+for candidate in recipe_tuning.list_candidates(request).candidates:
+    tried = recipe_tuning.restore_source(candidate.recipe, recipe)
+    outcome = recipe_tuning.run_trial(
+        tried, 2, {FULL_STEPS}, 1e9, folder=Path(sys.argv[2]), stop=StopRequest()
+    )
+    seconds[candidate.key] = outcome.measurement and outcome.measurement.step_seconds
+print(json.dumps({{"steps": seconds, "seconds": time.monotonic() - started}}))
+"""
+
+
+@pytest.mark.long
+def test_the_best_of_twelve_is_found_in_a_third_of_the_time(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The best is determined by all candidates in full: every one with the steps of the last round.
+
+    The noise is the difference between two runs of the same settings, of those that both measured.
+    """
+    training = {
+        "sequence_length": 128,
+        "global_batch_size": 16,
+        "max_steps": 20,
+        "learning_rate": 1e-3,
+    }
+    write_recipe(
+        tmp_path, model=SMALL_MODEL, training=training, layout={"zero_stage": 3, "dp_shard": 2}
+    )
+    place = Workplace(tmp_path)
+    place.results.mkdir()
+
+    def run(*words: str) -> Any:
+        done = forked.run(
+            [sys.executable, *words],
+            capture_output=True,
+            text=True,
+            timeout=3600,
+            env=place.environment,
+            check=False,
+        )
+        assert isinstance(done, subprocess.CompletedProcess)
+        assert done.returncode == ExitCode.DONE, done.stderr
+        return json.loads(done.stdout)
+
+    recipe = str(tmp_path / "recipe.yaml")
+    everything = run("-c", TRY_ALL, recipe, str(tmp_path))
+    words = ["--candidates", "12", "--fix", "compile", "--steps", str(FULL_STEPS), "--budget", "1h"]
+    tuned = run(
+        "-m", "shardwright", "tune", recipe, "--cluster", "2xcpu",
+        "--dir", str(place.results), "--json", *words,
+    )  # fmt: skip
+    full = {key: seconds for key, seconds in everything["steps"].items() if seconds is not None}
+    assert len(everything["steps"]) == len(tuned["candidates"]) == 12
+    assert set(everything["steps"]) == {each["key"] for each in tuned["candidates"]}
+    most_steps = {
+        each["key"]: each["outcome"]["measurement"]
+        for each in tuned["candidates"]
+        if each["outcome"]["measurement"] is not None
+        and each["outcome"]["measurement"]["num_steps"] > FULL_STEPS // 16
+    }
+    noise = max(
+        abs(measured["step_seconds"] / full[key] - 1) for key, measured in most_steps.items()
+    )
+    winner = tuned["winner"]["key"]
+    regret = full[winner] / min(full.values()) - 1
+    spread = sorted(seconds / min(full.values()) for seconds in full.values())
+    figures = (
+        f"regret {regret:.1%}, noise {noise:.1%}; tuning {tuned['seconds']:.0f} s, all "
+        f"{everything['seconds']:.0f} s; relative to the best: "
+        + " ".join(f"{value:.2f}" for value in spread)
+    )
+    record_property("figures", figures)
+    # Differences below `RELEVANT_SHARE` are not worth the time that would distinguish them.
+    assert regret <= min(max(noise, RELEVANT_SHARE), MAX_NOISE), figures
+    assert tuned["seconds"] <= everything["seconds"] / 3, figures
+    place.check_nothing_is_left()

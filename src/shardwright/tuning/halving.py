@@ -17,6 +17,8 @@ from shardwright.tuning.measurement import WARMUP_STEPS, Measurement, TrialOutco
 REDUCTION_FACTOR = 4
 """A round of n candidates passes on n / `REDUCTION_FACTOR`, rounded up; and those that cannot be
 distinguished from the fastest, up to twice as many in all."""
+RELEVANT_SHARE = 0.03
+"""Smallest gain in step time that is worth the last round, which takes longer than all others."""
 
 Ending = Literal["decided", "budget", "stopped"]
 """`decided`: all rounds that were needed have ended. `budget`: the next trial would exceed it.
@@ -134,7 +136,7 @@ def select_survivors(
 
     Args:
         is_last_choice: True before the last round, in which a candidate is measured again only if
-            it cannot be distinguished from the fastest: then the fastest may be alone.
+            it may be faster than the fastest by `RELEVANT_SHARE`: the fastest is often alone.
     """
     order = sorted(measured, key=lambda key: measured[key].step_seconds)
     if not order:
@@ -142,10 +144,11 @@ def select_survivors(
     best = measured[order[0]]
     num_passed = 1 if is_last_choice else ceil(len(order) / REDUCTION_FACTOR)
     limit = max(2, ceil(len(order) / REDUCTION_FACTOR) * 2)
+    overlap = best.step_seconds * (1 - RELEVANT_SHARE) if is_last_choice else best.high
     return [
         key
         for position, key in enumerate(order[:limit])
-        if position < num_passed or measured[key].low <= best.high
+        if position < num_passed or measured[key].low <= overlap
     ]
 
 

@@ -156,7 +156,7 @@ def test_the_table_has_predictions_measurements_and_failures(recipe: Path) -> No
     assert "later plans for 2xEPYC-9654 use these step times: steps.json" in text
 
 
-def test_the_json_has_what_the_table_has(recipe: Path) -> None:
+def test_the_json_has_the_content_of_the_table(recipe: Path) -> None:
     result = build_result(recipe, [measure(0.2), measure(0.1), OOM, None])
     content = json.loads(json.dumps(result.as_dict()))
     assert content["speedup"] == 2.0

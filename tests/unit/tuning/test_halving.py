@@ -87,9 +87,16 @@ def test_each_round_passes_on_a_quarter_and_ends_when_one_is_left() -> None:
 
 
 def test_candidates_that_are_too_close_to_the_fastest_are_measured_longer() -> None:
-    machine = SimulatedMachine(TWELVE | {"c1": 1.001}, spread=0.02)
+    machine = SimulatedMachine(TWELVE | {"c1": 1.001}, spread=0.05)
     machine.search()
     assert machine.calls[-2:] == [("c0", 64), ("c1", 64)]
+
+
+def test_candidates_that_are_equally_fast_are_not_measured_longer() -> None:
+    """The second is within 3% of the fastest even at the low end of its interval."""
+    machine = SimulatedMachine(TWELVE | {"c1": 1.001}, spread=0.02)
+    assert machine.search().best_key == "c0"
+    assert {steps for _, steps in machine.calls} == {4, 16}
 
 
 @pytest.mark.parametrize("is_last_choice", [False, True])
