@@ -28,10 +28,14 @@ from tests import forked
 TIMEOUT_SECONDS = 550
 LIMITED = """
 import sys
+from pathlib import Path
 from shardwright.tuning import trial
 launch_ranks = trial.launch_ranks
-def launch_limited_ranks(num_ranks, module, *rest, **options):
-    launch_ranks(num_ranks, "tests.multiprocess.limited_rank", *rest, **options)
+def launch_limited_ranks(num_ranks, module, words, *rest, **options):
+    launch_ranks(num_ranks, "tests.multiprocess.limited_rank", words, *rest, **options)
+    run = Path(words[0]).parent / "run"
+    assert (run / "events.jsonl").exists()
+    assert not (run / "checkpoints").exists(), "a trial saves nothing"
 trial.launch_ranks = launch_limited_ranks
 from shardwright.cli.main import main
 main(sys.argv[1:])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,13 +62,19 @@ def test_a_stop_for_another_reason_has_the_same_grace(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_no_child_is_never_signalled(tmp_path: Path) -> None:
-    """An id may belong to another process by now, here to this test's own."""
-    import os
-
-    (tmp_path / "rank-0.pid").write_text(str(os.getppid()))
-    (tmp_path / "rank-1.pid").write_text("not a number")
-    limit = LaunchLimit(0.05, grace_seconds=0.1)
-    with limit.enforce(tmp_path, None):
-        time.sleep(0.6)
-    assert limit.has_expired
-    assert not limit.has_killed
+    """An id may belong to another process by now."""
+    command = f"{sys.executable} -c 'import time; time.sleep(30)' > /dev/null 2>&1 & echo $!"
+    shell = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    orphan = int(shell.stdout)
+    try:
+        (tmp_path / "rank-0.pid").write_text(str(orphan))
+        (tmp_path / "rank-1.pid").write_text("not a number")
+        limit = LaunchLimit(0.05, grace_seconds=0.1)
+        with limit.enforce(tmp_path, None):
+            time.sleep(0.6)
+        assert limit.has_expired
+        assert not limit.has_killed
+        os.kill(orphan, 0)  # raises if the process has ended
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(orphan, signal.SIGKILL)

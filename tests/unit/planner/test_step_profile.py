@@ -83,6 +83,25 @@ def test_the_layout_that_was_measured_fastest_is_chosen(candidates: CandidateLis
     assert plan(None).chosen != result.chosen
 
 
+def test_of_equally_fast_layouts_the_measured_one_is_chosen(candidates: CandidateList) -> None:
+    """Without measurements the simplest one is; measuring another as predicted changes that."""
+    predicted = plan(None)
+    chosen = predicted.chosen
+    other = next(each for each in predicted.alternatives if each is not chosen)
+    step = build_tuned_step(
+        other,
+        candidates.workload,
+        measured_seconds=other.time.step,
+        spread=0.02,
+        rates=CLUSTER.rates_source,
+        measured_at="2026-01-01T00:00:00Z",
+    )
+    result = plan(StepProfile(CLUSTER.name, (step,)))
+    assert result.chosen is not None
+    assert result.chosen.candidate == other.candidate
+    assert len(result.alternatives) == len(predicted.alternatives)
+
+
 def test_other_settings_are_corrected_by_those_of_their_layout(candidates: CandidateList) -> None:
     """The recipe's own layout was measured twice as slow; another one as predicted."""
     profile = measure(candidates, {0: 2.0, 1: 1.0})
