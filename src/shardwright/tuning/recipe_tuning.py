@@ -23,6 +23,7 @@ from shardwright.launch.auto_layout import (
     detect_cluster,
 )
 from shardwright.launch.devices import should_use_cuda
+from shardwright.launch.launch_limit import GRACE_SECONDS
 from shardwright.launch.stop_signals import describe_cause, listen_for_stop
 from shardwright.model.hf_model import read_model_shape
 from shardwright.numerics.compilation import find_compiler_obstacle
@@ -74,7 +75,9 @@ def tune(recipe: Recipe, cluster: Cluster | None, options: TuningOptions) -> Tun
         describe_device(_get_device(recipe)),
         describe_versions(),
     )
-    deadline = _Deadline(start_seconds + options.budget_seconds)
+    # Ranks that do not stop at the deadline are killed within the budget.
+    reserve_seconds = min(GRACE_SECONDS, options.budget_seconds / 10)
+    deadline = _Deadline(start_seconds + options.budget_seconds - reserve_seconds)
     with ResultsFile.open(folder, identity, resume=options.resume) as results:
         remove_abandoned_trials(folder)
         options.on_start(candidates, cluster)
