@@ -214,7 +214,6 @@ class StepCorrection:
         return predictions, min(
             equal,
             key=lambda each: (
-                not each.is_measured,
                 () if each.is_measured else measure_complexity(each.candidate),
                 each.time.step,
             ),

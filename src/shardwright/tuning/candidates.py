@@ -46,6 +46,9 @@ SETTINGS: tuple[Setting, ...] = get_args(Setting)
 
 DEFAULT_MAX_CANDIDATES = 16
 _MAX_LAYOUTS = 24
+_DOUBTFUL_SHARE = 0.10
+"""Share by which candidates rank as slower that do not fit as predicted, but may: their trial
+probably ends without memory."""
 _MAX_PREFETCH_DEPTH = 2
 _BUCKET_SIZES_BYTES = (8 * MIB_BYTES, 100 * MIB_BYTES)
 """Buckets below and above the default of 25 MiB."""
@@ -206,7 +209,7 @@ class _CandidateSearch:
             # A setting that repeats a layout ranks as if it were a little slower: the order of
             # predictions closer than this share is often wrong, so that layouts come first.
             ranked += [
-                (each.prediction.time.step * (1 + EQUAL_STEP_SHARE * index), each)
+                (_get_rank_seconds(each.prediction) * (1 + EQUAL_STEP_SHARE * index), each)
                 for index, each in enumerate(candidates)
             ]
         ranked.sort(key=lambda pair: pair[0])
@@ -292,10 +295,10 @@ class _CandidateSearch:
     def _build_candidates(
         self, group: Sequence[Prediction], fastest: Prediction | None
     ) -> list[TuningCandidate]:
-        """Return the overlapping candidates of one layout, the fastest prediction first."""
+        """Return the overlapping candidates of one layout, the most promising first."""
         assert fastest is not None
         overlapping = [p for p in group if p.step_interval[0] <= fastest.step_interval[1]]
-        overlapping.sort(key=lambda prediction: prediction.time.step)
+        overlapping.sort(key=_get_rank_seconds)
         return [self._build_candidate(prediction) for prediction in overlapping]
 
     def _build_candidate(self, prediction: Prediction) -> TuningCandidate:
@@ -343,6 +346,11 @@ class _CandidateSearch:
             if too_large
             else "Choose a number of ranks that divides the global batch, the heads or the layers",
         )
+
+
+def _get_rank_seconds(prediction: Prediction) -> float:
+    """Return the predicted seconds by which candidates are ordered."""
+    return prediction.time.step * (1 if prediction.fits else 1 + _DOUBTFUL_SHARE)
 
 
 def _offload_optimizer(section: OffloadSection, kind: OffloadKind) -> OffloadSection:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwright.config import load_recipe
 from shardwright.config.recipe_loading import dump_recipe, validate_recipe
 from shardwright.config.yaml_document import parse_yaml
 from shardwright.errors import InputError, LayoutError, RecipeError
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.planner.search.result import build_layout_key
 from shardwright.plans import resolve_degrees
 from shardwright.tuning.candidates import (
     SETTINGS,
@@ -21,6 +24,7 @@ from shardwright.tuning.candidates import (
 )
 from tests.unit.planner import models
 
+ROOT = Path(__file__).parents[3]
 RECIPE: dict[str, Any] = {
     "name": "small",
     "model": {"config": models.CONFIGS["llama"], "compile": False},
@@ -45,12 +49,12 @@ def list_values(found: CandidateList, name: str) -> set[Any]:
     return {getattr(each.prediction.candidate.layout, name) for each in found.candidates}
 
 
-@pytest.mark.parametrize("node", ["2xcpu", "8xH100-80GB"])
-def test_candidates_overlap_keep_the_batch_and_are_distinct(node: str) -> None:
+@pytest.mark.parametrize(("node", "max_candidates"), [("2xcpu", 100), ("8xH100-80GB", 30)])
+def test_candidates_overlap_keep_the_batch_and_are_distinct(node: str, max_candidates: int) -> None:
     request = build_request(node)
-    found = list_candidates(replace(request, max_candidates=30))
+    found = list_candidates(replace(request, max_candidates=max_candidates))
     keys = [each.key for each in found.candidates]
-    assert len(keys) == len(set(keys)) == min(30, found.num_overlapping)
+    assert len(keys) == len(set(keys)) == min(max_candidates, found.num_overlapping)
     fastest = min((each.prediction for each in found.candidates), key=lambda p: p.time.step)
     for each in found.candidates:
         low, _ = each.prediction.step_interval
@@ -61,7 +65,9 @@ def test_candidates_overlap_keep_the_batch_and_are_distinct(node: str) -> None:
         document = parse_yaml(dump_recipe(each.recipe), "recipe")
         assert validate_recipe(document) == each.recipe
     assert len(list_values(found, "zero_stage")) > 1
-    assert {each.prediction.candidate.recompute for each in found.candidates} > {"none"}
+    if max_candidates >= found.num_overlapping:
+        recompute = {each.prediction.candidate.recompute for each in found.candidates}
+        assert recompute == {"none", "selective", "full"}
 
 
 def test_the_recipes_own_settings_come_first() -> None:
@@ -77,9 +83,21 @@ def test_the_recipes_own_settings_come_first() -> None:
 
 
 def test_the_best_settings_of_several_layouts_come_before_variants_of_one() -> None:
-    found = list_candidates(replace(build_request("8xH100-80GB"), max_candidates=6))
-    layouts = {each.prediction.candidate.layout for each in found.candidates}
-    assert len(layouts) >= 3
+    found = list_candidates(replace(build_request(), max_candidates=6))
+    layouts = {build_layout_key(each.prediction.candidate) for each in found.candidates}
+    assert len(layouts) == 5
+
+
+def test_settings_that_probably_do_not_fit_come_later() -> None:
+    recipe = load_recipe(ROOT / "recipes/llama2-13b.yaml", ["precision=bf16"])
+    cluster = parse_cluster("8xA100-80GB")
+    found = list_candidates(TuningRequest(recipe, cluster, 8, False, False, max_candidates=100))
+    predictions = [each.prediction for each in found.candidates[1:]]
+    assert all(prediction.fits for prediction in predictions[:6])
+    later = [prediction for prediction in predictions if not prediction.fits]
+    assert later
+    fastest = min(prediction.time.step for prediction in predictions[:6])
+    assert min(prediction.time.step for prediction in later) < fastest
 
 
 def test_prefetching_buckets_compilation_and_offloading_vary() -> None:
