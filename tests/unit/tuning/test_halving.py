@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -204,3 +205,37 @@ def test_rounds_end_with_the_requested_number_of_steps() -> None:
         assert rounds[-1] == num_steps
         assert list(rounds) == sorted(set(rounds))
         assert rounds[0] >= 3
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_best_of_twelve_takes_a_third_of_the_time_of_all_on_a_noisy_machine(seed: int) -> None:
+    """Each trial is off by 3% (normally distributed), and the ranks take as long to start as twenty
+    steps; the ordinary suite's counterpart of the long test with real runs."""
+    generator = random.Random(seed)
+    num_steps = 160
+    noise = 0.03
+
+    class NoisyMachine(SimulatedMachine):
+        def run_trial(self, key: str, num_steps: int, limit: float) -> TrialOutcome | None:
+            outcome = super().run_trial(key, num_steps, limit)
+            assert outcome is not None
+            seconds = self.step_seconds[key] * generator.gauss(1, noise)
+            measured = measure(seconds, num_steps, spread=0.01 + 0.08 / num_steps + noise / 2)
+            return TrialOutcome("measured", outcome.seconds, measured)
+
+    step_seconds = SETUP_SECONDS / 20
+    times = {f"c{index}": step_seconds * generator.uniform(1, 2.5) for index in range(12)}
+    machine = NoisyMachine(times)
+    result = run_halving(
+        list(times),
+        machine.run_trial,
+        choose_rounds(num_steps),
+        machine,
+        max_trial_seconds=1e9,
+        max_first_seconds=1e9,
+        known={},
+    )
+    all_seconds = sum(SETUP_SECONDS + (WARMUP_STEPS + num_steps) * each for each in times.values())
+    assert result.best_key is not None
+    assert times[result.best_key] <= min(times.values()) * (1 + 4 * noise)
+    assert machine.now <= all_seconds / 3
