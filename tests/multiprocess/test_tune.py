@@ -22,6 +22,7 @@ import yaml
 from shardwright.config import load_recipe
 from shardwright.errors import ExitCode
 from shardwright.tuning.halving import RELEVANT_SHARE
+from shardwright.tuning.measurement import WARMUP_STEPS
 from shardwright.tuning.results_file import RESULTS_FILE_NAME
 from tests import forked
 
@@ -104,11 +105,16 @@ class Workplace:
         return found
 
     def list_shared_memory(self) -> set[str]:
-        """List new files of shared memory that no process uses, this machine's other tests
-        included."""
+        """List new files of shared memory that no process uses.
+
+        Other tests use this memory too: files with names of `tempfile` are theirs, because the
+        command has a folder of its own for them.
+        """
         new = {}
         for name in set(os.listdir("/dev/shm")) - self.shared_before:
             with suppress(OSError):
+                if name.startswith("tmp"):
+                    continue
                 new[os.stat(f"/dev/shm/{name}").st_ino] = name
         for path in Path("/proc").glob("[0-9]*/maps"):
             with suppress(OSError):
@@ -119,7 +125,7 @@ class Workplace:
 
     def check_nothing_is_left(self) -> None:
         limit = time.monotonic() + 20
-        while self.list_processes() and time.monotonic() < limit:
+        while time.monotonic() < limit and (self.list_processes() or self.list_shared_memory()):
             time.sleep(0.1)  # the last process of a command may be exiting
         assert self.list_processes() == []
         assert self.list_shared_memory() == set()
@@ -293,6 +299,15 @@ print(json.dumps({{"steps": seconds, "seconds": time.monotonic() - started}}))
 """
 
 
+def compute_seconds(
+    trials: list[tuple[str, int]], step_seconds: dict[str, float], setup_seconds: float
+) -> float:
+    """Return the time of trials if all steps of a candidate take equally long."""
+    return sum(
+        setup_seconds + (WARMUP_STEPS + num_steps) * step_seconds[key] for key, num_steps in trials
+    )
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_best_of_twelve_is_found_in_a_third_of_the_time(tmp_path: Path) -> None:
@@ -347,13 +362,22 @@ def test_the_best_of_twelve_is_found_in_a_third_of_the_time(tmp_path: Path) -> N
     winner = tuned["winner"]["key"]
     regret = full[winner] / min(full.values()) - 1
     spread = sorted(seconds / min(full.values()) for seconds in full.values())
+    lines = (place.results / RESULTS_FILE_NAME).read_text().splitlines()[1:]
+    trials = [(trial["key"], trial["num_steps"]) for trial in map(json.loads, lines)]
+    setup = min(measured["setup_seconds"] for measured in most_steps.values())
+    share = compute_seconds(trials, full, setup) / compute_seconds(
+        [(key, FULL_STEPS) for key in full], full, setup
+    )
     figures = (
-        f"regret {regret:.1%}, noise {noise:.1%}; tuning {tuned['seconds']:.0f} s, all "
-        f"{everything['seconds']:.0f} s; relative to the best: "
-        + " ".join(f"{value:.2f}" for value in spread)
+        f"regret {regret:.1%}, noise {noise:.1%}; share of the time at equal speed {share:.0%}; "
+        f"tuning {tuned['seconds']:.0f} s, all {everything['seconds']:.0f} s; relative to the "
+        f"best: {' '.join(f'{value:.2f}' for value in spread)}"
     )
     sys.stdout.write(f"{figures}\n")
     # Differences below `RELEVANT_SHARE` are not worth the time that would distinguish them.
     assert regret <= min(max(noise, RELEVANT_SHARE), MAX_NOISE), figures
-    assert tuned["seconds"] <= everything["seconds"] / 3, figures
+    assert share <= 1 / 3, figures
     place.check_nothing_is_left()
+    if noise > MAX_NOISE:
+        pytest.skip(f"the machine changed its speed, so elapsed times are no evidence: {figures}")
+    assert tuned["seconds"] <= everything["seconds"] / 3, figures
