@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         verify,
     )
     from shardwright.config import Recipe
+    from shardwright.tuning.public import tune
 
 __all__ = [
     "Recipe",
@@ -37,14 +38,19 @@ __all__ = [
     "plan",
     "rehearse",
     "train",
+    "tune",
     "verify",
 ]
+
+
+_MODULES = {"tune": "shardwright.tuning.public"}
+"""Modules of the names that are not in `shardwright.api`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("shardwright.api"), name)
+    return getattr(import_module(_MODULES.get(name, "shardwright.api")), name)
 
 
 def __dir__() -> list[str]:

@@ -6,16 +6,14 @@ keys. Torch is imported by the functions that need it, never by the import of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwright.architecture import HFShape, read_recipe_shape
 from shardwright.config import Recipe
-from shardwright.config import load_recipe as load_recipe_file
-from shardwright.config.recipe_loading import build_recipe
-from shardwright.errors import InputError
+from shardwright.config.recipe_source import RecipeSource, load_recipe
 from shardwright.placement import place_model
 from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
 
@@ -28,42 +26,11 @@ if TYPE_CHECKING:
     from shardwright.inference.model_source import ModelSource
     from shardwright.model.hf_folder import ExportedFolder
     from shardwright.planner.planning_result import PlanningResult
+    from shardwright.planner.step_profile import StepProfile
     from shardwright.rehearsal.rank_rehearsal import RankRehearsal
     from shardwright.rehearsal.rehearsal import Rehearsal
     from shardwright.report.recorded_run import Run
     from shardwright.verification.verification import CellResult, VerificationReport
-
-RecipeSource = Recipe | str | Path | Mapping[str, Any]
-"""Recipe, path of a YAML file, or mapping with the keys of a recipe."""
-
-
-def load_recipe(
-    source: RecipeSource, *, overrides: Iterable[str] = (), layout: str | None = None
-) -> Recipe:
-    """Read and validate a recipe.
-
-    Args:
-        source: path of a YAML file, a mapping with the same keys, or a recipe.
-        overrides: `section.key=value` as in `--set`; values are YAML.
-        layout: `tp=2,zero_stage=3` as in `--layout`; replaces the whole layout of the recipe.
-
-    Raises:
-        RecipeError, LayoutError: with the field, the value, the allowed values and the closest
-            known key.
-
-    >>> load_recipe({"model": {"path": "my-model"}, "data": {"sources": "text.txt"}, "training": {
-    ...     "sequence_length": 128, "max_steps": 10, "learning_rate": 1e-3,
-    ...     "micro_batch_size": 1}}, layout="dp_shard=2,zero_stage=3").layout.zero_stage
-    3
-    """
-    overrides = list(overrides)
-    if isinstance(source, str | Path):
-        return load_recipe_file(source, overrides, layout)
-    if isinstance(source, Recipe):
-        if not overrides and layout is None:
-            return source
-        source = source.model_dump(mode="json")
-    return build_recipe(source, overrides, layout)
 
 
 def plan(
@@ -79,6 +46,7 @@ def plan(
     is_quantised: bool = False,
     gpu_counts: tuple[int, ...] = (),
     should_explain: bool = False,
+    step_profile: StepProfile | None = None,
 ) -> PlanningResult:
     """Rank a recipe's layouts by predicted tokens/s, with memory and time by part.
 
@@ -93,58 +61,27 @@ def plan(
         lora_rank: train adapters of this rank; with `is_quantised` over NF4 weights (QLoRA).
         gpu_counts: numbers of devices whose throughput is predicted too.
         should_explain: add sentences that explain the choice.
+        step_profile: step times that `tune` measured, to correct the predictions
+            (`planner.step_profile`).
 
     Raises:
         InputError: unknown devices, link or precision, or an unsupported model.
     """
+    from shardwright.planner.cluster_choice import choose_cluster
     from shardwright.planner.planning_result import plan_recipe
     from shardwright.planner.problem import build_low_rank_adapter, parse_precision
 
     loaded = load_recipe(recipe)
     return plan_recipe(
         loaded,
-        build_cluster(loaded, cluster, num_nodes=num_nodes, link=link, profile=profile),
+        choose_cluster(loaded, cluster, num_nodes=num_nodes, link=link, profile=profile),
         num_layouts=num_layouts,
         precision=parse_precision(precision),
         adapter=build_low_rank_adapter(lora_rank, is_quantised=is_quantised),
         gpu_counts=gpu_counts,
         should_explain=should_explain,
+        step_profile=step_profile,
     )
-
-
-def build_cluster(
-    recipe: Recipe,
-    cluster: Cluster | str | None,
-    *,
-    num_nodes: int = 1,
-    link: str | None = None,
-    profile: str | Path | None = None,
-) -> Cluster:
-    """Build the cluster that `plan` predicts for; see there.
-
-    Raises:
-        InputError: unknown devices or link, or neither a cluster nor one in the recipe.
-    """
-    from shardwright.hardware import Cluster
-    from shardwright.hardware.catalog_loading import parse_cluster
-    from shardwright.hardware.measured_profile import load_profile
-
-    if isinstance(cluster, Cluster):
-        return cluster
-    section = recipe.cluster
-    if cluster is None and section is not None:
-        cluster = section.node
-        link = link or section.link
-        profile = profile or section.profile
-    if cluster is None:
-        raise InputError(
-            "missing cluster",
-            field="cluster",
-            allowed="the devices of a node, e.g. 8xH100-80GB",
-            remedy="Give it, or set `cluster` in the recipe",
-        )
-    measured = None if profile is None else load_profile(Path(profile))
-    return parse_cluster(cluster, num_nodes=num_nodes, link=link, profile=measured)
 
 
 def rehearse(

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parallel", "offload", "report", "watchdog"),
     ("launch",),
     ("training", "inference"),
-    ("verification", "rehearsal", "doctor", "audit"),
+    ("verification", "rehearsal", "doctor", "audit", "tuning"),
     ("api",),
     ("cli",),
     ("__main__",),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwright.hardware import Cluster
     from shardwright.planner.planning_result import PlanningResult
     from shardwright.planner.prediction import Prediction
+    from shardwright.planner.step_profile import StepProfile
 
 SCHEMA_VERSION = 1
 
@@ -103,6 +104,13 @@ EmitOutput = Annotated[
         show_default=False,
     ),
 ]
+MeasuredStepsOption = Annotated[
+    bool,
+    typer.Option(
+        "--measured-steps/--no-measured-steps",
+        help="Correct predictions by step times that `tune` measured on the same hardware.",
+    ),
+]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Explain the choice, with numbers.")]
 
 
@@ -120,6 +128,7 @@ def plan_command(
     quantised: QuantisedOption = False,
     emit: EmitOption = None,
     out: EmitOutput = None,
+    measured_steps: MeasuredStepsOption = True,
     why: ExplainOption = False,
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
@@ -133,8 +142,11 @@ def plan_command(
     loaded_recipe = load_recipe(recipe, overrides or [])
     # Imported here: the catalogue and the planner take time that `--help` does not need.
     from shardwright import api
+    from shardwright.planner.cluster_choice import choose_cluster
+    from shardwright.planner.step_profile import find_profile_path, load_step_profile
 
-    target = api.build_cluster(loaded_recipe, cluster, num_nodes=nodes, link=link, profile=profile)
+    target = choose_cluster(loaded_recipe, cluster, num_nodes=nodes, link=link, profile=profile)
+    step_profile = load_step_profile(find_profile_path(target)) if measured_steps else None
     result = api.plan(
         loaded_recipe,
         target,
@@ -144,7 +156,11 @@ def plan_command(
         is_quantised=quantised,
         gpu_counts=_parse_gpu_counts(gpus),
         should_explain=why,
+        step_profile=step_profile,
     )
+    correction = describe_correction(result, step_profile)
+    if correction is not None and (json_output or (emit is not None and out is None)):
+        sys.stderr.write(f"{correction}\n")
     seconds = time.perf_counter() - started
     _print_uncounted_offload(loaded_recipe)
     if html is not None:
@@ -172,7 +188,14 @@ def plan_command(
     else:
         from shardwright.cli.output.plan_table import print_plan
 
-        print_plan(result, loaded_recipe, target, num_layouts=top, seconds=seconds)
+        print_plan(
+            result,
+            loaded_recipe,
+            target,
+            num_layouts=top,
+            seconds=seconds,
+            correction=correction,
+        )
     if result.chosen is None:
         raise LayoutError(
             f"no layout fits on {target.name}"
@@ -191,6 +214,18 @@ def _print_uncounted_offload(recipe: Recipe) -> None:
     text = describe_uncounted_offload(recipe)
     if text is not None:
         sys.stderr.write(f"note: {text}\n")
+
+
+def describe_correction(result: PlanningResult, profile: StepProfile | None) -> str | None:
+    """Describe in one line which measured step times correct a plan; None if none do."""
+    if profile is None or result.num_measured_steps is None:
+        return None
+    count = result.num_measured_steps
+    source = f"{count} step times of this recipe" if count else "step times of other recipes"
+    return (
+        f"corrected by {source} that `tune` measured on this hardware ({profile.path}); "
+        "--no-measured-steps plans without them"
+    )
 
 
 def _print_warning(result: PlanningResult) -> None:
@@ -343,4 +378,5 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "search": asdict(result.effort),
         "precision_reason": result.precision_reason,
         "remedy": result.remedy,
+        "num_measured_steps": result.num_measured_steps,
     }

@@ -39,6 +39,12 @@ def _load_plan() -> Callable[..., Any]:
     return plan_command
 
 
+def _load_tune() -> Callable[..., Any]:
+    from shardwright.cli.tune import tune_command
+
+    return tune_command
+
+
 def _load_verify() -> Callable[..., Any]:
     from shardwright.cli.verify import verify_command
 
@@ -138,6 +144,7 @@ def _load_audit() -> typer.Typer:
 VERBS = {
     "data": Verb("Show the training data as the model will see it.", _load_data),
     "plan": Verb("Rank a recipe's layouts by predicted speed on a cluster.", _load_plan),
+    "tune": Verb("Measure a recipe's best settings on this machine.", _load_tune),
     "doctor": Verb("Check devices, links and hosts before a long run.", _load_doctor),
     "verify": Verb("Check that a layout's gradients equal those of one process.", _load_verify),
     "audit": Verb("Check a recorded step of any trainer against one process.", _load_audit),

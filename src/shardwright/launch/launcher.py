@@ -9,12 +9,13 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from shardwright.errors import ExitCode, Preempted, RankFailed
+from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.launch.rank_outcome import (
     CONTROL_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -37,6 +38,9 @@ def launch_ranks(
     arguments: Sequence[str],
     stop: StopRequest | None = None,
     hang_reports: Path | None = None,
+    *,
+    time_limit: LaunchLimit | None = None,
+    is_quiet: bool = False,
 ) -> None:
     """Run `python -m module arguments...` as `num_ranks` local ranks and wait for them.
 
@@ -44,6 +48,10 @@ def launch_ranks(
     raised here with the rank. Stop signals are recorded in `stop` and forwarded to the ranks. A
     rank that hangs is detected by its heartbeat and killed; the report goes to folder
     `hang_reports`.
+
+    Args:
+        time_limit: Stops the ranks when it expires, and kills ranks that do not stop.
+        is_quiet: Redirect the output of rank 0 as well.
 
     Raises:
         ShardwrightError: The cause, if a rank failed. Preempted: The ranks were asked to stop
@@ -64,11 +72,11 @@ def launch_ranks(
             _set_rank_environment(num_ranks, control),
             _forward_stop_signals(control, stop),
             watcher,
+            nullcontext() if time_limit is None else time_limit.enforce(control, stop),
         ):
             try:
-                elastic_launch(_build_config(num_ranks, control), sys.executable)(
-                    "-m", module, *arguments
-                )
+                config = _build_config(num_ranks, control, is_quiet=is_quiet)
+                elastic_launch(config, sys.executable)("-m", module, *arguments)
             except ChildFailedError as error:
                 statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
                 ended_at = {rank: failure.timestamp for rank, failure in error.failures.items()}
@@ -87,7 +95,7 @@ def launch_ranks(
             raise Preempted(outcomes[0].message)
 
 
-def _build_config(num_ranks: int, control: Path) -> LaunchConfig:
+def _build_config(num_ranks: int, control: Path, *, is_quiet: bool) -> LaunchConfig:
     """Return the configuration of torch's launcher for ranks on this machine."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
@@ -103,7 +111,8 @@ def _build_config(num_ranks: int, control: Path) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(
-            log_dir=str(control / "logs"), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)
+            log_dir=str(control / "logs"),
+            redirects=dict.fromkeys(range(0 if is_quiet else 1, num_ranks), Std.ALL),
         ),
         # Stop signals are forwarded by us: the launcher would stop at once, we save first.
         signals_to_handle="SIGQUIT",

@@ -32,6 +32,7 @@ from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.divisibility import list_divisors
 from shardwright.planner.search.result import select_indistinguishable
 from shardwright.planner.search.space import PlanningProblem, SearchSpace
+from shardwright.planner.step_profile import StepCorrection, StepProfile
 from shardwright.planner.uncertainty import Uncertainty
 from shardwright.plans import settle_precision
 from shardwright.units import format_bytes
@@ -67,6 +68,9 @@ class PlanningResult:
     it."""
     is_chosen_for_margin: bool = False
     """True if a tight layout that is as good as the chosen one or better was passed over."""
+    num_measured_steps: int | None = None
+    """Step times of this workload that `tune` measured and that correct the predictions; 0 if only
+    those of other workloads do. None if nothing was measured on this cluster."""
     recipe_conflict: str | None = None
     """Reason why the recipe's layout cannot run on this number of devices, whatever their
     memory."""
@@ -112,8 +116,13 @@ def plan_recipe(
     adapter: LowRankAdapter | None = None,
     gpu_counts: tuple[int, ...] = (),
     should_explain: bool = False,
+    step_profile: StepProfile | None = None,
 ) -> PlanningResult:
     """Plan a recipe.
+
+    Args:
+        step_profile: step times that `tune` measured on this cluster; they correct the predicted
+            times of the layouts, and the choice among them.
 
     Raises:
         InputError: the model is unsupported or its size is unknown, or the device lacks the
@@ -137,20 +146,30 @@ def plan_recipe(
     conflict = explain_missing_candidate(recipe, template, cluster.num_gpus)
     if candidate is not None:
         conflict = explain_conflict(predictor, problem, candidate)
+    predictions = result.predictions
+    chosen = result.chosen
+    own = None if candidate is None or conflict else predictor.predict(candidate)
+    correction = None if step_profile is None else StepCorrection(step_profile, predictor, problem)
+    num_proven = result.num_proven
+    if correction is not None and not correction.is_empty:
+        predictions, chosen = correction.correct_search(result)
+        num_proven = 0  # the proof is about predictions without correction
+        own = None if own is None else correction.apply(own)
     return PlanningResult(
-        predictions=tuple(result.predictions[:num_layouts]),
-        chosen=result.chosen,
-        recipe_prediction=None if candidate is None or conflict else predictor.predict(candidate),
+        predictions=tuple(predictions[:num_layouts]),
+        chosen=chosen,
+        recipe_prediction=own,
         rejections=tuple(find_rejections(predictor, problem)),
         scale_points=tuple(scale_devices(facts, cluster, efficiency, problem, gpu_counts)),
         explanation=tuple(explain(predictor, problem, result)) if should_explain else (),
-        effort=SearchEffort(result.num_proven, result.num_predicted, result.num_too_large),
+        effort=SearchEffort(num_proven, result.num_predicted, result.num_too_large),
         uncertainty=predictor.uncertainty,
-        remedy=None
-        if result.chosen
-        else _find_remedy(facts, cluster, efficiency, predictor, problem),
+        remedy=None if chosen else _find_remedy(facts, cluster, efficiency, predictor, problem),
         precision_reason=None if choice is None else choice.reason,
         is_chosen_for_margin=result.best_with_margin is not None,
+        num_measured_steps=None
+        if correction is None or correction.is_empty
+        else correction.num_steps,
         recipe_conflict=conflict,
     )
 

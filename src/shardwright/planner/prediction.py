@@ -128,6 +128,9 @@ class Prediction:
     """Dense peak of one device in the candidate's precision."""
     uncertainty: Uncertainty
     """Spreads of the errors of step time and memory."""
+    is_measured: bool = False
+    """True if `tune` measured the step time of these settings on this hardware: `time` is then
+    scaled to it, and the interval is that of the measurement."""
 
     @property
     def step_interval(self) -> tuple[float, float]:
@@ -215,6 +218,7 @@ class Prediction:
             "reference": candidate.reference,
             "runnable": candidate.is_runnable,
             "num_gpus": self.num_gpus,
+            "measured": self.is_measured,
             "fits": self.fits,
             "tight": self.is_tight,
             "fit_probability": self.fit_probability,

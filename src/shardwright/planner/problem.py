@@ -152,9 +152,6 @@ def describe_uncounted_offload(recipe: Recipe) -> str | None:
     """Describe in one line what the recipe offloads and the planner counts on the device.
 
     None if there is no such part.
-
-    >>> describe_uncounted_offload(Recipe.model_validate({"offload": {"parameters": "disk"}}))
-    'offload.parameters: disk is not planned: its bytes are counted on the device'
     """
     tier = recipe.offload.parameters
     if tier == "none":

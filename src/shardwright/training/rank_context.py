@@ -34,6 +34,8 @@ class RankContext:
     watchdog: WatchdogClient
     fence: GenerationFence | None = None
     """Claim of the checkpoint folder, on rank 0; a save after a newer claim fails."""
+    is_trial: bool = False
+    """True if the run only times its steps: it evaluates and saves nothing."""
 
     @property
     def recipe(self) -> Recipe:

@@ -74,9 +74,14 @@ def train_rank(
     resume: bool = False,
     allow_drift: Sequence[str] = (),
     restart: str | None = None,
+    is_trial: bool = False,
     open_progress: ProgressOpener = nullcontext,
 ) -> None:
-    """Run one rank, from joining the process group to the last step."""
+    """Run one rank, from joining the process group to the last step.
+
+    Args:
+        is_trial: Only time the steps: evaluate and save nothing, also after a stop.
+    """
     start_seconds = time.perf_counter()
     is_main_rank = rank_environment.is_main_rank
     folder = RunFolder.from_recipe(recipe)
@@ -128,6 +133,7 @@ def train_rank(
                 rank_sync,
                 stop,
                 watchdog,
+                is_trial=is_trial,
             )
             if restart:
                 context.log_warning(restart)
@@ -135,7 +141,7 @@ def train_rank(
                 context.log_warning(
                     "the run ended before its first checkpoint: it starts again at step 0"
                 )
-            if is_main_rank:
+            if is_main_rank and not is_trial:
                 # Only with the events' lock: a refused process must not claim the checkpoints.
                 context = replace(context, fence=_claim_checkpoints(folder))
             with convert_oom_errors(context):

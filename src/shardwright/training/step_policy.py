@@ -50,7 +50,7 @@ class StepPolicy:
             The validation loss if this step was evaluated, else `loss`; None after a rollback.
 
         Raises:
-            Preempted: A stop was requested; the state is saved.
+            Preempted: A stop was requested; the state is saved, except in a trial.
             SaveFailed: The last checkpoint could not be written.
             NonFiniteError: Too many consecutive steps had a non-finite gradient.
             RankFailed: A rank's weights differ from those of its replicas.
@@ -60,6 +60,10 @@ class StepPolicy:
         recipe = self.context.recipe
         step = self.state.step
         is_last = step == self.context.validated_run.total_steps
+        if self.context.is_trial:
+            if should_stop and not is_last:
+                self._stop()
+            return loss
         is_best = False
         self.state.is_evaluation_due = self.has_validation and (
             is_last or _is_due(step, recipe.evaluation.every_steps)
@@ -132,9 +136,11 @@ class StepPolicy:
         causes = context.rank_sync.gather([context.stop_request.cause])
         reason = next(describe_cause(int(cause)) for (cause,) in causes if cause)
         context.event_logger.log("preempted", step=step, reason=reason)
+        total_steps = context.validated_run.total_steps
         raise Preempted(
-            f"{reason}: saved at step {step} of {context.validated_run.total_steps}; "
-            "--resume continues"
+            f"{reason}: the trial stopped at step {step} of {total_steps}"
+            if context.is_trial
+            else f"{reason}: saved at step {step} of {total_steps}; --resume continues"
         )
 
 

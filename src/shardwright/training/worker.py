@@ -20,6 +20,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-drift", action="append", default=[])
     parser.add_argument("--restart", help="reason for the restart of the ranks")
+    parser.add_argument("--trial", action="store_true", help="only time steps; save nothing")
     return parser
 
 
@@ -45,6 +46,7 @@ def main() -> int:
                 resume=options.resume,
                 allow_drift=options.allow_drift,
                 restart=options.restart,
+                is_trial=options.trial,
             )
         except BaseException as error:
             failure = error

@@ -70,9 +70,14 @@ def print_plan(
     *,
     num_layouts: int,
     seconds: float,
+    correction: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print the complete result."""
+    """Print the complete result.
+
+    Args:
+        correction: line about the measured step times that correct the predictions.
+    """
     console = console or open_console()
     shown = result.predictions or ((result.recipe_prediction,) if result.recipe_prediction else ())
     template = shown[0].candidate if shown else None
@@ -90,6 +95,8 @@ def print_plan(
     console.print(headline, highlight=False)
     if cluster.profile is not None:
         console.print(f"rates {cluster.rates_source}; data sheets for all others", highlight=False)
+    if correction is not None:
+        console.print(correction, highlight=False)
     if result.predictions:
         _print_layouts(console, result, recipe)
         _print_parts(
@@ -149,6 +156,8 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
         style = "bold green" if prediction is result.chosen else None if prediction.fits else "red"
         if len(result.alternatives) > 1 and any(prediction is p for p in result.alternatives):
             number += "~"
+        if prediction.is_measured:
+            number += "#"
         table.add_row(*_build_layout_row(number, prediction, steps), style=style)
     console.print()
     console.print(table)
@@ -165,6 +174,8 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
             f"{EQUAL_STEP_SHARE:.0%})",
             highlight=False,
         )
+    if any(prediction.is_measured for _, prediction in _number_layouts(result)):
+        console.print("#: step time measured by `tune` on this hardware", highlight=False)
     if any(prediction.is_tight for _, prediction in _number_layouts(result)):
         console.print(
             f"!: tight: fits as predicted, but with a probability below {MIN_FIT_PROBABILITY:.0%}",
@@ -184,7 +195,8 @@ def _print_choice(console: Console, result: PlanningResult, chosen: Prediction) 
     """Print the chosen layout with the reason, its intervals, and the warning if it is tight."""
     reason = "" if chosen is result.predictions[0] else ": the fastest that is not tight"
     if (count := len(result.alternatives)) > 1:
-        reason = f": the simplest of {count} indistinguishable layouts (~)"
+        kind = "fastest measured" if chosen.is_measured else "simplest"
+        reason = f": the {kind} of {count} indistinguishable layouts (~)"
     console.print(f"chosen: {chosen.candidate.describe()}{reason}", style="green", highlight=False)
     if chosen.warning is not None:
         console.print(

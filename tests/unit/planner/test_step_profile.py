@@ -1,0 +1,226 @@
+"""Measured step times correct later plans of the same hardware, and only those."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cli.main import run
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.errors import ExitCode, InputError
+from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.planner.planning_result import PlanningResult, plan_recipe
+from shardwright.planner.step_profile import (
+    StepProfile,
+    TunedStep,
+    build_tuned_step,
+    find_profile_path,
+    load_step_profile,
+    save_step_profile,
+)
+from shardwright.tuning.candidates import CandidateList, TuningRequest, list_candidates
+from tests.unit.planner import models
+
+RECIPE: dict[str, Any] = {
+    "name": "small",
+    "model": {"config": models.CONFIGS["llama"], "compile": False},
+    "data": {"sources": "nowhere"},
+    "training": {
+        "sequence_length": 256,
+        "global_batch_size": 16,
+        "max_steps": 100,
+        "learning_rate": 1e-3,
+    },
+    "precision": "bf16",
+    "layout": {"zero_stage": 3},
+}
+CLUSTER = parse_cluster("2xcpu")
+
+
+@pytest.fixture(scope="module")
+def candidates() -> CandidateList:
+    return list_candidates(TuningRequest(validate_recipe(RECIPE), CLUSTER, 2, False, False))
+
+
+def measure(candidates: CandidateList, ratios: dict[int, float]) -> StepProfile:
+    """Return a profile in which candidates took `ratios` times their predicted time."""
+    steps: list[TunedStep] = []
+    for index, ratio in ratios.items():
+        prediction = candidates.candidates[index].prediction
+        step = build_tuned_step(
+            prediction,
+            candidates.workload,
+            measured_seconds=ratio * prediction.time.step,
+            spread=0.02,
+            rates=CLUSTER.rates_source,
+            measured_at="2026-01-01T00:00:00Z",
+        )
+        steps.append(step)
+    return StepProfile(CLUSTER.name, tuple(steps))
+
+
+def plan(profile: StepProfile | None, **changes: Any) -> PlanningResult:
+    return plan_recipe(validate_recipe(RECIPE | changes), CLUSTER, step_profile=profile)
+
+
+def test_the_layout_that_was_measured_fastest_is_chosen(candidates: CandidateList) -> None:
+    slowest = len(candidates.candidates) - 1
+    ratios = dict.fromkeys(range(slowest), 3.0) | {slowest: 0.3}
+    result = plan(measure(candidates, ratios))
+    assert result.num_measured_steps == slowest + 1
+    fastest = candidates.candidates[slowest].prediction
+    assert result.chosen is not None
+    assert result.chosen.candidate == fastest.candidate
+    assert result.chosen is result.predictions[0]
+    assert result.chosen.is_measured
+    assert result.chosen.time.step == pytest.approx(0.3 * fastest.time.step)
+    low, high = result.chosen.step_interval
+    assert high / low == pytest.approx(1.02**2)
+    assert plan(None).chosen != result.chosen
+
+
+def test_of_equally_fast_layouts_the_measured_one_is_chosen(candidates: CandidateList) -> None:
+    """Without measurements the simplest one is; measuring another as predicted changes that."""
+    predicted = plan(None)
+    chosen = predicted.chosen
+    other = next(each for each in predicted.alternatives if each is not chosen)
+    step = build_tuned_step(
+        other,
+        candidates.workload,
+        measured_seconds=other.time.step,
+        spread=0.02,
+        rates=CLUSTER.rates_source,
+        measured_at="2026-01-01T00:00:00Z",
+    )
+    result = plan(StepProfile(CLUSTER.name, (step,)))
+    assert result.chosen is not None
+    assert result.chosen.candidate == other.candidate
+    assert len(result.alternatives) == len(predicted.alternatives)
+
+
+def test_other_settings_are_corrected_by_those_of_their_layout(candidates: CandidateList) -> None:
+    """The recipe's own layout was measured twice as slow; another one as predicted."""
+    profile = measure(candidates, {0: 2.0, 1: 1.0})
+    before = plan(None, recompute="full").recipe_prediction
+    after = plan(profile, recompute="full").recipe_prediction
+    assert before is not None
+    assert after is not None
+    assert not after.is_measured
+    assert after.time.step == pytest.approx(2 * before.time.step)
+    assert after.time.compute == pytest.approx(2 * before.time.compute)
+    assert after.memory == before.memory
+
+
+def test_a_layout_that_was_not_measured_has_the_median_of_the_others(
+    candidates: CandidateList,
+) -> None:
+    profile = measure(candidates, {1: 4.0})
+    before = plan(None).recipe_prediction
+    after = plan(profile).recipe_prediction
+    assert before is not None
+    assert after is not None
+    assert after.time.step == pytest.approx(4 * before.time.step)
+
+
+def test_another_recipe_is_corrected_by_the_ratio_alone(candidates: CandidateList) -> None:
+    profile = measure(candidates, {0: 2.0, 1: 2.0})
+    training = RECIPE["training"] | {"sequence_length": 128}
+    before = plan(None, training=training)
+    after = plan(profile, training=training)
+    assert after.num_measured_steps == 0
+    assert [p.candidate for p in after.predictions] == [p.candidate for p in before.predictions]
+    for corrected, predicted in zip(after.predictions, before.predictions, strict=True):
+        assert corrected.time.step == pytest.approx(2 * predicted.time.step)
+        assert not corrected.is_measured
+    other_rates = tuple(replace(step, rates="measured elsewhere") for step in profile.steps)
+    unchanged = plan(replace(profile, steps=other_rates), training=training)
+    assert unchanged.num_measured_steps is None
+    assert unchanged.predictions == before.predictions
+
+
+def test_a_newer_measurement_replaces_an_older_one(
+    candidates: CandidateList, tmp_path: Path
+) -> None:
+    profile = measure(candidates, {0: 2.0, 1: 2.0}).add(measure(candidates, {0: 5.0}).steps)
+    path = tmp_path / "folder" / "steps.json"
+    save_step_profile(profile, path)
+    loaded = load_step_profile(path)
+    assert loaded is not None
+    assert loaded.path == path
+    assert len(loaded.steps) == 2
+    after = plan(loaded).recipe_prediction
+    assert after is not None
+    assert after.time.step == pytest.approx(loaded.steps[0].measured_seconds)
+    assert load_step_profile(tmp_path / "none.json") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema_version": 2},
+        {"steps": 3},
+        {"steps": [{"workload": "a"}]},
+        {"steps": [None]},
+    ],
+)
+def test_a_damaged_file_is_refused(
+    candidates: CandidateList, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = tmp_path / "steps.json"
+    save_step_profile(measure(candidates, {0: 2.0}), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError, match="not a file of measured steps"):
+        load_step_profile(path)
+    path.write_text('{"schema_version":')
+    with pytest.raises(InputError, match="--no-measured-steps"):
+        load_step_profile(path)
+
+
+def test_plan_reports_the_correction_in_one_line(
+    candidates: CandidateList,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    path = find_profile_path(CLUSTER)
+    assert path.is_relative_to(tmp_path)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(RECIPE))
+    words = ["plan", str(recipe), "--cluster", "2xcpu"]
+    assert run([*words, "--json"]) == ExitCode.DONE
+    before = json.loads(capsys.readouterr().out)
+    assert before["num_measured_steps"] is None
+    save_step_profile(measure(candidates, {1: 0.5}), path)
+    assert run([*words, "--json"]) == ExitCode.DONE
+    output = capsys.readouterr()
+    after = json.loads(output.out)
+    assert after["num_measured_steps"] == 1
+    assert after["chosen"]["measured"]
+    assert output.err.count("corrected by 1 step times of this recipe") == 1
+    assert run(words) == ExitCode.DONE
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("corrected by 1 step times of this recipe") == 1
+    assert "#: step time measured by `tune`" in text
+    assert run([*words, "--json", "--no-measured-steps"]) == ExitCode.DONE
+    output = capsys.readouterr()
+    assert json.loads(output.out)["layouts"] == before["layouts"]
+    assert "corrected" not in output.err
+    assert run([*words[:-1], "4xcpu", "--json"]) == ExitCode.DONE  # other hardware
+    assert json.loads(capsys.readouterr().out)["num_measured_steps"] is None
+
+
+def test_a_workload_is_everything_but_the_settings() -> None:
+    def describe(**changes: Any) -> str:
+        recipe = validate_recipe(RECIPE | changes)
+        return list_candidates(TuningRequest(recipe, CLUSTER, 2, False, False)).workload
+
+    own = describe()
+    assert describe(layout={"zero_stage": 1}, recompute="full") == own
+    assert describe(precision="fp32") != own
+    assert describe(optimizer={"name": "sgd"}) != own
+    assert describe(training=RECIPE["training"] | {"global_batch_size": 32}) != own
