@@ -8,10 +8,10 @@ The file is one JSON object per cluster, in a folder that later plans search:
                      compile, offload, predicted_seconds, measured_seconds, spread, rates,
                      measured_at}]
 
-`workload` is a hash of model, batch, length, precision, optimizer and adapters. A workload that was
-measured is predicted anew, so a change of the planner or of its rates does not make its
-measurements wrong. Of other workloads only the ratio of measured to predicted time counts, if it
-was predicted with the same rates.
+`workload` is a hash of model, batch, length, precision, optimizer, adapters and offloaded
+activations. A workload that was measured is predicted anew, so a change of the planner or of its
+rates does not make its measurements wrong. Of other workloads only the ratio of measured to
+predicted time counts, if it was predicted with the same rates.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ def describe_workload(predictor: Predictor, problem: PlanningProblem) -> str:
         template.reference,
         template.should_reduce_in_bf16,
         template.document_tokens,
+        template.activation_offload,
     )
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
