@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,10 +67,7 @@ def find_newest_checkpoint(
     """
     ranks = RankGroup(group)
     root = parse_storage_path(root)
-    paths, refused = list_candidates(root) if ranks.is_first else ([], [])
-    names, reasons = ranks.broadcast_first(
-        [[path.name for path in paths], [[lost.path.name, lost.reason] for lost in refused]]
-    )
+    names, reasons = _list_candidates_on_all_ranks(ranks, root)
     refused = [RefusedCheckpoint(root / name, reason) for name, reason in reasons]
     for name in names:
         path = root / name
@@ -88,6 +86,32 @@ def find_newest_checkpoint(
     return None
 
 
+def _list_candidates_on_all_ranks(
+    ranks: RankGroup, root: StoragePath
+) -> tuple[list[str], list[list[str]]]:
+    """Return the names to try, and names that were lost with the reason.
+
+    Raises:
+        OSError: the first rank cannot read the root. Other ranks raise CheckpointError.
+    """
+    result: dict[str, Any] = {"names": [], "lost": [], "fault": None}
+    failure = None
+    if ranks.is_first:
+        try:
+            paths, refused = list_candidates(root)
+            result["names"] = [path.name for path in paths]
+            result["lost"] = [[lost.path.name, lost.reason] for lost in refused]
+        except OSError as error:
+            failure = error
+            result["fault"] = str(error)
+    result = ranks.broadcast_first(result)
+    if failure is not None:
+        raise failure
+    if result["fault"] is not None:
+        raise CheckpointError(f"cannot be read by rank 0: {result['fault']}", field=str(root))
+    return result["names"], result["lost"]
+
+
 def open_checkpoint(
     path: str | StoragePath, *, group: dist.ProcessGroup | None = None
 ) -> VerifiedCheckpoint:
@@ -104,8 +128,12 @@ def open_checkpoint(
 
 
 def _verify_on_all_ranks(ranks: RankGroup, path: StoragePath) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, which the first rank reads, and the faults that any rank found."""
-    result: dict[str, Any] = {"text": "", "faults": []}
+    """Return the manifest, which the first rank reads, and the faults that any rank found.
+
+    Raises:
+        CheckpointError: an object store did not answer, so nothing is known of the checkpoint.
+    """
+    result: dict[str, Any] = {"text": "", "faults": [], "unread": None}
     if ranks.is_first:
         try:
             result["text"] = read_manifest_text(path).decode("utf-8", errors="strict")
@@ -114,17 +142,37 @@ def _verify_on_all_ranks(ranks: RankGroup, path: StoragePath) -> tuple[Manifest 
         except ShardwrightError as error:
             result["faults"] = [getattr(error, "problem", str(error))]
         except (OSError, UnicodeDecodeError) as error:
-            result["faults"] = [str(error)]
+            is_unread = isinstance(error, OSError) and not isinstance(path, Path)
+            result["unread" if is_unread else "faults"] = [str(error)]
     result = ranks.broadcast_first(result)
+    _require_answers(path, [result["unread"] and result["unread"][0]])
     if result["faults"]:
         return None, result["faults"]
     manifest = parse_manifest(result["text"].encode(), path)
-    local_faults = find_file_faults(
-        path, manifest, assign_files(manifest, ranks.rank, ranks.world_size)
-    )
-    return manifest, sorted(
-        {fault for faults in ranks.all_gather(local_faults) for fault in faults}
-    )
+    report: dict[str, Any] = {"faults": [], "unread": None}
+    try:
+        report["faults"] = find_file_faults(
+            path, manifest, assign_files(manifest, ranks.rank, ranks.world_size)
+        )
+    except OSError as error:  # only of a store: see `convert_read_errors`
+        report["unread"] = str(error)
+    reports = ranks.all_gather(report)
+    _require_answers(path, [report["unread"] for report in reports])
+    return manifest, sorted({fault for report in reports for fault in report["faults"]})
+
+
+def _require_answers(path: StoragePath, failures: list[str | None]) -> None:
+    """Raise the same error on every rank if a store did not answer one.
+
+    Not a fault of the checkpoint: an older one must not be used in its place.
+    """
+    listed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+    if listed:
+        raise CheckpointError(
+            f"cannot be read: {'; '.join(listed)}",
+            field=str(path),
+            remedy="Nothing shows that it is damaged; try again when the store answers",
+        )
 
 
 def read_values(
@@ -145,6 +193,8 @@ def read_values(
         except CheckpointError as error:
             got = None if error.got is None else str(error.got)
             result["fault"] = [error.problem, error.field, got, error.allowed, error.remedy]
+        except OSError as error:
+            result["fault"] = [f"cannot be read: {error}", str(checkpoint.path), None, None, None]
     result = ranks.broadcast_first(result)
     if result["fault"] is not None:
         problem, field, got, allowed, remedy = result["fault"]
