@@ -236,9 +236,7 @@ def has_buckets(file_system: Any) -> bool:
     """Return True for object stores, whose folders exist only as parts of names."""
     protocols = file_system.protocol
     names = (protocols,) if isinstance(protocols, str) else protocols
-    return any(
-        re.fullmatch(r"s3a?|gs|gcs|abfss?|az|adl|oss|oci|r2|cos|obs", name) for name in names
-    )
+    return not _BUCKET_SCHEMES.isdisjoint(names)
 
 
 def is_s3(file_system: Any) -> bool:

@@ -92,23 +92,20 @@ def _list_candidates_on_all_ranks(
     """Return the names to try, and names that were lost with the reason.
 
     Raises:
-        OSError: the first rank cannot read the root. Other ranks raise CheckpointError.
+        CheckpointError: an object store did not answer the first rank.
     """
-    result: dict[str, Any] = {"names": [], "lost": [], "fault": None}
-    failure = None
+    result: dict[str, Any] = {"names": [], "lost": [], "unread": None}
     if ranks.is_first:
         try:
             paths, refused = list_candidates(root)
             result["names"] = [path.name for path in paths]
             result["lost"] = [[lost.path.name, lost.reason] for lost in refused]
         except OSError as error:
-            failure = error
-            result["fault"] = str(error)
+            if isinstance(root, Path):
+                raise
+            result["unread"] = str(error)
     result = ranks.broadcast_first(result)
-    if failure is not None:
-        raise failure
-    if result["fault"] is not None:
-        raise CheckpointError(f"cannot be read by rank 0: {result['fault']}", field=str(root))
+    _require_answers(root, [result["unread"]])
     return result["names"], result["lost"]
 
 
@@ -142,10 +139,12 @@ def _verify_on_all_ranks(ranks: RankGroup, path: StoragePath) -> tuple[Manifest 
         except ShardwrightError as error:
             result["faults"] = [getattr(error, "problem", str(error))]
         except (OSError, UnicodeDecodeError) as error:
-            is_unread = isinstance(error, OSError) and not isinstance(path, Path)
-            result["unread" if is_unread else "faults"] = [str(error)]
+            if isinstance(error, OSError) and not isinstance(path, Path):
+                result["unread"] = str(error)
+            else:
+                result["faults"] = [str(error)]
     result = ranks.broadcast_first(result)
-    _require_answers(path, [result["unread"] and result["unread"][0]])
+    _require_answers(path, [result["unread"]])
     if result["faults"]:
         return None, result["faults"]
     manifest = parse_manifest(result["text"].encode(), path)
