@@ -29,7 +29,7 @@ _SECRET_NAME = (
     r"|access_?key|api_?key|connection_?string"
     r"|(?:session|security|auth|access|refresh|sas|api|bearer)_?token)"
 )
-_SECRET_KEY = re.compile(rf"(?:\A|.*[_.\-]){_SECRET_NAME}\Z", re.IGNORECASE)
+_SECRET_KEY = re.compile(rf"(?:(?:\A|.*[_.\-]){_SECRET_NAME}|\Atoken)\Z", re.IGNORECASE)
 _SETTING = re.compile(
     rf"(\b(?:[\w.\-]*[_.\-])?{_SECRET_NAME}['\"]?\s*[=:]\s*|['\"]token['\"]\s*:\s*)"
     r"('[^']*'|\"[^\"]*\"|[^\s,;)}\]'\"]+)",
