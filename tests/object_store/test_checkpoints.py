@@ -29,6 +29,7 @@ from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.storage_path import RemotePath, parse_storage_path
 from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_checkpoint
 from shardwright.checkpoint.tensor_saving import save_checkpoint
+from shardwright.cli.main import run
 from shardwright.errors import CheckpointError, SaveFailed
 from shardwright.layout import ParameterBox
 from shardwright.store_requests import NUM_ATTEMPTS
@@ -87,6 +88,16 @@ def test_a_missing_bucket_is_one_error_and_is_not_created(store: Server) -> None
     assert raised.value.got == "s3://misspelled/run"
     assert len(store.proxy.requests) == 1, "a final error is not retried"
     assert get_client().call_s3("list_buckets")["Buckets"][0]["Name"] == "bucket"
+
+
+def test_the_checkpoint_verbs_report_a_store_that_refuses(
+    store: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(1)
+    store.proxy.fault = lambda request: 403
+    for verb in ("list", "verify", "inspect"):
+        assert run(["checkpoint", verb, URL]) == 2
+        assert "PATH: cannot be read: PermissionError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("credentials", ["unknown key", "wrong secret", "no permission", "none"])
