@@ -38,6 +38,7 @@ MASKED_URL = "sftp://u:***@host/run"
         ("sftp://u:pa/ss@host/run", "sftp://u:***@host/run"),
         ("s3://AKIA:ab/cd@bucket/run", "s3://AKIA:***@bucket/run"),
         ("sftp://u:p@ss@host/run is gone", "sftp://u:***@host/run is gone"),
+        ("sftp://u:p'w@host/run", "sftp://u:***@host/run"),
         ("sftp://:pw@host", "sftp://:***@host"),
         ("ftp://u:p w'x@host/run", "ftp://u:p w'x@host/run"),  # a text, not a URL
         ("https://token@host/x", "https://***@host/x"),

@@ -1,4 +1,4 @@
-"""Which failures of a store are retried, how often, and what is raised in the end."""
+"""Failures of a store: those that are retried, how often, and the error in the end."""
 
 from __future__ import annotations
 
