@@ -119,12 +119,27 @@ def test_warnings_and_errors_show_no_credentials(
         send_request("reading sftp://u:hunter2@h/x", fail)
     assert "hunter2" not in caplog.text
     assert "hunter2" not in str(raised.value)
-    assert raised.value.__suppress_context__, "a traceback would show the original error"
+    assert raised.value.__cause__ is None, "a traceback would show the original error"
+    assert raised.value.__suppress_context__
     if kind is not PermissionError:
         assert "sftp://u:***@h/x" in caplog.text
         assert isinstance(raised.value, OSError)
     else:
         assert type(raised.value) is PermissionError
+
+
+def test_a_parser_that_quotes_a_part_of_a_password_is_not_quoted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("Port could not be cast to integer value as 'pa'")
+
+    monkeypatch.setattr("fsspec.url_to_fs", fail)
+    with pytest.raises(ValueError, match="its message is not shown") as raised:
+        open_file_system("sftp://u:pa/ss@host/run")
+    assert "'pa'" not in str(raised.value)
+    with pytest.raises(ValueError, match="Port could not be cast"):
+        open_file_system("sftp://host:x/run")
 
 
 def test_local_and_unknown_file_systems() -> None:

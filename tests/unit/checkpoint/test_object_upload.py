@@ -31,6 +31,7 @@ class BufferedFile(AbstractBufferedFile):
             raise ConnectionResetError("reset")
         self.parts.append(self.buffer.getvalue())
         if final:
+            self.fs.num_published += 1
             self.fs.objects[self.path] = b"".join(self.parts)
         return True
 
@@ -41,6 +42,7 @@ class BufferedStore(AbstractFileSystem):
     protocol = "buffered"
     objects: ClassVar[dict[str, bytes]] = {}
     is_refusing = False
+    num_published = 0
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **_: Any) -> BufferedFile:
         return BufferedFile(self, path, mode, block_size=block_size)
@@ -85,6 +87,7 @@ def test_an_abandoned_upload_leaves_no_object(
     disk.close(descriptor)
     gc.collect()
     assert list_objects(path) == []
+    assert getattr(path.file_system, "num_published", 0) == 0, "not for a moment"
     disk.close(disk.create(path))
     assert list_objects(path) == []
 
