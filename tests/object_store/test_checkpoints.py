@@ -346,6 +346,18 @@ def test_lagging_listings_lose_and_invent_nothing(store: Server) -> None:
     assert load_newest() == 3
 
 
+def test_a_hidden_checkpoint_that_latest_does_not_name_is_not_overwritten(store: Server) -> None:
+    store.proxy.freeze_listings()
+    save(1)
+    save(2)
+    # As if the process had died before it moved the pointer.
+    get_client().pipe_file("bucket/run/latest", b"step-00000001\n")
+    save(2)
+    latest = read_pointer(open_root(), "latest")
+    assert latest is not None
+    assert latest.path.name == "step-00000002.1"
+
+
 def test_remains_that_a_lagging_listing_hid_do_not_damage_a_checkpoint(store: Server) -> None:
     store.proxy.freeze_listings()
     get_client().pipe_file("bucket/run/step-00000001/shard-00001.safetensors", b"of a dead save")
