@@ -33,7 +33,12 @@ def _seed_generators() -> None:
             operator.attrgetter(seed)(sys.modules[name])(0)
 
 
-SEVERAL_PROCESSES = ("tests/multiprocess/", "tests/faults/", "tests/slurm/")
+SEVERAL_PROCESSES = (
+    "tests/multiprocess/",
+    "tests/faults/",
+    "tests/slurm/",
+    "tests/object_store/test_training.py",
+)
 """Folders of tests that start ranks."""
 SECOND_HALF = (
     "tests/faults/",

@@ -28,6 +28,8 @@ import difflib
 from collections.abc import Iterable
 from enum import IntEnum
 
+from shardwright.masking import mask_secrets, mask_values
+
 
 class ExitCode(IntEnum):
     """Exit codes of all commands."""
@@ -40,9 +42,15 @@ class ExitCode(IntEnum):
 
 
 class ShardwrightError(Exception):
-    """Base class of our exceptions; `exit_code` is the exit code of the command line."""
+    """Base class of our exceptions; `exit_code` is the exit code of the command line.
+
+    Their messages contain no credentials: see `shardwright.masking`.
+    """
 
     exit_code: ExitCode = ExitCode.RUN_FAILED
+
+    def __init__(self, *details: object) -> None:
+        super().__init__(*map(mask_values, details))
 
 
 class InputError(ShardwrightError):
@@ -64,9 +72,9 @@ class InputError(ShardwrightError):
         allowed: str | None = None,
         remedy: str | None = None,
     ) -> None:
-        self.problem = problem
-        self.field = field
-        self.got = got
+        self.problem = problem = mask_secrets(problem)
+        self.field = field = None if field is None else mask_secrets(field)
+        self.got = got = mask_values(got)
         self.allowed = allowed
         self.remedy = remedy
         details = []

@@ -13,7 +13,8 @@ import shardwright
 ROOT = Path(shardwright.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "units", "version"),
+    ("masking",),
+    ("errors", "files", "store_requests", "units", "version"),
     ("config", "hardware", "telemetry"),
     ("architecture", "layout", "schedule"),
     ("placement",),
@@ -28,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {package: depth for depth, packages in enumerate(LAYERS) for package in packages}
-TORCH_FREE = {package for packages in LAYERS[:5] for package in packages} | {
+TORCH_FREE = {package for packages in LAYERS[:6] for package in packages} | {
     "planner",
     "report",
     "cluster",

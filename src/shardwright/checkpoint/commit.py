@@ -27,6 +27,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwright.checkpoint.disk import Disk, read_small_file, write_file
 from shardwright.checkpoint.manifest import MANIFEST_HASH_NAME, MANIFEST_NAME, Manifest
@@ -65,19 +66,28 @@ def list_step_folders(root: StoragePath) -> list[StepFolder]:
     """Return the folders named like checkpoints, oldest step first, without links.
 
     If folders cannot be renamed, one without a manifest is an unfinished save and is left out
-    too.
+    too. Listings of object stores may lag behind writes and removals: a folder that a pointer names
+    need not be listed, and a listed one counts only if its manifest can be found.
     """
+    if not get_disk(root).has_atomic_rename:
+        return _list_folders_with_manifest(root)
     if not root.is_dir():
         return []
     candidates = (
         StepFolder.parse(path) for path in root.iterdir() if path.is_dir() and not path.is_symlink()
     )
-    has_rename = get_disk(root).has_atomic_rename
-    return sorted(
-        folder
-        for folder in candidates
-        if folder and (has_rename or (folder.path / MANIFEST_NAME).is_file())
-    )
+    return sorted(folder for folder in candidates if folder)
+
+
+def _list_folders_with_manifest(root: Any) -> list[StepFolder]:
+    listed = (root / name for name, size in root.list_sizes().items() if size is None)
+    candidates = {folder for folder in map(StepFolder.parse, listed) if folder}
+    candidates |= {
+        target
+        for target in (read_pointer(root, LATEST_NAME), read_pointer(root, BEST_NAME))
+        if target is not None
+    }
+    return sorted(folder for folder in candidates if (folder.path / MANIFEST_NAME).is_file())
 
 
 def has_saved(root: StoragePath) -> bool:
@@ -85,10 +95,10 @@ def has_saved(root: StoragePath) -> bool:
 
     Interrupted saves do not count.
     """
-    if not root.is_dir():
-        return False
     if not get_disk(root).has_atomic_rename:
         return bool(list_step_folders(root))
+    if not root.is_dir():
+        return False
     return any(
         not path.name.startswith(
             (_SAVING_PREFIX, _REMOVING_PREFIX, _POINTER_PREFIX, GENERATION_NAME)
@@ -177,7 +187,13 @@ def create_saving_folder(root: StoragePath, step: int, disk: Disk) -> StoragePat
 def _choose_folder_name(root: StoragePath, step: int) -> str:
     """Return the name for the next attempt to save a step."""
     attempts = [folder.attempt for folder in list_step_folders(root) if folder.step == step]
-    return f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
+    attempt = max(attempts) + 1 if attempts else 0
+    while True:
+        name = f"step-{step:08d}" + (f".{attempt}" if attempt else "")
+        # A lagging listing may hide a finished attempt, which must not be overwritten.
+        if isinstance(root, Path) or not (root / name / MANIFEST_NAME).is_file():
+            return name
+        attempt += 1
 
 
 def remove_leftovers(root: StoragePath, disk: Disk) -> None:

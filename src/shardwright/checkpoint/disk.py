@@ -13,7 +13,7 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -260,6 +260,22 @@ def open_regular_file(path: StoragePath) -> ReadableFile:
     return _LocalFile(descriptor)
 
 
+@contextlib.contextmanager
+def convert_read_errors(path: StoragePath) -> Iterator[None]:
+    """Raise failures to read a file as CheckpointError.
+
+    A store that does not answer proves no damage, so of its errors only a missing object counts.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(path, Path) and not isinstance(error, FileNotFoundError):
+            raise
+        raise CheckpointError(
+            f"{path.name} cannot be read: {error}", field=str(path.parent)
+        ) from error
+
+
 def list_sizes(folder: StoragePath) -> dict[str, int | None]:
     """Return sizes in bytes by name, None for entries that are not regular files."""
     if not isinstance(folder, Path):
@@ -288,12 +304,9 @@ def read_small_file(path: StoragePath, limit_bytes: int) -> bytes:
                 got=file.size_bytes,
                 allowed=allowed,
             )
-        try:
-            return file.read(0, file.size_bytes)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path.name} cannot be read: {error}", field=str(path.parent)
-            ) from error
+        with convert_read_errors(path):
+            content = file.read(0, file.size_bytes)
+    return content
 
 
 def hash_file(
@@ -308,16 +321,11 @@ def hash_file(
     """
     digest = hashlib.sha256()
     size = 0
-    block = memoryview(bytearray(BLOCK_BYTES))
-    with open_regular_file(path) as file:
-        try:
-            while count := file.read_into(size, block):
-                digest.update(block[:count])
-                size += count
-                if on_block is not None:
-                    on_block(count)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path.name} cannot be read: {error}", field=str(path.parent)
-            ) from error
+    with open_regular_file(path) as file, convert_read_errors(path):
+        block = memoryview(bytearray(max(1, min(file.block_bytes, file.size_bytes))))
+        while count := file.read_into(size, block):
+            digest.update(block[:count])
+            size += count
+            if on_block is not None:
+                on_block(count)
     return size, digest.hexdigest()

@@ -13,7 +13,7 @@ import math
 import struct
 from dataclasses import dataclass
 
-from shardwright.checkpoint.disk import open_regular_file
+from shardwright.checkpoint.disk import convert_read_errors, open_regular_file
 from shardwright.checkpoint.manifest import DTYPE_BYTES, parse_json
 from shardwright.checkpoint.storage_path import StoragePath
 from shardwright.errors import CheckpointError
@@ -58,22 +58,16 @@ def read_header(path: StoragePath) -> dict[str, HeaderEntry]:
     Raises:
         CheckpointError: the header is invalid; the message names the file and the fault.
     """
-    with open_regular_file(path) as file:
-        try:
-            prefix = file.read(0, 8)
-            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file.size_bytes - 8):
-                raise CheckpointError(
-                    f"{path.name} has a header of {header_bytes} "
-                    f"bytes in a file of {file.size_bytes}",
-                    field=str(path.parent),
-                    allowed=f"at most {MAX_HEADER_BYTES} and inside the file",
-                )
-            text = file.read(8, header_bytes)
-        except OSError as error:
+    with open_regular_file(path) as file, convert_read_errors(path):
+        prefix = file.read(0, 8)
+        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file.size_bytes - 8):
             raise CheckpointError(
-                f"{path.name} cannot be read: {error}", field=str(path.parent)
-            ) from error
+                f"{path.name} has a header of {header_bytes} bytes in a file of {file.size_bytes}",
+                field=str(path.parent),
+                allowed=f"at most {MAX_HEADER_BYTES} and inside the file",
+            )
+        text = file.read(8, header_bytes)
     return parse_header(text, file.size_bytes, path)
 
 

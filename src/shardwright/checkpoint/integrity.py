@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwright.checkpoint.commit import (
     LATEST_NAME,
@@ -19,7 +20,7 @@ from shardwright.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
-from shardwright.checkpoint.storage_path import StoragePath
+from shardwright.checkpoint.storage_path import RemotePath, StoragePath
 from shardwright.errors import CheckpointError
 
 
@@ -56,9 +57,15 @@ class VerifiedCheckpoint:
 
 
 def find_folder_faults(folder: StoragePath, manifest: Manifest) -> list[str]:
-    """Compare names and sizes in a folder with the manifest; return the faults."""
+    """Compare names and sizes in a folder with the manifest; return the faults.
+
+    Listings of object stores may lag: objects that seem to be missing or of another size are looked
+    up one by one, and surplus ones, which may remain of an interrupted save, are ignored.
+    """
     expected = {*manifest.files, MANIFEST_NAME, MANIFEST_HASH_NAME}
     sizes = list_sizes(folder)
+    if not isinstance(folder, Path):
+        sizes = _look_up_objects(folder, expected, sizes, manifest)
     step_folder = StepFolder.parse(folder)
     if step_folder is not None and step_folder.step != manifest.step:
         return [f"its manifest is of step {manifest.step}"]
@@ -76,6 +83,22 @@ def find_folder_faults(folder: StoragePath, manifest: Manifest) -> list[str]:
                 f"{name} has {size} bytes, but {manifest.files[name].size_bytes} were written"
             )
     return faults
+
+
+def _look_up_objects(
+    folder: RemotePath, expected: set[str], listed: dict[str, int | None], manifest: Manifest
+) -> dict[str, int | None]:
+    """Return the sizes of the expected objects that exist, by name."""
+    sizes: dict[str, int | None] = {}
+    for name in expected:
+        size = listed.get(name)
+        if size is None or (name in manifest.files and size != manifest.files[name].size_bytes):
+            info = (folder / name).read_info()
+            if info is None:
+                continue
+            size = int(info["size"] or 0) if info["type"] == "file" else None
+        sizes[name] = size
+    return sizes
 
 
 def find_file_faults(
@@ -132,12 +155,14 @@ def verify_checkpoint(
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return None, [error.problem]
+    except OSError as error:
+        return None, [f"cannot be read: {error.strerror or error}"]
     try:
         faults = find_folder_faults(folder, manifest)
+        if not faults:
+            faults = find_file_faults(folder, manifest, manifest.files, on_block=on_block)
     except OSError as error:
-        faults = [f"cannot be read: {error.strerror}"]
-    if not faults:
-        faults = find_file_faults(folder, manifest, manifest.files, on_block=on_block)
+        faults = [f"cannot be read: {error.strerror or error}"]
     return manifest, faults
 
 

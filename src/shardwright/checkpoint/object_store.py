@@ -2,7 +2,7 @@
 
 Unlike a local folder, an object store cannot rename atomically, so a checkpoint is written
 under its final name and exists as soon as its manifest does. An object is durable once its
-upload has finished, so nothing needs a sync.
+upload has finished, so nothing needs a sync. Requests are retried: see `store_requests`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
-from shardwright.checkpoint.storage_path import BLOCK_BYTES, StoragePath
+from shardwright.checkpoint.object_upload import ObjectUpload
+from shardwright.checkpoint.storage_path import StoragePath
+from shardwright.store_requests import has_buckets, raise_converted, send_request
 
 
 class ObjectStoreDisk(Disk):
@@ -21,21 +23,24 @@ class ObjectStoreDisk(Disk):
     has_atomic_rename = False
 
     def __init__(self) -> None:
-        self._open_objects: dict[int, Any] = {}
+        self._uploads: dict[int, ObjectUpload] = {}
 
     def make_folder(self, path: Any) -> None:
-        """Create a folder if the store has folders."""
-        path.file_system.makedirs(path.path, exist_ok=True)
+        """Create a folder if the store has folders; never a bucket."""
+        if not has_buckets(path.file_system):
+            send_request(
+                f"creating {path}", lambda: path.file_system.makedirs(path.path, exist_ok=True)
+            )
 
     def create(self, path: Any) -> int:
         """Open an object for writing; it replaces an existing one."""
-        file = path.file_system.open(path.path, "wb", block_size=BLOCK_BYTES)
-        self._open_objects[id(file)] = file
-        return id(file)
+        upload = ObjectUpload(path)
+        self._uploads[id(upload)] = upload
+        return id(upload)
 
     def write(self, descriptor: int, data: memoryview) -> None:
         """Write all of `data` at the end."""
-        self._open_objects[descriptor].write(bytes(data))
+        self._uploads[descriptor].write(data)
 
     def bypass_cache(self, descriptor: int, should_bypass: bool) -> bool:
         """Return False: there is no page cache."""
@@ -43,16 +48,11 @@ class ObjectStoreDisk(Disk):
 
     def sync(self, descriptor: int) -> None:
         """Finish the upload: the object exists and is as durable as the store guarantees."""
-        self._open_objects[descriptor].close()
+        self._uploads[descriptor].finish()
 
     def close(self, descriptor: int) -> None:
-        """Release an object; an unfinished upload is discarded if the store supports that."""
-        file = self._open_objects.pop(descriptor)
-        if not file.closed:
-            with contextlib.suppress(Exception):  # another error is being raised already
-                file.discard()
-            with contextlib.suppress(Exception):
-                file.close()
+        """Release an object; an unfinished upload is discarded."""
+        self._uploads.pop(descriptor).discard()
 
     def sync_folder(self, path: Any) -> None:
         """Do nothing: stores need no sync of folders."""
@@ -64,12 +64,13 @@ class ObjectStoreDisk(Disk):
     def remove(self, path: Any) -> None:
         """Remove an object if it exists."""
         with contextlib.suppress(FileNotFoundError):
-            path.file_system.rm_file(path.path)
+            send_request(f"removing {path}", lambda: path.file_system.rm_file(path.path))
 
     def remove_folder(self, path: Any) -> None:
         """Remove an empty folder if the store has folders."""
-        with contextlib.suppress(OSError):
-            path.file_system.rmdir(path.path)
+        if not has_buckets(path.file_system):
+            with contextlib.suppress(OSError), raise_converted():
+                path.file_system.rmdir(path.path)
 
     def remove_tree(self, path: Any) -> None:
         """Remove all objects of a folder, the manifest first, which ends the checkpoint."""

@@ -174,6 +174,8 @@ class RunFolder:
     ) -> None:
         """Write recipe, plan, prediction and model configuration, each file atomically.
 
+        Credentials in URLs are masked in the recipe.
+
         Raises:
             InputError: The folder cannot be written.
         """
@@ -187,7 +189,10 @@ class RunFolder:
                     if prediction is None
                     else [(self.prediction_path, json.dumps(prediction, indent=2) + "\n")]
                 ),
-                (self.recipe_path, dump_recipe(recipe)),  # last: it marks a run folder
+                (
+                    self.recipe_path,
+                    dump_recipe(recipe, should_mask=True),
+                ),  # last: it marks a run folder
             ):
                 partial = path.with_name(path.name + ".partial")
                 partial.write_text(text, encoding="utf-8")

@@ -5,20 +5,27 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from shardwright.errors import CheckpointError
+from shardwright.masking import mask_secrets
+from shardwright.store_requests import open_file_system, send_request
 
 BLOCK_BYTES = 16 * 1024**2
 """Size of one write, read or hash update; the cost of its system call is negligible."""
+NUM_PARALLEL_READS = 4
+"""Blocks of an object that are fetched at the same time."""
 
 
 class ReadableFile(ABC):
     """File open for reading; a context manager."""
 
     size_bytes: int
+    block_bytes: int = BLOCK_BYTES
+    """Number of bytes that one call of `read_into` reads at most."""
 
     @abstractmethod
     def read_into(self, position: int, data: memoryview) -> int:
@@ -68,18 +75,36 @@ class RemotePath:
         return RemotePath(f"{self.path}/{name}", self.file_system)
 
     def __str__(self) -> str:
-        return str(self.file_system.unstrip_protocol(self.path))
+        return mask_secrets(str(self.file_system.unstrip_protocol(self.path)))
 
     def __repr__(self) -> str:
         return f"RemotePath({self})"
 
-    def read_kind(self) -> str | None:
-        """Return `file`, `directory`, another kind, or None if nothing exists."""
-        self.file_system.invalidate_cache()
+    def read_info(self) -> dict[str, Any] | None:
+        """Return `type`, `size` and more of what is stored here, None if nothing is.
+
+        Raises:
+            OSError: the store refuses, or does not answer.
+        """
+
+        def request() -> dict[str, Any]:
+            self.file_system.invalidate_cache()
+            return dict(self.file_system.info(self.path))
+
         try:
-            return str(self.file_system.info(self.path)["type"])
+            return send_request(f"looking for {self}", request)
         except FileNotFoundError:
             return None
+
+    def read_kind(self) -> str | None:
+        """Return `file`, `directory`, another kind, or None if nothing exists."""
+        info = self.read_info()
+        return None if info is None else str(info["type"])
+
+    def read_size(self) -> int | None:
+        """Return the size of a regular file in bytes, None for anything else."""
+        info = self.read_info()
+        return int(info["size"] or 0) if info is not None and info["type"] == "file" else None
 
     def is_file(self) -> bool:
         """Return True for a regular file."""
@@ -99,9 +124,13 @@ class RemotePath:
 
     def list_sizes(self) -> dict[str, int | None]:
         """Return sizes in bytes by name, None for entries that are not regular files."""
-        self.file_system.invalidate_cache()
+
+        def request() -> list[dict[str, Any]]:
+            self.file_system.invalidate_cache()
+            return list(self.file_system.ls(self.path, detail=True))
+
         try:
-            entries = self.file_system.ls(self.path, detail=True)
+            entries = send_request(f"listing {self}", request)
         except FileNotFoundError:
             return {}
         entries_by_name = {
@@ -122,16 +151,13 @@ class RemotePath:
         """Open the file for reading.
 
         Raises:
-            CheckpointError: not a regular file, or it cannot be opened.
+            CheckpointError: not a regular file.
+            OSError: the store refuses, or does not answer.
         """
-        if not self.is_file():
+        size = self.read_size()
+        if size is None:
             raise CheckpointError(f"{self.name} is not a regular file", field=str(self.parent))
-        try:
-            return _RemoteFile(self)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.name} cannot be opened: {error}", field=str(self.parent)
-            ) from error
+        return _RemoteFile(self, size)
 
 
 StoragePath: TypeAlias = Path | RemotePath
@@ -139,18 +165,39 @@ StoragePath: TypeAlias = Path | RemotePath
 
 
 class _RemoteFile(ReadableFile):
-    def __init__(self, path: RemotePath) -> None:
-        self.size_bytes = int(path.file_system.size(path.path))
-        self._file = path.file_system.open(path.path, "rb")
+    """Object that is read by byte ranges: a request for each block, several at the same time."""
+
+    block_bytes = NUM_PARALLEL_READS * BLOCK_BYTES
+
+    def __init__(self, path: RemotePath, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._path = path
+        self._pool: ThreadPoolExecutor | None = None
 
     def read_into(self, position: int, data: memoryview) -> int:
-        self._file.seek(position)
-        block = self._file.read(min(len(data), BLOCK_BYTES))
-        data[: len(block)] = block
-        return len(block)
+        end = min(position + min(len(data), self.block_bytes), self.size_bytes)
+        starts = range(position, end, BLOCK_BYTES)
+        if len(starts) > 1 and self._pool is None:
+            self._pool = ThreadPoolExecutor(NUM_PARALLEL_READS, "checkpoint-download")
+        fetch = map if self._pool is None else self._pool.map
+        filled = 0
+        for block in fetch(lambda start: self._fetch(start, min(start + BLOCK_BYTES, end)), starts):
+            data[filled : filled + len(block)] = block
+            filled += len(block)
+            if filled % BLOCK_BYTES:  # the last block; or the object was replaced by a shorter one
+                break
+        return filled
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        path = self._path
+        return send_request(
+            f"reading {path}",
+            lambda: bytes(path.file_system.cat_file(path.path, start=start, end=end)),
+        )
 
     def close(self) -> None:
-        self._file.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def parse_storage_path(text: str | Path | RemotePath) -> StoragePath:
@@ -164,11 +211,10 @@ def parse_storage_path(text: str | Path | RemotePath) -> StoragePath:
     """
     if not isinstance(text, str) or not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return Path(text) if isinstance(text, str) else text
-    import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        file_system, path = fsspec.url_to_fs(text)
+        file_system, path = open_file_system(text)
     except (ImportError, ValueError, OSError) as error:
         raise CheckpointError(
             f"this location cannot be used: {error}", field="checkpoint.dir", got=text

@@ -17,27 +17,19 @@ import torch.distributed as dist
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import open_regular_file
 from shardwright.checkpoint.header import HeaderEntry, read_header
-from shardwright.checkpoint.integrity import (
-    RefusedCheckpoint,
-    VerifiedCheckpoint,
-    assign_files,
-    find_file_faults,
-    find_folder_faults,
-    list_candidates,
-)
+from shardwright.checkpoint.integrity import RefusedCheckpoint, VerifiedCheckpoint
 from shardwright.checkpoint.local_tensors import (
     DTYPE_NAMES,
     LocalTensor,
     ParameterShard,
     describe_local_tensor,
 )
-from shardwright.checkpoint.manifest import (
-    DTYPE_BYTES,
-    Manifest,
-    parse_manifest,
-    read_manifest_text,
-)
+from shardwright.checkpoint.manifest import DTYPE_BYTES, Manifest
 from shardwright.checkpoint.rank_group import RankGroup
+from shardwright.checkpoint.rank_verification import (
+    list_candidates_on_all_ranks,
+    verify_on_all_ranks,
+)
 from shardwright.checkpoint.run_values import RunValues, parse_values, read_values_file
 from shardwright.checkpoint.storage_path import (
     BLOCK_BYTES,
@@ -66,14 +58,11 @@ def find_newest_checkpoint(
     """
     ranks = RankGroup(group)
     root = parse_storage_path(root)
-    paths, refused = list_candidates(root) if ranks.is_first else ([], [])
-    names, reasons = ranks.broadcast_first(
-        [[path.name for path in paths], [[lost.path.name, lost.reason] for lost in refused]]
-    )
+    names, reasons = list_candidates_on_all_ranks(ranks, root)
     refused = [RefusedCheckpoint(root / name, reason) for name, reason in reasons]
     for name in names:
         path = root / name
-        manifest, faults = _verify_on_all_ranks(ranks, path)
+        manifest, faults = verify_on_all_ranks(ranks, path)
         if manifest is not None and not faults:
             checkpoint = VerifiedCheckpoint(path, manifest, tuple(refused))
             if refused and ranks.is_first:
@@ -96,35 +85,11 @@ def open_checkpoint(
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete; the message lists the faults.
     """
-    manifest, faults = _verify_on_all_ranks(RankGroup(group), parse_storage_path(path))
+    manifest, faults = verify_on_all_ranks(RankGroup(group), parse_storage_path(path))
     if manifest is None or faults:
         shown = "; ".join(faults[:_MAX_SHOWN_DIFFERENCES])
         raise CheckpointError(f"this checkpoint cannot be used: {shown}", field=str(path))
     return VerifiedCheckpoint(parse_storage_path(path), manifest)
-
-
-def _verify_on_all_ranks(ranks: RankGroup, path: StoragePath) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, which the first rank reads, and the faults that any rank found."""
-    result: dict[str, Any] = {"text": "", "faults": []}
-    if ranks.is_first:
-        try:
-            result["text"] = read_manifest_text(path).decode("utf-8", errors="strict")
-            manifest = parse_manifest(result["text"].encode(), path)
-            result["faults"] = find_folder_faults(path, manifest)
-        except ShardwrightError as error:
-            result["faults"] = [getattr(error, "problem", str(error))]
-        except (OSError, UnicodeDecodeError) as error:
-            result["faults"] = [str(error)]
-    result = ranks.broadcast_first(result)
-    if result["faults"]:
-        return None, result["faults"]
-    manifest = parse_manifest(result["text"].encode(), path)
-    local_faults = find_file_faults(
-        path, manifest, assign_files(manifest, ranks.rank, ranks.world_size)
-    )
-    return manifest, sorted(
-        {fault for faults in ranks.all_gather(local_faults) for fault in faults}
-    )
 
 
 def read_values(
@@ -145,6 +110,8 @@ def read_values(
         except CheckpointError as error:
             got = None if error.got is None else str(error.got)
             result["fault"] = [error.problem, error.field, got, error.allowed, error.remedy]
+        except OSError as error:
+            result["fault"] = [f"cannot be read: {error}", str(checkpoint.path), None, None, None]
     result = ranks.broadcast_first(result)
     if result["fault"] is not None:
         problem, field, got, allowed, remedy = result["fault"]

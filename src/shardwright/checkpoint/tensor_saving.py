@@ -108,7 +108,7 @@ def finish_save(
         manifest = _write_files(ranks, plan, values, folder, disk)
         path, removed = _commit_folder(ranks, root, folder, manifest, retention, is_best, disk)
     except SaveFailed:
-        if folder is not None and ranks.is_first and folder.exists():
+        if folder is not None and ranks.is_first:
             _discard_quietly(folder, disk)
         raise
     return SavedCheckpoint(
@@ -234,6 +234,7 @@ def _commit_folder(
 def _discard_quietly(folder: StoragePath, disk: Disk) -> None:
     """Remove the files of a failed save; if that fails, the next save removes them."""
     try:
-        commit.remove_path(folder, disk)
+        if folder.exists():
+            commit.remove_path(folder, disk)
     except OSError as error:
         logger.warning("could not remove %s: %s; the next save will try again", folder, error)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -217,9 +220,28 @@ def _compute_disk_bytes(folder: StoragePath) -> int:
     return sum(size or 0 for size in list_sizes(folder).values())
 
 
+@contextmanager
+def _report_store(path: StoragePath) -> Iterator[None]:
+    """Raise the errors of an object store as CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(path, Path):
+            raise
+        raise CheckpointError(
+            f"cannot be read: {type(error).__name__}: {error}",
+            field="PATH",
+            got=str(path),
+            remedy="Check the bucket's name, the credentials and their permission to read",
+        ) from error
+
+
 def _is_checkpoint(path: StoragePath) -> bool:
     """True if the folder is one checkpoint, by its name or by its manifest."""
-    return path.is_dir() and (StepFolder.parse(path) is not None or (path / MANIFEST_NAME).exists())
+    with _report_store(path):
+        is_named = path.is_dir() and StepFolder.parse(path) is not None
+        is_checkpoint = is_named or (path / MANIFEST_NAME).exists()
+    return is_checkpoint
 
 
 def _find_root(path: StoragePath) -> StoragePath:
@@ -228,9 +250,10 @@ def _find_root(path: StoragePath) -> StoragePath:
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    for root in (path, path / "checkpoints"):
-        if list_step_folders(root):
-            return root
+    with _report_store(path):
+        for root in (path, path / "checkpoints"):
+            if list_step_folders(root):
+                return root
     problem = "no checkpoint found" if path.is_dir() else "no such folder"
     raise CheckpointError(
         problem,

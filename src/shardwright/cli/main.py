@@ -17,6 +17,7 @@ import typer
 from shardwright.cli.output.text_streams import escape_control_characters, escape_unencodable
 from shardwright.cli.verbs import VERBS
 from shardwright.errors import ExitCode, InputError, ShardwrightError
+from shardwright.masking import mask_secrets
 from shardwright.version import __version__
 
 _MAX_SHOWN_CHARACTERS = 200
@@ -117,10 +118,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:
     """Print the traceback of an unexpected error."""
     sys.stderr.write(
-        f"{traceback.format_exc()}this is a bug in shardwright {__version__}, "
+        f"{mask_secrets(traceback.format_exc())}this is a bug in shardwright {__version__}, "
         "not an error in your input\n"
     )
-    return _report_end(ExitCode.RUN_FAILED, type(error).__name__, str(error), as_json=as_json)
+    message = mask_secrets(str(error))
+    return _report_end(ExitCode.RUN_FAILED, type(error).__name__, message, as_json=as_json)
 
 
 def _report_end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> ExitCode:

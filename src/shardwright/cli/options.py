@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from shardwright.masking import MaskingFormatter
+
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="YAML recipe.", show_default=False)
 ]
@@ -49,5 +51,7 @@ DtypeChoice = Annotated[
 
 def enable_log() -> None:
     """Print the package's log on standard error, for verbs without a log file."""
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(MaskingFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("shardwright").setLevel(logging.INFO)

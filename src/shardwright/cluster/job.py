@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shardwright.config import Recipe
 from shardwright.errors import InputError, RunFailed
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.masking import mask_secrets
 from shardwright.plans import resolve_degrees
 
 _VARIABLE_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -121,6 +122,18 @@ class Job:
                 got=self.network.infiniband_adapters,
                 remedy="Leave out one of --ib-hca and --no-infiniband",
             )
+        locations = [*self.overrides]
+        if self.sweep is not None and self.recipe.checkpoint.dir is not None:
+            locations.append(f"checkpoint.dir={self.recipe.checkpoint.dir}")
+        for location in locations:
+            if mask_secrets(location) != location:
+                raise InputError(
+                    "its credentials would be written to the script",
+                    field="--set",
+                    got=location,
+                    remedy="Put the URL into the recipe, with ${NAME} for the credentials; a sweep "
+                    "needs a checkpoint.dir without credentials",
+                )
         if not self.recipe.layout.auto:
             resolve_degrees(self.recipe, self.world_size)
 

@@ -15,6 +15,7 @@ from shardwright.config.recipe import Recipe
 from shardwright.config.yaml_document import dump_yaml, find_line, parse_yaml
 from shardwright.errors import LayoutError, RecipeError, find_closest_name, suggest_name
 from shardwright.files import read_text
+from shardwright.masking import mask_values
 
 MAX_RECIPE_BYTES = 1024**2
 _PIPE_TIMEOUT_SECONDS = 30.0
@@ -198,9 +199,14 @@ def _parse_layout_value(key: str, value: str, item: str) -> int | bool | str:
     return int(value)
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """Return the recipe as YAML that loads back unchanged."""
-    return dump_yaml(recipe.model_dump(mode="json"))
+def dump_recipe(recipe: Recipe, *, should_mask: bool = False) -> str:
+    """Return the recipe as YAML that loads back unchanged, apart from masked credentials.
+
+    Args:
+        should_mask: Mask credentials in URLs; a masked URL cannot be opened.
+    """
+    content = recipe.model_dump(mode="json")
+    return dump_yaml(mask_values(content) if should_mask else content)
 
 
 def _copy_mapping(value: Any) -> Any:

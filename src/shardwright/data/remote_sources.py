@@ -6,7 +6,9 @@ over a network, where a change between two passes would also go unnoticed.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from shardwright.config.data import DataSource
 from shardwright.data.data_cache import build_once, compute_key
 from shardwright.data.file_listing import METADATA_FILES, is_selected
 from shardwright.errors import DataError
+from shardwright.store_requests import convert_error, open_file_system, send_request
 
 _BLOCK_BYTES = 1 << 22
 
@@ -57,16 +60,14 @@ def fetch_sources(
 def _fetch_source(
     source: DataSource, cache_root: Path, field: str, progress: DownloadProgressCallback | None
 ) -> Path:
-    import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        file_system, path = fsspec.core.url_to_fs(source.path)
+        file_system, path = open_file_system(source.path)
         if isinstance(file_system, LocalFileSystem):
             return Path(path)
-        is_file = bool(file_system.isfile(path))
-        info_by_path = (
-            {path: file_system.info(path)} if is_file else file_system.find(path, detail=True)
+        is_file, info_by_path = send_request(
+            f"listing {source.path}", lambda: _list_files(file_system, path)
         )
         base = path.rstrip("/")
         names = {
@@ -82,10 +83,12 @@ def _fetch_source(
             [name, info_by_path[remote].get("size"), str(file_system.ukey(remote))]
             for remote, name in sorted(selected.items())
         ]
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         raise DataError(str(error), field=field, got=source.path) from error
     except Exception as error:  # every file system has its own exceptions
-        raise DataError(f"cannot be reached: {error}", field=field, got=source.path) from error
+        raise DataError(
+            f"cannot be reached: {convert_error(error)}", field=field, got=source.path
+        ) from None  # the error's text may contain credentials
     if not selected:
         raise DataError("the URL has no files to read", field=field, got=source.path)
 
@@ -106,21 +109,42 @@ def _fetch_source(
     return folder / next(iter(selected.values())) if is_file else folder
 
 
+def _list_files(file_system: Any, path: str) -> tuple[bool, dict[str, Any]]:
+    """Return whether the path is a file, and the information about all files at it."""
+    file_system.invalidate_cache()
+    with suppress(FileNotFoundError):
+        # `isfile` would call a refused request an absent file.
+        if (info := file_system.info(path))["type"] == "file":
+            return True, {path: info}
+    return False, file_system.find(path, detail=True)
+
+
 def _copy_file(
     file_system: Any, remote: str, target: Path, field: str, on_read: Callable[[int], None]
 ) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target, "wb") as output:
-        try:
-            with file_system.open(remote, "rb") as stream:
-                while block := stream.read(_BLOCK_BYTES):
-                    output.write(block)
-                    on_read(len(block))
-        except Exception as error:
-            if (
-                isinstance(error, OSError)
-                and error.filename in (str(target), None)
-                and error.errno in (27, 28)
-            ):
-                raise  # the local disk is full: `build_once` reports it
-            raise DataError(f"the transfer failed: {error}", field=field, got=remote) from error
+    num_reported_bytes = 0
+
+    def copy() -> None:
+        nonlocal num_reported_bytes
+        num_copied_bytes = 0
+        with open(target, "wb") as output, file_system.open(remote, "rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                output.write(block)
+                num_copied_bytes += len(block)
+                if num_copied_bytes > num_reported_bytes:  # not again in a second attempt
+                    on_read(num_copied_bytes - num_reported_bytes)
+                    num_reported_bytes = num_copied_bytes
+
+    try:
+        send_request(f"reading {remote}", copy)
+    except Exception as error:
+        if (
+            isinstance(error, OSError)
+            and error.filename in (str(target), None)
+            and error.errno in (errno.EFBIG, errno.ENOSPC)
+        ):
+            raise  # the local disk is full: `build_once` reports it
+        raise DataError(
+            f"the transfer failed: {convert_error(error)}", field=field, got=remote
+        ) from None

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from shardwright.checkpoint.commit import LATEST_NAME, read_pointer
+from shardwright.checkpoint.commit import LATEST_NAME, StepFolder, read_pointer
 from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.checkpoint.storage_path import StoragePath
 from shardwright.config import Recipe
 from shardwright.errors import InputError, NonFiniteError, OutOfMemory, RunFailed, SaveFailed
 from shardwright.launch.stop_signals import StopRequest
@@ -45,7 +47,7 @@ def run_with_restarts(
     folder = RunFolder.from_recipe(recipe)
     generation = LaunchAttempt(0, world_size)
     while True:
-        saved_before = read_pointer(folder.checkpoints, LATEST_NAME)
+        saved_before = _read_latest(folder.checkpoints)
         try:
             launch(generation)
             return
@@ -56,7 +58,7 @@ def run_with_restarts(
                 or generation.number >= recipe.elastic.max_restarts
             ):
                 raise
-            has_saved = read_pointer(folder.checkpoints, LATEST_NAME) != saved_before
+            has_saved = _read_latest(folder.checkpoints) != saved_before
             # After running out of memory, fewer ranks would need even more memory each.
             keeps_size = has_saved or isinstance(error, OutOfMemory)
             size = (
@@ -66,6 +68,15 @@ def run_with_restarts(
             )
             reason = str(error).partition("\n")[0]
             generation = LaunchAttempt(generation.number + 1, size, reason)
+
+
+def _read_latest(root: StoragePath) -> StepFolder | None:
+    try:
+        return read_pointer(root, LATEST_NAME)
+    except OSError as error:
+        if isinstance(root, Path):
+            raise
+        raise RunFailed(f"the checkpoints in {root} cannot be read: {error}") from error
 
 
 def find_smaller_world_size(recipe: Recipe, world_size: int) -> int | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardwright import errors
 from shardwright.errors import ExitCode, InputError, RankFailed, RunFailed, ShardwrightError
+from shardwright.masking import mask_secrets
 from shardwright.watchdog.hang_diagnosis import HangDiagnosis
 
 CONTROL_VARIABLE = "SHARDWRIGHT_CONTROL_DIR"
@@ -73,9 +74,10 @@ def write_outcome(rank: int, error: BaseException | None) -> ExitCode:
                     "allowed": error.allowed,
                     "remedy": error.remedy,
                 }
-            trace = "".join(traceback.format_exception(error))
+            trace = mask_secrets("".join(traceback.format_exception(error)))
+            message = mask_secrets(str(error))
             outcome = RankOutcome(
-                rank, int(code), type(error).__name__, str(error), trace, time.time(), details
+                rank, int(code), type(error).__name__, message, trace, time.time(), details
             )
         _write_atomically(folder / f"rank-{rank}.json", json.dumps(asdict(outcome)))
     return code

@@ -13,12 +13,14 @@ Other ranks write only warnings and failures to standard error, with the rank.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardwright.masking import mask_values
 from shardwright.telemetry.event_log import Event, EventWriter, WarningEvent, make_event
 from shardwright.telemetry.exporters import open_exporter
 from shardwright.telemetry.sinks import LogFile, PlainLines, RankErrorLines, Sink
@@ -43,7 +45,15 @@ class EventLogger:
         return self.log_event(make_event(kind, **values))
 
     def log_event(self, event: Event) -> Event:
-        """Write an event to the file and to all sinks; return it as written, with its times."""
+        """Write an event to the file and to all sinks; return it as written, with its times.
+
+        Credentials in its texts are masked.
+        """
+        texts = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+        masked = mask_values(texts)
+        if masked != texts:
+            changed = {name: value for name, value in masked.items() if value != texts[name]}
+            event = dataclasses.replace(event, **changed)
         if self._writer is not None:
             event = self._writer.append(event)
         for sink in tuple(self._sinks):

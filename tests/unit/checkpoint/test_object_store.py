@@ -193,9 +193,11 @@ def test_a_store_that_does_not_answer_is_not_an_empty_store(
 
     save(1)
     monkeypatch.setattr(MemoryFileSystem, "info", refuse)
-    for look in (has_saved, list_step_folders, find_newest_checkpoint, acquire_fence):
+    for look in (has_saved, list_step_folders, acquire_fence):
         with pytest.raises(PermissionError, match="403"):
             look(root)
+    with pytest.raises(CheckpointError, match=r"403.*Nothing shows that it is damaged"):
+        find_newest_checkpoint(root)
 
 
 def test_a_store_is_tried_before_training(

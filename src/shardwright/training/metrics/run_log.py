@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from shardwright.errors import RunFailed
+from shardwright.masking import MaskingFormatter
 from shardwright.numerics.bf16 import build_bf16_warning
 from shardwright.optim.learning_rate import compute_batch_scale
 from shardwright.telemetry.event_logger import EventLogger
@@ -40,9 +41,7 @@ def log_to_run(event_logger: EventLogger, path: Path, *, rank: int) -> Iterator[
     handlers: list[logging.Handler] = [_WarningHandler(event_logger)]
     if rank == 0:
         file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(
-            logging.Formatter("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-        )
+        file.setFormatter(MaskingFormatter("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         file.addFilter(lambda record: record.levelno < logging.WARNING)  # events
         handlers.append(file)
     former = logger.level
