@@ -113,6 +113,7 @@ class ReferenceModel:
         self.router_coefficient = self._choose_router_coefficient(configuration)
         self.module = instantiate(configuration, None, contextlib.nullcontext(), eager=True)
         self.module = self.module.to(self.dtype).eval()
+        self._set_padding_rows(record.values.get("padding_rows"))
         self.owners = _map_tied_names(self.module)
         read = read_weights(record, self.module, self.owners, model_path, self.dtype)
         self._base = read.base
@@ -131,6 +132,18 @@ class ReferenceModel:
             self.slices[name] = slice(end, end + size)
             end += size
         self.num_values = end
+
+    def _set_padding_rows(self, recorded: Mapping[str, int] | None) -> None:
+        """Give the embeddings the rows without gradient that the recorded model has.
+
+        A trainer may change the configuration's padding token after the model was built.
+        """
+        if recorded is None:
+            return
+        rows = {strip_peft(name): row for name, row in recorded.items()}
+        for name, module in self.module.named_modules():
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = rows.get(name)
 
     def _read_reference(self) -> dict[str, Tensor]:
         """Read the weights of the reference of a preference loss; empty if none are needed."""
@@ -153,11 +166,11 @@ class ReferenceModel:
     def _choose_router_coefficient(self, configuration: Any) -> float:
         """Return the factor of the router's auxiliary loss; 0 if the trainer has none."""
         numbers = [n for rank in self.record.ranks for n in rank.values["micro_batches"]]
-        is_asked = getattr(configuration, "output_router_logits", False) or any(
+        is_requested = getattr(configuration, "output_router_logits", False) or any(
             batch.get("output_router_logits") is True for batch in numbers
         )
         coefficient = getattr(configuration, "router_aux_loss_coef", None)
-        if is_asked and coefficient is None:
+        if is_requested and coefficient is None:
             raise AuditInputError(
                 "the losses of this model's routers are not audited",
                 field="config.output_router_logits",
@@ -166,7 +179,7 @@ class ReferenceModel:
                 remedy="Record a step without the router's auxiliary loss",
             )
         configuration.output_router_logits = False
-        return float(coefficient) if is_asked and coefficient is not None else 0.0
+        return float(coefficient) if is_requested and coefficient is not None else 0.0
 
     def _build_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Build the weights of a forward pass, and the leaves whose gradients are compared."""
@@ -376,6 +389,8 @@ class ReferenceModel:
             logger.info("our decoder does not check the reference: %s", error)
             return None
         decoder = Decoder(shape, attention="explicit", compute_dtype=self.dtype).to(self.dtype)
+        embedding: Any = self.module.get_input_embeddings()  # type: ignore[operator]
+        decoder.embedding.padding_row = embedding.padding_idx
         parameters = dict(decoder.named_parameters())
         if shape.experts is not None or set(parameters) != set(self._base):
             logger.info("our decoder does not check the reference: its parameters differ")
