@@ -11,8 +11,8 @@ from importlib import metadata
 
 INTRODUCTION = """
 Each row runs a small Llama (rows `router-...`: Mixtral) on two CPU ranks in float32 with rows of
-unequal numbers of supervised tokens (but `trl-wrapped`) and four micro-batches a step (`fsdp2-loop`:
-one), records the second optimizer step (`fsdp2-loop` and `shardwright-...`: the first) with
+unequal numbers of supervised tokens (but `trl-wrapped`) and four micro-batches a step (but
+`fsdp2-loop`: one), records the second optimizer step (`fsdp2-loop` and `shardwright-...`: the first) with
 `Recorder`, and compares it with one process. The definition is the one that users expect: the sum
 over the supervised tokens of the global batch over their number; for DPO the mean over its pairs.
 `residual` is the norm of the difference of all gradients over the norm of the recorded ones.
@@ -113,7 +113,7 @@ _ROUTER = (
     "count of tokens (transformers/models/mixtral/modeling_mixtral.py:631), and "
     "`Trainer.compute_loss` multiplies the sum by the ranks (transformers/trainer.py:2207). DDP "
     "averages over ranks, and with such a count the Trainer does not divide by the accumulation "
-    "(transformers/trainer.py:2112), so the auxiliary loss counts 2 x 4 times. The reported loss "
+    "(transformers/trainer.py:2111), so the auxiliary loss counts 2 x 4 times. The reported loss "
     "has the same factor."
 )
 _DEEPSPEED_PLACES = {
@@ -327,5 +327,5 @@ ROWS: tuple[FindingRow, ...] = (
     _build_engine("zero-3", "ZeRO 3", "zero_stage=3,dp_shard=2"),
     _build_engine("tp", "tensor parallelism", "tp=2"),
     _build_engine("pp", "pipeline parallelism, 1F1B", "pp=2"),
-    _build_engine("cp", "context parallelism, ring", "cp=2"),
+    _build_engine("cp", "context parallelism, ring", "cp=2,cp_method=ring"),
 )
