@@ -12,10 +12,11 @@ from importlib import metadata
 INTRODUCTION = """
 Each row runs a small Llama (rows `router-...`: Mixtral) on two CPU ranks in float32 with rows of
 unequal numbers of supervised tokens (but `trl-wrapped`) and four micro-batches a step (but
-`fsdp2-loop`: one), records the second optimizer step (`fsdp2-loop` and `shardwright-...`: the first) with
-`Recorder`, and compares it with one process. The definition is the one that users expect: the sum
-over the supervised tokens of the global batch over their number; for DPO the mean over its pairs.
-`residual` is the norm of the difference of all gradients over the norm of the recorded ones.
+`fsdp2-loop`: one), records the second optimizer step (`fsdp2-loop` and `shardwright-...`: the
+first) with `Recorder`, and compares it with one process. The definition is the one that users
+expect: the sum over the supervised tokens of the global batch over their number; for DPO the mean
+over its pairs. `residual` is the norm of the difference of all gradients over the norm of the
+recorded ones.
 
 "by design": the trainer divides by the numbers of micro-batches and ranks on purpose, so its step
 is the mean of the micro-batches' means. If all micro-batches have equally many supervised tokens,
@@ -23,22 +24,28 @@ both definitions agree; otherwise tokens of micro-batches with few of them weigh
 `-counted` show loops that divide by the tokens of the global batch.
 
 "defect": one row, `router-transformers`. The factor of the router's auxiliary loss depends on the
-numbers of ranks and micro-batches; the run's `router_aux_loss_coef` does not say so. The number of
-ranks is known (huggingface/transformers issue 48690). Expected is the mean over the micro-batches
-of each one's auxiliary loss times `router_aux_loss_coef`, as in one process with accumulation and
-as TRL computes it (`router-trl`). The loss of a micro-batch is not linear in its tokens, so one
-process with other micro-batches gets another mean; that is not counted as a difference.
+numbers of ranks and of micro-batches, beside `router_aux_loss_coef`. The factor of the ranks is
+reported (https://github.com/huggingface/transformers/issues/48690). Expected is the mean over the
+micro-batches of each one's auxiliary loss times `router_aux_loss_coef`, as in one process with
+accumulation and as TRL computes it (`router-trl`). The loss of a micro-batch is not linear in its
+tokens, so one process with other micro-batches gets another mean; that is not counted as a
+difference.
 
 Not in the table:
 
 - The Trainer of transformers with tensor parallelism, which Accelerate refuses on a CPU
   (accelerate/parallelism_config.py:395), and with `fsdp=...`, which Accelerate uses only on
   accelerators (`AcceleratorState.__init__`, accelerate/state.py:986, read, not run).
-- torchtitan 0.3.0: it cannot train a language model on a CPU. `import torchtitan.trainer` needs
-  triton, and its language models have the attention kernels `flex`, `flex_flash` and `varlen` only
-  (torchtitan/models/common/config_utils.py:83-101). On a CPU FlexAttention refuses a backward pass
-  (torch/nn/attention/flex_attention.py:2083), and varlen attention has no kernel (both run).
-- Axolotl: @AXOLOTL@
+- torchtitan 0.3.0: it installs, but cannot train a language model on a CPU.
+  `import torchtitan.trainer` needs triton
+  (torchtitan/distributed/minimal_async_ep/kernels.py:10, run). Its language models have the
+  attention kernels `flex`, `flex_flash` and `varlen` only
+  (torchtitan/models/common/config_utils.py:83-103). On a CPU FlexAttention refuses a backward pass
+  (torch/nn/attention/flex_attention.py:2083) and varlen attention has no kernel (both run).
+- Axolotl 0.19.0, the version that pip chooses for Python 3.11 and torch 2.13.0: it installs (with
+  transformers 5.16.1) and imports. Its preparation of a data set of 64 rows did not end on two
+  CPU cores, in three attempts of 100 to 250 seconds. The cause was not found, so nothing is said
+  about its training.
 
 A row says nothing about other settings of the same trainer, nor about GPUs.
 """
