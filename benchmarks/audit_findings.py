@@ -68,7 +68,7 @@ def run_row(row: FindingRow, folder: Path) -> FindingResult:
     script = str(EXAMPLES / f"{row.example}.py")
     _call(row, [*launch, script, *row.arguments], folder, environment)
     check = "from shardwright.cli import main; main()"
-    command = [sys.executable, "-c", check, "audit", "check", "audit", "--json"]
+    command = [sys.executable, "-c", check, "audit", "check", "audit", *row.check, "--json"]
     output = _call(row, command, folder, environment, (0, 1))
     report = json.loads(output)
     found = tuple(report["diagnoses"][0]["mistakes"]) if report["diagnoses"] else ()
@@ -150,13 +150,15 @@ def format_page(results: list[FindingResult]) -> str:
         "`python -m benchmarks.audit_findings --row NAME` repeats a row. By hand, in an empty "
         "folder, with the path to this repository before `docs`:",
         "",
-        "| row | command, before `shardwright audit check audit` | run on, with |",
-        "|---|---|---|",
+        "| row | training | check | run on, with |",
+        "|---|---|---|---|",
     ]
     for result in results:
         versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+        row = result.row
         lines.append(
-            f"| `{result.row.name}` | `{result.row.command}` | {result.date}, {versions} |"
+            f"| `{row.name}` | `{row.command}` | `{row.check_command}` "
+            f"| {result.date}, {versions} |"
         )
     return "\n".join([*lines, ""])
 
@@ -198,7 +200,7 @@ def main() -> int:
         return 0
     for row in chosen:
         if options.is_list:
-            print(f"{row.name}: {row.command}")
+            print(f"{row.name}: {row.command} && {row.check_command}")
             continue
         missing = row.list_missing_packages()
         if missing:

@@ -10,25 +10,46 @@ from dataclasses import dataclass
 from importlib import metadata
 
 INTRODUCTION = """
-Each row runs a small Llama on two CPU ranks in float32 with rows of unequal numbers of supervised
-tokens (but `trl-wrapped`) and four micro-batches a step, records the second optimizer step with
-`Recorder`, and compares it with one process. The definition is the one that users expect: the sum
-over the supervised tokens of the global batch over their number. `residual` is the norm of the
-difference of all gradients over the norm of the recorded ones. No row shows a defect.
+Each row runs a small Llama (rows `router-...`: Mixtral) on two CPU ranks in float32 with rows of
+unequal numbers of supervised tokens (but `trl-wrapped`) and four micro-batches a step (but
+`fsdp2-loop`: one), records the second optimizer step (`fsdp2-loop` and `shardwright-...`: the
+first) with `Recorder`, and compares it with one process. The definition is the one that users
+expect: the sum over the supervised tokens of the global batch over their number; for DPO the mean
+over its pairs. `residual` is the norm of the difference of all gradients over the norm of the
+recorded ones.
 
 "by design": the trainer divides by the numbers of micro-batches and ranks on purpose, so its step
 is the mean of the micro-batches' means. If all micro-batches have equally many supervised tokens,
 both definitions agree; otherwise tokens of micro-batches with few of them weigh more. The rows
 `-counted` show loops that divide by the tokens of the global batch.
 
-Not in the table: preference losses (DPO), which the audit does not know; the Trainer of
-transformers with tensor parallelism, which Accelerate refuses on a CPU
-(accelerate/parallelism_config.py:395), and with `fsdp=...`, which Accelerate uses only on
-accelerators (`AcceleratorState.__init__`, accelerate/state.py:986, read, not run); DeepSpeed
-inside the Trainer, because its callbacks have no moment between the backward pass and DeepSpeed's
-step; torchtitan and Axolotl, which were not run. A row says nothing about other settings of the
-same trainer, nor about GPUs.
+"defect": one row, `router-transformers`. The factor of the router's auxiliary loss depends on the
+numbers of ranks and of micro-batches, beside `router_aux_loss_coef`. The factor of the ranks is
+reported (https://github.com/huggingface/transformers/issues/48690). Expected is the mean over the
+micro-batches of each one's auxiliary loss times `router_aux_loss_coef`, as in one process with
+accumulation and as TRL computes it (`router-trl`). The loss of a micro-batch is not linear in its
+tokens, so one process with other micro-batches gets another mean; that is not counted as a
+difference.
+
+Not in the table:
+
+- The Trainer of transformers with tensor parallelism, which Accelerate refuses on a CPU
+  (accelerate/parallelism_config.py:395), and with `fsdp=...`, which Accelerate uses only on
+  accelerators (`AcceleratorState.__init__`, accelerate/state.py:986, read, not run).
+- torchtitan 0.3.0: it installs, but cannot train a language model on a CPU.
+  `import torchtitan.trainer` needs triton
+  (torchtitan/distributed/minimal_async_ep/kernels.py:10, run). Its language models have the
+  attention kernels `flex`, `flex_flash` and `varlen` only
+  (torchtitan/models/common/config_utils.py:83-103). On a CPU FlexAttention refuses a backward pass
+  (torch/nn/attention/flex_attention.py:2083) and varlen attention has no kernel (both run).
+- Axolotl 0.19.0, the version that pip chooses for Python 3.11 and torch 2.13.0: it installs (with
+  transformers 5.16.1) and imports. Its preparation of a data set of 64 rows did not end on two
+  CPU cores, in three attempts of 100 to 250 seconds. The cause was not found, so nothing is said
+  about its training.
+
+A row says nothing about other settings of the same trainer, nor about GPUs.
 """
+DEFECT = "defect"
 DESIGN = "by design"
 _PACKAGES = ("torch", "transformers")
 
@@ -53,12 +74,19 @@ class FindingRow:
     cause: str = ""
     others: tuple[str, ...] = ()
     """Further packages that the example needs."""
+    check: tuple[str, ...] = ()
+    """Options of `shardwright audit check`."""
 
     @property
     def command(self) -> str:
         """The example's command, as a reader types it."""
         script = f"docs/audit/{self.example}.py"
         return " ".join(("torchrun --nproc-per-node 2", script, *self.arguments))
+
+    @property
+    def check_command(self) -> str:
+        """The command of the check, as a reader types it."""
+        return " ".join(("shardwright audit check audit", *self.check))
 
     def list_missing_packages(self) -> list[str]:
         """List the packages of this row that are not installed."""
@@ -87,10 +115,18 @@ _OWN_TOKENS = (
     "The option's meaning: `Trainer._get_num_items_in_batch` sums the count over ranks only with "
     "it (transformers/trainer.py:2340), DDP averages. The reported loss is the same mean."
 )
+_ROUTER = (
+    "The model adds coefficient x auxiliary loss to a loss that is already divided by the global "
+    "count of tokens (transformers/models/mixtral/modeling_mixtral.py:631), and "
+    "`Trainer.compute_loss` multiplies the sum by the ranks (transformers/trainer.py:2207). DDP "
+    "averages over ranks, and with such a count the Trainer does not divide by the accumulation "
+    "(transformers/trainer.py:2111), so the auxiliary loss counts 2 x 4 times. The reported loss "
+    "has the same factor."
+)
 _DEEPSPEED_PLACES = {
-    0: "`allreduce_bucket` (engine.py:3813)",
-    1: "`average_tensor` (zero/stage_1_and_2.py:1688)",
-    2: "`average_tensor` (zero/stage_1_and_2.py:1688)",
+    0: "`allreduce_bucket` (deepspeed/runtime/engine.py:3813)",
+    1: "`average_tensor` (deepspeed/runtime/zero/stage_1_and_2.py:1688)",
+    2: "`average_tensor` (deepspeed/runtime/zero/stage_1_and_2.py:1688)",
     3: "`reduce_scatter_coalesced` (deepspeed/runtime/comm/coalesced_collectives.py:124)",
 }
 _DEEPSPEED_NOTES = {3: " (parameters below its persistence threshold, all of these, stay whole)"}
@@ -117,7 +153,40 @@ def _build_deepspeed(stage: int) -> FindingRow:
     )
 
 
+def _build_engine(name: str, setting: str, layout: str) -> FindingRow:
+    return FindingRow(
+        f"shardwright-{name}",
+        "shardwright",
+        "shardwright",
+        setting,
+        "shardwright_engine",
+        (layout,),
+    )
+
+
+def _build_trainer_with_deepspeed(stage: int) -> FindingRow:
+    return FindingRow(
+        f"transformers-deepspeed-{stage}",
+        "transformers Trainer",
+        "transformers",
+        f"DeepSpeed, ZeRO {stage}{_DEEPSPEED_NOTES.get(stage, '')}",
+        "hf_trainer_deepspeed",
+        (str(stage),),
+        others=("accelerate", "deepspeed"),
+    )
+
+
+_DPO = ("--objective", "dpo", "--beta", "0.3")
+
 ROWS: tuple[FindingRow, ...] = (
+    FindingRow("ddp-loop", "hand-written loop, torch", "torch", "DDP", "ddp_loop"),
+    FindingRow(
+        "fsdp2-loop",
+        "hand-written loop, torch",
+        "torch",
+        "FSDP2, shards of unequal sizes",
+        "fsdp2_loop",
+    ),
     FindingRow(
         "accelerate",
         "Accelerate",
@@ -152,6 +221,29 @@ ROWS: tuple[FindingRow, ...] = (
         "FSDP2, sharded by transformers (`DistributedConfig(fsdp_size=2)`)",
         "hf_trainer_sharded",
         others=("accelerate",),
+    ),
+    _build_trainer_with_deepspeed(2),
+    _build_trainer_with_deepspeed(3),
+    FindingRow(
+        "router-transformers",
+        "transformers Trainer",
+        "transformers",
+        "DDP, Mixtral with `output_router_logits=True`",
+        "router_loss",
+        ("transformers",),
+        ("router_loss_multiplied_by_ranks", "router_loss_multiplied_by_accumulation"),
+        DEFECT,
+        _ROUTER,
+        ("accelerate",),
+    ),
+    FindingRow(
+        "router-trl",
+        "TRL SFTTrainer",
+        "trl",
+        "DDP, Mixtral with `router_aux_loss_coef`",
+        "router_loss",
+        ("trl",),
+        others=("datasets",),
     ),
     _build_trl("trl", "DDP, padded rows"),
     _build_trl("trl-completion", "DDP, padded rows, completions only", "--completion-only"),
@@ -188,6 +280,25 @@ ROWS: tuple[FindingRow, ...] = (
         ("peft", "datasets"),
     ),
     FindingRow(
+        "trl-dpo",
+        "TRL DPOTrainer",
+        "trl",
+        "DDP, a reference model, two pairs in every micro-batch",
+        "trl_dpo",
+        others=("peft", "datasets"),
+        check=(*_DPO, "--reference", "reference"),
+    ),
+    FindingRow(
+        "trl-dpo-lora",
+        "TRL DPOTrainer",
+        "trl",
+        "DDP, PEFT's LoRA, the model without it as reference, two pairs in every micro-batch",
+        "trl_dpo",
+        ("--lora",),
+        others=("peft", "datasets"),
+        check=_DPO,
+    ),
+    FindingRow(
         "peft-lora",
         "PEFT",
         "peft",
@@ -196,6 +307,9 @@ ROWS: tuple[FindingRow, ...] = (
         ("--lora",),
         others=("trl", "datasets"),
     ),
+    _build_deepspeed(0),
+    _build_deepspeed(1),
+    _build_deepspeed(2),
     _build_deepspeed(3),
     FindingRow(
         "deepspeed-3-counted",
@@ -216,4 +330,9 @@ ROWS: tuple[FindingRow, ...] = (
         DESIGN,
         _LIGHTNING,
     ),
+    _build_engine("zero-1", "ZeRO 1", "zero_stage=1,dp_shard=2"),
+    _build_engine("zero-3", "ZeRO 3", "zero_stage=3,dp_shard=2"),
+    _build_engine("tp", "tensor parallelism", "tp=2"),
+    _build_engine("pp", "pipeline parallelism, 1F1B", "pp=2"),
+    _build_engine("cp", "context parallelism, ring", "cp=2,cp_method=ring"),
 )

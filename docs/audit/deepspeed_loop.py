@@ -93,10 +93,8 @@ def train(folder: Path | str, stage: int = 3, counts_tokens: bool = False) -> No
         total = torch.tensor(float(sum((b["labels"][:, 1:] != IGNORED).sum() for b in batches)))
         dist.all_reduce(total)
         with recorder.record_step(engine, batches, optimizer):
-            for index, batch in enumerate(batches):
+            for batch in batches:
                 engine.backward(compute_loss(engine, batch, total if counts_tokens else None))
-                if index == NUM_BATCHES - 1:
-                    recorder.after_backward(engine)  # the engine clips and clears in its step
                 engine.step()
             recorder.report(gradient_norm=engine.get_global_grad_norm(), max_grad_norm=1.0)
 

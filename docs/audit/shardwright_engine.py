@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 24,
     "intermediate_size": 28,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 6,

@@ -21,6 +21,7 @@ from shardwright.audit import Recorder
 from shardwright.audit.check import AuditReport, check_recorded_step
 from shardwright.audit.record import load_step
 from shardwright.layout import Layout
+from shardwright.verification.grid import list_grid_layouts
 from tests.multiprocess.pool import RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "docs/audit"
@@ -77,6 +78,18 @@ def test_the_mistake_of_a_hand_written_loop_is_named(
 )
 def test_our_own_engine_equals_one_process(ranks: RankPool, tmp_path: Path, layout: Layout) -> None:
     ranks.run(2, run_example, "shardwright_engine", str(tmp_path), layout)
+    report = assert_passes(tmp_path)
+    assert {finding.quantity for finding in report.findings} >= {"loss", "clip", "update"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout", [each for each in list_grid_layouts(max_ranks=4) if each.ep == 1], ids=str
+)
+def test_our_own_engine_equals_one_process_under_the_layouts_of_the_grid(
+    ranks: RankPool, tmp_path: Path, layout: Layout
+) -> None:
+    ranks.run(layout.world_size, run_example, "shardwright_engine", str(tmp_path), layout)
     report = assert_passes(tmp_path)
     assert {finding.quantity for finding in report.findings} >= {"loss", "clip", "update"}
 

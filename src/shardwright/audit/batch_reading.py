@@ -29,6 +29,13 @@ class BatchReading:
     supervises_padding: bool = False
     replays_dropout: bool = False
     """True to run the rows as received, in training mode, with the recorded random numbers."""
+    swaps_pairs: bool = False
+    """True if the rejected response of a pair is taken for the chosen one."""
+    averages_log_probs: bool = False
+    """True if a response's log-probability is the mean over its tokens, not the sum."""
+    omits_reference: bool = False
+    is_own_reference: bool = False
+    """True if the reference is the trained model itself."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,18 @@ class Segment:
     mask: Tensor | None = None
 
 
-def build_segments(batch: RecordedBatch, reading: BatchReading) -> list[Segment]:
-    """Split the rows of a micro-batch into segments; those without a target are omitted.
+def build_segments(
+    batch: RecordedBatch, reading: BatchReading, *, keeps_all: bool = False
+) -> list[Segment]:
+    """Split the rows of a micro-batch into segments.
 
-    At least one segment remains.
+    Those without a target are omitted unless `keeps_all`; at least one segment remains.
     """
     segments = []
     for row in range(batch.input_ids.shape[0]):
         segments += _build_row_segments(batch, row, reading)
+    if keeps_all:
+        return segments
     supervised = [s for s in segments if bool((s.targets != IGNORED_LABEL).any())]
     return supervised or segments[:1]
 
@@ -119,6 +130,12 @@ def _build_row_segments(batch: RecordedBatch, row: int, reading: BatchReading) -
             visible = None if mask is None else mask[chosen]
             segments.append(Segment(ids[chosen], positions[chosen], targets[chosen], visible))
     return segments
+
+
+def build_token_mask(segments: list[Segment]) -> Tensor:
+    """Build the mask of padded segments: 1 for their tokens, 0 for what `pad_segments` adds."""
+    lengths = torch.tensor([len(segment.ids) for segment in segments])
+    return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
 def pad_segments(segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

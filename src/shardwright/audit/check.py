@@ -11,10 +11,10 @@ import torch
 
 from shardwright.audit.evidence import Evidence, gather_evidence
 from shardwright.audit.hypotheses import MistakeDiagnosis, diagnose
+from shardwright.audit.preference import PreferenceSettings
 from shardwright.audit.record import AuditInputError, load_step
 from shardwright.audit.reference import ReferenceModel
 from shardwright.audit.step_check import StepChecks, StepFinding, check_step
-from shardwright.audit.weightings import compute_objective_weights
 from shardwright.errors import InputError, RunFailed
 
 SCHEMA_VERSION = 1
@@ -53,7 +53,8 @@ class AuditReport:
     num_ranks: int
     num_data_ranks: int
     num_micro_batches: int
-    supervised_tokens: int
+    num_terms: int
+    """Terms of the loss: supervised tokens; for `dpo` pairs."""
     objective: str
     dtype: str
     expected_loss: float
@@ -64,6 +65,11 @@ class AuditReport:
     diagnoses: list[MistakeDiagnosis]
     unchecked: list[str] = field(default_factory=list)
     projections: int | None = None
+
+    @property
+    def term_unit(self) -> str:
+        """Unit of `num_terms`, in words."""
+        return "pairs" if self.objective == "dpo" else "supervised tokens"
 
     @property
     def passed(self) -> bool:
@@ -85,7 +91,7 @@ class AuditReport:
             "ranks": self.num_ranks,
             "data_ranks": self.num_data_ranks,
             "micro_batches": self.num_micro_batches,
-            "supervised_tokens": self.supervised_tokens,
+            self.term_unit.replace(" ", "_"): self.num_terms,
             "objective": self.objective,
             "dtype": self.dtype,
             "expected_loss": self.expected_loss,
@@ -137,6 +143,7 @@ def check_recorded_step(
     model_path: Path | None = None,
     objective: str = "mean_tokens",
     dtype: str = "float32",
+    preference: PreferenceSettings | None = None,
 ) -> AuditReport:
     """Compare a recorded step with one process.
 
@@ -146,19 +153,21 @@ def check_recorded_step(
         model_path: Hugging Face folder with the weights before the step; default the record's.
         objective: Definition of the loss, one of `weightings.OBJECTIVES`.
         dtype: Precision of the recomputation, float32 or float64.
+        preference: Settings of the objective `dpo`, and only of it.
 
     Raises:
         AuditInputError: a folder that is damaged, incomplete or does not fit the model.
-        InputError: an unknown objective or dtype.
+        InputError: an unknown objective or dtype, preference settings missing or not used.
         RunFailed: our own decoder does not agree with transformers.
     """
     if dtype not in DTYPES:
         raise InputError("unknown dtype", field="--dtype", got=dtype, allowed=", ".join(DTYPES))
+    _check_preference(objective, preference)
     record = load_step(folder, step)
-    model = ReferenceModel(record, model_path, dtype)
+    model = ReferenceModel(record, model_path, dtype, preference)
     evidence = gather_evidence(record, model, objective)
     counts = evidence.count(evidence.reading)
-    if not counts.supervised.sum():
+    if not counts.labels.sum():
         raise AuditInputError(
             "no token of this step is supervised", field=str(folder), remedy="Record another step"
         )
@@ -172,10 +181,10 @@ def check_recorded_step(
         num_ranks=len(record.ranks),
         num_data_ranks=len(evidence.data),
         num_micro_batches=int(counts.exists.sum()),
-        supervised_tokens=int(counts.supervised.sum()),
+        num_terms=int(counts.supervised.sum()),
         objective=objective,
         dtype=dtype,
-        expected_loss=_compute_loss(evidence),
+        expected_loss=evidence.compute_expected_loss(),
         residual=max(evidence.compute_residual(copy, expected) for copy in evidence.copies),
         parameters=_list_results(evidence, expected),
         findings=checks.findings,
@@ -192,9 +201,21 @@ def _merge_diagnoses(
     return [*diagnoses, *checks.diagnoses]
 
 
-def _compute_loss(evidence: Evidence) -> float:
-    weights = compute_objective_weights(evidence.objective, evidence.count(evidence.reading))
-    return float((weights * evidence.compute_losses(evidence.reading)).sum())
+def _check_preference(objective: str, preference: PreferenceSettings | None) -> None:
+    """Check that a preference loss has its settings, and no other loss has."""
+    if objective == "dpo" and preference is None:
+        raise InputError(
+            "the DPO loss needs its beta",
+            field="--beta",
+            remedy="Give --beta as the trainer has it; --label-smoothing too if it is not 0",
+        )
+    if objective != "dpo" and preference is not None:
+        raise InputError(
+            "a loss of tokens has no beta and no reference model",
+            field="--objective",
+            got=objective,
+            allowed="dpo",
+        )
 
 
 def _list_results(evidence: Evidence, expected: torch.Tensor) -> list[ParameterResult]:
@@ -215,11 +236,12 @@ def _list_results(evidence: Evidence, expected: torch.Tensor) -> list[ParameterR
 
 def _compare_references(evidence: Evidence) -> None:
     """Check that our own decoder computes the same gradients as transformers' class."""
-    for rank, batches in enumerate(evidence.data):
+    for batches in evidence.data:
         ours = evidence.model.compute_decoder_gradient(batches[0], evidence.reading)
         if ours is None:
             return
-        error = evidence.compute_residual(ours, evidence.compute_pieces(evidence.reading)[rank, 0])
+        reference = evidence.model.compute_token_gradient(batches[0], evidence.reading)
+        error = evidence.compute_residual(ours, reference)
         if error > _DECODER_TOLERANCE[str(evidence.model.dtype).removeprefix("torch.")]:
             raise RunFailed(
                 f"the two references disagree by {error:.1e}: our decoder and transformers' "

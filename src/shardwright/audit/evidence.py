@@ -14,7 +14,11 @@ from torch import Tensor
 from shardwright.audit.batch_reading import BatchReading
 from shardwright.audit.record import RecordedBatch, StepRecord
 from shardwright.audit.reference import ReferenceModel
-from shardwright.audit.weightings import BatchCounts, compute_objective_weights
+from shardwright.audit.weightings import (
+    BatchCounts,
+    compute_objective_weights,
+    compute_router_weights,
+)
 from shardwright.config.data import IGNORED_LABEL
 
 FLOORS = {"float32": 2e-5, "float64": 1e-9}
@@ -43,6 +47,7 @@ class Evidence:
     _pieces: dict[BatchReading, Tensor] = field(default_factory=dict)
     _losses: dict[BatchReading, Tensor] = field(default_factory=dict)
     _counts: dict[BatchReading, BatchCounts] = field(default_factory=dict)
+    _router_pieces: tuple[Tensor, Tensor] | None = None
 
     @property
     def recorded(self) -> Tensor:
@@ -62,7 +67,7 @@ class Evidence:
                     pieces[rank, index] = piece.gradient
                     labels = int((batch.labels != IGNORED_LABEL).sum())
                     numbers[:, rank, index] = torch.tensor(
-                        [piece.loss_sum, piece.num_supervised, labels, piece.num_tokens, 1.0],
+                        [piece.loss_sum, piece.num_terms, labels, piece.num_tokens, 1.0],
                         dtype=torch.float64,
                     )
             self._pieces[reading] = pieces
@@ -80,9 +85,61 @@ class Evidence:
         self.compute_pieces(reading)
         return self._counts[reading]
 
-    def combine(self, reading: BatchReading, weights: Tensor) -> Tensor:
-        """Sum the gradients of all micro-batches with weights [R, M]; return [P]."""
-        return torch.einsum("rm,rmp->p", weights.to(self.model.dtype), self.compute_pieces(reading))
+    @property
+    def has_router_loss(self) -> bool:
+        """True if the trainer adds an auxiliary loss of the routers."""
+        return self.model.router_coefficient != 0.0
+
+    def compute_router_pieces(self) -> tuple[Tensor, Tensor]:
+        """Return the routers' loss of every micro-batch, [R, M], and its gradient, [R, M, P]."""
+        if self._router_pieces is None:
+            shape = (len(self.data), max(map(len, self.data)))
+            losses = torch.zeros(*shape, dtype=torch.float64)
+            gradients = torch.zeros(*shape, self.model.num_values, dtype=self.model.dtype)
+            for rank, batches in enumerate(self.data):
+                for index, batch in enumerate(batches):
+                    piece = self.model.compute_router_piece(batch, self.reading)
+                    losses[rank, index] = piece.loss
+                    gradients[rank, index] = piece.gradient
+            self._router_pieces = (losses, gradients)
+        return self._router_pieces
+
+    def combine(
+        self, reading: BatchReading, weights: Tensor, router_factors: Tensor | float = 1.0
+    ) -> Tensor:
+        """Sum the gradients of all micro-batches with weights [R, M]; return [P].
+
+        Args:
+            reading: How the rows are read.
+            weights: Weights of the micro-batches' summed losses.
+            router_factors: Weights of the routers' losses, relative to their mean over
+                micro-batches; [R, M] or one number.
+        """
+        dtype = self.model.dtype
+        total = torch.einsum("rm,rmp->p", weights.to(dtype), self.compute_pieces(reading))
+        if self.has_router_loss:
+            factors = router_factors * compute_router_weights(self.count(reading))
+            _, gradients = self.compute_router_pieces()
+            total += torch.einsum("rm,rmp->p", factors.to(dtype), gradients)
+        return total
+
+    def weight_pieces(self, reading: BatchReading, weights: Tensor) -> Tensor:
+        """Return each micro-batch's part of a step's gradient with weights [R, M]; [R, M, P]."""
+        dtype = self.model.dtype
+        parts = weights.to(dtype)[..., None] * self.compute_pieces(reading)
+        if self.has_router_loss:
+            factors = compute_router_weights(self.count(reading)).to(dtype)
+            parts += factors[..., None] * self.compute_router_pieces()[1]
+        return parts
+
+    def compute_expected_loss(self) -> float:
+        """Return the loss that the objective defines, with the routers' auxiliary loss."""
+        counts = self.count(self.reading)
+        weights = compute_objective_weights(self.objective, counts)
+        loss = float((weights * self.compute_losses(self.reading)).sum())
+        if self.has_router_loss:
+            loss += float((compute_router_weights(counts) * self.compute_router_pieces()[0]).sum())
+        return loss
 
     def compute_expected(self) -> Tensor:
         """Return the gradient that the objective defines, [P]."""
@@ -104,7 +161,9 @@ class Evidence:
         epsilon = max(torch.finfo(getattr(torch, str(dtype))).eps for dtype in dtypes)
         is_low = epsilon > 1e-6
         samples = _NUM_SAMPLES if is_low else 1
-        weights = compute_objective_weights(self.objective, self.count(self.reading))
+        counts = self.count(self.reading)
+        weights = compute_objective_weights(self.objective, counts)
+        router_weights = compute_router_weights(counts)
         for sample in range(samples):
             changed = torch.zeros_like(expected)
             for rank, batches in enumerate(self.data):
@@ -112,6 +171,9 @@ class Evidence:
                     seed = 1000 * sample + 97 * rank + index
                     piece = self.model.compute_piece(batch, self.reading, epsilon, seed)
                     changed += float(weights[rank, index]) * piece.gradient
+                    if self.has_router_loss:
+                        router = self.model.compute_router_piece(batch, self.reading, epsilon, seed)
+                        changed += float(router_weights[rank, index]) * router.gradient
             for name, part in self.model.slices.items():
                 deviation = float((changed[part] - expected[part]).norm())
                 deviations[name] = max(deviations[name], deviation)

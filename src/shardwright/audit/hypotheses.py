@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from shardwright.audit.weightings import (
     compute_objective_weights,
     iterate_normalisers,
     iterate_omissions,
+    iterate_router_factors,
 )
+from shardwright.audit.wrong_readings import list_reading_mistakes, list_readings
 
 _KINDS = {
     "norms": r"norm|\bln_|layernorm",
@@ -98,12 +100,16 @@ def describe_subset(names: Sequence[str], everything: Sequence[str]) -> str:
 def iterate_weightings(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
     """Yield wrong divisions and lost gradients, alone and in pairs."""
     counts = evidence.count(reading)
-    own = _list_reading_mistakes(evidence, reading)
+    own = list_reading_mistakes(evidence, reading)
     for normaliser in iterate_normalisers(counts, evidence.objective):
         for omission in iterate_omissions(counts):
             mistakes = (*own, *normaliser.mistakes, *omission.mistakes)
             if 0 < len(mistakes) <= 2:
-                vector = evidence.combine(reading, normaliser.weights * omission.weights)
+                vector = evidence.combine(
+                    reading,
+                    normaliser.weights * omission.weights,
+                    normaliser.router_factors * omission.weights,
+                )
                 yield GradientCandidate(mistakes, (vector,), omission.subject)
 
 
@@ -113,15 +119,14 @@ def iterate_unreduced(evidence: Evidence, reading: BatchReading) -> Iterator[Gra
     num_ranks = len(evidence.data)
     if len(evidence.copies) != num_ranks or num_ranks == 1:
         return
-    pieces = evidence.compute_pieces(reading)
     for normaliser in iterate_normalisers(counts, evidence.objective):
-        weights = normaliser.weights.to(pieces.dtype)
+        parts = evidence.weight_pieces(reading, normaliser.weights)
         for scale in (float(num_ranks), 1.0):
-            local = torch.einsum("rm,rmp->rp", scale * weights, pieces)
+            local = scale * parts.sum(1)
             yield GradientCandidate((*normaliser.mistakes, "not_reduced"), tuple(local))
-            if weights.shape[1] > 1:
-                early = torch.einsum("rm,rmp->p", weights[:, :-1], pieces[:, :-1])
-                last = scale * weights[:, -1, None] * pieces[:, -1]
+            if parts.shape[1] > 1:
+                early = parts[:, :-1].sum((0, 1))
+                last = scale * parts[:, -1]
                 mistakes = (*normaliser.mistakes, "last_micro_batch_not_reduced")
                 yield GradientCandidate(mistakes, tuple(early + last))
 
@@ -132,13 +137,24 @@ def iterate_early_clips(evidence: Evidence, reading: BatchReading) -> Iterator[G
     num_ranks = len(evidence.data)
     if limit is None or num_ranks == 1 or evidence.model.num_projections is not None:
         return
-    pieces = evidence.compute_pieces(reading)
     for normaliser in iterate_normalisers(evidence.count(reading), evidence.objective):
-        weights = normaliser.weights.to(pieces.dtype)
-        local = torch.einsum("rm,rmp->rp", num_ranks * weights, pieces)
+        local = num_ranks * evidence.weight_pieces(reading, normaliser.weights).sum(1)
         clip = (limit / (local.norm(dim=1) + 1e-6)).clamp(max=1.0)
         vector = (clip[:, None] * local).mean(0)
         yield GradientCandidate((*normaliser.mistakes, "clipped_before_reduction"), (vector,))
+
+
+def iterate_router_losses(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
+    """Yield routers' auxiliary losses with a wrong factor, alone or beside a wrong division."""
+    if not evidence.has_router_loss:
+        return
+    counts = evidence.count(reading)
+    for normaliser in iterate_normalisers(counts, evidence.objective):
+        for wrong, factors in iterate_router_factors(counts):
+            mistakes = (*normaliser.mistakes, *wrong)
+            if len(mistakes) <= 2:
+                vector = evidence.combine(reading, normaliser.weights, factors)
+                yield GradientCandidate(mistakes, (vector,))
 
 
 def iterate_leftovers(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
@@ -157,17 +173,16 @@ def iterate_low_precision(evidence: Evidence, reading: BatchReading) -> Iterator
     """Yield gradients that are accumulated over micro-batches in bf16."""
     if evidence.model.num_projections is not None:
         return
-    pieces = evidence.compute_pieces(reading)
     weights = compute_objective_weights(evidence.objective, evidence.count(reading))
     num_ranks = len(evidence.data)
+    parts = num_ranks * evidence.weight_pieces(reading, weights)
     # Only the accumulated gradient is rounded, or every addend too.
     for added_dtype in (evidence.model.dtype, torch.bfloat16):
         local = []
         for rank in range(num_ranks):
             total = torch.zeros(evidence.model.num_values, dtype=torch.bfloat16)
             for batch in range(weights.shape[1]):
-                addend = num_ranks * float(weights[rank, batch]) * pieces[rank, batch]
-                total += addend.to(added_dtype)
+                total += parts[rank, batch].to(added_dtype)
             local.append(total.to(evidence.model.dtype))
         vector = torch.stack(local).mean(0)
         yield GradientCandidate(("low_precision_accumulation",), (vector,))
@@ -175,57 +190,11 @@ def iterate_low_precision(evidence: Evidence, reading: BatchReading) -> Iterator
 
 HYPOTHESES: tuple[Callable[[Evidence, BatchReading], Iterator[GradientCandidate]], ...] = (
     iterate_weightings,
+    iterate_router_losses,
     iterate_unreduced,
     iterate_early_clips,
     iterate_leftovers,
 )
-
-
-def list_readings(evidence: Evidence) -> list[BatchReading]:
-    """List wrong readings of the rows that can differ from the right one here."""
-    right = evidence.reading
-    batches = [batch for batches in evidence.data for batch in batches]
-    listed = [replace(right, label_offset=right.label_offset + 1)]
-    if right.label_offset:
-        listed.append(replace(right, label_offset=0))
-    listed.append(replace(right, supervises_prompt=True))
-    if any(b.attention_mask is not None and not bool(b.attention_mask.all()) for b in batches):
-        listed.append(replace(right, supervises_padding=True))
-    if any(batch.document_ids is not None for batch in batches):
-        listed += [
-            replace(right, crosses_documents=True),
-            replace(right, separates_documents=False),
-            replace(right, resets_positions=False),
-            replace(right, separates_documents=False, resets_positions=False),
-            replace(right, separates_documents=False, crosses_documents=True),
-            replace(right, resets_positions=False, crosses_documents=True),
-            replace(
-                right, separates_documents=False, resets_positions=False, crosses_documents=True
-            ),
-        ]
-    if any(rank.values["dropout"] for rank in evidence.record.ranks):
-        listed.append(replace(right, replays_dropout=True))
-    return listed
-
-
-def _list_reading_mistakes(evidence: Evidence, reading: BatchReading) -> tuple[str, ...]:
-    right = evidence.reading
-    names = []
-    if reading.label_offset > right.label_offset:
-        names.append("labels_shifted_twice")
-    if reading.label_offset < right.label_offset:
-        names.append("labels_not_shifted")
-    for field, mistake in (
-        ("separates_documents", "documents_attend"),
-        ("resets_positions", "positions_not_reset"),
-        ("crosses_documents", "targets_cross_documents"),
-        ("supervises_prompt", "prompt_supervised"),
-        ("supervises_padding", "padding_supervised"),
-        ("replays_dropout", "dropout_on"),
-    ):
-        if getattr(reading, field) != getattr(right, field):
-            names.append(mistake)
-    return tuple(names)
 
 
 def diagnose(evidence: Evidence) -> list[MistakeDiagnosis]:
@@ -263,7 +232,7 @@ def _iterate_wrong_readings(evidence: Evidence) -> Iterator[GradientCandidate]:
     """Yield each wrong reading under the objective and under every weighting."""
     for reading in list_readings(evidence):
         counts = evidence.count(reading)
-        own = _list_reading_mistakes(evidence, reading)
+        own = list_reading_mistakes(evidence, reading)
         weights = compute_objective_weights(evidence.objective, counts)
         yield GradientCandidate(own, (evidence.combine(reading, weights),))
         for normaliser in iterate_normalisers(counts, evidence.objective):

@@ -199,6 +199,47 @@ MISTAKES: dict[str, Mistake] = {
         "dropout is active",
         "Switch dropout off for the recorded step; it is no mistake in training",
     ),
+    "router_loss_multiplied_by_ranks": Mistake(
+        "the router's auxiliary loss is too large by the number of ranks",
+        "Multiply only the token loss by the ranks, not the sum with the auxiliary loss: the "
+        "reduction averages the latter already",
+        ("HF 48690", "M 2237"),
+    ),
+    "router_loss_multiplied_by_accumulation": Mistake(
+        "the router's auxiliary loss is too large by the number of micro-batches",
+        "Divide the auxiliary loss of each micro-batch by their number",
+        ("Automodel 3359",),
+    ),
+    "router_loss_divided_by_ranks": Mistake(
+        "the router's auxiliary loss is divided by the number of ranks once too often",
+        "Average the auxiliary loss over ranks once",
+        ("Automodel 1408",),
+    ),
+    "router_loss_divided_by_accumulation": Mistake(
+        "the router's auxiliary loss is divided by the number of micro-batches once too often",
+        "Average the auxiliary loss over micro-batches once",
+    ),
+    "router_loss_missing": Mistake(
+        "the router's auxiliary loss has no gradient",
+        "Add aux_loss x router_aux_loss_coef to the loss, or set output_router_logits to false",
+        ("Automodel 1408", "Automodel 2995"),
+    ),
+    "pairs_swapped": Mistake(
+        "the rejected responses are trained as the chosen ones",
+        "Check the order of rows and columns: chosen first",
+    ),
+    "log_probs_averaged": Mistake(
+        "log-probabilities of responses are means over their tokens, not sums",
+        "Sum them over the tokens of a response (DPO, equation 7)",
+    ),
+    "reference_omitted": Mistake(
+        "the reference model is left out of the preference loss",
+        "Subtract the reference's log-probability of each response",
+    ),
+    "own_reference": Mistake(
+        "the reference of the preference loss is the trained model itself",
+        "Keep a copy of the weights before training, or switch the adapters off for the reference",
+    ),
     "tied_counted_once": Mistake(
         "the tied embedding gets the gradient of one of its two uses only",
         "Sum the gradients of the table and of the head",

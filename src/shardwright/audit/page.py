@@ -26,7 +26,7 @@ def render_audit(report: AuditReport) -> str:
         ("gradients that differ", f"{num_wrong} of {len(report.parameters)}"),
         ("relative difference", f"{report.residual:.1e}"),
         ("loss in one process", f"{report.expected_loss:.5g}"),
-        ("supervised tokens", f"{report.supervised_tokens:,}"),
+        (report.term_unit, f"{report.num_terms:,}"),
         ("ranks", str(report.num_ranks)),
         ("micro-batches", str(report.num_micro_batches)),
     ]

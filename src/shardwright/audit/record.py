@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -28,6 +28,9 @@ _ALIASES = {
     "attention_mask": ("attention_mask", "mask"),
     "document_ids": ("document_ids", "document_ids_BT", "seq_idx", "sequence_ids"),
     "cu_seqlens": ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens", "cu_seq_lens"),
+    "reference_log_probs": ("reference_log_probs",),
+    "chosen_log_probs": ("ref_chosen_logps",),
+    "rejected_log_probs": ("ref_rejected_logps",),
 }
 """Names under which trainers pass the same field."""
 
@@ -38,7 +41,7 @@ class AuditInputError(InputError):
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """One micro-batch as one rank's model received it; all tensors [B, T] int64."""
+    """One micro-batch as one rank's model received it; tensors without a comment [B, T] int64."""
 
     input_ids: Tensor
     labels: Tensor
@@ -47,6 +50,8 @@ class RecordedBatch:
     document_ids: Tensor | None
     has_explicit_documents: bool
     rng_state: Tensor
+    reference_log_probs: Tensor | None = None
+    """Log-probabilities of the rows' responses under the reference of a preference loss, [B]."""
 
     def equals(self, other: RecordedBatch) -> bool:
         """Return True if ids and labels are equal."""
@@ -395,6 +400,23 @@ def _read_batch(rank: RankRecord, index: int) -> RecordedBatch:
         documents,
         is_explicit,
         rank.tensors[f"rng.{index}"],
+        _read_reference(find, len(ids)),
+    )
+
+
+def _read_reference(find: Callable[[str], Tensor | None], num_rows: int) -> Tensor | None:
+    """Return the log-probabilities under the reference, [B]; None if they are not recorded."""
+    whole = find("reference_log_probs")
+    if whole is None:
+        parts = [find("chosen_log_probs"), find("rejected_log_probs")]
+        given = [part.flatten() for part in parts if part is not None]
+        whole = torch.cat(given) if len(given) == 2 else None
+    if whole is None or whole.numel() == num_rows:
+        return None if whole is None else whole.flatten()
+    raise AuditInputError(
+        f"{whole.numel()} log-probabilities of the reference for {num_rows} rows",
+        field="reference_log_probs",
+        remedy="Pass one number a row: those of the chosen responses, then of the rejected ones",
     )
 
 

@@ -22,6 +22,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,9 +192,13 @@ class Recorder:
             if record is self._last:
                 record.write_values()
 
-    def build_callback(self) -> TrainerCallback:
-        """Build the callback of a Hugging Face Trainer: `trainer.add_callback(...)`."""
-        return TrainerCallback(self)
+    def build_callback(self, trainer: Any = None) -> TrainerCallback:
+        """Build the callback of a Hugging Face Trainer: `trainer.add_callback(...)`.
+
+        Args:
+            trainer: Needed with DeepSpeed only, whose engine callbacks do not get.
+        """
+        return TrainerCallback(self, trainer)
 
     def _detach(self) -> None:
         if self._active is not None:
@@ -207,14 +212,18 @@ class TrainerCallback:
     The logged loss is recorded if the Trainer logs every step.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, trainer: Any = None) -> None:
         self.recorder = recorder
+        self.trainer = trainer
 
     def on_step_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
     ) -> None:
         """Begin to record a step."""
         optimizer = others.get("optimizer")
+        accelerator = getattr(self.trainer, "accelerator", None)
+        wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+        model = model if wrapped is None else wrapped.engine
         self.recorder.before_step(model, None, optimizer, step=state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -264,6 +273,7 @@ class _StepRecord:
             "is_training": getattr(model, "training", None),
             "dropout": _list_dropout(model),
             "adapter_scales": _list_adapter_scales(model),
+            "padding_rows": _list_padding_rows(model),
             "gradients_copied_at": None,
             "compute_dtype": None,
             "micro_batches": [],
@@ -274,7 +284,7 @@ class _StepRecord:
             "applied_scales": {},
         }
         self._handles: list[Any] = []
-        self._restore: list[tuple[Any, Any]] = []
+        self._restore: list[Callable[[], None]] = []
         self._batches = [batch] if isinstance(batch, Mapping) else list(batch or ())
         self.names: dict[int, str] = {}
         with self._gather():
@@ -361,7 +371,8 @@ class _StepRecord:
             return ShardInfo(shape, (_build_whole_box(shape),), "gathered by DeepSpeed")
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
             raise RecorderError(
-                f"{name} belongs to a DeepSpeed engine; give before_step the engine, not the model"
+                f"{name} belongs to a DeepSpeed engine; give before_step the engine, not the "
+                "model, and a Hugging Face Trainer's callback the trainer: build_callback(trainer)"
             )
         if getattr(parameter, "tensor_model_parallel", False):
             return self._describe_megatron(name, parameter)
@@ -410,8 +421,10 @@ class _StepRecord:
         modules: tuple[Any, ...] = (torch.nn.utils, torch.nn.utils.clip_grad)
         for module in modules:
             original = module.clip_grad_norm_
-            self._restore.append((module, original))
+            self._restore.append(partial(setattr, module, "clip_grad_norm_", original))
             module.clip_grad_norm_ = self._wrap_clip(original)
+        if self.is_deepspeed:
+            self._wrap_engine_step()
         if not isinstance(self.model, nn.Module):
             return
         names = list(inspect.signature(_unwrap(self.model).forward).parameters)
@@ -440,8 +453,8 @@ class _StepRecord:
     def remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module, original in self._restore:
-            module.clip_grad_norm_ = original
+        for restore in self._restore:
+            restore()
         self._handles.clear()
         self._restore.clear()
 
@@ -472,6 +485,20 @@ class _StepRecord:
             return norm
 
         return clip
+
+    def _wrap_engine_step(self) -> None:
+        """Copy the gradients before the step in which DeepSpeed's engine clips and updates."""
+        original = self.model.step
+        is_managed = getattr(self.model, "managed_gradient_accumulation", lambda: True)()
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            # Without managed accumulation every call of `step` ends the accumulation.
+            if not is_managed or self.model.is_gradient_accumulation_boundary():
+                self.copy_gradients("engine's step")
+            return original(*args, **kwargs)
+
+        self.model.step = step
+        self._restore.append(partial(delattr, self.model, "step"))
 
     def copy_gradients(self, moment: str) -> None:
         """Copy the gradients, unless an earlier call has."""
@@ -757,6 +784,20 @@ def _list_adapter_scales(model: Any) -> dict[str, float]:
         for name, module in model.named_modules()
         if hasattr(module, "lora_A") and isinstance(getattr(module, "scaling", None), dict)
         for adapter in module.lora_A
+    }
+
+
+def _list_padding_rows(model: Any) -> dict[str, int] | None:
+    """List the row of every embedding that gets no gradient, by the name of its module.
+
+    None if the model is not a torch module.
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    return {
+        strip_wrappers(name): module.padding_idx
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,36 +19,60 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shardwright.architecture import MODEL_FAMILIES, read_config, read_content
+from shardwright.architecture import MODEL_FAMILIES, read_config
 from shardwright.audit.batch_reading import (
     BatchReading,
+    Segment,
     build_positions,
     build_segments,
     build_targets,
+    build_token_mask,
     pad_segments,
 )
+from shardwright.audit.preference import PreferenceSettings, sum_pair_losses, sum_row_log_probs
 from shardwright.audit.record import AuditInputError, RecordedBatch, StepRecord
+from shardwright.audit.recorded_weights import (
+    choose_config,
+    read_reference_weights,
+    read_weights,
+    strip_peft,
+)
 from shardwright.audit.recorder import ShardBox, project
+from shardwright.audit.simulated_rounding import add_noise, perturb
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError
 from shardwright.model import Decoder
 from shardwright.model.hf_decoder import Float64Mode
-from shardwright.model.hf_module import instantiate, load_configuration, load_hf_folder
+from shardwright.model.hf_module import instantiate, load_configuration
 
 logger = logging.getLogger("shardwright")
-
-_PEFT_PREFIX = "base_model.model."
+_GENERATOR = torch.Generator()
+"""Not drawn from: for a computation without simulated rounding."""
 
 
 @dataclass(frozen=True)
 class GradientPiece:
-    """Summed loss of one micro-batch, its supervised tokens, and the sum's gradient, [P]."""
+    """Summed loss of one micro-batch, its terms (tokens or pairs), and the sum's gradient, [P]."""
 
     loss_sum: float
-    num_supervised: int
+    num_terms: int
     num_tokens: int
     gradient: Tensor
+
+
+class RouterPiece(NamedTuple):
+    """Auxiliary loss of the routers of one micro-batch, and its gradient, [P]."""
+
+    loss: float
+    gradient: Tensor
+
+
+class _Rounding(NamedTuple):
+    """Relative size of simulated rounding, and its random numbers."""
+
+    noise: float = 0.0
+    generator: torch.Generator = _GENERATOR
 
 
 class TiedGradients(NamedTuple):
@@ -65,32 +89,37 @@ class ReferenceModel:
     Attributes:
         names: Trained parameters that are compared, in order.
         slices: Place of each parameter in a vector [P].
+        preference: Settings of the loss of pairs; None for the loss of tokens.
+        router_coefficient: Factor of the router's auxiliary loss; 0 if the trainer has none.
 
     Raises:
         AuditInputError: no configuration, parameters that do not fit the model.
     """
 
     def __init__(
-        self, record: StepRecord, model_path: Path | None = None, dtype: str = "float32"
+        self,
+        record: StepRecord,
+        model_path: Path | None = None,
+        dtype: str = "float32",
+        preference: PreferenceSettings | None = None,
     ) -> None:
+        self.preference = preference
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.record = record
-        self.config = _choose_config(record, model_path)
+        self.config = choose_config(record, model_path)
         section = ModelSection(config=dict(self.config))
         configuration = load_configuration(dict(self.config), section)
         configuration.use_cache = False
-        if getattr(configuration, "output_router_logits", False):
-            raise AuditInputError(
-                "losses of routers are not audited",
-                field="config.output_router_logits",
-                got=True,
-                allowed="false",
-                remedy="Record a step without the router's auxiliary loss",
-            )
+        self.router_coefficient = self._choose_router_coefficient(configuration)
         self.module = instantiate(configuration, None, contextlib.nullcontext(), eager=True)
         self.module = self.module.to(self.dtype).eval()
+        self._set_padding_rows(record.values.get("padding_rows"))
         self.owners = _map_tied_names(self.module)
-        self._base, self._adapters = self._read_weights(record, model_path)
+        read = read_weights(record, self.module, self.owners, model_path, self.dtype)
+        self._base = read.base
+        self._adapters = read.adapters
+        self.weight_names = read.names
+        self._reference = self._read_reference()
         info = record.parameter_info
         self.names = [name for name in info if info[name]["is_trainable"]]
         if not self.names:
@@ -104,59 +133,53 @@ class ReferenceModel:
             end += size
         self.num_values = end
 
-    def _read_weights(
-        self, record: StepRecord, model_path: Path | None
-    ) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
-        """Read every weight of the module, and list adapters by module and part."""
-        weights: dict[str, Tensor] = {}
-        adapters: dict[str, dict[str, str]] = {}
-        self.weight_names: dict[str, str] = {}
-        if model_path is not None:
-            loaded, _ = load_hf_folder(model_path)
-            weights = {name: p.detach().to(self.dtype) for name, p in loaded.named_parameters()}
-        for name in record.parameter_info:
-            target = _strip_peft(name)
-            part = next((p for p in ("lora_A", "lora_B") if f".{p}." in target), None)
-            if part is not None:
-                module = target.partition(f".{part}.")[0]
-                adapters.setdefault(module, {})[part] = name
-                continue
-            if target not in self.owners:
-                raise AuditInputError(
-                    f"the record has a parameter {name}, the model "
-                    f"{type(self.module).__name__} has not",
-                    field=str(record.folder),
-                    remedy="Give the model that was trained with --model, or rename parameters "
-                    "to those of transformers' class",
-                )
-            owner = self.owners[target]
-            value = record.join("before", name)[0].to(self.dtype)
-            expected = self.module.get_parameter(owner).shape
-            if value.shape != expected:
-                raise AuditInputError(
-                    f"{name} has shape {list(value.shape)} in the record and {list(expected)} in "
-                    "the model",
-                    field=str(record.folder),
-                    remedy="Give the model that was trained with --model",
-                )
-            if owner in weights and not _is_close(weights[owner], value):
-                raise AuditInputError(
-                    f"the recorded values of {name} are not those of this model",
-                    field="--model",
-                    got=str(model_path),
-                    remedy="Give the weights from which the recorded step started",
-                )
-            weights[owner] = value
-            self.weight_names[name] = owner
-        missing = sorted(set(self.owners.values()) - set(weights))
-        if missing:
+    def _set_padding_rows(self, recorded: Mapping[str, int] | None) -> None:
+        """Give the embeddings the rows without gradient that the recorded model has.
+
+        A trainer may change the configuration's padding token after the model was built.
+        """
+        if recorded is None:
+            return
+        rows = {strip_peft(name): row for name, row in recorded.items()}
+        for name, module in self.module.named_modules():
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = rows.get(name)
+
+    def _read_reference(self) -> dict[str, Tensor]:
+        """Read the weights of the reference of a preference loss; empty if none are needed."""
+        if self.preference is None:
+            return {}
+        if self.preference.reference_path is not None:
+            return read_reference_weights(self.preference.reference_path, self._base)
+        if self._adapters:
+            return self._base
+        rows = [batch for batches in self.record.read_data() for batch in batches]
+        if any(batch.reference_log_probs is None for batch in rows):
             raise AuditInputError(
-                f"{len(missing)} parameters of the model are not recorded, such as {missing[0]}",
-                field=str(record.folder),
-                remedy="Give the weights from which the step started with --model, or record "
-                'all parameters (parameters="*")',
+                "the reference model of the preference loss is not known",
+                field="--reference",
+                remedy="Give its Hugging Face folder with --reference, or pass "
+                "reference_log_probs of every micro-batch to the recorder",
             )
-        return weights, adapters
+        return {}
+
+    def _choose_router_coefficient(self, configuration: Any) -> float:
+        """Return the factor of the router's auxiliary loss; 0 if the trainer has none."""
+        numbers = [n for rank in self.record.ranks for n in rank.values["micro_batches"]]
+        is_requested = getattr(configuration, "output_router_logits", False) or any(
+            batch.get("output_router_logits") is True for batch in numbers
+        )
+        coefficient = getattr(configuration, "router_aux_loss_coef", None)
+        if is_requested and coefficient is None:
+            raise AuditInputError(
+                "the losses of this model's routers are not audited",
+                field="config.output_router_logits",
+                got=True,
+                allowed="a model with router_aux_loss_coef, or false",
+                remedy="Record a step without the router's auxiliary loss",
+            )
+        configuration.output_router_logits = False
+        return float(coefficient) if is_requested and coefficient is not None else 0.0
 
     def _build_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Build the weights of a forward pass, and the leaves whose gradients are compared."""
@@ -168,7 +191,7 @@ class ReferenceModel:
                 weights[self.weight_names[name]] = leaf
                 leaves[name] = leaf
         scales = {
-            _strip_peft(name): scale for name, scale in self.record.values["adapter_scales"].items()
+            strip_peft(name): scale for name, scale in self.record.values["adapter_scales"].items()
         }
         for module, parts in self._adapters.items():
             matrices = []
@@ -195,31 +218,113 @@ class ReferenceModel:
             seed: Seed of the noise.
         """
         weights, leaves = self._build_weights()
-        generator = torch.Generator().manual_seed(seed)
-        if noise:
-            weights = {name: _perturb(w, noise, generator) for name, w in weights.items()}
-        with self._precision(), _add_noise(self.module, noise, generator):
-            if reading.replays_dropout:
-                logits, targets = self._forward_as_received(batch, reading, weights)
-            else:
-                ids, positions, targets, mask = pad_segments(build_segments(batch, reading))
-                logits = self._call(
-                    weights, input_ids=ids, position_ids=positions, attention_mask=mask
-                )
-            loss = F.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        rounding = _Rounding(noise, torch.Generator().manual_seed(seed))
+        logits, targets = self._forward(batch, reading, weights, rounding)
+        if self.preference is None:
+            loss = sum_token_losses(logits, targets)
+            num_terms = int((targets != IGNORED_LABEL).sum())
+        else:
+            reference = self._compute_reference_log_probs(batch, reading, rounding)
+            log_probs = sum_row_log_probs(logits, targets, reading)
+            loss = sum_pair_losses(log_probs, reference, self.preference, reading)
+            num_terms = len(log_probs) // 2
+        return GradientPiece(
+            float(loss.detach()),
+            num_terms,
+            batch.input_ids.numel(),
+            self._differentiate(loss, leaves),
+        )
+
+    def compute_token_gradient(self, batch: RecordedBatch, reading: BatchReading) -> Tensor:
+        """Compute the gradient of a micro-batch's summed token losses, whatever the loss, [P]."""
+        weights, leaves = self._build_weights()
+        logits, targets = self._forward(batch, reading, weights, _Rounding())
+        return self._differentiate(sum_token_losses(logits, targets), leaves)
+
+    def compute_router_piece(
+        self, batch: RecordedBatch, reading: BatchReading, noise: float = 0.0, seed: int = 0
+    ) -> RouterPiece:
+        """Compute the router's weighted auxiliary loss of a micro-batch, and its gradient.
+
+        transformers' class computes the loss of all tokens that the micro-batch's attention mask
+        leaves. The arguments are those of `compute_piece`.
+        """
+        weights, leaves = self._build_weights()
+        rounding = _Rounding(noise, torch.Generator().manual_seed(seed))
+        segments = build_segments(batch, reading, keeps_all=True)
+        ids, positions, _, _ = pad_segments(segments)
+        output = self._call(
+            weights,
+            rounding,
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=build_token_mask(segments),
+            output_router_logits=True,
+        )
+        loss = getattr(output, "aux_loss", None)
+        if not isinstance(loss, Tensor):
+            raise AuditInputError(
+                f"{type(self.module).__name__} returns no aux_loss",
+                field="output_router_logits",
+                got=True,
+                allowed="false",
+                remedy="Record a step without the router's auxiliary loss",
             )
+        loss = self.router_coefficient * loss
+        return RouterPiece(float(loss.detach()), self._differentiate(loss, leaves))
+
+    def _forward(
+        self,
+        batch: RecordedBatch,
+        reading: BatchReading,
+        weights: Mapping[str, Tensor],
+        rounding: _Rounding,
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits and targets of a micro-batch's rows."""
+        if reading.replays_dropout:
+            return self._forward_as_received(batch, reading, weights)
+        ids, positions, targets, mask = pad_segments(self._build_rows(batch, reading))
+        output = self._call(
+            weights, rounding, input_ids=ids, position_ids=positions, attention_mask=mask
+        )
+        logits: Tensor = output.logits
+        return logits, targets
+
+    def _build_rows(self, batch: RecordedBatch, reading: BatchReading) -> list[Segment]:
+        """Build the rows of single documents; one per response if the loss is of pairs."""
+        if self.preference is None:
+            return build_segments(batch, reading)
+        num_rows = len(batch.input_ids)
+        segments = build_segments(batch, reading, keeps_all=True)
+        if num_rows % 2 or len(segments) != num_rows:
+            raise AuditInputError(
+                "this micro-batch is not the chosen and then the rejected responses of pairs",
+                field="input_ids",
+                got=f"{num_rows} rows of {len(segments)} documents",
+                allowed="an even number of rows, each of one document",
+                remedy="Record pairs without packing, the chosen responses first",
+            )
+        return segments
+
+    def _compute_reference_log_probs(
+        self, batch: RecordedBatch, reading: BatchReading, rounding: _Rounding
+    ) -> Tensor:
+        """Return the log-probabilities of the responses under the reference, [rows]."""
+        if batch.reference_log_probs is not None:
+            return batch.reference_log_probs.to(self.dtype)
+        reading = replace(reading, replays_dropout=False)
+        with torch.no_grad():
+            logits, targets = self._forward(batch, reading, self._reference, rounding)
+            return sum_row_log_probs(logits, targets, reading)
+
+    def _differentiate(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
+        """Return the gradient of a loss as it is compared, [P]."""
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         vector = torch.zeros(self.num_values, dtype=self.dtype)
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
             if gradient is not None:
                 vector[self.slices[name]] = self.to_values(name, gradient.view(leaf.shape))
-        return GradientPiece(
-            float(loss.detach()),
-            int((targets != IGNORED_LABEL).sum()),
-            batch.input_ids.numel(),
-            vector,
-        )
+        return vector
 
     def to_values(self, name: str, gradient: Tensor) -> Tensor:
         """Return a gradient as it is compared: its elements, or its random projection."""
@@ -230,11 +335,18 @@ class ReferenceModel:
         box = ShardBox(zeros, zeros, shape)
         return project(name, gradient.detach(), shape, [box], self.num_projections).to(self.dtype)
 
-    def _call(self, weights: Mapping[str, Tensor], **arguments: Tensor | None) -> Tensor:
+    def _call(
+        self,
+        weights: Mapping[str, Tensor],
+        rounding: _Rounding,
+        **arguments: Tensor | bool | None,
+    ) -> Any:
+        noise, generator = rounding
         given = {key: value for key, value in arguments.items() if value is not None}
-        output: Any = functional_call(self.module, dict(weights), (), given)
-        logits: Tensor = output.logits
-        return logits
+        if noise:
+            weights = {name: perturb(w, noise, generator) for name, w in weights.items()}
+        with self._precision(), add_noise(self.module, noise, generator):
+            return functional_call(self.module, dict(weights), (), given)
 
     def _forward_as_received(
         self, batch: RecordedBatch, reading: BatchReading, weights: Mapping[str, Tensor]
@@ -244,8 +356,9 @@ class ReferenceModel:
         torch.set_rng_state(batch.rng_state)
         self.module.train()
         try:
-            logits = self._call(
+            output = self._call(
                 weights,
+                _Rounding(),
                 input_ids=batch.input_ids,
                 position_ids=None
                 if batch.position_ids is None
@@ -255,6 +368,7 @@ class ReferenceModel:
         finally:
             self.module.eval()
             torch.set_rng_state(state)
+        logits: Tensor = output.logits
         return logits, torch.stack([build_targets(batch, row, reading) for row in rows])
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -263,7 +377,7 @@ class ReferenceModel:
     def compute_decoder_gradient(
         self, batch: RecordedBatch, reading: BatchReading
     ) -> Tensor | None:
-        """Compute the gradient of a micro-batch's summed loss by our own decoder, [P].
+        """Compute the gradient of a micro-batch's summed token losses by our own decoder, [P].
 
         None if the decoder does not implement this model.
         """
@@ -275,6 +389,8 @@ class ReferenceModel:
             logger.info("our decoder does not check the reference: %s", error)
             return None
         decoder = Decoder(shape, attention="explicit", compute_dtype=self.dtype).to(self.dtype)
+        embedding: Any = self.module.get_input_embeddings()  # type: ignore[operator]
+        decoder.embedding.padding_row = embedding.padding_idx
         parameters = dict(decoder.named_parameters())
         if shape.experts is not None or set(parameters) != set(self._base):
             logger.info("our decoder does not check the reference: its parameters differ")
@@ -282,7 +398,7 @@ class ReferenceModel:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(self._base[name])
-        ids, positions, targets, _ = pad_segments(build_segments(batch, reading))
+        ids, positions, targets, _ = pad_segments(self._build_rows(batch, reading))
         decoder.eval()(ids, positions_BT=positions, labels_BT=targets).backward()
         vector = torch.zeros(self.num_values, dtype=self.dtype)
         for name in self.names:
@@ -294,11 +410,14 @@ class ReferenceModel:
     def compute_tied_gradients(
         self, batch: RecordedBatch, reading: BatchReading
     ) -> TiedGradients | None:
-        """Compute the two gradients of a tied embedding; None if nothing recorded is tied."""
+        """Compute the two gradients of a tied embedding; None if nothing recorded is tied.
+
+        None for a loss of pairs too.
+        """
         tied = [name for name, owner in self.owners.items() if name != owner]
         owner = self.owners[tied[0]] if tied else None
         recorded = next((n for n in self.names if self.weight_names.get(n) == owner), None)
-        if recorded is None:
+        if recorded is None or self.preference is not None:
             return None
         weights, leaves = self._build_weights()
         copies = {name: leaves[recorded].detach().clone().requires_grad_() for name in tied}
@@ -308,69 +427,19 @@ class ReferenceModel:
             output: Any = functional_call(
                 self.module, {**weights, **copies}, (), given, tie_weights=False
             )
-            loss = F.cross_entropy(
-                output.logits.flatten(0, 1),
-                targets.flatten(),
-                ignore_index=IGNORED_LABEL,
-                reduction="sum",
-            )
+            loss = sum_token_losses(output.logits, targets)
         parts = torch.autograd.grad(loss, [leaves[recorded], copies[tied[0]]])
         return TiedGradients(recorded, *(self.to_values(recorded, part) for part in parts))
 
 
-def _choose_config(record: StepRecord, model_path: Path | None) -> dict[str, Any]:
-    if model_path is not None:
-        path = model_path / "config.json" if model_path.is_dir() else model_path
-        return dict(read_content(path))
-    config = record.values["config"]
-    if not config or "model_type" not in config:
-        raise AuditInputError(
-            "the recorded model has no Hugging Face configuration",
-            field=str(record.folder),
-            remedy="Give the folder of the model with --model, or pass Recorder(config={...})",
-        )
-    return dict(config)
+def sum_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum the losses of all tokens that have a target."""
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
 
 
 def _map_tied_names(module: nn.Module) -> dict[str, str]:
     """Map every parameter name, tied ones included, to the name that owns the tensor."""
     owners = {id(p): name for name, p in module.named_parameters()}
     return {name: owners[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-
-
-def _strip_peft(name: str) -> str:
-    return name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", ".")
-
-
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Compare at the precision of bf16, in which a model may have been loaded."""
-    return bool((one - other).norm() <= 0.01 * one.norm() + 1e-12)
-
-
-def _perturb(tensor: Tensor, noise: float, generator: torch.Generator) -> Tensor:
-    change = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) - 0.5
-    return tensor * (1.0 + noise * change)
-
-
-@contextlib.contextmanager
-def _add_noise(module: nn.Module, noise: float, generator: torch.Generator) -> Any:
-    """Multiply the output of every leaf module by numbers near 1 inside this context."""
-    if not noise:
-        yield
-        return
-
-    def perturb_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        if isinstance(output, Tensor) and output.is_floating_point():
-            output = _perturb(output, noise, generator)
-            if output.requires_grad:
-                output.register_hook(lambda gradient: _perturb(gradient, noise, generator))
-            return output
-        return None
-
-    leaves = [m for m in module.modules() if not any(True for _ in m.children())]
-    handles = [leaf.register_forward_hook(perturb_output) for leaf in leaves]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from shardwright.errors import InputError
 
-OBJECTIVES = ("mean_tokens", "mean_micro_batches", "mean_ranks", "sum_tokens")
+OBJECTIVES = ("mean_tokens", "mean_micro_batches", "mean_ranks", "sum_tokens", "dpo")
 """Definitions of a step's loss.
 
 `mean_tokens`: sum over the supervised tokens of the global batch over their number, what users
 expect. `mean_micro_batches`: mean of the micro-batches' means. `mean_ranks`: mean of the ranks'
-means. `sum_tokens`: the sum, not divided.
+means. `sum_tokens`: the sum, not divided. `dpo`: mean over the pairs of the global batch of the
+loss of direct preference optimisation.
 """
 
 
@@ -28,6 +29,7 @@ class BatchCounts(NamedTuple):
     """Numbers of tokens of every micro-batch; each [R, M] float64, 0 where there is none."""
 
     supervised: Tensor
+    """Terms of the loss: supervised tokens, or pairs."""
     labels: Tensor
     """Labels that are not ignored, before the shift."""
     tokens: Tensor
@@ -40,6 +42,8 @@ class Weighting(NamedTuple):
     mistakes: tuple[str, ...]
     weights: Tensor
     subject: str = ""
+    router_factors: Tensor | float = 1.0
+    """Factors of the routers' losses under the same mistake, relative to their mean."""
 
 
 def compute_objective_weights(objective: str, counts: BatchCounts) -> Tensor:
@@ -59,8 +63,33 @@ def compute_objective_weights(objective: str, counts: BatchCounts) -> Tensor:
         "mean_micro_batches": counts.exists / counts.supervised / num_batches / num_ranks,
         "mean_ranks": counts.exists / counts.supervised.sum(1, keepdim=True) / num_ranks,
         "sum_tokens": counts.exists,
+        "dpo": counts.exists / counts.supervised.sum(),
     }[objective]
     return torch.nan_to_num(weights, nan=0.0, posinf=0.0)
+
+
+def compute_router_weights(counts: BatchCounts) -> Tensor:
+    """Return the weights [R, M] of the mean over micro-batches, for the routers' losses."""
+    num_batches = counts.exists.sum(1, keepdim=True)
+    return counts.exists / num_batches.clamp(min=1.0) / len(counts.exists)
+
+
+def iterate_router_factors(counts: BatchCounts) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield wrong factors of the routers' losses, [R, M], and the mistakes that lead to them."""
+    ranks = len(counts.exists) * counts.exists
+    batches = counts.exists.sum(1, keepdim=True) * counts.exists
+    if len(counts.exists) > 1:
+        yield ("router_loss_multiplied_by_ranks",), ranks
+        yield ("router_loss_divided_by_ranks",), counts.exists / len(counts.exists)
+    if float(batches.max()) > 1.0:
+        yield ("router_loss_multiplied_by_accumulation",), batches
+        yield ("router_loss_divided_by_accumulation",), counts.exists / batches.clamp(min=1.0)
+        if len(counts.exists) > 1:
+            yield (
+                ("router_loss_multiplied_by_ranks", "router_loss_multiplied_by_accumulation"),
+                ranks * batches,
+            )
+    yield ("router_loss_missing",), torch.zeros_like(counts.exists)
 
 
 def iterate_normalisers(counts: BatchCounts, objective: str) -> Iterator[Weighting]:
@@ -87,12 +116,19 @@ def iterate_normalisers(counts: BatchCounts, objective: str) -> Iterator[Weighti
         "unsupervised_tokens_counted": exists / counts.tokens.sum(),
         "labels_counted_before_shift": exists / counts.labels.sum(),
     }
+    # A mistake that multiplies the whole gradient multiplies the routers' part too.
+    whole: dict[str, Tensor | float] = {
+        "divided_by_accumulation_twice": 1.0 / num_batches,
+        "divided_by_ranks_twice": 1.0 / num_ranks,
+        "multiplied_by_ranks": num_ranks,
+        "multiplied_by_accumulation": num_batches,
+    }
     for name, weights in wrong.items():
-        yield Weighting((name,), weights)
+        yield Weighting((name,), weights, router_factors=whole.get(name, 1.0))
     for divided in ("divided_by_accumulation_twice", "divided_by_ranks_twice"):
         divisor = num_batches if "accumulation" in divided else num_ranks
         for first in ("mean_of_rank_means", "mean_of_micro_batch_means"):
-            yield Weighting((first, divided), wrong[first] / divisor)
+            yield Weighting((first, divided), wrong[first] / divisor, router_factors=whole[divided])
 
 
 def iterate_omissions(counts: BatchCounts) -> Iterator[Weighting]:

@@ -11,7 +11,7 @@ import typer
 
 from shardwright.cli.options import JsonOutput
 from shardwright.cli.output.page_output import write_page, write_text
-from shardwright.errors import CheckFailed, ExitCode
+from shardwright.errors import CheckFailed, ExitCode, InputError
 
 if TYPE_CHECKING:
     from shardwright.audit.check import AuditReport
@@ -48,7 +48,25 @@ ObjectiveOption = Annotated[
         "--objective",
         metavar="NAME",
         help="Definition of the loss: mean_tokens (sum over the supervised tokens of the global "
-        "batch over their number), mean_micro_batches, mean_ranks or sum_tokens.",
+        "batch over their number), mean_micro_batches, mean_ranks, sum_tokens or dpo (mean over "
+        "the pairs of the global batch).",
+    ),
+]
+BetaOption = Annotated[
+    float | None,
+    typer.Option("--beta", help="Beta of the objective dpo.", show_default=False),
+]
+SmoothingOption = Annotated[
+    float, typer.Option("--label-smoothing", help="Label smoothing of the objective dpo.")
+]
+ReferenceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--reference",
+        metavar="PATH",
+        help="Hugging Face folder of the reference model of the objective dpo. Default: recorded "
+        "log-probabilities, else the model without its adapters.",
+        show_default=False,
     ),
 ]
 DtypeOption = Annotated[
@@ -75,6 +93,9 @@ def check_command(
     step: StepOption = None,
     model: ModelFolder = None,
     objective: ObjectiveOption = "mean_tokens",
+    beta: BetaOption = None,
+    label_smoothing: SmoothingOption = 0.0,
+    reference: ReferenceOption = None,
     dtype: DtypeOption = "float32",
     json_output: JsonOutput = False,
     out: PageOutput = None,
@@ -87,12 +108,27 @@ def check_command(
     # Imported here: torch takes seconds, which `--help` does not need.
     from shardwright.audit.check import check_recorded_step
     from shardwright.audit.page import render_audit
+    from shardwright.audit.preference import PreferenceSettings
     from shardwright.cli.output.console import open_console
 
+    preference = None
+    if beta is not None:
+        preference = PreferenceSettings(beta, label_smoothing, reference)
+    elif reference is not None or label_smoothing:
+        raise InputError(
+            "--reference and --label-smoothing belong to the DPO loss, which needs its beta",
+            field="--beta",
+            remedy="Give --objective dpo and --beta as the trainer has it",
+        )
     console = open_console(stderr=json_output, highlight=False)
     with console.status("computing the step in one process"):
         report = check_recorded_step(
-            folder, step=step, model_path=model, objective=objective, dtype=dtype
+            folder,
+            step=step,
+            model_path=model,
+            objective=objective,
+            dtype=dtype,
+            preference=preference,
         )
     if out is not None:
         write_page(out, render_audit(report), option="--out")
@@ -127,7 +163,7 @@ def describe_report(report: AuditReport) -> list[str]:
     """Describe a report in lines: what was compared, what differs, and why."""
     lines = [
         f"step {report.step}: {report.num_ranks} ranks, {report.num_micro_batches} micro-batches, "
-        f"{report.supervised_tokens:,} supervised tokens; {report.objective}, {report.dtype}",
+        f"{report.num_terms:,} {report.term_unit}; {report.objective}, {report.dtype}",
         f"loss {report.expected_loss:.6g} in one process",
     ]
     num_wrong = sum(not result.passed for result in report.parameters)

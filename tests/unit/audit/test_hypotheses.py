@@ -11,6 +11,8 @@ import torch
 from shardwright.audit.check import AuditReport, check_recorded_step
 from shardwright.audit.mistakes import MISTAKES
 from tests.unit.audit.simulated_trainer import Run, simulate
+from tests.unit.audit.test_preference_pairs import PAIR_MISTAKES
+from tests.unit.audit.test_router_losses import FACTORS
 
 PLANTED = [
     Run(("mean_of_rank_means",)),
@@ -98,6 +100,7 @@ def test_a_pair_of_mistakes_is_named(tmp_path: Path, run: Run) -> None:
 
 def test_every_mistake_of_the_table_is_planted() -> None:
     planted = {mistake for run in PLANTED for mistake in run.mistakes}
+    planted |= {*PAIR_MISTAKES, *FACTORS}
     # Planted in tests/multiprocess/test_audit.py, where ranks have shards.
     assert set(MISTAKES) - planted == {"own_norm_reported"}
 

@@ -235,22 +235,34 @@ def test_deepspeed_is_read_through_its_public_functions(
         def __init__(self) -> None:
             super().__init__()
             self.module = nn.Linear(3, 2, bias=False)
+            self.num_calls = 0
 
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.module(input_ids).sum()
+
+        def is_gradient_accumulation_boundary(self) -> bool:
+            return self.num_calls == 1
+
+        def step(self) -> None:
+            """Accumulate in the first call; clear the gradients in the second, as an update."""
+            if self.is_gradient_accumulation_boundary():
+                utils.safe_get_full_grad = lambda parameter: None
+            self.num_calls += 1
 
     engine = DeepSpeedEngine()
     whole = torch.arange(6.0).view(2, 3)
     utils = types.ModuleType("deepspeed.utils")
     utils.safe_get_full_fp32_param = lambda parameter: whole
-    utils.safe_get_full_grad = lambda parameter: 10 * whole
+    utils.safe_get_full_grad = lambda parameter: 10.0**engine.num_calls * whole
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
     recorder = Recorder(tmp_path)
     recorder.before_step(engine)
-    engine(torch.ones(1, 3)).backward()
-    recorder.after_backward(engine)
+    for _ in range(2):
+        engine(torch.ones(1, 3)).backward()
+        engine.step()
     recorder.after_step(engine)
+    assert "step" not in vars(engine)
     record = load_step(tmp_path)
     assert torch.equal(record.join("before", "weight")[0], whole)
     assert torch.equal(record.join("gradient", "weight")[0], 10 * whole)

@@ -41,6 +41,28 @@ def test_frozen_parameters_are_not_compared(tmp_path: Path) -> None:
     assert all("layers.1" in result.name for result in report.parameters)
 
 
+@pytest.mark.parametrize("has_padding_row", [True, False])
+def test_the_embedding_s_padding_row_is_that_of_the_recorded_model(
+    tmp_path: Path, has_padding_row: bool
+) -> None:
+    model = copy.deepcopy(build_initial_model("llama", 0))
+    ids = torch.arange(9).view(1, 9)
+    if has_padding_row:
+        model.get_submodule("model.embed_tokens").padding_idx = 4  # type: ignore[assignment]
+    else:
+        model.config.pad_token_id = 4  # type: ignore[union-attr]
+    try:
+        with Recorder(tmp_path).record_step(model):
+            model(input_ids=ids, labels=ids).loss.backward()
+        gradient = model.get_parameter("model.embed_tokens.weight").grad
+        assert gradient is not None
+        assert bool(gradient[4].any()) != has_padding_row
+        report = check_recorded_step(tmp_path)
+        assert report.passed, report.worst_parameters[0]
+    finally:
+        model.config.pad_token_id = None  # type: ignore[union-attr]
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_peft_adapters_are_compared(tmp_path: Path, scale: float) -> None:
