@@ -39,6 +39,11 @@ class ModelSection(RecipeSection):
     """Compile each block with torch.compile. `auto` compiles on CUDA devices on which Triton
     works, if model and layout allow it; the choice and its reason are recorded in the run
     folder."""
+    compile_functions: bool | Literal["auto"] = "auto"
+    """Compile single functions with torch.compile, whatever `compile` does with the blocks: the
+    updates of `adamw_8bit` and `adafactor`, and the dequantisation of `nf4`. `auto` compiles on
+    CUDA devices on which Triton works. A function whose results differ in a bit from the
+    uncompiled one's is not used; the log says so."""
     loss_chunk_tokens: Positive = 1024
     """Tokens whose logits the chunked linear cross-entropy computes at a time."""
     dropout: Dropout = "config"

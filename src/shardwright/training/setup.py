@@ -17,13 +17,14 @@ from torch import Tensor
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config.offload import OffloadSection
 from shardwright.config.recipe import RecomputeKind
+from shardwright.model import nf4
 from shardwright.model.hf_decoder import build_decoder
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.lora import initialise_adapter
-from shardwright.model.nf4 import read_dequantised_slice, read_packed_slice
 from shardwright.model.peft_folder import PeftFolder
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.function_compiler import build_function_compiler
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
 from shardwright.numerics.precision import LossScaler, resolve_dtypes
@@ -95,6 +96,9 @@ def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelMo
     recipe = validated_run.recipe
     plan = validated_run.plan
     precision = resolve_dtypes(plan.precision)
+    if any(spec.packed_matrix is not None for spec in validated_run.shape.list_parameters()):
+        compile_function = build_function_compiler(recipe.model.compile_functions, device)
+        nf4.compile_unpack(device, precision.compute, compile_function)
     with torch.device("meta"):
         decoder = build_decoder(
             validated_run.shape,
@@ -147,13 +151,13 @@ def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> Para
         return (
             read_base(name, narrow).to(compute)
             if matrix is None
-            else read_dequantised_slice(matrix, narrow, read_base, dtype)
+            else nf4.read_dequantised_slice(matrix, narrow, read_base, dtype)
         )
 
     def read(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         spec = specs[name]
         if spec.packed_matrix is not None:
-            return read_packed_slice(spec.packed_matrix, narrow, read_base)
+            return nf4.read_packed_slice(spec.packed_matrix, narrow, read_base)
         if spec.adapted_matrix is None:
             return read_base(name, narrow)
         if adapter_folder is not None:
@@ -181,6 +185,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         ),
         weight_decay=recipe.training.weight_decay,
         model=model,
+        compile_function=build_function_compiler(recipe.model.compile_functions, device),
     )
     activation_offload = offload_activations(
         model,
