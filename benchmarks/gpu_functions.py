@@ -1,11 +1,12 @@
-"""Measure `model.compile_functions` on against off: optimizer updates and NF4 dequantisation.
+"""Measure `model.compile_functions` on against off, and the loss with larger chunks.
 
     python -m benchmarks.gpu_functions cuda real RESULT.json
     python -m benchmarks.gpu_functions cpu tiny RESULT.json
 
 Both sides run alternately on the same tensors, sides in changing order. Writes the median time of
 each, the median ratio of neighbouring times with its quartiles, peak bytes, whether the bits of the
-results are equal, and the log line of what was compiled.
+results are equal (those of the loss are not) and how far apart they are, and the log line of what
+was compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from benchmarks.gpu_profile import wait
 from shardwright.config.training import OptimizerSection
 from shardwright.layout import ParameterBox, ParameterLayout
 from shardwright.model import nf4
+from shardwright.numerics import wide_sums
 from shardwright.numerics.function_compiler import FunctionCompiler, build_function_compiler
+from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.optim import build_optimizer
 
 _ROUNDS = 15
@@ -102,10 +105,49 @@ def build_dequantisation(sizes: str, device: torch.device, compiler: FunctionCom
     return run
 
 
+def build_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+    """Build the loss of a head with its gradients: on, larger chunks and sums in one kernel each.
+
+    Off are chunks of 1,024 tokens, whose products are rounded to 16 bits before they are summed.
+    """
+    is_tiny = sizes == "tiny"
+    num_tokens, width, vocab_size = (2048, 256, 4096) if is_tiny else (8192, 4096, 128256)
+    is_on = compiler.obstacle != "model.compile_functions is false"
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, width, generator=generator).to(device, torch.bfloat16)
+    weight = (torch.randn(vocab_size, width, generator=generator) * 0.02).to(device)
+    labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator).to(device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+
+    def run() -> dict[str, Tensor]:
+        hidden.grad = weight.grad = None
+        key = (device, hidden.dtype, False)
+        if is_on:
+            wide_sums._wide_sum_support.pop(key, None)
+        else:
+            wide_sums._wide_sum_support[key] = False
+        loss = chunked_cross_entropy(
+            hidden,
+            weight,
+            None,
+            labels,
+            chunk_tokens=num_tokens if is_on else 1024,
+            num_supervised=num_tokens,
+        )
+        (loss / num_tokens).backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        return {"hidden": hidden.grad, "weight": weight.grad}
+
+    return run
+
+
 CASES: dict[str, Callable[[str, torch.device, FunctionCompiler], Run]] = {
     "8-bit AdamW": lambda *arguments: build_update("adamw_8bit", *arguments),
     "Adafactor": lambda *arguments: build_update("adafactor", *arguments),
     "NF4 to bf16": build_dequantisation,
+    "loss of the head, bf16": build_loss,
 }
 
 
@@ -146,8 +188,19 @@ def measure(name: str, sizes: str, device: torch.device) -> dict[str, Any]:
         "has_equal_bits": all(
             torch.equal(results["off"][key], results["on"][key]) for key in results["off"]
         ),
+        "distance": max(
+            measure_distance(results["on"][key], results["off"][key])
+            for key in results["off"]
+            if results["off"][key].is_floating_point()
+        ),
         "log": [line for line in lines if "compile_functions is false" not in line],
     }
+
+
+def measure_distance(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of the expected numbers."""
+    norm = float(expected.double().norm())
+    return float((found.double() - expected.double()).norm()) / norm if norm else 0.0
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ from shardwright.training.checkpointing import (
 )
 from shardwright.training.compile_choice import agree_on_compilation
 from shardwright.training.loop import TrainingLoop
+from shardwright.training.loss_chunk import agree_on_loss_chunk
 from shardwright.training.oom import convert_oom_errors
 from shardwright.training.precision_choice import agree_on_precision
 from shardwright.training.rank_context import RankContext
@@ -106,6 +107,7 @@ def train_rank(
                 auto_compilation=compilation,
                 progress=progress,
             )
+        validated_run = agree_on_loss_chunk(validated_run, rank_sync, device)
         resume_point = find_resume_point(validated_run, folder, allow_drift) if resume else None
         starts_again = resume and resume_point is None and folder.is_started
         if is_main_rank:

@@ -87,7 +87,7 @@ def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Object
         reference = build_model(replace(validated_run, frozen_names=frozen), model.device)
         reference.decoder.eval()
     return PreferenceObjective(
-        section, model, reference, validated_run.recipe.model.loss_chunk_tokens
+        section, model, reference, validated_run.recipe.model.smallest_loss_chunk
     )
 
 
@@ -104,7 +104,7 @@ def build_model(validated_run: ValidatedRun, device: torch.device) -> ParallelMo
             validated_run.shape,
             attention=recipe.model.attention,
             loss_function=partial(
-                chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
+                chunked_cross_entropy, chunk_tokens=recipe.model.smallest_loss_chunk
             ),
             compute_dtype=precision.compute,
             expert_rules=resolve_expert_rules(recipe.moe, validated_run.shape),
