@@ -71,12 +71,12 @@ def test_the_device_with_the_least_free_memory_decides(
     assert alone.recipe.model.loss_chunk_tokens == 8192
 
 
-def test_a_cpu_has_a_fixed_number_and_a_number_in_the_recipe_is_kept(
+def test_a_cpu_has_a_fixed_number_and_a_number_in_the_recipe_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_chunk, "choose_loss_chunk", pytest.fail)
     cpu = torch.device("cpu")
     run = agree_on_loss_chunk(validate(tmp_path), FakeRankSync(), cpu)
     assert run.recipe.model.loss_chunk_tokens == 1024
-    kept = agree_on_loss_chunk(validate(tmp_path, 300), FakeRankSync(), torch.device("cuda", 0))
-    assert kept.recipe.model.loss_chunk_tokens == 300
+    explicit = agree_on_loss_chunk(validate(tmp_path, 300), FakeRankSync(), torch.device("cuda", 0))
+    assert explicit.recipe.model.loss_chunk_tokens == 300
