@@ -199,8 +199,9 @@ def measure(name: str, sizes: str, device: torch.device) -> dict[str, Any]:
 
 def measure_distance(found: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over the norm of the expected numbers."""
-    norm = float(expected.double().norm())
-    return float((found.double() - expected.double()).norm()) / norm if norm else 0.0
+    exact = expected.detach().double()
+    norm = float(exact.norm())
+    return float((found.detach().double() - exact).norm()) / norm if norm else 0.0
 
 
 def main() -> None:
