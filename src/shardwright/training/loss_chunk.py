@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from shardwright.architecture import HFShape
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.run_checks import ValidatedRun
 from shardwright.training.run_prediction import predict_training_memory
@@ -51,6 +52,8 @@ def choose_loss_chunk(validated_run: ValidatedRun, free_bytes: float) -> tuple[i
     batch = validated_run.plan.batch
     num_tokens = batch.micro_batch_size * batch.sequence_length // validated_run.plan.layout.cp
     smallest = validated_run.recipe.model.smallest_loss_chunk
+    if isinstance(validated_run.shape, HFShape):
+        return smallest, "memory of transformers' own classes is not predicted"
     needed = 0.0
     for chunk_tokens in _LARGER_CHUNKS:
         if chunk_tokens >= 2 * num_tokens:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shardwright.architecture import HFShape
 from shardwright.training import loss_chunk
 from shardwright.training.loss_chunk import agree_on_loss_chunk, choose_loss_chunk, set_loss_chunk
 from shardwright.training.run_checks import ValidatedRun, validate_run
@@ -54,6 +56,12 @@ def test_a_chunk_is_not_larger_than_a_micro_batch_needs(tmp_path: Path) -> None:
     assert chunk_tokens == 1024
     assert reason == "a micro-batch has 1,024 tokens"
     assert choose_loss_chunk(validate(tmp_path, length=1500), 1e15)[0] == 2048
+
+
+def test_a_model_whose_memory_is_not_predicted_has_the_smallest_chunk(tmp_path: Path) -> None:
+    run = replace(validate(tmp_path), shape=object.__new__(HFShape))
+    expected = (1024, "memory of transformers' own classes is not predicted")
+    assert choose_loss_chunk(run, 1e15) == expected
 
 
 def test_the_device_with_the_least_free_memory_decides(
