@@ -58,7 +58,7 @@ def test_a_chunk_is_not_larger_than_a_micro_batch_needs(tmp_path: Path) -> None:
     assert choose_loss_chunk(validate(tmp_path, length=1500), 1e15)[0] == 2048
 
 
-def test_a_model_whose_memory_is_not_predicted_has_the_smallest_chunk(tmp_path: Path) -> None:
+def test_without_a_prediction_the_chunk_is_the_smallest(tmp_path: Path) -> None:
     run = replace(validate(tmp_path), shape=object.__new__(HFShape))
     expected = (1024, "memory of transformers' own classes is not predicted")
     assert choose_loss_chunk(run, 1e15) == expected
