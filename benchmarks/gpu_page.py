@@ -21,6 +21,13 @@ Forward and backward passes of four layers, {num_tokens:,} tokens in one row, wi
 `model.attention: auto` takes (on) and without them (off). The distance is that of all gradients, on
 from off, over their norm."""
 
+FUNCTIONS = """\
+Updates and dequantisation of {num_elements:,} elements with `model.compile_functions` on and off,
+in turn. The ratio is the median of neighbouring times (on / off), with its quartiles. Bits: whether
+all results and states are equal bit by bit after the same number of calls, or how far apart they
+are. The loss is not compiled: off are chunks of 1,024 tokens, whose products are rounded before
+they are summed; on is one chunk, as `model.loss_chunk_tokens: auto` takes where memory is free."""
+
 _WRONG_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """Errors of reading a result that lacks something."""
 
@@ -41,6 +48,7 @@ def render_page(content: dict[str, Any]) -> str:
         *_render_safely(_render_device, device),
         *_render_safely(_render_numbers, _find_result(steps, "numbers")),
         *_render_safely(_render_attention, _find_result(steps, "attention")),
+        *_render_safely(_render_functions, _find_result(steps, "functions")),
         *_render_safely(_render_speed, _collect_cases(steps)),
         *(
             section
@@ -240,6 +248,26 @@ def _render_attention(result: dict[str, Any]) -> str:
     ]
     header = ("case", "kernels", "ms", "peak GiB", "distance", "log")
     return f"## Attention\n\n{ATTENTION.format(**result)}\n\n{_render_table(header, rows)}"
+
+
+def _render_functions(result: dict[str, Any]) -> str:
+    rows = []
+    for name, row in result["functions"].items():
+        low, median, high = row["ratio_quartiles"]
+        peaks = [row["temporary_bytes"].get(side) for side in ("off", "on")]
+        rows.append(
+            (
+                name,
+                f"{row['off_seconds'] * 1e3:.2f}",
+                f"{row['on_seconds'] * 1e3:.2f}",
+                f"{median:.2f} ({low:.2f} to {high:.2f})",
+                " / ".join("" if peak is None else f"{peak / 2**20:.0f}" for peak in peaks),
+                "equal" if row["has_equal_bits"] else f"differ by {row['distance']:.1e}",
+                _escape("; ".join(row["log"])),
+            )
+        )
+    header = ("function", "off ms", "on ms", "ratio", "temporary MiB off / on", "bits", "log")
+    return f"## Functions\n\n{FUNCTIONS.format(**result)}\n\n{_render_table(header, rows)}"
 
 
 def _render_profile(step: dict[str, Any]) -> str:

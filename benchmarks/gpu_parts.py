@@ -111,12 +111,14 @@ def _list_checks(arguments: argparse.Namespace) -> list[Step]:
     compared = (*_MODULE, "benchmarks.gpu_numbers", device, "{out}/numbers.json")
     sizes = (_choose_precision(arguments), arguments.shapes)
     attention = (*_MODULE, "benchmarks.gpu_attention", device, *sizes, "{out}/attention.json")
+    functions = (*_MODULE, "benchmarks.gpu_functions", device, sizes[1], "{out}/functions.json")
     return [
         Step("device", 1, 90, described, "device.json"),
         Step("smoke", 1, 120, (*_MODULE, "benchmarks.gpu", *smoke), "one-gpu.json"),
         Step("numbers", 1, 150, compared, "numbers.json"),
         test("tests of numbers", 1, "numerics_on_cuda", "decoder_on_cuda"),
         Step("attention", 2, 200, attention, "attention.json"),
+        Step("functions", 2, 150, functions, "functions.json"),
         test("tests of training", 2, "training_on_cuda", "optimizers_on_cuda"),
         test("other tests", 2, *others),
     ]

@@ -1,4 +1,4 @@
-"""Operators that only CUDA has a kernel for, by plain operators: fused attention and RMS norm.
+"""Operators that only CUDA has a kernel for, by plain operators: attention, RMS norm, wide sums.
 
 Arguments, checks, shapes and dtypes are CUDA's. Import it after the library is loaded: it imports
 torch. Legend: B sequences, H query heads, K key/value heads, T queries, S keys, E head_dim, N rows,
@@ -304,6 +304,23 @@ def _run_rms_norm_backward(
     )
 
 
+def _run_wide_addmm(
+    self: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor,
+) -> Tensor:
+    """Add a product of 16-bit operands to an fp32 sum."""
+    assert mat1.dtype == mat2.dtype
+    assert mat1.dtype in (torch.float16, torch.bfloat16)
+    assert self.dtype == out.dtype == out_dtype == torch.float32
+    return out.copy_(self * beta + (mat1.float() @ mat2.float()) * alpha)
+
+
 def register() -> torch.library.Library:
     """Register the operators; they exist as long as the result."""
     library = torch.library.Library("aten", "IMPL")
@@ -314,6 +331,7 @@ def register() -> torch.library.Library:
     library.impl(name.format("efficient", "_backward"), _run_efficient_backward, "CUDA")
     library.impl("_flash_attention_forward", _run_varlen, "CUDA")
     library.impl("_flash_attention_backward", _run_varlen_backward, "CUDA")
+    library.impl("addmm.dtype_out", _run_wide_addmm, "CUDA")
     library.impl("_fused_rms_norm", _run_rms_norm, "CUDA")
     library.impl("_fused_rms_norm_backward", _run_rms_norm_backward, "CUDA")
     return library

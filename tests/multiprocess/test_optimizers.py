@@ -26,11 +26,11 @@ from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.optim import (
-    adamw_8bit,
     build_optimizer,
     collect_optimizer_moments,
     collect_optimizer_values,
     load_optimizer_values,
+    quantised_update,
     set_learning_rate,
 )
 from shardwright.optim.adafactor import Adafactor
@@ -212,39 +212,37 @@ def test_updates_from_own_shards_only_are_detected(
 @contextmanager
 def form_blocks_in_own_shard() -> Iterator[None]:
     """Form blocks over the rows of a rank's shard, as torchao does."""
-    encode = adamw_8bit._Codec.encode
-    decode = adamw_8bit._Codec.decode
+    encode = quantised_update._encode
+    decode = quantised_update._decode
 
-    def flatten(self: Any, *tensors: Tensor) -> tuple[int, list[Tensor]]:
+    def flatten(block_size: int, *tensors: Tensor) -> tuple[int, list[Tensor]]:
         """Return the whole blocks' end and the tensors as one long row each; a remainder keeps
         its old scales.
         """
-        return tensors[0].numel() // self.block_size * self.block_size, [
+        return tensors[0].numel() // block_size * block_size, [
             tensor.view(1, -1) for tensor in tensors
         ]
 
     def encode_flat(
-        self: Any, values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool
+        values: Tensor, codes: Tensor, scales: Tensor, table: Tensor, block_size: int
     ) -> None:
-        end, (values_1N, codes_1N, scales_1K) = flatten(self, values, codes, scales)
+        end, (values_1N, codes_1N, scales_1K) = flatten(block_size, values, codes, scales)
         encode(
-            self,
             values_1N[:, :end],
             codes_1N[:, :end],
-            scales_1K[:, : end // self.block_size],
-            signed=signed,
+            scales_1K[:, : end // block_size],
+            table,
+            block_size,
         )
 
-    def decode_flat(self: Any, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        end, (codes_1N, scales_1K) = flatten(self, codes, scales)
-        decoded = decode(
-            self, codes_1N[:, :end], scales_1K[:, : end // self.block_size], signed=signed
-        )
+    def decode_flat(codes: Tensor, scales: Tensor, table: Tensor, block_size: int) -> Tensor:
+        end, (codes_1N, scales_1K) = flatten(block_size, codes, scales)
+        decoded = decode(codes_1N[:, :end], scales_1K[:, : end // block_size], table, block_size)
         return torch.cat([decoded, decoded.new_zeros(1, codes.numel() - end)], dim=1).view(
             codes.shape
         )
 
-    with mock.patch.multiple(adamw_8bit._Codec, encode=encode_flat, decode=decode_flat):
+    with mock.patch.multiple(quantised_update, _encode=encode_flat, _decode=decode_flat):
         yield
 
 

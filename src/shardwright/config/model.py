@@ -39,8 +39,15 @@ class ModelSection(RecipeSection):
     """Compile each block with torch.compile. `auto` compiles on CUDA devices on which Triton
     works, if model and layout allow it; the choice and its reason are recorded in the run
     folder."""
-    loss_chunk_tokens: Positive = 1024
-    """Tokens whose logits the chunked linear cross-entropy computes at a time."""
+    compile_functions: bool | Literal["auto"] = "auto"
+    """Compile single functions with torch.compile, whatever `compile` does with the blocks: the
+    updates of `adamw_8bit` and `adafactor`, and the dequantisation of `nf4`. `auto` compiles on
+    CUDA devices on which Triton works. A function whose results differ in a bit from the
+    uncompiled one's is not used; the log says so."""
+    loss_chunk_tokens: Positive | Literal["auto"] = "auto"
+    """Tokens whose logits the chunked linear cross-entropy computes at a time. `auto` is 1,024,
+    and on CUDA up to 8,192 if the predicted memory of the run with them fits into the free
+    memory of the fullest device."""
     dropout: Dropout = "config"
     """`off` disables the dropout that the model's config.json specifies."""
     trust_remote_code: bool = False
@@ -66,6 +73,11 @@ class ModelSection(RecipeSection):
         if self.trust_remote_code and self.path is None:
             raise ValueError("`trust_remote_code` needs `path`, the folder with the code")
         return self
+
+    @property
+    def smallest_loss_chunk(self) -> int:
+        """Tokens of a chunk of the loss; with `auto` the fewest that a run chooses."""
+        return 1024 if self.loss_chunk_tokens == "auto" else self.loss_chunk_tokens
 
     @property
     def is_pretrained(self) -> bool:

@@ -76,22 +76,23 @@ def choose_compilation_here(recipe: Recipe) -> CompileChoice | None:
 
     Raises:
         InputError: The recipe requests CUDA, and this machine has no CUDA device.
-        RecipeError: It is true, and torch.compile cannot compile for the device.
+        RecipeError: It or `model.compile_functions` is true, and torch.compile cannot compile for
+            the device.
     """
-    if recipe.model.compile is False:
+    if recipe.model.compile is False and recipe.model.compile_functions is not True:
         return None
     device = _get_device_here(recipe)
-    if recipe.model.compile == "auto":
-        return choose_compilation(device)
-    if (obstacle := find_compiler_obstacle(device)) is not None:
-        raise RecipeError(
-            f"torch.compile cannot compile for {device.type}: {obstacle}",
-            field="model.compile",
-            got="true",
-            allowed="auto or false",
-            remedy="Install what is missing, or leave model.compile at auto",
-        )
-    return None
+    for field in ("compile", "compile_functions"):
+        obstacle = find_compiler_obstacle(device) if getattr(recipe.model, field) is True else None
+        if obstacle is not None:
+            raise RecipeError(
+                f"torch.compile cannot compile for {device.type}: {obstacle}",
+                field=f"model.{field}",
+                got="true",
+                allowed="auto or false",
+                remedy=f"Install what is missing, or leave model.{field} at auto",
+            )
+    return choose_compilation(device) if recipe.model.compile == "auto" else None
 
 
 def _get_device_here(recipe: Recipe) -> torch.device:

@@ -13,6 +13,8 @@ bitsandbytes'.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +64,19 @@ def _pack_rows(values_FD: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Dequantise bytes `[.., rows, P]` to values `[.., rows, columns]`: in fp32, then cast."""
+    """Dequantise bytes `[.., rows, P]` to values `[.., rows, columns]`: in fp32, then cast.
+
+    In compiled code it is an operator: the table would else be a constant that every call copies
+    to the device.
+    """
+    is_fused = (packed.device.type, dtype) in _fused_unpack and not isinstance(packed, FakeTensor)
+    if is_fused or torch.compiler.is_compiling():
+        values: Tensor = _unpack_operator(packed, columns, dtype)
+        return values
+    return _unpack_separately(packed, columns, dtype)
+
+
+def _unpack_separately(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     flat_FP = packed.reshape(-1, packed.shape[-1])
     rows = _count_chunk_rows(flat_FP)
     if flat_FP.shape[0] <= rows:
@@ -70,6 +84,30 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     else:
         values_FD = torch.cat([_unpack_rows(part, columns, dtype) for part in flat_FP.split(rows)])
     return values_FD.view(*packed.shape[:-1], columns)
+
+
+@torch.library.custom_op("shardwright::unpack_nf4", mutates_args=())
+def _unpack_operator(packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantise in one pass if it is compiled and takes these rows.
+
+    It takes rows of whole blocks, and no sizes of 1, for each of which torch would compile a graph,
+    as it would in inference mode.
+    """
+    function = _fused_unpack.get((packed.device.type, dtype))
+    num_blocks, remainder = divmod(columns, BLOCK_ELEMENTS)
+    has_words = packed.is_contiguous() and packed.storage_offset() % 4 == 0
+    num_rows = packed.shape[:-1].numel()
+    has_sizes = remainder == 0 and has_words and min(num_blocks, num_rows) > 1
+    if function is None or not has_sizes or torch.is_inference_mode_enabled():
+        return _unpack_separately(packed, columns, dtype)
+    parts = _split_rows(packed.view(num_rows, packed.shape[-1]))
+    values_FD: Tensor = function(*parts, _get_byte_table(packed), dtype)
+    return values_FD.view(*packed.shape[:-1], columns)
+
+
+@_unpack_operator.register_fake
+def _fake_unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
 
 
 def _unpack_rows(packed_FP: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -86,13 +124,69 @@ def _unpack_rows(packed_FP: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     )
 
 
+CompileFunction = Callable[
+    [str, Callable[..., Any], Callable[..., Any], Callable[[torch.device], Sequence[Any]]],
+    Callable[..., Any],
+]
+"""Chooser between a function and its compiled form (`numerics.FunctionCompiler`)."""
+
+_fused_unpack: dict[tuple[str, torch.dtype], Callable[..., Tensor]] = {}
+"""Compiled dequantisations of this process by type of device and dtype."""
+
+
+def compile_unpack(
+    device: torch.device, dtype: torch.dtype, compile_function: CompileFunction
+) -> None:
+    """Compile the dequantisation to a dtype into one pass, if the compiler can for the device."""
+    function = compile_function(
+        f"NF4 ({str(dtype).removeprefix('torch.')})",
+        _unpack_blocks,
+        _unpack_blocks,
+        partial(_make_sample, dtype),
+    )
+    _fused_unpack.pop((device.type, dtype), None)
+    if function is not _unpack_blocks:
+        _fused_unpack[device.type, dtype] = function
+
+
+def _split_rows(packed_FP: Tensor) -> tuple[Tensor, Tensor]:
+    """View rows of whole blocks as their codes `[F, K, bytes]` and scales `[F, K]`.
+
+    Their numbers are marked as varying between calls: all sizes share a graph.
+    """
+    code_bytes = BLOCK_ELEMENTS // 2
+    num_blocks = packed_FP.shape[1] // (code_bytes + 4)
+    codes_FKC = packed_FP[:, : num_blocks * code_bytes].unflatten(1, (num_blocks, code_bytes))
+    scales_FK = packed_FP.view(torch.float32)[:, -num_blocks:]
+    for tensor in (codes_FKC, scales_FK):
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(tensor, dim)
+    return codes_FKC, scales_FK
+
+
+def _unpack_blocks(
+    codes_FKC: Tensor, scales_FK: Tensor, table: Tensor, dtype: torch.dtype
+) -> Tensor:
+    values_FKC2 = F.embedding(codes_FKC.int(), table) * scales_FK[..., None, None]
+    return values_FKC2.to(dtype).flatten(1)
+
+
+def _make_sample(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """Make packed rows with all bytes, and scales of all sizes."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(23, 5 * BLOCK_ELEMENTS, generator=generator)
+    values *= 10.0 ** (torch.rand(values.shape, generator=generator) * 12 - 10)
+    packed = pack(values).to(device)
+    return *_split_rows(packed), _get_byte_table(packed), dtype
+
+
 _byte_tables: dict[torch.device, Tensor] = {}
 """Tables by device: a copy to a GPU at each product would make the host wait for it."""
 
 
 def _get_byte_table(packed: Tensor) -> Tensor:
     """Return the two values of every byte, `[256, 2]`, on the device of `packed`."""
-    if torch.compiler.is_compiling() or isinstance(packed, FakeTensor):
+    if isinstance(packed, FakeTensor):
         return _build_byte_table(packed.device)
     table = _byte_tables.get(packed.device)
     if table is None:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.numerics.vocabulary_shard import VocabularyShard
+from shardwright.numerics.wide_sums import add_lower_precision, add_product, has_wide_sums
 
 
 def chunked_cross_entropy(
@@ -262,25 +263,6 @@ class _LogitTransform:
         return grad_CV
 
 
-_NUM_STRIPS = 32
-
-
-def _add_lower_precision(sum_VD: Tensor, product_VD: Tensor) -> None:
-    """Add a product to a sum of wider dtype, in place.
-
-    A CPU's addition first copies its narrower operand to the wider dtype, which would be one
-    more gradient of the size of the vocabulary at the peak of a step; in strips of rows the
-    copy has the size of a strip. CUDA's kernels convert while reading.
-    """
-    if sum_VD.device.type != "cpu":
-        sum_VD += product_VD
-        return
-    for sum_RD, product_RD in zip(
-        sum_VD.chunk(_NUM_STRIPS), product_VD.chunk(_NUM_STRIPS), strict=True
-    ):
-        sum_RD += product_RD
-
-
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of token losses; gradients are computed in forward and scaled in backward."""
 
@@ -309,6 +291,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             has_logit_transform=not head.is_identity,
         )
 
+        sums_wide = compute_dtype != sum_dtype and has_wide_sums(hidden_SD)
         loss = hidden_SD.new_zeros((), dtype=sum_dtype)
         grad_hidden_SD = torch.empty_like(hidden_SD) if needs_grad[0] else None
         grad_weight_VD = (
@@ -319,7 +302,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
         product_VD = (
             torch.empty_like(product_weight_VD)
-            if needs_grad[1] and compute_dtype != sum_dtype
+            if needs_grad[1] and compute_dtype != sum_dtype and not sums_wide
             else None
         )
 
@@ -349,10 +332,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 )
             if grad_weight_VD is None:
                 continue
-            if product_VD is None:
+            if sums_wide:
+                add_product(grad_weight_VD, grad_CV.T, hidden_CD)
+            elif product_VD is None:
                 grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
             else:
-                _add_lower_precision(grad_weight_VD, torch.mm(grad_CV.T, hidden_CD, out=product_VD))
+                add_lower_precision(grad_weight_VD, torch.mm(grad_CV.T, hidden_CD, out=product_VD))
 
         ctx.save_for_backward(grad_hidden_SD, grad_weight_VD, grad_bias_V)
         ctx.dtypes = (hidden_SD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)

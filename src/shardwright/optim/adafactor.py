@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import ParameterBox
+from shardwright.optim.adafactor_passes import divide_by_root, scale_and_add
+from shardwright.optim.exact_operations import CompileFunction
 from shardwright.optim.sharded_optimizer import (
     Moment,
     ParameterPiece,
@@ -65,8 +67,16 @@ class Adafactor(ShardedOptimizer):
     rule = "adafactor"
     is_divisible = False
 
-    def __init__(self, groups: list[dict[str, Any]], model: ShardedModel, *, lr: float) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        model: ShardedModel,
+        *,
+        lr: float,
+        compile_function: CompileFunction | None = None,
+    ) -> None:
         super().__init__(groups, {"lr": lr}, model)
+        self._compile_function = compile_function
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""
@@ -201,9 +211,12 @@ class Adafactor(ShardedOptimizer):
         for box in self.model.local_boxes(item.name):
             rows = narrow_to_box(relative_ER, box.global_bounds[:-1])
             columns = narrow_to_box(column_EC, (*box.global_bounds[:-2], box.global_bounds[-1]))
-            estimate = (rows[..., None] * columns[..., None, :]).clamp_(min=epsilon**2).rsqrt_()
-            narrow_to_box(update, box.local_bounds).copy_(
-                estimate.mul_(narrow_to_box(item.gradient, box.local_bounds))
+            divide_by_root(
+                narrow_to_box(item.gradient, box.local_bounds),
+                rows,
+                columns,
+                narrow_to_box(update, box.local_bounds),
+                self._compile_function,
             )
         return update
 
@@ -214,10 +227,12 @@ class Adafactor(ShardedOptimizer):
         lr = item.group["lr"]
         clip_divisor = max(1.0, update_rms / _MAX_UPDATE_RMS)
         relative_step = min(lr, float(item.state["step"]) ** -0.5)
-        item.local.mul_(1 - lr * item.group["weight_decay"])
-        item.local.add_(
+        scale_and_add(
+            item.local,
             item.update,
-            alpha=-max(_MIN_PARAMETER_SCALE, parameter_rms) * relative_step / clip_divisor,
+            1 - lr * item.group["weight_decay"],
+            -max(_MIN_PARAMETER_SCALE, parameter_rms) * relative_step / clip_divisor,
+            self._compile_function,
         )
 
 

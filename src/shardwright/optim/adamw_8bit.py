@@ -13,7 +13,7 @@ Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module, util
+from importlib import util
 from typing import Any
 
 import torch
@@ -21,6 +21,13 @@ from torch import Tensor
 
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout, ParameterBox, ParameterLayout, RankGrid, compute_local_boxes
+from shardwright.optim.exact_operations import CompileFunction
+from shardwright.optim.quantised_update import (
+    QuantisedRows,
+    QuantisedUpdate,
+    apply_adamw,
+    compute_factors,
+)
 from shardwright.optim.sharded_optimizer import (
     Moment,
     ParameterPiece,
@@ -34,8 +41,8 @@ from shardwright.optim.sharded_optimizer import (
 MIN_QUANTISED_ELEMENTS = 4096
 """Smaller matrices have fp32 moments, whose memory is negligible (Dettmers et al.)."""
 _BLOCK_SIZES = (256, 128, 64, 32)
-_MAX_CHUNK_ELEMENTS = 1 << 22
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_PARTS = ("codes", "scales")
 
 
 def require_torchao() -> None:
@@ -129,10 +136,12 @@ class AdamW8bit(ShardedOptimizer):
         betas: tuple[float, float],
         eps: float,
         block_size: int,
+        compile_function: CompileFunction | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps}, model)
         self.block_size = block_size
-        self._codec = _Codec(block_size)
+        require_torchao()
+        self._update = QuantisedUpdate(block_size, compile_function)
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""
@@ -185,111 +194,25 @@ class AdamW8bit(ShardedOptimizer):
         for piece in pieces:
             state = piece.state
             state["step"] += 1
+            factors = compute_factors(state["step"], piece.group)
             if "exp_avg" in state:
-                _apply_adamw(
-                    piece.local,
-                    piece.gradient,
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    state["step"],
-                    piece.group,
-                )
+                moments = (state["exp_avg"], state["exp_avg_sq"])
+                apply_adamw(piece.local, piece.gradient, *moments, factors)
             elif piece.local.numel():
-                self._step_quantised(piece.local, piece.gradient, state, state["step"], piece.group)
-
-    def _step_quantised(
-        self,
-        local: Tensor,
-        gradient: Tensor,
-        state: dict[str, Any],
-        num_steps: Tensor,
-        group: dict[str, Any],
-    ) -> None:
-        """Update a few rows at a time, because decoded moments are wider than stored ones."""
-        rows = max(1, _MAX_CHUNK_ELEMENTS // local.shape[-1])
-        tensors = [
-            local,
-            gradient,
-            *(state[f"{moment}_{part}"] for moment in _MOMENTS for part in ("codes", "scales")),
-        ]
-        flat = [
-            tensor.view(-1, tensor.shape[-1])
-            if tensor is not gradient
-            else tensor.reshape(-1, tensor.shape[-1])
-            for tensor in tensors
-        ]
-        for part in zip(*(tensor.split(rows) for tensor in flat), strict=True):
-            weights, slope, *moments = part
-            mean = self._codec.decode(*moments[:2], signed=True)
-            square = self._codec.decode(*moments[2:], signed=False)
-            _apply_adamw(weights, slope, mean, square, num_steps, group)
-            self._codec.encode(mean, *moments[:2], signed=True)
-            self._codec.encode(square, *moments[2:], signed=False)
+                self._update.apply(_collect_rows(piece), factors)
 
 
-def _apply_adamw(
-    local: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    num_steps: Tensor,
-    group: dict[str, Any],
-) -> None:
-    """Update `local` and the fp32 moments `mean` and `square` in place.
-
-    Operations, order and precision are torchao's.
-    """
-    beta1, beta2 = group["betas"]
-    rate = torch.tensor(group["lr"], dtype=torch.float32)
-    gradient, weights = gradient.float(), local.float()
-    weights = weights - rate * group["weight_decay"] * weights
-    mean.lerp_(gradient, 1 - beta1)
-    square.lerp_(gradient.square(), 1 - beta2)
-    denominator = square.sqrt() / (1 - beta2**num_steps).sqrt() + group["eps"]
-    local.copy_(weights - rate * (mean / (1 - beta1**num_steps)) / denominator)
-
-
-class _Codec:
-    """Quantiser of rows to 8-bit codes and a scale per block, as torchao's."""
-
-    def __init__(self, block_size: int) -> None:
-        require_torchao()
-        self.block_size = block_size
-        self._torchao = import_module("torchao.optim.quant_utils")
-        self._tables: dict[tuple[bool, torch.device], Tensor] = {}
-
-    def decode(self, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool) -> Tensor:
-        """Return the dequantised values in fp32, shape [R, C]."""
-        values_RC = self._get_table(signed, codes_RC.device)[codes_RC.int()]
-        return values_RC.mul_(self._expand_scales(scales_RK, codes_RC.shape[-1]))
-
-    def encode(
-        self, values_RC: Tensor, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool
-    ) -> None:
-        """Write scales (largest magnitudes of blocks) and codes (nearest table entries)."""
-        width = values_RC.shape[-1]
-        num_blocks = scales_RK.shape[-1]
-        padded = torch.nn.functional.pad(values_RC, (0, num_blocks * self.block_size - width))
-        scales_RK.copy_(
-            padded.unflatten(-1, (num_blocks, self.block_size)).abs().amax(-1).clip(1e-12)
+def _collect_rows(piece: ParameterPiece) -> QuantisedRows:
+    """Return a piece's tensors as matrices; the gradient is copied if it must be."""
+    weights, *states = (
+        tensor.view(-1, tensor.shape[-1])
+        for tensor in (
+            piece.local,
+            *(piece.state[f"{moment}_{part}"] for moment in _MOMENTS for part in _PARTS),
         )
-        scaled_RC = values_RC / self._expand_scales(scales_RK, width)
-        codes_RC.copy_(
-            self._torchao.quantize_8bit_with_qmap(
-                scaled_RC, self._get_table(signed, codes_RC.device)
-            )
-        )
-
-    def _expand_scales(self, scales_RK: Tensor, width: int) -> Tensor:
-        return scales_RK.repeat_interleave(self.block_size, -1)[..., :width]
-
-    def _get_table(self, signed: bool, device: torch.device) -> Tensor:
-        key = (signed, device)
-        if key not in self._tables:
-            self._tables[key] = torch.tensor(
-                self._torchao.create_dynamic_map(signed), dtype=torch.float32, device=device
-            )
-        return self._tables[key]
+    )
+    gradient = piece.gradient.reshape(-1, piece.gradient.shape[-1])
+    return QuantisedRows(weights, gradient, *states)
 
 
 def _scale_box_to_blocks(box: ParameterBox, block_size: int) -> ParameterBox:

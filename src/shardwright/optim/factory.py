@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.config.training import OptimizerName, OptimizerSection
 from shardwright.optim.adafactor import Adafactor
 from shardwright.optim.adamw_8bit import AdamW8bit
+from shardwright.optim.exact_operations import CompileFunction
 from shardwright.optim.local_updates import SGD, AdamW
 from shardwright.optim.muon import Muon
 from shardwright.optim.sharded_optimizer import ShardedModel
@@ -31,6 +32,7 @@ class _Settings:
     implementation: dict[str, bool]
     """Options of torch's implementation: fused or foreach."""
     model: ShardedModel | None
+    compile_function: CompileFunction | None
 
     def get_model(self) -> ShardedModel:
         """Return the sharding of the parameters."""
@@ -45,6 +47,7 @@ def build_optimizer(
     learning_rate: float,
     weight_decay: float,
     model: ShardedModel | None = None,
+    compile_function: CompileFunction | None = None,
 ) -> torch.optim.Optimizer:
     """Build the recipe's optimizer, with parameter groups with and without weight decay.
 
@@ -57,6 +60,8 @@ def build_optimizer(
     Args:
         model: how the parameters are sharded; not needed for adamw and sgd, which work element
             by element.
+        compile_function: compiler of the passes of adamw_8bit and adafactor
+            (`numerics.FunctionCompiler`); None runs their operations one by one.
     """
     trainable = [
         (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
@@ -88,7 +93,7 @@ def build_optimizer(
         # torch's fused SGD rounds momentum differently; resumed runs must match bit for bit.
         implementation = {"foreach": True}
     optimizer = _OPTIMIZERS[section.name](
-        _Settings(section, groups, learning_rate, implementation, model)
+        _Settings(section, groups, learning_rate, implementation, model, compile_function)
     )
     label = (
         next((name for name, on in implementation.items() if on), "loop")
@@ -133,7 +138,12 @@ def _create_sgd(settings: _Settings) -> torch.optim.Optimizer:
 
 
 def _create_adafactor(settings: _Settings) -> torch.optim.Optimizer:
-    return Adafactor(settings.groups, settings.get_model(), lr=settings.learning_rate)
+    return Adafactor(
+        settings.groups,
+        settings.get_model(),
+        lr=settings.learning_rate,
+        compile_function=settings.compile_function,
+    )
 
 
 def _create_adamw_8bit(settings: _Settings) -> torch.optim.Optimizer:
@@ -145,6 +155,7 @@ def _create_adamw_8bit(settings: _Settings) -> torch.optim.Optimizer:
         betas=(section.beta1, section.beta2),
         eps=section.eps,
         block_size=section.block_size,
+        compile_function=settings.compile_function,
     )
 
 

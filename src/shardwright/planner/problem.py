@@ -121,7 +121,8 @@ def build_template(
         attention=recipe.model.attention,
         has_masked_kernels=recipe.run.device != "cpu",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
-        loss_chunk_tokens=recipe.model.loss_chunk_tokens,
+        # `auto` takes more only if they fit.
+        loss_chunk_tokens=recipe.model.smallest_loss_chunk,
         reference=_choose_reference(recipe, adapter),
     )
 

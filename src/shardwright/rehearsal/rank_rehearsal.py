@@ -208,7 +208,9 @@ def _build_objective(
         return TOKEN_OBJECTIVE
     if reference is not None:
         reference.decoder.eval()
-    return PreferenceObjective(recipe.preference, model, reference, recipe.model.loss_chunk_tokens)
+    return PreferenceObjective(
+        recipe.preference, model, reference, recipe.model.smallest_loss_chunk
+    )
 
 
 def _build_model(
@@ -226,7 +228,7 @@ def _build_model(
             plan.shape,
             attention=choose_rehearsed_attention(recipe, device.type),
             loss_function=partial(
-                chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
+                chunked_cross_entropy, chunk_tokens=recipe.model.smallest_loss_chunk
             ),
             compute_dtype=precision.compute,
         )

@@ -41,6 +41,7 @@ from shardwright.training.checkpointing import (
 from shardwright.training.checks.auto_choice import agree_on_compilation, agree_on_precision
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.loop import TrainingLoop
+from shardwright.training.loss_chunk import agree_on_loss_chunk
 from shardwright.training.metrics.run_log import log_start, log_to_run
 from shardwright.training.metrics.run_prediction import predict_training_run
 from shardwright.training.oom import convert_oom_errors
@@ -110,6 +111,7 @@ def train_rank(
                 auto_compilation=compilation,
                 progress=progress,
             )
+        validated_run = agree_on_loss_chunk(validated_run, rank_sync, device)
         resume_point = find_resume_point(validated_run, folder, allow_drift) if resume else None
         starts_again = resume and resume_point is None and folder.is_started
         if is_main_rank:

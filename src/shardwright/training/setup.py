@@ -17,13 +17,14 @@ from torch import Tensor
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config.offload import OffloadSection
 from shardwright.config.recipe import RecomputeKind
+from shardwright.model import nf4
 from shardwright.model.hf_decoder import build_decoder
 from shardwright.model.hf_weights import WeightsFolder
 from shardwright.model.lora import initialise_adapter
-from shardwright.model.nf4 import read_dequantised_slice, read_packed_slice
 from shardwright.model.peft_folder import PeftFolder
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.function_compiler import build_function_compiler
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
 from shardwright.numerics.precision import LossScaler
@@ -92,7 +93,7 @@ def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Object
         reference = build_model(replace(validated_run, frozen_names=frozen), model.device)
         reference.decoder.eval()
     return PreferenceObjective(
-        section, model, reference, validated_run.recipe.model.loss_chunk_tokens
+        section, model, reference, validated_run.recipe.model.smallest_loss_chunk
     )
 
 
@@ -106,12 +107,15 @@ def build_model(
     """
     recipe = validated_run.recipe
     plan = validated_run.plan
+    if any(spec.packed_matrix is not None for spec in validated_run.shape.list_parameters()):
+        compile_function = build_function_compiler(recipe.model.compile_functions, device)
+        nf4.compile_unpack(device, validated_run.dtypes.compute, compile_function)
     with torch.device("meta"):
         decoder = build_decoder(
             validated_run.shape,
             attention=recipe.model.attention,
             loss_function=partial(
-                chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
+                chunked_cross_entropy, chunk_tokens=recipe.model.smallest_loss_chunk
             ),
             compute_dtype=validated_run.dtypes.compute,
             expert_rules=resolve_expert_rules(recipe.moe, validated_run.shape),
@@ -174,13 +178,13 @@ def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> Para
         return (
             read_base(name, narrow).to(compute)
             if matrix is None
-            else read_dequantised_slice(matrix, narrow, read_base, dtype)
+            else nf4.read_dequantised_slice(matrix, narrow, read_base, dtype)
         )
 
     def read(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         spec = specs[name]
         if spec.packed_matrix is not None:
-            return read_packed_slice(spec.packed_matrix, narrow, read_base)
+            return nf4.read_packed_slice(spec.packed_matrix, narrow, read_base)
         if spec.adapted_matrix is None:
             return read_base(name, narrow)
         if adapter_folder is not None:
@@ -211,6 +215,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         ),
         weight_decay=recipe.training.weight_decay,
         model=model,
+        compile_function=build_function_compiler(recipe.model.compile_functions, device),
     )
     activation_offload = offload_activations(
         model,

@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
 from shardwright.architecture import read_config
 from shardwright.architecture.adapter_targets import add_adapters
@@ -20,6 +22,8 @@ from shardwright.layout import Layout
 from shardwright.model import nf4
 from shardwright.model.grouped_matmul import multiply_grouped
 from shardwright.model.product import ProductRule, multiply, multiply_by_expert
+from shardwright.numerics.compilation import find_compiler_obstacle
+from shardwright.numerics.function_compiler import FunctionCompiler
 from shardwright.placement import place_model
 
 BITSANDBYTES = (
@@ -29,6 +33,8 @@ BITSANDBYTES = (
 """`make_two_blocks` quantised by bitsandbytes 0.50.2 on a CPU: quantize_4bit(x, blocksize=64,
 quant_type="nf4").
 """
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 192,
     "num_hidden_layers": 1,
@@ -162,3 +168,46 @@ def test_the_table_is_built_once_per_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(first, second)
     (table,) = nf4._byte_tables.values()
     assert not table.is_inference()
+
+
+def test_one_compiled_pass_has_the_bits_of_the_separate_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cpu")
+    if obstacle := find_compiler_obstacle(device):
+        pytest.skip(obstacle)
+    monkeypatch.setattr(nf4, "_fused_unpack", {})
+    torch._dynamo.reset()
+    counters.clear()
+    _, sources = run_and_get_code(
+        nf4.compile_unpack, device, torch.bfloat16, FunctionCompiler(device)
+    )
+    assert len(nf4._fused_unpack) == 1
+    generator = torch.Generator().manual_seed(5)
+    for shape in [(16, 128), (300, 320), (3, 8, 64), (3, 8, 192), (1, 128), (9, 100)]:
+        packed = nf4.pack(torch.randn(shape, generator=generator))
+        for part in (packed, packed[1:]):  # FSDP's shards start anywhere
+            found = nf4.unpack(part, shape[-1], torch.bfloat16)
+            expected = nf4._unpack_separately(part, shape[-1], torch.bfloat16)
+            assert torch.equal(found, expected), shape
+    # One graph, and in it one kernel, for all shapes.
+    assert counters["stats"]["unique_graphs"] == 1
+    assert sum(source.count("async_compile.cpp_pybinding(") for source in sources) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_in_compiled_code_the_table_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nf4, "_byte_tables", {})
+    packed = nf4.pack(torch.randn(8, 64, generator=torch.Generator().manual_seed(6)))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(7), requires_grad=True)
+
+    def multiply_twice(x: Tensor) -> Tensor:
+        return multiply(x, packed, None, ProductRule(64)).sum()
+
+    expected = torch.autograd.grad(multiply_twice(x), x)[0]
+    monkeypatch.setattr(nf4, "_byte_tables", {})
+    compiled = torch.compile(multiply_twice, backend="aot_eager", fullgraph=True)
+    with mock.patch.object(nf4, "_build_byte_table", wraps=nf4._build_byte_table) as build:
+        for _ in range(3):
+            assert torch.equal(torch.autograd.grad(compiled(x), x)[0], expected)
+    assert build.call_count == 1

@@ -1,0 +1,301 @@
+"""Update of weights and 8-bit moments by AdamW, as separate operations and in one pass.
+
+Both compute the same bits. The separate operations are torchao's and define the numbers; they
+write and read fp32 moments some forty times. The one pass is for the compiler, which keeps them in
+registers; it spells out the roundings in which PyTorch's kernels differ from their formulas.
+
+Legend: R rows, C columns, K blocks of a row, N blocks, S elements of a block.
+
+Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.optim.exact_operations import CompileFunction, multiply_add, take_root
+
+_MAX_CHUNK_ELEMENTS = 1 << 22
+"""Elements that separate operations update at a time."""
+_CPU_CHUNK_ELEMENTS = 1 << 17
+"""Elements that a CPU updates at a time, whose fp32 moments fit its cache."""
+_SAMPLE_BLOCKS = 67
+
+
+class QuantisedRows(NamedTuple):
+    """Rows of one parameter, their gradient and 8-bit moments; all but the gradient change."""
+
+    weights: Tensor
+    gradient: Tensor
+    mean_codes: Tensor
+    mean_scales: Tensor
+    square_codes: Tensor
+    square_scales: Tensor
+
+
+class Tables(NamedTuple):
+    """Values of the 256 codes, in ascending order."""
+
+    signed: Tensor
+    unsigned: Tensor
+
+
+class Factors(NamedTuple):
+    """Numbers of one update. Those that change between steps are fp32 CPU tensors without dims.
+
+    Kernels on a GPU take such tensors as arguments, without a copy to the device.
+    """
+
+    lr: Tensor
+    decay: Tensor
+    """lr x weight decay."""
+    mean_correction: Tensor
+    """1 - beta1^t."""
+    square_correction: Tensor
+    """sqrt(1 - beta2^t)."""
+    mean_reciprocal: Tensor
+    square_reciprocal: Tensor
+    """Of the corrections: CUDA's kernels multiply by the reciprocal of a divisor on the host."""
+    mean_weight: float
+    """1 - beta1."""
+    square_weight: float
+    """1 - beta2."""
+    eps: float
+
+
+def compute_factors(num_steps: Tensor, group: Mapping[str, Any]) -> Factors:
+    """Compute the numbers of an update from its count (1 for the first) and its group's rates."""
+    beta1, beta2 = group["betas"]
+    lr = torch.tensor(group["lr"], dtype=torch.float32)
+    mean_correction = 1 - beta1**num_steps
+    square_correction = (1 - beta2**num_steps).sqrt()
+    return Factors(
+        lr,
+        lr * group["weight_decay"],
+        mean_correction,
+        square_correction,
+        1 / mean_correction,
+        1 / square_correction,
+        1 - beta1,
+        1 - beta2,
+        group["eps"],
+    )
+
+
+def build_tables(device: torch.device) -> Tables:
+    """Build torchao's tables on a device."""
+    create = import_module("torchao.optim.quant_utils").create_dynamic_map
+    return Tables(
+        *(
+            torch.tensor(create(signed), dtype=torch.float32, device=device)
+            for signed in (True, False)
+        )
+    )
+
+
+def update_rows(rows: QuantisedRows, tables: Tables, factors: Factors, block_size: int) -> None:
+    """Update rows `[R, C]` by separate operations, in place; their scales are `[R, K]`."""
+    weights, gradient, mean_codes, mean_scales, square_codes, square_scales = rows
+    mean = _decode(mean_codes, mean_scales, tables.signed, block_size)
+    square = _decode(square_codes, square_scales, tables.unsigned, block_size)
+    apply_adamw(weights, gradient, mean, square, factors)
+    _encode(mean, mean_codes, mean_scales, tables.signed, block_size)
+    _encode(square, square_codes, square_scales, tables.unsigned, block_size)
+
+
+def apply_adamw(
+    local: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, factors: Factors
+) -> None:
+    """Update `local` and the fp32 moments `mean` and `square` in place.
+
+    Operations, order and precision are torchao's.
+    """
+    gradient, weights = gradient.float(), local.float()
+    weights = weights - factors.decay * weights
+    mean.lerp_(gradient, factors.mean_weight)
+    square.lerp_(gradient.square(), factors.square_weight)
+    denominator = square.sqrt() / factors.square_correction + factors.eps
+    local.copy_(weights - factors.lr * (mean / factors.mean_correction) / denominator)
+
+
+def _decode(codes_RC: Tensor, scales_RK: Tensor, table: Tensor, block_size: int) -> Tensor:
+    """Return the dequantised values in fp32, shape [R, C]."""
+    return table[codes_RC.int()].mul_(_expand_scales(scales_RK, codes_RC.shape[-1], block_size))
+
+
+def _encode(
+    values_RC: Tensor, codes_RC: Tensor, scales_RK: Tensor, table: Tensor, block_size: int
+) -> None:
+    """Write scales (largest magnitudes of blocks) and codes (nearest table entries)."""
+    width = values_RC.shape[-1]
+    num_blocks = scales_RK.shape[-1]
+    padded = torch.nn.functional.pad(values_RC, (0, num_blocks * block_size - width))
+    scales_RK.copy_(padded.unflatten(-1, (num_blocks, block_size)).abs().amax(-1).clip(1e-12))
+    scaled_RC = values_RC / _expand_scales(scales_RK, width, block_size)
+    quantise = import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
+    codes_RC.copy_(quantise(scaled_RC, table))
+
+
+def _expand_scales(scales_RK: Tensor, width: int, block_size: int) -> Tensor:
+    return scales_RK.repeat_interleave(block_size, -1)[..., :width]
+
+
+def update_blocks(rows: QuantisedRows, tables: Tables, factors: Factors) -> None:
+    """Update whole blocks `[N, S]` with scales `[N]`; the compiler makes one pass of it."""
+    mean_NS = tables.signed[rows.mean_codes.int()] * rows.mean_scales[:, None]
+    square_NS = tables.unsigned[rows.square_codes.int()] * rows.square_scales[:, None]
+    gradient_NS = rows.gradient.float()
+    mean_NS = _interpolate(mean_NS, gradient_NS, factors.mean_weight)
+    square_NS = _interpolate(square_NS, gradient_NS.square(), factors.square_weight)
+    root_NS = take_root(square_NS)
+    if rows.weights.is_cuda:
+        mean_unbiased_NS = mean_NS * factors.mean_reciprocal
+        denominator_NS = root_NS * factors.square_reciprocal + factors.eps
+    else:
+        mean_unbiased_NS = mean_NS / factors.mean_correction
+        denominator_NS = root_NS / factors.square_correction + factors.eps
+    weights_NS = rows.weights.float()
+    weights_NS = weights_NS - factors.decay * weights_NS
+    rows.weights.copy_(weights_NS - factors.lr * mean_unbiased_NS / denominator_NS)
+    _write_blocks(mean_NS, rows.mean_codes, rows.mean_scales, tables.signed)
+    _write_blocks(square_NS, rows.square_codes, rows.square_scales, tables.unsigned)
+
+
+def _interpolate(start: Tensor, end: Tensor, weight: float) -> Tensor:
+    """Compute `start.lerp(end, weight)` with the single rounding of PyTorch's kernels."""
+    difference = end - start
+    factor = torch.full_like(difference, weight)
+    if abs(weight) < 0.5:
+        return multiply_add(difference, factor, start)
+    return multiply_add(difference, factor - 1, end)
+
+
+def _write_blocks(values_NS: Tensor, codes_NS: Tensor, scales_N: Tensor, table: Tensor) -> None:
+    """Write scales and codes as `_encode`, by the same binary search with 32-bit indices."""
+    new_scales_N = values_NS.abs().amax(-1).clip(1e-12)
+    scaled_NS = values_NS / new_scales_N[:, None]
+    found_NS = torch.zeros_like(scaled_NS, dtype=torch.int32)
+    for step in (128, 64, 32, 16, 8, 4, 2, 1):
+        found_NS = torch.where(scaled_NS >= table[found_NS + step], found_NS + step, found_NS)
+    next_NS = (found_NS + 1).clamp(max=255)
+    below_NS = table[found_NS]
+    is_nearer_next = scaled_NS - below_NS >= (table[next_NS] - below_NS) * 0.5
+    codes_NS.copy_(torch.where(is_nearer_next, next_NS, found_NS).to(torch.uint8))
+    scales_N.copy_(new_scales_N)
+
+
+def _update_blocks_separately(rows: QuantisedRows, tables: Tables, factors: Factors) -> None:
+    """Update whole blocks by separate operations, as `update_blocks`."""
+    columns = rows._replace(
+        mean_scales=rows.mean_scales[:, None], square_scales=rows.square_scales[:, None]
+    )
+    update_rows(columns, tables, factors, rows.weights.shape[-1])
+
+
+class QuantisedUpdate:
+    """Update of rows, in one compiled pass where the compiler can make it, else separately.
+
+    Rows that end inside a block are updated by separate operations; so is a single block, for
+    which torch would compile another graph.
+    """
+
+    def __init__(self, block_size: int, compile_function: CompileFunction | None) -> None:
+        self._block_size = block_size
+        self._compile_function = compile_function
+        self._tables: dict[torch.device, Tables] = {}
+
+    def apply(self, rows: QuantisedRows, factors: Factors) -> None:
+        """Update rows `[R, C]` in place."""
+        tables = self._get_tables(rows.weights.device)
+        is_whole = rows.weights.shape[-1] % self._block_size == 0
+        if is_whole and self._compile_function and rows.weights.numel() > self._block_size:
+            update = self._compile_function(*self._describe(rows, factors))
+            if update is not _update_blocks_separately:
+                blocks = QuantisedRows(*(self._to_blocks(tensor, rows) for tensor in rows))
+                is_cpu = rows.weights.device.type == "cpu"
+                chunk_elements = _CPU_CHUNK_ELEMENTS if is_cpu else rows.weights.numel()
+                for part in _split(blocks, chunk_elements):
+                    update(_mark_varying(part), tables, factors)
+                return
+        # A few rows at a time, because decoded moments are wider than stored ones.
+        for part in _split(rows, _MAX_CHUNK_ELEMENTS):
+            update_rows(part, tables, factors, self._block_size)
+
+    def _get_tables(self, device: torch.device) -> Tables:
+        """Return the tables on a device; they are copied there once."""
+        if device not in self._tables:
+            self._tables[device] = build_tables(device)
+        return self._tables[device]
+
+    def _to_blocks(self, tensor: Tensor, rows: QuantisedRows) -> Tensor:
+        is_scales = tensor is rows.mean_scales or tensor is rows.square_scales
+        return tensor.view(-1) if is_scales else tensor.reshape(-1, self._block_size)
+
+    def _describe(self, rows: QuantisedRows, factors: Factors) -> tuple[Any, ...]:
+        """Return the arguments of `compile_function` for these dtypes and constants."""
+        dtypes = (rows.weights.dtype, rows.gradient.dtype)
+        constants = (factors.mean_weight, factors.square_weight, factors.eps)
+        name = (
+            f"8-bit AdamW ({dtypes[0]}, gradients {dtypes[1]}, blocks of {self._block_size}, "
+            f"1 - betas {constants[0]:.4g} and {constants[1]:.4g}, eps {constants[2]:g})"
+        )
+        make_sample = partial(_make_sample, dtypes, self._block_size, constants)
+        return name.replace("torch.", ""), update_blocks, _update_blocks_separately, make_sample
+
+
+def _mark_varying(rows: QuantisedRows) -> QuantisedRows:
+    """Mark the number of rows as one that varies between calls: all numbers share a graph."""
+    for tensor in rows:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return rows
+
+
+def _split(rows: QuantisedRows, max_elements: int) -> Iterator[QuantisedRows]:
+    """Split into parts of whole rows, whose numbers differ by one at most."""
+    num_rows = max(1, max_elements // rows.weights.shape[-1])
+    num_parts = max(1, -(-rows.weights.shape[0] // num_rows))
+    for part in zip(*(tensor.tensor_split(num_parts) for tensor in rows), strict=True):
+        yield QuantisedRows(*part)
+
+
+def _make_sample(
+    dtypes: tuple[torch.dtype, torch.dtype],
+    block_size: int,
+    constants: tuple[float, float, float],
+    device: torch.device,
+) -> tuple[QuantisedRows, Tables, Factors]:
+    """Make blocks with moments of two updates, with gradients of all sizes and some zeros."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (_SAMPLE_BLOCKS, block_size)
+    rows = QuantisedRows(
+        torch.randn(shape, generator=generator).to(dtypes[0]),
+        torch.empty(shape, dtype=dtypes[1]),
+        *(
+            torch.zeros(size, dtype=dtype)
+            for _ in range(2)
+            for size, dtype in ((shape, torch.uint8), (shape[:1], torch.float32))
+        ),
+    )
+    mean_weight, square_weight, eps = constants
+    betas = (1 - mean_weight, 1 - square_weight)
+    group = {"lr": 3e-3, "betas": betas, "eps": eps, "weight_decay": 0.1}
+    tables = build_tables(torch.device("cpu"))
+    # The same for all steps: beside a much larger number, rounding of the smaller one is lost.
+    magnitudes_N1 = 10.0 ** torch.randint(-12, 3, shape[:1], generator=generator)[:, None]
+    for step in (1, 2, 3):
+        gradient = torch.randn(shape, generator=generator) * magnitudes_N1
+        gradient[step::7] = 0.0
+        rows.gradient.copy_(gradient)
+        factors = compute_factors(torch.tensor(float(step)), group)._replace(
+            mean_weight=mean_weight, square_weight=square_weight
+        )
+        if step < 3:
+            _update_blocks_separately(rows, tables, factors)
+    on_device = QuantisedRows(*(tensor.to(device) for tensor in rows))
+    return _mark_varying(on_device), build_tables(device), factors

@@ -1,0 +1,65 @@
+"""4-bit matrices and 8-bit moments: nothing is copied to the device again, and no host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.config.training import OptimizerSection
+from shardwright.model import nf4
+from shardwright.model.product import ProductRule, multiply
+from shardwright.numerics.function_compiler import build_function_compiler
+from shardwright.optim import build_optimizer
+from tests.hostcuda import device
+from tests.unit.optim.test_sharded_optimizer import SingleProcessModel, make_parameters
+
+GPU = torch.device("cuda", 0)
+
+
+def count_waits(run: Callable[[], Any]) -> dict[tuple[str, str], int]:
+    """Count what makes the host wait in the second of two calls."""
+    run()
+    with device.log_synchronisations() as counts:
+        run()
+    return dict(counts)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_product_copies_no_table(is_compiled: bool) -> None:
+    weight = nf4.pack(torch.randn(32, 128, generator=torch.Generator().manual_seed(1))).to(GPU)
+    x = torch.ones(4, 128, device=GPU, requires_grad=True)
+
+    def compute(x: Tensor) -> Tensor:
+        return multiply(x, weight, None, ProductRule(128)).sum()
+
+    product = (
+        torch.compile(compute, backend="aot_eager", fullgraph=True) if is_compiled else compute
+    )
+    assert count_waits(lambda: product(x).backward()) == {}
+
+
+@pytest.mark.parametrize(("rule", "num_waits"), [("adamw_8bit", 0), ("adafactor", 1)])
+def test_an_update_waits_for_the_device_no_more_than_it_must(rule: str, num_waits: int) -> None:
+    """Adafactor reads all root mean squares together. Without Triton, nothing is compiled."""
+    weights = {
+        name: nn.Parameter(parameter.detach().to(GPU))
+        for name, parameter in make_parameters().items()
+    }
+    for parameter in weights.values():
+        parameter.grad = torch.ones_like(parameter)
+    compiler = build_function_compiler("auto", GPU)
+    assert compiler.obstacle == "Triton is not installed"
+    optimizer = build_optimizer(
+        weights.items(),
+        OptimizerSection.model_validate({"name": rule}),
+        learning_rate=0.1,
+        weight_decay=0.1,
+        model=SingleProcessModel(),
+        compile_function=compiler,
+    )
+    assert sum(count_waits(optimizer.step).values()) == num_waits

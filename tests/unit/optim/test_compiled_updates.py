@@ -1,0 +1,141 @@
+"""Compiled updates of 8-bit AdamW and Adafactor: bits of the separate operations, one graph for all
+shapes, and one pass over memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from shardwright.config.training import OptimizerSection
+from shardwright.layout import ParameterBox, ParameterLayout
+from shardwright.numerics.compilation import find_compiler_obstacle
+from shardwright.numerics.function_compiler import FunctionCompiler
+from shardwright.optim import (
+    build_optimizer,
+    collect_optimizer_tensors,
+    exact_operations,
+    quantised_update,
+    set_learning_rate,
+)
+from tests.unit.optim.test_sharded_optimizer import SingleProcessModel
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "layers.0.up": (96, 64),
+    "layers.0.down": (70, 96),
+    "layers.0.stack": (3, 64, 32),
+    "layers.0.ragged": (70, 80),
+    "embedding": (700, 64),
+    "row": (1, 4096),
+    "norm": (64,),
+}
+RULES: dict[str, dict[str, Any]] = {
+    "adamw_8bit": {"block_size": 32, "beta2": 0.4},  # both formulas of an interpolation
+    "adafactor": {},
+}
+NUM_GRAPHS = {"adamw_8bit": 1, "adafactor": 2}
+NUM_KERNELS = {"adamw_8bit": 2, "adafactor": 2}
+"""8-bit AdamW has one before and one after the square root, which PyTorch computes on a CPU."""
+
+
+class Model(SingleProcessModel):
+    """Model of this file's shapes."""
+
+    def __init__(self) -> None:
+        self.layouts = {name: ParameterLayout(name, shape) for name, shape in SHAPES.items()}
+
+    def local_boxes(self, name: str) -> tuple[ParameterBox, ...]:
+        whole = tuple((0, size) for size in SHAPES[name])
+        return (ParameterBox(whole, whole),)
+
+
+@pytest.fixture(autouse=True)
+def require_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao.optim", reason="the extra `lowbit` is not installed")
+    if obstacle := find_compiler_obstacle(CPU):
+        pytest.skip(obstacle)
+    monkeypatch.setattr(quantised_update, "_CPU_CHUNK_ELEMENTS", 4000)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
+    """Train for four steps; return weights and states."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
+        for name, shape in SHAPES.items()
+    }
+    optimizer = build_optimizer(
+        weights.items(),
+        OptimizerSection.model_validate({"name": rule, **RULES[rule]}),
+        learning_rate=1.0,
+        weight_decay=0.1,
+        model=Model(),
+        compile_function=compiler,
+    )
+    for step in range(4):
+        for parameter in weights.values():
+            sizes = 10.0 ** torch.randint(-9, 2, parameter.shape[:1], generator=generator)
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = (gradient.mT * sizes).mT if gradient.ndim == 2 else gradient
+            parameter.grad[:1] *= step % 2
+        set_learning_rate(optimizer, 0.03 / (step + 1))
+        optimizer.step()
+    return weights | collect_optimizer_tensors(optimizer, weights.items())
+
+
+def count_kernels(sources: Sequence[str]) -> int:
+    """Count the kernels that Inductor generated."""
+    return sum(source.count("async_compile.cpp_pybinding(") for source in sources)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_compiled_update_has_the_bits_of_the_separate_operations(
+    rule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = train(rule, None)
+    with caplog.at_level(logging.INFO, "shardwright.numerics"):
+        found, sources = run_and_get_code(train, rule, FunctionCompiler(CPU))
+    assert len(caplog.messages) == NUM_GRAPHS[rule]
+    assert all("bits as uncompiled" in line for line in caplog.messages), caplog.messages
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    # All shapes and steps have one graph per function.
+    assert counters["stats"]["unique_graphs"] == NUM_GRAPHS[rule]
+    assert count_kernels(sources) == NUM_KERNELS[rule]
+
+
+def test_a_formula_that_rounds_otherwise_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain multiplication and addition round twice where PyTorch's interpolation rounds once.
+
+    Without PyTorch's root, the update is one pass: that of a GPU.
+    """
+    monkeypatch.setattr(quantised_update, "multiply_add", lambda a, b, c: a * b + c)
+    monkeypatch.setattr(quantised_update, "take_root", torch.sqrt)
+    expected = train("adamw_8bit", None)
+    with caplog.at_level(logging.INFO, "shardwright.numerics"):
+        found, sources = run_and_get_code(train, "adamw_8bit", FunctionCompiler(CPU))
+    (line,) = caplog.messages
+    assert "numbers of a sample differ from uncompiled ones" in line
+    assert count_kernels(sources) == 1
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_root_of_a_cpu_is_pytorchs() -> None:
+    values = torch.rand(100, 10, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(exact_operations.take_root(values), values.sqrt())

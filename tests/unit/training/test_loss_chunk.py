@@ -1,0 +1,90 @@
+"""`model.loss_chunk_tokens: auto`: 1,024 on a CPU; on CUDA as many as fit by the prediction."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.architecture import HFShape
+from shardwright.training import loss_chunk
+from shardwright.training.checks.run_checks import ValidatedRun, validate_run
+from shardwright.training.loss_chunk import agree_on_loss_chunk, choose_loss_chunk, set_loss_chunk
+from shardwright.training.metrics.run_prediction import predict_training_memory
+from tests.unit.training import test_run_checks
+from tests.unit.training.test_precision_choice import FakeRankSync
+
+VOCAB_SIZE = 50_000
+LENGTH = 16_384
+
+
+def validate(folder: Path, chunk: Any = "auto", length: int = LENGTH) -> ValidatedRun:
+    config = test_run_checks.CONFIG | {"max_position_embeddings": length, "vocab_size": VOCAB_SIZE}
+    recipe = test_run_checks.build_recipe(
+        folder,
+        model={"config": config, "loss_chunk_tokens": chunk},
+        training={"sequence_length": length, "micro_batch_size": 1},
+    )
+    return validate_run(recipe, 1)
+
+
+def predict(run: ValidatedRun, chunk_tokens: int) -> float:
+    return predict_training_memory(set_loss_chunk(run, chunk_tokens)).total
+
+
+def test_a_larger_chunk_is_predicted_to_need_its_logits(tmp_path: Path) -> None:
+    run = validate(tmp_path)
+    added = predict(run, 8192) - predict(run, 1024)
+    assert added == pytest.approx((8192 - 1024) * VOCAB_SIZE * 8, rel=0.15)  # fp32, twice
+
+
+@pytest.mark.parametrize("chunk_tokens", [8192, 4096, 2048, 1024])
+def test_the_largest_chunk_that_fits_is_chosen(tmp_path: Path, chunk_tokens: int) -> None:
+    run = validate(tmp_path)
+    needed = predict(run, chunk_tokens) / 0.85
+    assert choose_loss_chunk(run, needed * 1.001)[0] == chunk_tokens
+    expected = max(1024, chunk_tokens // 2)
+    assert choose_loss_chunk(run, needed * 0.999)[0] == expected
+
+
+def test_a_chunk_is_not_larger_than_a_micro_batch_needs(tmp_path: Path) -> None:
+    chunk_tokens, reason = choose_loss_chunk(validate(tmp_path, length=1024), 1e15)
+    assert chunk_tokens == 1024
+    assert reason == "a micro-batch has 1,024 tokens"
+    assert choose_loss_chunk(validate(tmp_path, length=1500), 1e15)[0] == 2048
+
+
+def test_without_a_prediction_the_chunk_is_the_smallest(tmp_path: Path) -> None:
+    run = replace(validate(tmp_path), shape=object.__new__(HFShape))
+    expected = (1024, "memory of transformers' own classes is not predicted")
+    assert choose_loss_chunk(run, 1e15) == expected
+
+
+def test_the_device_with_the_least_free_memory_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = validate(tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (10**15, 10**15))
+    cuda = torch.device("cuda", 0)
+    least = predict(run, 2048) / 0.85 * 1.001
+    with caplog.at_level(logging.INFO, "shardwright"):
+        chosen = agree_on_loss_chunk(run, FakeRankSync([least]), cuda)
+    assert chosen.recipe.model.loss_chunk_tokens == 2048
+    assert "loss: chunks of 2,048 tokens (auto: " in caplog.text
+    alone = agree_on_loss_chunk(run, FakeRankSync(), cuda)
+    assert alone.recipe.model.loss_chunk_tokens == 8192
+
+
+def test_a_cpu_has_a_fixed_number_and_a_number_in_the_recipe_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_chunk, "choose_loss_chunk", pytest.fail)
+    cpu = torch.device("cpu")
+    run = agree_on_loss_chunk(validate(tmp_path), FakeRankSync(), cpu)
+    assert run.recipe.model.loss_chunk_tokens == 1024
+    explicit = agree_on_loss_chunk(validate(tmp_path, 300), FakeRankSync(), torch.device("cuda", 0))
+    assert explicit.recipe.model.loss_chunk_tokens == 300
