@@ -98,6 +98,12 @@ class _Dumper(yaml.SafeDumper):
     """Dumper that quotes text which our loader, or a YAML 1.1 loader, would read as something
     else."""
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Write text with other line breaks than a newline as escapes: inside single quotes
+        U+0085 is read back as a newline."""
+        style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
 
 _Loader.yaml_implicit_resolvers = _remove_replaced_scalars(yaml.SafeLoader.yaml_implicit_resolvers)
 _Loader.yaml_constructors = {
@@ -114,6 +120,9 @@ _Loader.yaml_constructors = {
 """Types that a recipe may contain; sets, dates and binary data are excluded."""
 for _tag, _pattern in _NUMBERS.items():
     _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def parse_yaml(text: str, origin: str) -> Any:

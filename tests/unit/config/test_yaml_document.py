@@ -133,6 +133,8 @@ def test_merge_keys_give_defaults() -> None:
 @example("010")
 @example("2024-01-01")
 @example("~")
+@example("a\x85b")
+@example("\u2028")
 def test_values_survive_a_round_trip(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
