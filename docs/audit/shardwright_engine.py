@@ -42,24 +42,13 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }
-SPARSE_CONFIG: dict[str, Any] = CONFIG | {
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "router_aux_loss_coef": 0.0,
-}
 LENGTH = 16
 NUM_BATCHES = 4
 IGNORED = -100
 
 
-def choose_config(layout: Layout) -> dict[str, Any]:
-    """Return the model's configuration: with experts for expert parallelism."""
-    return CONFIG if layout.ep == 1 else SPARSE_CONFIG
-
-
 def build_model(layout: Layout) -> ParallelModel:
-    shape = read_config(choose_config(layout))
+    shape = read_config(CONFIG)
     specs = {spec.name: spec for spec in shape.list_parameters()}
     batch = BatchPlan(LENGTH, 2, NUM_BATCHES, layout.data_ranks)
     with torch.device("meta"):
@@ -119,11 +108,7 @@ def train(folder: Path | str, layout: Layout) -> None:
         return ShardInfo(model.layouts[name].shape, boxes)
 
     recorder = Recorder(
-        folder,
-        config=choose_config(layout),
-        are_labels_shifted=True,
-        data_rank=data_rank,
-        shard_of=describe,
+        folder, config=CONFIG, are_labels_shifted=True, data_rank=data_rank, shard_of=describe
     )
     batches = read_batches(data_rank)
     rows = [

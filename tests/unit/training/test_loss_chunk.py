@@ -59,7 +59,10 @@ def test_a_chunk_is_not_larger_than_a_micro_batch_needs(tmp_path: Path) -> None:
 
 
 def test_without_a_prediction_the_chunk_is_the_smallest(tmp_path: Path) -> None:
-    run = replace(validate(tmp_path), shape=object.__new__(HFShape))
+    shape = object.__new__(HFShape)
+    valid = validate(tmp_path)
+    placement = replace(valid.plan.placement, shape=shape)
+    run = replace(valid, plan=replace(valid.plan, placement=placement))
     expected = (1024, "memory of transformers' own classes is not predicted")
     assert choose_loss_chunk(run, 1e15) == expected
 

@@ -21,7 +21,7 @@ from shardwright.model.hf_folder import write_hf_folder
 from shardwright.model.hf_weights import WEIGHTS_FILE_NAME
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
-from shardwright.training import offload_checks
+from shardwright.training.checks import offload_checks
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
 from tests import forked
