@@ -93,6 +93,7 @@ def test_a_failed_transfer_leaves_no_files(
         raise ConnectionError("connection lost")
 
     monkeypatch.setattr(type(memory), "open", fail)
+    monkeypatch.setattr("shardwright.store_requests.FIRST_DELAY_SECONDS", 0.0)
     with pytest.raises(DataError, match=r"the transfer failed: connection lost"):
         prepare_data(build_recipe(tmp_path, "memory://bucket/a.jsonl"))
     assert list((tmp_path / "cache" / "fetched").iterdir()) == []
