@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_profile import wait
 from shardwright.config.training import OptimizerSection
 from shardwright.layout import ParameterBox, ParameterLayout
-from shardwright.model import nf4
+from shardwright.model.products import nf4
 from shardwright.numerics import wide_sums
 from shardwright.numerics.function_compiler import FunctionCompiler, build_function_compiler
 from shardwright.numerics.loss import chunked_cross_entropy

@@ -23,7 +23,7 @@ from shardwright.config.recipe_loading import parse_layout
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid
-from shardwright.model.hf_decoder import build_decoder
+from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh

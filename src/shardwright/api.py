@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwright.inference.adapter_export import ExportedAdapters
     from shardwright.inference.generation import Completion
     from shardwright.inference.model_source import ModelSource
-    from shardwright.model.hf_folder import ExportedFolder
+    from shardwright.model.hf.hf_folder import ExportedFolder
     from shardwright.planner.planning_result import PlanningResult
     from shardwright.planner.step_profile import StepProfile
     from shardwright.rehearsal.rank_rehearsal import RankRehearsal

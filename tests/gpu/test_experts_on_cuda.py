@@ -13,7 +13,7 @@ import torch
 
 from shardwright.architecture import read_config
 from shardwright.model import Decoder
-from shardwright.model.grouped_matmul import multiply_grouped
+from shardwright.model.products.grouped_matmul import multiply_grouped
 from shardwright.model.routing import ExpertRules
 from shardwright.model.weight_init import initialise_parameter
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardwright.config.training import OptimizerSection
-from shardwright.model import nf4
-from shardwright.model.product import ProductRule, multiply
+from shardwright.model.products import nf4
+from shardwright.model.products.product import ProductRule, multiply
 from shardwright.optim import build_optimizer, set_learning_rate
 from tests.unit.optim.test_sharded_optimizer import RATES, SingleProcessModel, make_parameters
 

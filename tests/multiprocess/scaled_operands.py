@@ -25,9 +25,10 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid
-from shardwright.model import Decoder, fp8
-from shardwright.model.fp8 import QuantisedMatrix, Scaling
-from shardwright.model.scaled_product import LayerDim, ScaledProducts
+from shardwright.model import Decoder
+from shardwright.model.products import fp8
+from shardwright.model.products.fp8 import QuantisedMatrix, Scaling
+from shardwright.model.products.scaled_product import LayerDim, ScaledProducts
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh

@@ -25,7 +25,7 @@ from shardwright.inference.adapter_export import check_merged_logits, merge_adap
 from shardwright.inference.model_source import find_checkpoint, load_decoder, open_model_source
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.stop_signals import StopRequest
-from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.telemetry.event_log import read_events, select_surviving_steps
 from shardwright.training.rank_run import train_rank

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from shardwright.layout import Layout, ParameterLayout
-from shardwright.model.linear import Linear
+from shardwright.model.products.linear import Linear
 from shardwright.parallel import apply
 from shardwright.parallel.gradient_reduction import PendingReduction
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase

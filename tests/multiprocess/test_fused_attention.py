@@ -16,8 +16,9 @@ from torch.nn.attention import flex_attention as flex
 from shardwright.architecture.attention_kernel import KernelSupport
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
-from shardwright.model import forward_context, fused_attention
-from shardwright.model.fused_attention import VarlenFunction
+from shardwright.model import forward_context
+from shardwright.model.attention import fused_attention
+from shardwright.model.attention.fused_attention import VarlenFunction
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_compiled_graphs import run_step
 from tests.multiprocess.test_layouts import build

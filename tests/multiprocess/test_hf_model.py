@@ -15,7 +15,7 @@ from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
 from shardwright.layout import Layout
-from shardwright.model.hf_model import read_model_shape
+from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.telemetry.event_log import read_events, select_surviving_steps
 from shardwright.verification.cases import VerificationCase, choose_hf_cases
 from shardwright.verification.verification import verify

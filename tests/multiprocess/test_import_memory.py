@@ -16,8 +16,8 @@ from shardwright.architecture import read_config
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.hf_folder import write_hf_folder
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import apply_layout, build_mesh

@@ -16,8 +16,8 @@ from torch import Tensor
 from shardwright.architecture import read_recipe_shape
 from shardwright.config.low_precision import FP8Section
 from shardwright.layout import Layout
-from shardwright.model import fp8
-from shardwright.model.fp8 import QuantisedMatrix, Scaling
+from shardwright.model.products import fp8
+from shardwright.model.products.fp8 import QuantisedMatrix, Scaling
 from shardwright.parallel import low_precision
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.verification import VerificationReport, verify

@@ -19,7 +19,7 @@ from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.layout import RankGrid
-from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.checks.run_checks import validate_run

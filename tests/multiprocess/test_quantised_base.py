@@ -15,8 +15,9 @@ from torch import Tensor
 from shardwright.architecture import ParameterSpec, read_recipe_shape
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, Shard
-from shardwright.model import Decoder, nf4
-from shardwright.model.nf4 import read_packed_slice
+from shardwright.model import Decoder
+from shardwright.model.products import nf4
+from shardwright.model.products.nf4 import read_packed_slice
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout, build_mesh
 from shardwright.parallel.parallel_model import get_local_tensor

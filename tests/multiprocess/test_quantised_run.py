@@ -16,7 +16,7 @@ from shardwright.architecture import read_config
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.inference.adapter_export import check_merged_logits, merge_adapters
 from shardwright.inference.model_source import open_model_source
-from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.telemetry.event_log import read_events, select_surviving_steps
 from tests.multiprocess.pool import RankPool

@@ -16,8 +16,8 @@ from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.families import MODEL_FAMILIES
 from shardwright.errors import ArchitectureError
 from shardwright.model.decoder import Decoder
-from shardwright.model.hf_folder import HF_CLASS_NAMES, write_hf_folder
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_folder import HF_CLASS_NAMES, write_hf_folder
+from shardwright.model.hf.hf_weights import WeightsFolder
 
 COMMON: dict[str, Any] = {
     "vocab_size": 43,

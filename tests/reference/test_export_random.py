@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from shardwright.architecture import read_config
 from shardwright.architecture.families import MODEL_FAMILIES
 from shardwright.model.decoder import Decoder
-from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_folder import write_hf_folder
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwright.architecture import read_config
 from shardwright.inference.generation import SamplingSettings, complete_prompt
 from shardwright.model.decoder import Decoder
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_weights import WeightsFolder
 from tests.reference.cases import CASES, skip_unless_supported
 
 PROMPT = "5 9 33 2 71 8 8 60 14 27"

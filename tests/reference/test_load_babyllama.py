@@ -17,8 +17,8 @@ from shardwright.data.tokenizer_loading import load_tokenizer
 from shardwright.errors import InputError, TokenizerError
 from shardwright.inference.generation import SamplingSettings, complete_prompt, generate
 from shardwright.model.decoder import Decoder
-from shardwright.model.hf_folder import write_hf_folder
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_weights import WeightsFolder
 
 pytestmark = pytest.mark.data
 

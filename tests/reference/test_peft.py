@@ -22,9 +22,9 @@ from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import WeightsError
 from shardwright.inference.export import build_probe_ids
 from shardwright.model import Decoder
-from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_folder import write_hf_folder
+from shardwright.model.hf.peft_folder import PeftFolder, join_experts, write_peft_folder
 from shardwright.model.lora import initialise_adapter
-from shardwright.model.peft_folder import PeftFolder, join_experts, write_peft_folder
 from tests.reference.cases import CASES
 
 peft = pytest.importorskip("peft")

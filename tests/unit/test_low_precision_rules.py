@@ -20,7 +20,7 @@ from shardwright.doctor.cluster_profile import build_request
 from shardwright.errors import InputError, LayoutError, RecipeError, ShardwrightError
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
-from shardwright.model.hf_model import read_model_shape
+from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.placement import select_scaled_weights
 from shardwright.planner.auto_layout import choose_layout
 from shardwright.planner.model_costs import get_model_facts

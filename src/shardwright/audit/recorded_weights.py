@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.architecture import read_content
 from shardwright.audit.record import AuditInputError, StepRecord
-from shardwright.model.hf_module import load_hf_folder
+from shardwright.model.hf.hf_module import load_hf_folder
 
 _PEFT_PREFIX = "base_model.model."
 

@@ -43,8 +43,8 @@ from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError
 from shardwright.model import Decoder
-from shardwright.model.hf_decoder import Float64Mode
-from shardwright.model.hf_module import instantiate, load_configuration
+from shardwright.model.hf.hf_decoder import Float64Mode
+from shardwright.model.hf.hf_module import instantiate, load_configuration
 
 logger = logging.getLogger("shardwright")
 _GENERATOR = torch.Generator()

@@ -81,7 +81,7 @@ def _choose_shape_reader(recipe: Recipe) -> ReadShape:
     assert config is not None  # one of them is required by the schema
     if read_content(config).get("model_type") in MODEL_FAMILIES:
         return read_config
-    from shardwright.model.hf_model import read_model_shape
+    from shardwright.model.hf.hf_model import read_model_shape
 
     return partial(read_model_shape, section=recipe.model)
 

@@ -15,7 +15,7 @@ from shardwright.units import format_bytes, format_count
 if TYPE_CHECKING:
     from shardwright.inference.adapter_export import ExportedAdapters
     from shardwright.inference.model_source import ModelSource
-    from shardwright.model.hf_folder import ExportedFolder
+    from shardwright.model.hf.hf_folder import ExportedFolder
 
 SCHEMA_VERSION = 1
 

@@ -18,7 +18,7 @@ from shardwright.doctor.recovery_checks import (
 )
 from shardwright.errors import InputError
 from shardwright.launch.auto_layout import choose_precision_here
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.plans import settle_precision
 from shardwright.training.checks.auto_choice import predict_precision
 from shardwright.units import format_bytes, format_count

@@ -19,9 +19,9 @@ from shardwright.architecture.parameter_spec import AdapterPart
 from shardwright.errors import CheckFailed, InputError
 from shardwright.inference.export import LOGIT_TOLERANCE, build_probe_ids, compute_expected_logits
 from shardwright.inference.model_source import ModelSource
+from shardwright.model.hf.peft_folder import PeftFolder, write_peft_folder
 from shardwright.model.lora import merge_adapter
-from shardwright.model.nf4 import unpack
-from shardwright.model.peft_folder import PeftFolder, write_peft_folder
+from shardwright.model.products.nf4 import unpack
 
 logger = logging.getLogger(__name__)
 

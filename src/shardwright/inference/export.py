@@ -12,9 +12,9 @@ from torch import Tensor
 from shardwright.architecture import HFShape
 from shardwright.errors import CheckFailed
 from shardwright.inference.model_source import ModelSource, load_decoder
-from shardwright.model.hf_folder import MAX_SHARD_BYTES, ExportedFolder, write_hf_folder
-from shardwright.model.hf_module import load_hf_folder
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_folder import MAX_SHARD_BYTES, ExportedFolder, write_hf_folder
+from shardwright.model.hf.hf_module import load_hf_folder
+from shardwright.model.hf.hf_weights import WeightsFolder
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import InputError, TokenizerError
+from shardwright.model.attention.kv_cache import KeyValueCache
 from shardwright.model.decoder import Decoder
-from shardwright.model.kv_cache import KeyValueCache
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,10 @@ from shardwright.data.tokenizer_loading import has_tokenizer, load_tokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
 from shardwright.files import read_text
 from shardwright.model.decoder import Decoder
-from shardwright.model.hf_decoder import build_decoder
-from shardwright.model.hf_model import read_model_shape
-from shardwright.model.hf_weights import WeightsFolder
-from shardwright.model.nf4 import read_packed_slice
+from shardwright.model.hf.hf_decoder import build_decoder
+from shardwright.model.hf.hf_model import read_model_shape
+from shardwright.model.hf.hf_weights import WeightsFolder
+from shardwright.model.products.nf4 import read_packed_slice
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.precision import resolve_dtypes
 

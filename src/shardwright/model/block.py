@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.architecture import ModelShape
-from shardwright.model.attention import Attention
+from shardwright.model.attention.attention import Attention
+from shardwright.model.attention.latent_attention import LatentAttention
 from shardwright.model.dropout import Dropout, DropoutSite
 from shardwright.model.forward_context import ForwardContext
-from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.mlp import FeedForward
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.norms import LayerNorm, RMSNorm

@@ -21,7 +21,8 @@ from shardwright.architecture import AdapterShape, ModelShape
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import AttentionSetting
 from shardwright.layout import PipelineStage
-from shardwright.model.attention import describe_attention
+from shardwright.model.attention.attention import describe_attention
+from shardwright.model.attention.kv_cache import KeyValueCache
 from shardwright.model.block import Block, RecomputeRunner, build_norm
 from shardwright.model.dropout import DropoutKey, DropoutSite
 from shardwright.model.embedding import Embedding
@@ -33,12 +34,11 @@ from shardwright.model.head import (
     compute_full_logits_loss,
     compute_logits,
 )
-from shardwright.model.kv_cache import KeyValueCache
-from shardwright.model.linear import Linear
 from shardwright.model.moe import ExpertStack
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
+from shardwright.model.products.linear import Linear
+from shardwright.model.products.scaled_product import RoundingTotals
 from shardwright.model.routing import ExpertRules, RouterTotals, RoutingContext
-from shardwright.model.scaled_product import RoundingTotals
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 logger = logging.getLogger("shardwright")

@@ -19,15 +19,15 @@ from shardwright.architecture.attention_kernel import (
     choose_attention_kernel,
 )
 from shardwright.config.model import AttentionSetting
-from shardwright.model.dropout import Dropout, DropoutKey
-from shardwright.model.fused_attention import (
+from shardwright.model.attention.fused_attention import (
     LayerKernel,
     build_block_mask,
     build_document_bounds,
     find_kernel_support,
 )
-from shardwright.model.kv_cache import KeyValueCache
-from shardwright.model.rope import compute_rope_tables
+from shardwright.model.attention.kv_cache import KeyValueCache
+from shardwright.model.attention.rope import compute_rope_tables
+from shardwright.model.dropout import Dropout, DropoutKey
 from shardwright.model.routing import RoutingContext
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 

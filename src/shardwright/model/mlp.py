@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.architecture import Activation, ModelShape
 from shardwright.model.dropout import Dropout
-from shardwright.model.linear import Linear
+from shardwright.model.products.linear import Linear
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

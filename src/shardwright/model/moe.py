@@ -17,10 +17,11 @@ from shardwright.architecture import AdapterShape, ExpertShape, ModelShape
 from shardwright.architecture.nf4_layout import compute_row_bytes
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
-from shardwright.model.grouped_matmul import gather_rows, scatter_rows
 from shardwright.model.mlp import FeedForward, apply_clamped_gate, apply_gate
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
-from shardwright.model.product import ProductRule, multiply_by_expert
+from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows
+from shardwright.model.products.product import ProductRule, multiply_by_expert
+from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.routing import (
     RouterStatistics,
     Routing,
@@ -30,7 +31,6 @@ from shardwright.model.routing import (
     count_tokens_by_row,
     mask_within_capacity,
 )
-from shardwright.model.scaled_product import ScaledProducts
 
 
 class Router(nn.Module):

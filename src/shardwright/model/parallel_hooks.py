@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from shardwright.model.fused_attention import AttentionSettings
+from shardwright.model.attention.fused_attention import AttentionSettings
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from shardwright.model.frozen_weights import (
     ShardGroup,
     read_rows,
 )
-from shardwright.model.weight_bytes import NotStored, StoredWeights
+from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.store import TransferCounts
 from shardwright.offload.weight_store import (

@@ -22,9 +22,9 @@ from shardwright.layout.context_method import (
     check_row_length,
     count_chunks,
 )
+from shardwright.model.attention.fused_attention import AttentionSettings, LayerKernel, attend_fused
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
-from shardwright.model.fused_attention import AttentionSettings, LayerKernel, attend_fused
 from shardwright.parallel.attention_kernels import ScoreSettings
 from shardwright.parallel.block_mask import RowChunks
 from shardwright.parallel.mesh import Mesh

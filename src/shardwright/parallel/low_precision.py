@@ -9,10 +9,10 @@ import torch
 
 from shardwright.layout import ParameterLayout
 from shardwright.model.decoder import Decoder
-from shardwright.model.fp8 import RECIPES
-from shardwright.model.linear import Linear
 from shardwright.model.moe import ExpertStack
-from shardwright.model.scaled_product import RoundingTotals, ScaledProducts
+from shardwright.model.products.fp8 import RECIPES
+from shardwright.model.products.linear import Linear
+from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 from shardwright.parallel.collectives import reduce_maxima
 from shardwright.parallel.mesh import Mesh
 from shardwright.placement import select_scaled_weights

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, PipelineStage
 from shardwright.model.decoder import Decoder
-from shardwright.model.linear import Linear
-from shardwright.model.product import DeferredProduct, WeightGradientStore
+from shardwright.model.products.linear import Linear
+from shardwright.model.products.product import DeferredProduct, WeightGradientStore
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.p2p_channels import P2PChannels
 from shardwright.schedule import (

@@ -25,7 +25,7 @@ from shardwright.config import Recipe
 from shardwright.config.model import AttentionSetting
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Bounds, RankGrid
-from shardwright.model import fused_attention
+from shardwright.model.attention import fused_attention
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes

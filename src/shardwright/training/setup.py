@@ -17,11 +17,11 @@ from torch import Tensor
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config.offload import OffloadSection
 from shardwright.config.recipe import RecomputeKind
-from shardwright.model import nf4
-from shardwright.model.hf_decoder import build_decoder
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_decoder import build_decoder
+from shardwright.model.hf.hf_weights import WeightsFolder
+from shardwright.model.hf.peft_folder import PeftFolder
 from shardwright.model.lora import initialise_adapter
-from shardwright.model.peft_folder import PeftFolder
+from shardwright.model.products import nf4
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.function_compiler import build_function_compiler

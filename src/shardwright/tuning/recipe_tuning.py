@@ -25,7 +25,7 @@ from shardwright.launch.auto_layout import (
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.launch_limit import GRACE_SECONDS
 from shardwright.launch.stop_signals import describe_cause, listen_for_stop
-from shardwright.model.hf_model import read_model_shape
+from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.numerics.compilation import find_compiler_obstacle
 from shardwright.planner.scaling import resize_cluster
 from shardwright.planner.step_profile import (

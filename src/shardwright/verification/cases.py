@@ -16,7 +16,7 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.config.recipe_loading import parse_layout
 from shardwright.errors import ArchitectureError, InputError, LayoutError
 from shardwright.layout import Layout, resolve_layout
-from shardwright.model.hf_model import read_model_shape
+from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.routing import ExpertRules
 
 VerificationDtype = Literal["float32", "float64"]

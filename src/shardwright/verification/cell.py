@@ -18,7 +18,7 @@ from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.training import OptimizerName, OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch, read_step_micro_batches
 from shardwright.layout import Layout, RankGrid
-from shardwright.model.hf_decoder import build_decoder
+from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh

@@ -26,9 +26,9 @@ from shardwright.config.low_precision import FP8Section
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder, DropoutKey
-from shardwright.model.hf_decoder import Float64Mode, HFDecoder
+from shardwright.model.hf.hf_decoder import Float64Mode, HFDecoder
 from shardwright.model.lora import initialise_adapter
-from shardwright.model.nf4 import read_dequantised_slice, read_packed_slice
+from shardwright.model.products.nf4 import read_dequantised_slice, read_packed_slice
 from shardwright.model.weight_init import DimRanges, initialise_parameter
 from shardwright.parallel.low_precision import install_low_precision
 from shardwright.placement import has_micro_batch_scales

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.config.training import OptimizerSection
-from shardwright.model import nf4
-from shardwright.model.product import ProductRule, multiply
+from shardwright.model.products import nf4
+from shardwright.model.products.product import ProductRule, multiply
 from shardwright.numerics.function_compiler import build_function_compiler
 from shardwright.optim import build_optimizer
 from tests.hostcuda import device

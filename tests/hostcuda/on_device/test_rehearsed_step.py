@@ -18,7 +18,7 @@ from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
-from shardwright.model import fused_attention
+from shardwright.model.attention import fused_attention
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.problem import build_template

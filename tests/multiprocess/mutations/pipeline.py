@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.layout import ParameterLayout
 from shardwright.model import Block
-from shardwright.model.product import DeferredProduct
+from shardwright.model.products.product import DeferredProduct
 from shardwright.parallel import ParallelModel, apply, pipeline_parallel
 from shardwright.parallel.p2p_channels import P2PChannels
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import ParameterLayout, Shard
-from shardwright.model.attention import Attention
+from shardwright.model.attention.attention import Attention
 from shardwright.model.dropout import Dropout
-from shardwright.model.linear import Linear
 from shardwright.model.mlp import FeedForward
+from shardwright.model.products.linear import Linear
 from shardwright.numerics import VocabularyShard, loss
 from shardwright.parallel import ParallelModel, apply, collectives
 from shardwright.parallel.gradient_reduction import PendingReduction

@@ -16,7 +16,7 @@ from shardwright.audit.record import RecordedBatch
 from shardwright.audit.recorder import Recorder
 from shardwright.audit.reference import ReferenceModel
 from shardwright.errors import RunFailed
-from shardwright.model.hf_decoder import Float64Mode
+from shardwright.model.hf.hf_decoder import Float64Mode
 from tests.unit.audit.simulated_trainer import Run, build_initial_model, simulate
 
 

@@ -22,7 +22,7 @@ from shardwright.inference.model_source import (
     parse_device,
     parse_dtype,
 )
-from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_folder import write_hf_folder
 from tests.unit.training.finished import ALPHABET, CONFIG, build_weights, make_run
 
 SHAPE = read_config(CONFIG)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.model import fp8
-from shardwright.model.fp8 import E4M3, E5M2, RECIPES, Scaling
-from shardwright.model.scaled_product import ScaledProducts
+from shardwright.model.products import fp8
+from shardwright.model.products.fp8 import E4M3, E5M2, RECIPES, Scaling
+from shardwright.model.products.scaled_product import ScaledProducts
 
 TENSOR = Scaling(None, None)
 ROW = Scaling(1, None, scale_format="power_of_two")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.model import fp8
-from shardwright.model.fp8 import E4M3, RECIPES, Scaling
-from shardwright.model.scaled_product import ScaledProducts
+from shardwright.model.products import fp8
+from shardwright.model.products.fp8 import E4M3, RECIPES, Scaling
+from shardwright.model.products.scaled_product import ScaledProducts
 from tests.unit.model.test_fp8 import make_matrix
 
 pytest.importorskip("torchao")

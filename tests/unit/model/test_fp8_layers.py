@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.architecture import AdapterShape, ExpertShape
-from shardwright.model import fp8, nf4
-from shardwright.model.fp8 import RECIPES, Scaling
-from shardwright.model.linear import Linear
 from shardwright.model.moe import ExpertStack
-from shardwright.model.product import ProductRule, WeightGradientStore, multiply_by_expert
-from shardwright.model.scaled_product import RoundingTotals, ScaledProducts
+from shardwright.model.products import fp8, nf4
+from shardwright.model.products.fp8 import RECIPES, Scaling
+from shardwright.model.products.linear import Linear
+from shardwright.model.products.product import ProductRule, WeightGradientStore, multiply_by_expert
+from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 
 ADAPTERS = AdapterShape(kind="lora", rank=4, alpha=8.0, modules=frozenset(), dropout=0.0)
 

@@ -21,8 +21,9 @@ from torch.nn.attention import flex_attention as flex
 from shardwright.architecture import read_config
 from shardwright.architecture.attention_kernel import KernelSupport
 from shardwright.errors import RecipeError
-from shardwright.model import Decoder, KeyValueCache, forward_context, fused_attention
-from shardwright.model.fused_attention import (
+from shardwright.model import Decoder, KeyValueCache, forward_context
+from shardwright.model.attention import fused_attention
+from shardwright.model.attention.fused_attention import (
     AttentionSettings,
     LayerKernel,
     VarlenFunction,

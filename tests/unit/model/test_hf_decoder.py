@@ -20,11 +20,11 @@ from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout
 from shardwright.model.document_rows import split_documents
-from shardwright.model.hf_decoder import build_decoder
-from shardwright.model.hf_folder import write_hf_folder
-from shardwright.model.hf_model import read_model_shape
-from shardwright.model.hf_module import load_hf_folder
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_decoder import build_decoder
+from shardwright.model.hf.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_model import read_model_shape
+from shardwright.model.hf.hf_module import load_hf_folder
+from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.placement import place_model

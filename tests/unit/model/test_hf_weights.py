@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.errors import WeightsError
-from shardwright.model.hf_weights import INDEX_FILE_NAME, WEIGHTS_FILE_NAME, WeightsFolder
+from shardwright.model.hf.hf_weights import INDEX_FILE_NAME, WEIGHTS_FILE_NAME, WeightsFolder
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

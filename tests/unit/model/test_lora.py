@@ -24,8 +24,8 @@ from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
-from shardwright.model.linear import Linear
 from shardwright.model.lora import compute_row_norms, initialise_adapter, merge_adapter
+from shardwright.model.products.linear import Linear
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout
 from shardwright.plans import BatchPlan, build_plan

@@ -17,10 +17,10 @@ from shardwright.architecture import ExpertShape, ModelShape, ParameterSpec, rea
 from shardwright.config.model import MoeSection
 from shardwright.errors import ArchitectureError, RecipeError, WeightsError
 from shardwright.model import Decoder
-from shardwright.model.grouped_matmul import gather_rows, multiply_grouped, scatter_rows
-from shardwright.model.hf_folder import write_hf_folder
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.moe import MixtureOfExperts
+from shardwright.model.products.grouped_matmul import gather_rows, multiply_grouped, scatter_rows
 from shardwright.model.routing import (
     ExpertRules,
     choose_experts,

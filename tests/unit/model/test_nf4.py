@@ -19,9 +19,9 @@ from shardwright.architecture.nf4_layout import compute_row_bytes, count_columns
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout
-from shardwright.model import nf4
-from shardwright.model.grouped_matmul import multiply_grouped
-from shardwright.model.product import ProductRule, multiply, multiply_by_expert
+from shardwright.model.products import nf4
+from shardwright.model.products.grouped_matmul import multiply_grouped
+from shardwright.model.products.product import ProductRule, multiply, multiply_by_expert
 from shardwright.numerics.compilation import find_compiler_obstacle
 from shardwright.numerics.function_compiler import FunctionCompiler
 from shardwright.placement import place_model

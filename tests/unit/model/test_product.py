@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.model.linear import Linear
-from shardwright.model.product import ProductRule, WeightGradientStore, multiply
+from shardwright.model.products.linear import Linear
+from shardwright.model.products.product import ProductRule, WeightGradientStore, multiply
 
 
 def build(transposed: bool, bias: bool) -> nn.Sequential:

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from shardwright.architecture import RopeShape
-from shardwright.model.rope import compute_inverse_frequencies, compute_rope_tables, rotate
+from shardwright.model.attention.rope import (
+    compute_inverse_frequencies,
+    compute_rope_tables,
+    rotate,
+)
 
 
 def compute_tables(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.model.fp8 import RECIPES
-from shardwright.model.scaled_product import ScaledProducts
+from shardwright.model.products.fp8 import RECIPES
+from shardwright.model.products.scaled_product import ScaledProducts
 
 KERNEL_RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 PRODUCTS = ["compute_output", "compute_input_gradient", "compute_weight_gradient"]

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from shardwright.architecture import read_config
 from shardwright.layout import Layout, RankGrid, compute_local_boxes, compute_local_shape
-from shardwright.model.hf_weights import WEIGHTS_FILE_NAME, WeightsFolder
-from shardwright.model.weight_bytes import NotStored, StoredWeights
+from shardwright.model.hf.hf_weights import WEIGHTS_FILE_NAME, WeightsFolder
+from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.offload.weight_store import DiskWeightStore, StoredRange, WrittenRange
 from shardwright.placement import build_parameter_layouts
 

@@ -12,7 +12,7 @@ import torch
 from shardwright.config import Recipe
 from shardwright.errors import RecipeError
 from shardwright.launch import auto_layout
-from shardwright.model import nf4
+from shardwright.model.products import nf4
 from shardwright.numerics.compilation import find_compiler_obstacle
 from shardwright.telemetry.event_log import StepEvent, read_events
 from shardwright.training.checks.run_checks import validate_run

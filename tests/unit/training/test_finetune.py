@@ -13,7 +13,7 @@ from shardwright.checkpoint.commit import LATEST_NAME
 from shardwright.config import Recipe
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.inference.model_source import find_checkpoint, open_model_source
-from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.training.run import train
 from tests.unit.training.finished import ALPHABET, CONFIG

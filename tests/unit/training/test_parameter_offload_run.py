@@ -17,8 +17,8 @@ from shardwright.checkpoint.disk import Disk
 from shardwright.config import Recipe
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.errors import OffloadFailed, RecipeError
-from shardwright.model.hf_folder import write_hf_folder
-from shardwright.model.hf_weights import WEIGHTS_FILE_NAME
+from shardwright.model.hf.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_weights import WEIGHTS_FILE_NAME
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
 from shardwright.training.checks import offload_checks

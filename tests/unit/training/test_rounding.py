@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from shardwright.model import fp8
+from shardwright.model.products import fp8
 from shardwright.telemetry.event_log import StepEvent, WarningEvent, read_events
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.metrics.rounding import RoundingReport, SaturationMonitor, read_rounding

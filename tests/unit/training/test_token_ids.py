@@ -17,7 +17,7 @@ from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.errors import DataError, RecipeError, TokenizerError
-from shardwright.model.hf_folder import write_hf_folder
+from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train

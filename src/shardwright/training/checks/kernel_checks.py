@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwright.config.low_precision import FP8Section
 from shardwright.errors import RecipeError
-from shardwright.model.scaled_matmul import DIM_MULTIPLE
+from shardwright.model.products.scaled_matmul import DIM_MULTIPLE
 from shardwright.placement import has_micro_batch_scales, select_scaled_weights
 from shardwright.plans import Plan
 

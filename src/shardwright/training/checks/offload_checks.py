@@ -20,8 +20,8 @@ from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
 from shardwright.layout import ZERO_AXES, RankGrid, compute_local_boxes, compute_local_shape
 from shardwright.model.frozen_weights import list_frozen_matrices
-from shardwright.model.hf_weights import WeightsFolder
-from shardwright.model.weight_bytes import NotStored, StoredWeights
+from shardwright.model.hf.hf_weights import WeightsFolder
+from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
 from shardwright.planner.memory.peaks import predict_memory

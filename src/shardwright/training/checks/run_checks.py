@@ -27,8 +27,8 @@ from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import choose_compilation_here, choose_precision_here
 from shardwright.launch.devices import should_use_cuda
 from shardwright.model.forward_context import choose_layer_kernels
-from shardwright.model.hf_model import read_model_shape
-from shardwright.model.hf_weights import WeightsFolder
+from shardwright.model.hf.hf_model import read_model_shape
+from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.placement import has_micro_batch_scales, place_model

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shardwright.layout import AXES
-from shardwright.model.scaled_product import RoundingTotals
+from shardwright.model.products.scaled_product import RoundingTotals
 from shardwright.parallel import ParallelModel
 
 

@@ -23,10 +23,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwright.model import fp8
-from shardwright.model.fp8 import ProductScaling, QuantisedMatrix, Scaling
-from shardwright.model.grouped_matmul import multiply_grouped
-from shardwright.model.scaled_matmul import multiply_on_device
+from shardwright.model.products import fp8
+from shardwright.model.products.fp8 import ProductScaling, QuantisedMatrix, Scaling
+from shardwright.model.products.grouped_matmul import multiply_grouped
+from shardwright.model.products.scaled_matmul import multiply_on_device
 
 LayerDim = Literal["tokens", "inputs", "outputs"]
 

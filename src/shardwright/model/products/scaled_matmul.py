@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from shardwright.model.fp8 import QuantisedMatrix
+from shardwright.model.products.fp8 import QuantisedMatrix
 
 DIM_MULTIPLE = 16
 """The kernels take a summed dim and output columns that are multiples of this."""

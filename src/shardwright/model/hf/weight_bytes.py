@@ -13,7 +13,7 @@ import torch
 
 from shardwright.architecture import ParameterSpec
 from shardwright.layout import ParameterBox
-from shardwright.model.hf_weights import SAFETENSORS_DTYPES, WeightsFolder
+from shardwright.model.hf.hf_weights import SAFETENSORS_DTYPES, WeightsFolder
 
 _LENGTH_BYTES = 8
 """Bytes of the length of the header, at the beginning of a file."""

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import ModelShape
+from shardwright.model.attention.fused_attention import AttentionSettings, attend_fused
+from shardwright.model.attention.rope import rotate
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
-from shardwright.model.fused_attention import AttentionSettings, attend_fused
-from shardwright.model.linear import Linear
 from shardwright.model.norms import RMSNorm
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
-from shardwright.model.rope import rotate
+from shardwright.model.products.linear import Linear
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 

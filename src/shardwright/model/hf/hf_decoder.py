@@ -28,8 +28,8 @@ from shardwright.model.block import RecomputeRunner
 from shardwright.model.decoder import Decoder
 from shardwright.model.document_rows import split_documents
 from shardwright.model.head import LossFunction, RowLoss
-from shardwright.model.hf_module import build_hf_module
-from shardwright.model.linear import Linear
+from shardwright.model.hf.hf_module import build_hf_module
+from shardwright.model.products.linear import Linear
 from shardwright.model.routing import ExpertRules
 
 

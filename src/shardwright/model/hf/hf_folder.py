@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwright.architecture import HFShape, ModelShape, ParameterSpec, WeightFileSlice
 from shardwright.errors import InputError, RunFailed, WeightsError
-from shardwright.model.hf_weights import INDEX_FILE_NAME, WEIGHTS_FILE_NAME
+from shardwright.model.hf.hf_weights import INDEX_FILE_NAME, WEIGHTS_FILE_NAME
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Maximum bytes of tensors per file, unless a single tensor is larger; a decimal 5 GB."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape
 from shardwright.architecture.nf4_layout import compute_row_bytes, count_columns
-from shardwright.model import nf4
 from shardwright.model.dropout import Dropout
 from shardwright.model.lora import compute_row_norms
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
-from shardwright.model.product import ProductRule, WeightGradientStore, multiply
-from shardwright.model.scaled_product import ScaledProducts
+from shardwright.model.products import nf4
+from shardwright.model.products.product import ProductRule, WeightGradientStore, multiply
+from shardwright.model.products.scaled_product import ScaledProducts
 
 
 class Linear(nn.Module):

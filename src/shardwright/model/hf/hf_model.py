@@ -33,7 +33,7 @@ from shardwright.architecture.parameter_spec import (
 )
 from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError
-from shardwright.model.hf_module import (
+from shardwright.model.hf.hf_module import (
     disable_dropout,
     instantiate,
     list_dropout_rates,

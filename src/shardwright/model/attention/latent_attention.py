@@ -13,12 +13,12 @@ from torch import Tensor
 
 from shardwright.architecture import ModelShape
 from shardwright.architecture.latent_shape import LATENT_NORM_EPS
-from shardwright.model.attention import Attention
+from shardwright.model.attention.attention import Attention
+from shardwright.model.attention.rope import rotate
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
-from shardwright.model.linear import Linear
 from shardwright.model.norms import RMSNorm
-from shardwright.model.rope import rotate
+from shardwright.model.products.linear import Linear
 
 
 class LatentAttention(Attention):

@@ -26,9 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture.nf4_layout import count_columns
-from shardwright.model import nf4
-from shardwright.model.grouped_matmul import compute_grouped_weight_gradient, multiply_grouped
-from shardwright.model.scaled_product import ScaledProducts
+from shardwright.model.products import nf4
+from shardwright.model.products.grouped_matmul import (
+    compute_grouped_weight_gradient,
+    multiply_grouped,
+)
+from shardwright.model.products.scaled_product import ScaledProducts
 
 
 class ProductRule(NamedTuple):

@@ -1,0 +1,1 @@
+"""Hugging Face folders and peft adapters, read and written, and transformers' own classes."""
