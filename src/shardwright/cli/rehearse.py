@@ -125,7 +125,6 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
     layout = result.plan.layout
     devices = "CUDA ranks" if result.device == "cuda" else "ranks"
     console.print(f"{layout} on {layout.world_size} {devices}", highlight=False)
-    has_offload = any(report.total_offloaded_bytes for report in result.reports)
     headers = (
         "rank",
         "stage",
@@ -134,7 +133,6 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
         "gradients",
         "optimizer",
         "peak",
-        *(("offloaded",) if has_offload else ()),
         "collectives",
     )
     table = Table(
@@ -146,7 +144,6 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
             report.gradients_bytes,
             report.optimizer_bytes,
             report.peak_bytes,
-            *((report.total_offloaded_bytes,) if has_offload else ()),
         )
         table.add_row(
             str(role.rank),
@@ -157,6 +154,13 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
         )
     console.print(table)
     worst = max(result.reports, key=lambda report: report.peak_bytes)
+    if worst.total_offloaded_bytes:
+        console.print(
+            f"\noffloaded by rank {worst.rank}, at most: "
+            f"{format_bytes(worst.offloaded_bytes)} of optimizer states, "
+            f"{format_bytes(worst.offloaded_activation_bytes)} of saved tensors",
+            highlight=False,
+        )
     _print_peak(worst, console)
     _print_traffic(result, worst, console)
     for line in result.assumptions:

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 _PACKAGE = "shardwright"
+_STAND_INS = f"{_PACKAGE}.rehearsal.fake_"
+"""Modules that stand for others; what they allocate belongs to their callers."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def _find_package_line(frame: FrameType | None) -> str:
     """
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_PACKAGE) and not module.startswith(f"{_PACKAGE}.rehearse"):
+        if module.startswith(_PACKAGE) and not module.startswith(_STAND_INS):
             path = module.removeprefix(f"{_PACKAGE}.").replace(".", "/")
             return f"{path}.py:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
