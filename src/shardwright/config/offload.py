@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from shardwright.config.recipe_section import LocalFolderText, RecipeSection
 
 OffloadTier = Literal["none", "host", "disk"]
+DEFAULT_BUFFER_BYTES = 64 * 2**20
 
 
 class OffloadSection(RecipeSection):
@@ -31,35 +32,44 @@ class OffloadSection(RecipeSection):
     dir: LocalFolderText | None = None
     """Folder on a local disk for the scratch files of `disk`; default the run folder. The files
     have no name, and the operating system removes them when the run ends, however it ends."""
-    buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = 64 * 2**20
+    buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer, and so of a bucket of state: a multiple of 4096. `disk` has
     three in host memory per rank; with CUDA three more are in device memory. `activations: disk`
     has two in host memory, `parameters: disk` has one."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:
-        tiers = (self.optimizer, self.parameters, self.activations)
-        if self.dir is not None and "disk" not in tiers:
+        if self.dir is not None and "disk" not in self._tiers.values():
             raise ValueError(
                 "`dir` is for `optimizer: disk`, `parameters: disk` and `activations: disk`, not "
-                f"{', '.join(tiers)}"
+                f"{', '.join(self._tiers.values())}"
             )
         if self.buffer_bytes % 4096:
             raise ValueError("`buffer_bytes` must be a multiple of 4096, the unit of direct I/O")
         return self
 
     @property
+    def _tiers(self) -> dict[str, OffloadTier]:
+        return {
+            "optimizer": self.optimizer,
+            "parameters": self.parameters,
+            "activations": self.activations,
+        }
+
+    @property
     def is_enabled(self) -> bool:
         """True if anything is offloaded."""
-        return {self.optimizer, self.parameters, self.activations} != {"none"}
+        return set(self._tiers.values()) != {"none"}
+
+    def change_tiers(self, **tiers: OffloadTier) -> OffloadSection:
+        """Return the section with other tiers by name; without `dir` if nothing is on disk."""
+        has_disk = "disk" in (self._tiers | tiers).values()
+        return self.model_copy(update=tiers if has_disk else {**tiers, "dir": None})
 
     def without_host(self) -> OffloadSection:
         """Return the section with `none` for `host`, for a CPU: its memory is the host's, so
         nothing moves."""
-        return self.model_copy(
-            update={
-                name: "none"
-                for name in ("optimizer", "parameters", "activations")
-                if getattr(self, name) == "host"
-            }
-        )
+        resident: dict[str, OffloadTier] = {
+            name: "none" for name, tier in self._tiers.items() if tier == "host"
+        }
+        return self.change_tiers(**resident)

@@ -61,6 +61,11 @@ class Recipe(RecipeSection):
     watchdog: WatchdogSection = WatchdogSection()
     run: RunSection = RunSection()
 
+    @property
+    def moved_offload(self) -> OffloadSection:
+        """Offloading that moves bytes in a run: on a CPU nothing moves to the host."""
+        return self.offload.without_host() if self.run.device == "cpu" else self.offload
+
     @model_validator(mode="after")
     def _check_token_options(self) -> Recipe:
         for key in ("label_smoothing", "neftune_noise_alpha"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ from shardwright.offload.activation_store import (
     ScratchStore,
     Wait,
 )
-from shardwright.offload.store import TransferCounts
+from shardwright.offload.store import TransferCounts, TransferReporter
 
 
 class PackedTensor(Protocol):
@@ -167,7 +167,7 @@ class ActivationOffload:
         self._resident: set[int] = set()
         """Addresses of memory that is not the block's own."""
         self._shared: set[int] = set()
-        self._reported_counts = TransferCounts()
+        self._reporter = TransferReporter()
 
     @contextmanager
     def offload_block(self, block: nn.Module, context: Any) -> Iterator[None]:
@@ -231,10 +231,7 @@ class ActivationOffload:
 
     def take_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
-        counts = replace(self.store.counts)
-        since = counts.subtract(self._reported_counts)
-        self._reported_counts = counts
-        return since
+        return self._reporter.take(self.store.counts)
 
     def close(self) -> None:
         """Free the store. No backward pass may follow."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwright.offload.state_buckets import StateBucket
 
-_NUM_BUFFERS = 3
+NUM_BUFFERS = 3
 """One is filled, one updated, one emptied."""
 
 
@@ -34,7 +34,7 @@ class DeviceBuffers:
         self._device = device
         self._ring = [
             _DeviceBuffer(torch.empty(buffer_bytes, dtype=torch.uint8, device=device))
-            for _ in range(_NUM_BUFFERS)
+            for _ in range(NUM_BUFFERS)
         ]
         self._position = 0
         self._stream_in = torch.cuda.Stream(device)

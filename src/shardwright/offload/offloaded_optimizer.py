@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,14 @@ from shardwright.offload.state_buckets import (
     StatePartition,
     partition_state,
 )
-from shardwright.offload.store import HostStore, Store, Swap, TransferCounts, wait_for_parts
+from shardwright.offload.store import (
+    HostStore,
+    Store,
+    Swap,
+    TransferCounts,
+    TransferReporter,
+    wait_for_parts,
+)
 from shardwright.optim.sharded_optimizer import (
     Moment,
     ParameterPiece,
@@ -88,7 +94,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         )
         self._swaps: deque[Swap] = deque()
         """Open swaps, in the order in which they will be used."""
-        self._reported_counts = TransferCounts()
+        self._reporter = TransferReporter()
 
     @property
     def tier(self) -> str:
@@ -102,10 +108,7 @@ class OffloadedOptimizer(ShardedOptimizer):
 
     def take_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
-        counts = replace(self.counts)
-        since = counts.subtract(self._reported_counts)
-        self._reported_counts = counts
-        return since
+        return self._reporter.take(self.counts)
 
     @property
     def num_bytes(self) -> int:

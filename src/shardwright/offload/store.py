@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 import torch
@@ -38,6 +38,19 @@ class TransferCounts:
                 for field in fields(TransferCounts)
             )
         )
+
+
+class TransferReporter:
+    """Differences of a store's counts between calls."""
+
+    def __init__(self) -> None:
+        self._reported = TransferCounts()
+
+    def take(self, counts: TransferCounts) -> TransferCounts:
+        """Return bytes and times since the previous call."""
+        since = counts.subtract(self._reported)
+        self._reported = replace(counts)
+        return since
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from shardwright.model.frozen_weights import (
 )
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.offload.activation_store import Wait
-from shardwright.offload.store import TransferCounts
+from shardwright.offload.store import TransferCounts, TransferReporter
 from shardwright.offload.weight_store import (
     DiskWeightStore,
     PinnedWeightStore,
@@ -140,7 +140,7 @@ class WeightOffload:
         self._successors: dict[Use, Use] = {}
         """Use that last followed each use."""
         self._last_use: Use | None = None
-        self._reported_counts = TransferCounts()
+        self._reporter = TransferReporter()
 
     def attach(
         self, decoder: Decoder, weights: Iterable[FrozenWeight], sources: FrozenWeightSources
@@ -268,10 +268,7 @@ class WeightOffload:
 
     def take_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
-        counts = replace(self.store.counts)
-        since = counts.subtract(self._reported_counts)
-        self._reported_counts = counts
-        return since
+        return self._reporter.take(self.store.counts)
 
     def _log_places(self) -> None:
         if self.tier != "disk":

@@ -8,12 +8,11 @@ from typing import Any
 from shardwright.config.layout import ClusterSection, LayoutSection
 from shardwright.config.offload import OffloadSection, OffloadTier
 from shardwright.config.recipe import Recipe
-from shardwright.errors import InputError, LayoutError
+from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.hardware.measured_profile import load_profile
-from shardwright.placement import place_model
-from shardwright.planner.candidate import Candidate, OffloadKind
+from shardwright.planner.candidate import OPTIMIZER_OFFLOADS, Candidate
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -22,6 +21,7 @@ from shardwright.planner.problem import (
     build_template,
     choose_precision_on,
     read_planning_shape,
+    restrict_to_runnable,
 )
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
@@ -57,17 +57,10 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
     facts = get_model_facts(shape)
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
 
-    def can_run(candidate: Candidate) -> bool:
-        try:
-            place_model(shape, candidate.layout, candidate.sequence_length)
-        except InputError:
-            return False
-        return candidate.is_runnable and (keeps_scales is None or keeps_scales(candidate))
-
     resolved = settle_precision(recipe, choose_precision_on(cluster.accelerator))
-    problem: PlanningProblem = build_problem(recipe, build_template(resolved), world_size)
-    keeps_scales = problem.is_allowed
-    problem = replace(problem, is_allowed=can_run)
+    problem = restrict_to_runnable(
+        build_problem(recipe, build_template(resolved), world_size), shape
+    )
     if training.global_batch_size is not None:
         problem = replace(
             problem,
@@ -106,25 +99,18 @@ def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Pred
     Optimizer states or activations, whichever is faster, before both, and the host before the
     disk. The memory of a CPU device is the host's, so offloading to the host frees none.
     """
-    tiers: dict[OffloadTier, OffloadKind] = {"host": "optimizer", "disk": "optimizer_disk"}
-    if predictor.cluster.accelerator.kind == "cpu":
-        del tiers["host"]
-    for tier, kind in tiers.items():
-        states: dict[str, Any] = {"offload": kind}
-        activations: dict[str, Any] = {"activation_offload": tier}
-        for level in ((states, activations), (states | activations,)):
-            found = [
-                result.chosen
-                for changes in level
-                for result in [
-                    search_layouts(
-                        predictor,
-                        replace(problem, template=replace(problem.template, **changes)),
-                        num_layouts=1,
-                    )
-                ]
-                if result.chosen is not None
+    is_cpu = predictor.cluster.accelerator.kind == "cpu"
+    tiers: tuple[OffloadTier, ...] = ("disk",) if is_cpu else ("host", "disk")
+    for tier in tiers:
+        states = replace(problem.template, offload=OPTIMIZER_OFFLOADS[tier])
+        activations = replace(problem.template, activation_offload=tier)
+        both = replace(states, activation_offload=tier)
+        for level in ((states, activations), (both,)):
+            results = [
+                search_layouts(predictor, replace(problem, template=template), num_layouts=1)
+                for template in level
             ]
+            found = [result.chosen for result in results if result.chosen is not None]
             if found:
                 return min(found, key=lambda prediction: prediction.time.step)
     return None
@@ -153,9 +139,8 @@ def apply_candidate(recipe: Recipe, candidate: Candidate) -> Recipe:
 
 def _build_offload_section(recipe: Recipe, candidate: Candidate) -> dict[str, OffloadSection]:
     """Return the section of a candidate that offloads; none if the recipe has its own."""
-    states: dict[OffloadKind, OffloadTier] = {"optimizer": "host", "optimizer_disk": "disk"}
-    section = OffloadSection(
-        optimizer=states.get(candidate.offload, "none"), activations=candidate.activation_offload
+    section = recipe.offload.change_tiers(
+        optimizer=candidate.optimizer_tier, activations=candidate.activation_offload
     )
     if recipe.offload.is_enabled or not section.is_enabled:
         return {}

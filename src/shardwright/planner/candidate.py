@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.config.model import AttentionSetting
-from shardwright.config.offload import OffloadTier
+from shardwright.config.offload import DEFAULT_BUFFER_BYTES, OffloadTier
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
@@ -18,6 +18,13 @@ bf16."""
 
 OffloadKind = Literal["none", "optimizer", "optimizer_disk", "parameters"]
 """Optimizer states in host memory, or on disk; or parameters and states in host memory."""
+
+OPTIMIZER_OFFLOADS: dict[OffloadTier, OffloadKind] = {
+    "none": "none",
+    "host": "optimizer",
+    "disk": "optimizer_disk",
+}
+"""Kind of offloading by the tier of the optimizer states."""
 
 ReferenceKind = Literal["none", "frozen", "adapter_off"]
 """Reference model of preference training: none (no preferences), a frozen copy of the model, or
@@ -72,7 +79,7 @@ class Candidate:
     offload: OffloadKind = "none"
     activation_offload: OffloadTier = "none"
     """Tier to which blocks move what they save for the backward pass."""
-    offload_buffer_bytes: int = 64 * 2**20
+    offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer of offloaded states."""
     reference: ReferenceKind = "none"
     should_reduce_in_bf16: bool = False
@@ -109,6 +116,13 @@ class Candidate:
             self.offload != "parameters"
             and self.precision != "nvfp4"
             and not (self.activation_offload != "none" and self._has_split_backward)
+        )
+
+    @property
+    def optimizer_tier(self) -> OffloadTier:
+        """Value of `offload.optimizer` in a recipe."""
+        return next(
+            (tier for tier, kind in OPTIMIZER_OFFLOADS.items() if kind == self.offload), "none"
         )
 
     @property

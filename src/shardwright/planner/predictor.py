@@ -44,6 +44,21 @@ def predict(
     return Predictor(get_model_facts(shape), cluster, efficiency, trainer).predict(candidate)
 
 
+def predict_rank_memory(shape: ModelShape, candidate: Candidate) -> list[MemoryParts]:
+    """Predict the bytes of each rank that differs; they do not depend on the cluster."""
+    facts = get_model_facts(shape)
+    pipeline = get_pipeline(
+        facts,
+        candidate.layout,
+        candidate.gradient_accumulation_steps,
+        candidate.sequence_length,
+        candidate.engine,
+    )
+    return [
+        predict_memory(facts, candidate, load, Efficiency()) for load in pipeline.distinct_loads
+    ]
+
+
 class Predictor:
     """Predictor of many candidates of one model on one cluster. Caches rates and
     collectives."""

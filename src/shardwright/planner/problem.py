@@ -10,23 +10,22 @@ from typing import get_args
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.low_precision import FP8Section
-from shardwright.config.offload import OffloadSection, OffloadTier
-from shardwright.config.recipe import Recipe
+from shardwright.config.recipe import Recipe, RecomputeKind
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
 from shardwright.hardware import Accelerator
 from shardwright.layout import Layout, resolve_layout
 from shardwright.placement import check_low_precision, place_model
 from shardwright.planner.candidate import (
+    OPTIMIZER_OFFLOADS,
     Candidate,
     LowRankAdapter,
-    OffloadKind,
     OptimizerKind,
     Precision,
     ReferenceKind,
 )
 from shardwright.planner.search.space import PlanningProblem
-from shardwright.plans import PrecisionChoice, resolve_batch
+from shardwright.plans import BatchPlan, Plan, PrecisionChoice, resolve_batch
 
 _MAX_LAYERS = 2048
 """Assigning layers to pipeline stages takes time quadratic in their number: about a minute for
@@ -95,7 +94,7 @@ def build_template(
     if low_precision is None and kind == "fp8":
         low_precision = FP8Section()
     adapter = adapter or build_adapter(recipe)
-    moved = recipe.offload.without_host() if recipe.run.device == "cpu" else recipe.offload
+    moved = recipe.moved_offload
     return Candidate(
         layout=Layout(
             wrap_blocks=section.wrap_blocks,
@@ -109,7 +108,7 @@ def build_template(
         and low_precision is not None
         and low_precision.recipe == "rowwise_with_gw_hp",
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
-        offload=_choose_offload(moved),
+        offload=OPTIMIZER_OFFLOADS[moved.optimizer],
         activation_offload=moved.activations,
         offload_buffer_bytes=moved.buffer_bytes,
         adapter=adapter,
@@ -137,16 +136,6 @@ def choose_precision_on(accelerator: Accelerator) -> PrecisionChoice:
     if accelerator.has_bf16_units:
         return PrecisionChoice("bf16", f"{accelerator.name} multiplies bf16 natively")
     return PrecisionChoice("fp32", f"{accelerator.name} has no bf16 units")
-
-
-def _choose_offload(section: OffloadSection) -> OffloadKind:
-    """Return the kind of a section's offloading of states."""
-    kinds: dict[OffloadTier, OffloadKind] = {
-        "none": "none",
-        "host": "optimizer",
-        "disk": "optimizer_disk",
-    }
-    return kinds[section.optimizer]
 
 
 def describe_uncounted_offload(recipe: Recipe) -> str | None:
@@ -237,6 +226,20 @@ def _build_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], b
     )
 
 
+def restrict_to_runnable(problem: PlanningProblem, shape: ModelShape) -> PlanningProblem:
+    """Return the problem without the candidates that `train` cannot run."""
+    is_allowed = problem.is_allowed
+
+    def can_run(candidate: Candidate) -> bool:
+        try:
+            place_model(shape, candidate.layout, candidate.sequence_length)
+        except InputError:
+            return False
+        return candidate.is_runnable and (is_allowed is None or is_allowed(candidate))
+
+    return replace(problem, is_allowed=can_run)
+
+
 def _build_scale_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], bool] | None:
     """Return a function that is True for layouts with the 8-bit scales of one process."""
     if template.precision != "fp8":
@@ -277,14 +280,24 @@ def _build_recipe_candidate(
         batch = resolve_batch(recipe.training, layout.data_ranks)
     except (LayoutError, RecipeError) as error:
         return None, error.problem
-    candidate = replace(
+    return _complete_template(template, layout, batch, recipe.recompute), None
+
+
+def build_plan_candidate(recipe: Recipe, plan: Plan) -> Candidate:
+    """Describe the plan that runs as a candidate."""
+    return _complete_template(build_template(recipe), plan.layout, plan.batch, plan.recompute)
+
+
+def _complete_template(
+    template: Candidate, layout: Layout, batch: BatchPlan, recompute: RecomputeKind
+) -> Candidate:
+    return replace(
         template,
         layout=layout,
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        recompute=recipe.recompute,
+        recompute=recompute,
     )
-    return candidate, None
 
 
 def build_low_rank_adapter(rank: int | None, *, is_quantised: bool) -> LowRankAdapter | None:

@@ -6,7 +6,6 @@ Staging buffers are allocated: three for states, on the device of the update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,18 +15,11 @@ from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
 from shardwright.offload import ActivationOffload, OffloadedOptimizer
 from shardwright.offload.activation_store import Wait
+from shardwright.offload.device_buffers import NUM_BUFFERS
 from shardwright.offload.state_buckets import StatePartition
 from shardwright.offload.store import HostStore, Store, TransferCounts
 from shardwright.parallel import ParallelModel
 from shardwright.rehearsal.live_memory import LiveMemoryTracker
-
-_NUM_STAGING_BUFFERS = 3
-"""One is filled, one updated, one emptied."""
-
-
-def choose_rehearsed_offload(recipe: Recipe) -> OffloadSection:
-    """Return what leaves the device in a run: on a CPU, nothing moves to the host."""
-    return recipe.offload.without_host() if recipe.run.device == "cpu" else recipe.offload
 
 
 class _CountingStore:
@@ -64,7 +56,7 @@ def build_fake_activation_offload(recipe: Recipe, device: torch.device) -> Activ
 
     The buffers of a scratch file are host memory, which is the device's on a CPU.
     """
-    section = choose_rehearsed_offload(recipe)
+    section = recipe.moved_offload
     if section.activations == "none":
         return None
     staging_bytes = 2 * section.buffer_bytes if recipe.run.device == "cpu" else 0
@@ -83,16 +75,17 @@ def build_fake_offloaded_optimizer(
     """
     device = model.device
 
-    def allocate(segment_bytes: Sequence[int]) -> list[Tensor]:
-        with live.exclude_new_tensors():
-            return [torch.empty(size, dtype=torch.uint8, device=device) for size in segment_bytes]
-
     largest_bucket_bytes = 0
 
     def create_store(partition: StatePartition) -> Store:
         nonlocal largest_bucket_bytes
         largest_bucket_bytes = partition.max_bucket_bytes
-        return HostStore(allocate(partition.segment_bytes))
+        with live.exclude_new_tensors():
+            segments = [
+                torch.empty(size, dtype=torch.uint8, device=device)
+                for size in partition.segment_bytes
+            ]
+        return HostStore(segments)
 
     piecewise: Any = optimizer
     offloaded = OffloadedOptimizer(
@@ -102,5 +95,5 @@ def build_fake_offloaded_optimizer(
         buffer_bytes=section.buffer_bytes,
         device=torch.device("cpu"),  # no copies: the segments are where the update runs
     )
-    staging_bytes = min(_NUM_STAGING_BUFFERS * largest_bucket_bytes, offloaded.num_bytes)
+    staging_bytes = min(NUM_BUFFERS * largest_bucket_bytes, offloaded.num_bytes)
     return offloaded, torch.empty(staging_bytes, dtype=torch.uint8, device=device)

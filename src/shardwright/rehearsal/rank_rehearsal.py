@@ -37,7 +37,6 @@ from shardwright.rehearsal.collective_recorder import Collective, CollectiveReco
 from shardwright.rehearsal.fake_offload import (
     build_fake_activation_offload,
     build_fake_offloaded_optimizer,
-    choose_rehearsed_offload,
 )
 from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
@@ -120,7 +119,7 @@ def rehearse_rank(
             )
             offloaded_bytes = 0
             with use_phase(live, "moments"):
-                offload = choose_rehearsed_offload(recipe)
+                offload = recipe.moved_offload
                 if offload.optimizer == "none":
                     create_state(optimizer)
                 else:

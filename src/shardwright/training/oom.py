@@ -15,11 +15,11 @@ from shardwright.launch.rank_outcome import extract_first_line
 from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.problem import build_problem
+from shardwright.planner.problem import build_plan_candidate, build_problem
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rejections import find_cheapest_change
 from shardwright.training.checks.run_checks import ValidatedRun
-from shardwright.training.metrics.run_prediction import build_run_candidate, predict_training_memory
+from shardwright.training.metrics.run_prediction import predict_training_memory
 from shardwright.training.rank_context import RankContext
 from shardwright.units import format_bytes, format_seconds
 
@@ -115,7 +115,7 @@ def suggest_cheapest_fit(validated_run: ValidatedRun) -> str:
             cluster,
             load_efficiencies().get_efficiency(cluster.accelerator),
         )
-        candidate = build_run_candidate(recipe, validated_run)
+        candidate = build_plan_candidate(recipe, validated_run.plan)
         change, changed = find_cheapest_change(
             predictor, build_problem(recipe, candidate, cluster.num_gpus), candidate
         )

@@ -14,10 +14,8 @@ from itertools import chain, product
 from typing import Literal, get_args
 
 from shardwright.config import Recipe
-from shardwright.config.offload import OffloadSection
 from shardwright.errors import InputError, LayoutError, RecipeError
 from shardwright.hardware import Cluster
-from shardwright.placement import place_model
 from shardwright.planner.auto_layout import apply_candidate
 from shardwright.planner.candidate import Candidate, OffloadKind
 from shardwright.planner.model_costs import get_model_facts
@@ -28,12 +26,13 @@ from shardwright.planner.problem import (
     build_recipe_candidate,
     build_template,
     read_planning_shape,
+    restrict_to_runnable,
 )
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rejections import explain_conflict
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.result import EQUAL_STEP_SHARE
-from shardwright.planner.search.space import PlanningProblem, list_batches
+from shardwright.planner.search.space import list_batches
 from shardwright.planner.step_profile import describe_workload
 from shardwright.plans import resolve_degrees
 from shardwright.units import MIB_BYTES, format_bytes
@@ -174,18 +173,8 @@ class _CandidateSearch:
                 )
             }
         )
-        problem: PlanningProblem = build_problem(planned, template, request.num_ranks)
-        keeps_scales = problem.is_allowed
-
-        def can_run(candidate: Candidate) -> bool:
-            try:
-                place_model(shape, candidate.layout, candidate.sequence_length)
-            except InputError:
-                return False
-            return candidate.is_runnable and (keeps_scales is None or keeps_scales(candidate))
-
-        self.problem = replace(problem, is_allowed=can_run)
-        self.can_run = can_run
+        problem = build_problem(planned, template, request.num_ranks)
+        self.problem = restrict_to_runnable(problem, shape)
         own = build_recipe_candidate(self.recipe, template, request.num_ranks)
         self.own = own
         if own is not None and "micro_batch_size" in request.fixed:
@@ -283,7 +272,7 @@ class _CandidateSearch:
             try:
                 if explain_conflict(self.predictor, self.problem, candidate) is not None:
                     continue
-                if not self.can_run(candidate):
+                if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
                     continue
                 prediction = self.predictor.predict(candidate)
                 resolve_degrees(self._apply(candidate), self.request.num_ranks)
@@ -324,9 +313,8 @@ class _CandidateSearch:
         recipe = self.recipe
         template = self.problem.template
         if candidate.offload != template.offload:
-            recipe = recipe.model_copy(
-                update={"offload": _offload_optimizer(recipe.offload, candidate.offload)}
-            )
+            section = recipe.offload.change_tiers(optimizer=candidate.optimizer_tier)
+            recipe = recipe.model_copy(update={"offload": section})
         if candidate.compile != template.compile:
             model = recipe.model.model_copy(update={"compile": candidate.compile})
             recipe = recipe.model_copy(update={"model": model})
@@ -351,16 +339,6 @@ class _CandidateSearch:
 def _get_rank_seconds(prediction: Prediction) -> float:
     """Return the predicted seconds by which candidates are ordered."""
     return prediction.time.step * (1 if prediction.fits else 1 + _DOUBTFUL_SHARE)
-
-
-def _offload_optimizer(section: OffloadSection, kind: OffloadKind) -> OffloadSection:
-    """Return the section with the optimizer offloaded to the host, or not at all."""
-    return OffloadSection(
-        optimizer="host" if kind == "optimizer" else "none",
-        activations=section.activations,
-        dir=section.dir if section.activations == "disk" else None,
-        buffer_bytes=section.buffer_bytes,
-    )
 
 
 def _fix_global_batch(request: TuningRequest) -> tuple[Recipe, str | None]:

@@ -175,3 +175,13 @@ def test_offloading_of_the_recipe_can_be_left_out() -> None:
     request = build_request("8xH100-80GB", offload={"optimizer": "host"})
     found = list_candidates(replace(request, max_candidates=200))
     assert {each.recipe.offload.optimizer for each in found.candidates} == {"none", "host"}
+
+
+def test_other_offloading_of_the_recipe_remains() -> None:
+    section = {"optimizer": "host", "parameters": "disk", "dir": "/scratch", "buffer_bytes": 8192}
+    request = build_request("8xH100-80GB", adapters={"rank": 4}, offload=section)
+    found = list_candidates(replace(request, max_candidates=200))
+    assert {each.recipe.offload.optimizer for each in found.candidates} == {"none", "host"}
+    for each in found.candidates:
+        offload = each.recipe.offload
+        assert (offload.parameters, offload.dir, offload.buffer_bytes) == ("disk", "/scratch", 8192)

@@ -229,7 +229,7 @@ def compute_gathered_bytes(
         return 0.0
     if candidate.is_sharded:
         return parameters.local * size
-    if size == candidate.master_bytes or candidate.adapter is not None:
+    if not _has_casts(candidate):
         return 0.0
     # Casts are saved for the backward pass with the activations of their layer, once per
     # micro-batch in flight. Under recomputation, which repeats them, only those of one layer
@@ -252,13 +252,19 @@ def _count_cast_elements(
 
 def has_saved_casts(candidate: Candidate) -> bool:
     """Return True if each micro-batch saves its layers' casts of replicated weights."""
+    return _has_casts(candidate) and not candidate.engine.should_recompute_casts(
+        candidate.recompute
+    )
+
+
+def _has_casts(candidate: Candidate) -> bool:
+    """Return True if replicated weights are cast to the compute precision at each use."""
     engine = candidate.engine
     return (
         engine.has_master_weights
         and not candidate.is_sharded
         and candidate.adapter is None
         and engine.get_gather_bytes(candidate.activation_bytes) != candidate.master_bytes
-        and not engine.should_recompute_casts(candidate.recompute)
     )
 
 

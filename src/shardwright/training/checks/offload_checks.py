@@ -24,11 +24,8 @@ from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
-from shardwright.planner.memory.peaks import predict_memory
-from shardwright.planner.model_costs import get_model_facts
-from shardwright.planner.problem import build_template
-from shardwright.planner.rates.efficiency import Efficiency
-from shardwright.planner.time.pipeline import get_pipeline
+from shardwright.planner.predictor import predict_rank_memory
+from shardwright.planner.problem import build_plan_candidate
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
 from shardwright.training.preference_objective import has_frozen_reference
@@ -119,13 +116,7 @@ def _count_moment_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[st
 
 def _check_parameters(recipe: Recipe, plan: Plan) -> None:
     tier = recipe.offload.parameters
-    if isinstance(plan.placement.shape, HFShape):
-        raise RecipeError(
-            "blocks of transformers' own classes cannot offload their weights",
-            field="offload.parameters",
-            got=tier,
-            allowed="none for this family of models",
-        )
+    _refuse_hf_classes(plan, "parameters", tier, "weights")
     if recipe.adapters is None:
         raise RecipeError(
             "only the frozen weights beside adapters can be offloaded, and this run has no "
@@ -143,6 +134,16 @@ def _check_parameters(recipe: Recipe, plan: Plan) -> None:
             got=tier,
             allowed="none with preference.reference: frozen",
             remedy="Use preference.reference: adapter_off, which needs no copy",
+        )
+
+
+def _refuse_hf_classes(plan: Plan, key: str, tier: OffloadTier, content: str) -> None:
+    if isinstance(plan.placement.shape, HFShape):
+        raise RecipeError(
+            f"blocks of transformers' own classes cannot offload their {content}",
+            field=f"offload.{key}",
+            got=tier,
+            allowed="none for this family of models",
         )
 
 
@@ -187,13 +188,7 @@ def open_stored_weights(recipe: Recipe, shape: ModelShape) -> StoredWeights | No
 
 def _check_activations(recipe: Recipe, plan: Plan) -> None:
     tier = recipe.offload.activations
-    if isinstance(plan.placement.shape, HFShape):
-        raise RecipeError(
-            "blocks of transformers' own classes cannot offload their saved tensors",
-            field="offload.activations",
-            got=tier,
-            allowed="none for this family of models",
-        )
+    _refuse_hf_classes(plan, "activations", tier, "saved tensors")
     if plan.layout.pp > 1 and has_split_backward(plan.layout.schedule):
         raise RecipeError(
             f"schedule {plan.layout.schedule} defers weight gradients, whose factors stay on the "
@@ -212,15 +207,18 @@ def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
 
     A warning, because shorter rows save less.
     """
-    tier = recipe.offload.activations
-    if recipe.run.device == "cpu" and tier == "host":
+    tier = recipe.moved_offload.activations
+    if tier == "none":
         return
-    needed_bytes = _predict_offloaded_bytes(recipe, plan) * _count_local_ranks(plan)
-    place = f"the disk of {_get_folder(recipe)}" if tier == "disk" else "this node's memory"
-    free_bytes: int | None = read_available_memory()
+    candidate = replace(build_plan_candidate(recipe, plan), offload="none")
+    by_rank = predict_rank_memory(plan.placement.shape, candidate)
+    needed_bytes = max(parts.offloaded for parts in by_rank) * _count_local_ranks(plan)
+    place = "this node's memory"
+    free_bytes = read_available_memory()
     if tier == "disk":
-        status = os.statvfs(_get_folder(recipe))
-        free_bytes = status.f_bavail * status.f_frsize
+        folder = _get_folder(recipe)
+        place = f"the disk of {folder}"
+        free_bytes = _read_free_disk(folder)
     if free_bytes is not None and free_bytes < needed_bytes:
         logger.warning(
             "offload.activations: %s has %s free, and the saved tensors of the ranks of this node "
@@ -230,27 +228,6 @@ def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
             format_bytes(free_bytes),
             format_bytes(needed_bytes),
         )
-
-
-def _predict_offloaded_bytes(recipe: Recipe, plan: Plan) -> float:
-    """Predict the bytes of saved tensors that leave the fullest rank."""
-    facts = get_model_facts(plan.placement.shape)
-    template = build_template(recipe)
-    candidate = replace(
-        template,
-        layout=plan.layout,
-        micro_batch_size=plan.batch.micro_batch_size,
-        gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
-        recompute=plan.recompute,
-        offload="none",
-    )
-    pipeline = get_pipeline(
-        facts, plan.layout, plan.batch.gradient_accumulation_steps, plan.batch.sequence_length
-    )
-    return max(
-        predict_memory(facts, candidate, load, Efficiency()).offloaded
-        for load in pipeline.distinct_loads
-    )
 
 
 def _get_folder(recipe: Recipe) -> Path:
@@ -294,9 +271,14 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _check_disk(folder: Path, needed_bytes: int) -> None:
+def _read_free_disk(folder: Path) -> int:
+    """Read how many bytes of the folder's disk this process may write."""
     status = os.statvfs(folder)
-    free_bytes = status.f_bavail * status.f_frsize
+    return status.f_bavail * status.f_frsize
+
+
+def _check_disk(folder: Path, needed_bytes: int) -> None:
+    free_bytes = _read_free_disk(folder)
     if free_bytes < needed_bytes:
         raise RecipeError(
             f"the disk of {folder} has not enough free space for the offloaded states of the "

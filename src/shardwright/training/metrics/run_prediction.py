@@ -6,23 +6,18 @@ Made only if the recipe names its `cluster`.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
 
 from shardwright.architecture import ModelShape
-from shardwright.config import Recipe
 from shardwright.config.layout import ClusterSection
 from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.peaks import predict_memory
-from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.predictor import predict
-from shardwright.planner.problem import build_template
+from shardwright.planner.predictor import predict, predict_rank_memory
+from shardwright.planner.problem import build_plan_candidate
 from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.rates.efficiency import Efficiency
-from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.units import format_bytes, format_seconds
 
@@ -46,7 +41,7 @@ def predict_training_run(validated_run: ValidatedRun) -> Prediction | None:
     if recipe.cluster is None or _emulates_low_precision(validated_run):
         return None
     return _predict_cached(
-        validated_run.shape, build_run_candidate(recipe, validated_run), recipe.cluster
+        validated_run.shape, build_plan_candidate(recipe, validated_run.plan), recipe.cluster
     )
 
 
@@ -76,28 +71,8 @@ def _predict_cached(shape: ModelShape, candidate: Candidate, section: ClusterSec
 
 def predict_training_memory(validated_run: ValidatedRun) -> MemoryParts:
     """Predict the bytes on the fullest rank; they do not depend on the cluster."""
-    plan = validated_run.plan
-    facts = get_model_facts(validated_run.shape)
-    candidate = build_run_candidate(validated_run.recipe, validated_run)
-    pipeline = get_pipeline(
-        facts, plan.layout, plan.batch.gradient_accumulation_steps, plan.batch.sequence_length
-    )
-    return max(
-        (predict_memory(facts, candidate, load, Efficiency()) for load in pipeline.distinct_loads),
-        key=lambda parts: parts.live,
-    )
-
-
-def build_run_candidate(recipe: Recipe, validated_run: ValidatedRun) -> Candidate:
-    """Describe the plan that runs as a candidate of the planner."""
-    plan = validated_run.plan
-    return replace(
-        build_template(recipe),
-        layout=plan.layout,
-        micro_batch_size=plan.batch.micro_batch_size,
-        gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
-        recompute=plan.recompute,
-    )
+    candidate = build_plan_candidate(validated_run.recipe, validated_run.plan)
+    return max(predict_rank_memory(validated_run.shape, candidate), key=lambda parts: parts.live)
 
 
 @dataclass
