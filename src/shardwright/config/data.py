@@ -65,11 +65,28 @@ def _parse_sources(value: Any) -> Any:
 DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_parse_sources)]
 
 
+class StreamingSection(RecipeSection):
+    """Streaming of the training sources: their files are read when they are needed, not all
+    before the start."""
+
+    cache_bytes: Positive = 64 * 1024**3
+    """Limit of the tokenised files, and of those being fetched, in the folder `streamed` of the
+    cache. Runs that share the folder share them. It must fit `window_files` tokenised files and
+    one being fetched; with twice as many, the next ones are read ahead."""
+    window_files: Positive = 4
+    """Files whose samples are shuffled together. Every epoch has another order of the files, and
+    another order of the samples of each window."""
+
+
 class DataSection(RecipeSection):
     """Training and validation data, and its conversion to rows of tokens."""
 
     sources: DataSources = Field(min_length=1)
     """Training data: a path, a mapping, or a list of them."""
+    streaming: StreamingSection | None = None
+    """Set it for sources that are larger than the disk. Each file of the sources is fetched,
+    tokenised and removed again, in a bounded cache. Needs a tokenizer (`tokenizer.path`) or
+    token ids, and separate validation sources."""
     validation: DataSources = ()
     """Validation data. Without it, `validation_fraction` of the training samples is held
     out."""
@@ -124,6 +141,11 @@ class DataSection(RecipeSection):
             raise ValueError(
                 "`validation` (separate sources) and "
                 "`validation_fraction` (a part of `sources`) exclude each other; remove one"
+            )
+        if self.streaming is not None and self.validation_fraction:
+            raise ValueError(
+                "`validation_fraction` needs all of the data before the start, which `streaming` "
+                "does not read; set `validation` (separate sources)"
             )
         num_weighted = sum(source.weight is not None for source in self.sources)
         if 0 < num_weighted < len(self.sources):

@@ -78,7 +78,7 @@ def list_files(sources: Sequence[DataSource], field: str) -> tuple[SourceFile, .
                     field=where,
                     got=source.path,
                 )
-            source_files = [_build_source_file(source, path, path.name, where)]
+            source_files = [build_source_file(source, path, path.name, where)]
         elif kind == "absent":
             raise DataError(
                 "no such file or folder",
@@ -150,7 +150,7 @@ def _list_datasets_folder(source: DataSource, folder: Path, field: str) -> list[
         raise DataError(
             "state.json lists a file that does not exist", field=field, got=ascii(absent[0])[1:-1]
         )
-    return [_build_source_file(source, folder / name, name, field) for name in names]
+    return [build_source_file(source, folder / name, name, field) for name in names]
 
 
 def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFile]:
@@ -189,7 +189,7 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
                     )
                 if kind == "regular file":
                     files.append(
-                        _build_source_file(
+                        build_source_file(
                             source, Path(parent) / name, relative_path.as_posix(), field
                         )
                     )
@@ -227,6 +227,12 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
     return sorted(files, key=lambda file: Path(file.name).parts)
 
 
+def is_hidden(source: DataSource, relative_path: Path) -> bool:
+    """Return True if a file or one of its folders is hidden (`.name`) or excluded."""
+    paths = [relative_path, *relative_path.parents[:-1]]
+    return any(path.name.startswith(".") or _is_excluded(source, path) for path in paths)
+
+
 def _is_excluded(source: DataSource, relative_path: Path) -> bool:
     return any(
         fnmatch.fnmatchcase(relative_path.as_posix(), pattern)
@@ -255,7 +261,12 @@ def _split_suffixes(path: Path) -> tuple[str, str]:
     return suffix, ""
 
 
-def _build_source_file(source: DataSource, path: Path, name: str, field: str) -> SourceFile:
+def build_source_file(source: DataSource, path: Path, name: str, field: str) -> SourceFile:
+    """Return a file of a source with its format, by the source or by the file's name.
+
+    Raises:
+        DataError: the format is not supported.
+    """
     suffix, compression_suffix = _split_suffixes(path)
     kind: str = source.format
     if kind == "auto":

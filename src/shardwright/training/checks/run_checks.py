@@ -21,7 +21,7 @@ from shardwright.architecture import (
 )
 from shardwright.config import Recipe
 from shardwright.data.model_data import prepare_for_model
-from shardwright.data.preparation import PreparedData
+from shardwright.data.prepared_data import PreparedData
 from shardwright.data.source_files import ProgressCallback
 from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import choose_compilation_here, choose_precision_here
