@@ -132,9 +132,9 @@ def test_a_file_that_changes_during_the_run_is_an_error(store: Server, tmp_path:
     data = prepare_data(build_streamed(tmp_path, "s3://bucket/set", 100_000, length=64))
     write_files(60)
     order = build_run_order(data.train, 0, 4)
+    positions = range(len(data.train))
     with pytest.raises(DataError, match="changed since the run listed its sources"):
-        for position in range(len(data.train)):
-            data.train.get_sample(order.get_index(position))
+        list(map(data.train.get_sample, map(order.get_index, positions)))
 
 
 def test_wrong_sources_are_one_clear_error(

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from shardwright.config.recipe_section import (
     Fraction,
     LocalFolderText,
+    NonNegative,
     PathText,
     Positive,
     RecipeSection,
@@ -65,6 +66,15 @@ def _parse_sources(value: Any) -> Any:
 DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_parse_sources)]
 
 
+class WeightKnot(RecipeSection):
+    """Weights of all sources from one step on."""
+
+    step: NonNegative
+    """First step with these weights, counted from 0."""
+    weights: tuple[Annotated[float, Field(ge=0)], ...] = Field(min_length=1)
+    """One weight per source, in the order of `sources`; 0 leaves a source out."""
+
+
 class StreamingSection(RecipeSection):
     """Streaming of the training sources: their files are read when they are needed, not all
     before the start."""
@@ -83,6 +93,13 @@ class DataSection(RecipeSection):
 
     sources: DataSources = Field(min_length=1)
     """Training data: a path, a mapping, or a list of them."""
+    weight_schedule: tuple[WeightKnot, ...] = ()
+    """Weights of the sources that change during training (a curriculum): from each `step` on
+    the sources have these weights instead of their `weight`. A resumed run must have the same
+    schedule."""
+    weight_transition: Literal["constant", "linear"] = "constant"
+    """Shares of the sources between two steps of `weight_schedule`: those of the earlier one, or
+    linear between both."""
     streaming: StreamingSection | None = None
     """Set it for sources that are larger than the disk. Each file of the sources is fetched,
     tokenised and removed again, in a bounded cache. Needs a tokenizer (`tokenizer.path`) or
@@ -152,6 +169,7 @@ class DataSection(RecipeSection):
             raise ValueError(
                 "some of `sources` have a `weight` and some have none; give it to all or to none"
             )
+        self._check_schedule(num_weighted)
         if any(source.weight is not None for source in self.validation):
             raise ValueError(
                 "`weight` is for training sources; validation reads all of its sources"
@@ -162,3 +180,29 @@ class DataSection(RecipeSection):
                 "windows ignore document boundaries"
             )
         return self
+
+    def _check_schedule(self, num_weighted: int) -> None:
+        if not self.weight_schedule:
+            if self.weight_transition != "constant":
+                raise ValueError("`weight_transition` needs a `weight_schedule`")
+            return
+        if not num_weighted:
+            raise ValueError(
+                "`weight_schedule` changes the weights of the sources, but `sources` have none; "
+                "give each a `weight`"
+            )
+        previous = -1
+        for knot in self.weight_schedule:
+            if len(knot.weights) != len(self.sources):
+                raise ValueError(
+                    f"`weight_schedule` has {len(knot.weights)} weights at step {knot.step}, but "
+                    f"there are {len(self.sources)} sources"
+                )
+            if not any(knot.weights):
+                raise ValueError(f"all weights of `weight_schedule` at step {knot.step} are 0")
+            if knot.step <= previous:
+                raise ValueError(
+                    "the steps of `weight_schedule` must increase, but "
+                    f"{knot.step} follows {previous}"
+                )
+            previous = knot.step

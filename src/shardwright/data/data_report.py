@@ -125,7 +125,7 @@ def describe_side(store: TokenStore, dataset: TokenDataset) -> SideReport:
     # Bins (0, 1], (1, 2], (2, 4], ... up to the longest document.
     bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     histogram = tuple((2**number, int(count)) for number, count in enumerate(np.bincount(bins)))
-    parts = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
+    parts = dataset.parts if isinstance(dataset, MixedDataset | ScheduledMixture) else (dataset,)
     packed = [part for part in parts if isinstance(part, PackedDataset)]
     return SideReport(
         counts=store.counts,
@@ -148,6 +148,9 @@ def _compute_padding_fraction(dataset: TokenDataset) -> float:
             n * _compute_padding_fraction(part)
             for n, part in zip(dataset.num_samples_per_part, dataset.parts, strict=True)
         )
+        return padded / max(1, len(dataset))
+    if isinstance(dataset, ScheduledMixture):
+        padded = sum(len(part) * _compute_padding_fraction(part) for part in dataset.parts)
         return padded / max(1, len(dataset))
     assert isinstance(dataset, WindowDataset)
     return 0.0

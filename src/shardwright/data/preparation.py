@@ -22,6 +22,7 @@ from shardwright.data.data_report import (
 )
 from shardwright.data.dataset_assembly import choose_packing, open_dataset
 from shardwright.data.prepared_data import PreparedData
+from shardwright.data.scheduled_mixture import describe_weight_schedule
 from shardwright.data.source_files import ProgressCallback, SourceFiles
 from shardwright.data.sources import BrokenRecord
 from shardwright.data.streaming.streamed_preparation import is_indexed, prepare_streamed_data
@@ -109,7 +110,14 @@ def prepare_data(
     )
     weights = [source.weight for source in recipe.data.sources]
     content_hash = compute_key(
-        [key, tokenizer.content_hash, packing, recipe.data.overlong, weights]
+        [
+            key,
+            tokenizer.content_hash,
+            packing,
+            recipe.data.overlong,
+            weights,
+            *describe_weight_schedule(recipe.data),
+        ]
     )
     return PreparedData(
         datasets["train"], datasets.get("validation"), tokenizer, report, content_hash

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.config.data import DataSection
 from shardwright.data.dataset import Sample, TokenDataset
 from shardwright.data.sample_order import mix_bits, permute
 
@@ -68,6 +69,23 @@ class WeightSchedule:
         span = np.maximum(knots[following] - knots[current], 1)
         part = ((steps - knots[current]) / span)[:, None]
         return shares[current] + part * (shares[following] - shares[current])
+
+
+def build_weight_schedule(section: DataSection) -> WeightSchedule | None:
+    """Return the schedule of the sources' weights; None if they have none."""
+    weights = tuple(source.weight for source in section.sources if source.weight is not None)
+    if not weights:
+        return None
+    knots = [(knot.step, knot.weights) for knot in section.weight_schedule]
+    if not knots or knots[0][0] > 0:
+        knots.insert(0, (0, weights))
+    return WeightSchedule(tuple(knots), section.weight_transition == "linear")
+
+
+def describe_weight_schedule(section: DataSection) -> list[Any]:
+    """Return the schedule as JSON values, for hashes and checkpoints; empty if there is none."""
+    knots = [knot.model_dump(mode="json") for knot in section.weight_schedule]
+    return [knots, section.weight_transition] if knots else []
 
 
 @dataclass(frozen=True)

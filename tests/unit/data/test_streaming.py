@@ -172,6 +172,14 @@ def test_the_order_shuffles_windows_of_shards() -> None:
                 windows.append(set())
             windows[-1].add(shard)
         assert [len(window) for window in windows] == [2, 2, 1]
+        first = [order.get_index(position) for position in range(epoch * 27, epoch * 27 + 10)]
+        in_file_order = sorted(
+            first,
+            key=lambda index: epoch_order.shards.index(
+                max(n for n in (0, 2, 3, 4, 5) if starts[n] <= index)
+            ),
+        )
+        assert first != in_file_order  # the samples of a window are shuffled together
     assert epochs[0] != epochs[1]
     other = ShardOrder(seed=4, num_samples_of_shard=(5, 0, 7, 2, 9, 4), window_shards=2)
     assert [order.get_index(at) for at in range(27)] != [other.get_index(at) for at in range(27)]
@@ -287,6 +295,25 @@ def build_file(num_bytes: int) -> Any:
 
 def release_nothing() -> None:
     pass
+
+
+def test_bytes_are_reserved_before_they_are_written(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Reservation.grow_to
+    checked = []
+
+    def check(reservation: Reservation, num_bytes: int) -> None:
+        if reservation.num_bytes:
+            partial = next((tmp_path / "cache/streamed/shards").glob("*.partial"))
+            written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+            checked.append(written <= reservation.num_bytes)
+        original(reservation, num_bytes)
+
+    monkeypatch.setattr(Reservation, "grow_to", check)
+    prepare_data(build_streamed(tmp_path, bucket))
+    assert len(checked) > NUM_FILES
+    assert all(checked)
 
 
 def test_the_cache_removes_the_shard_that_was_used_first(tmp_path: Path) -> None:

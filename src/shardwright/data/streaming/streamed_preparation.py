@@ -37,7 +37,7 @@ from shardwright.data.dataset_assembly import choose_packing, open_dataset
 from shardwright.data.encoding_workers import encode_in_order
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.records.supervision import RecordEncoder
-from shardwright.data.scheduled_mixture import WeightSchedule
+from shardwright.data.scheduled_mixture import build_weight_schedule, describe_weight_schedule
 from shardwright.data.source_files import ProgressCallback, SourceFiles
 from shardwright.data.sources import BrokenRecord
 from shardwright.data.streaming.shard_cache import ShardCache
@@ -76,7 +76,7 @@ def prepare_streamed_data(
     builder = sources.builder
     tokenizer = builder.tokenizer
     index.complete(progress)
-    training = open_streamed_training(recipe, index, build_weight_schedule(recipe))
+    training = open_streamed_training(recipe, index, build_weight_schedule(recipe.data))
     statistics = [training.statistics]
     counts: dict[Side, TokenCounts] = {"train": training.report.counts}
     validation: TokenDataset | None = None
@@ -132,6 +132,7 @@ def prepare_streamed_data(
             describe_settings(builder),
             [source.weight for source in recipe.data.sources],
             recipe.data.streaming.window_files,
+            *describe_weight_schedule(recipe.data),
         ]
     )
     return PreparedData(training.dataset, validation, tokenizer, report, content_hash)
@@ -144,14 +145,6 @@ def is_indexed(recipe: Recipe) -> bool:
         DataError, TokenizerError: sources that do not exist, no tokenizer.
     """
     return _open_sources(recipe, 0, None).index.is_complete
-
-
-def build_weight_schedule(recipe: Recipe) -> WeightSchedule | None:
-    """Return the schedule of the sources' weights; None if they have none."""
-    weights = [source.weight for source in recipe.data.sources]
-    if weights[0] is None:
-        return None
-    return WeightSchedule(((0, tuple(weight for weight in weights if weight is not None)),))
 
 
 def _open_sources(
