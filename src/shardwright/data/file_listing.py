@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shardwright.config.data import DataSource
 from shardwright.data.records.record_formats import build_text_schema
+from shardwright.data.records.sample_archives import ARCHIVE_FORMATS
 from shardwright.data.sources import COLUMNAR_FORMATS, SourceFile
 from shardwright.errors import DataError
 from shardwright.files import FileKind, detect_file_kind, read_text
@@ -34,6 +35,8 @@ FORMAT_BY_SUFFIX = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+ARCHIVE_FORMAT_BY_SUFFIX = {".mds": "mds", ".tar": "webdataset"}
+"""Formats of other libraries, read only if the source's `format` names them."""
 METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Metadata files that Hugging Face `datasets` writes next to the records."""
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd"}
@@ -41,9 +44,9 @@ UNSUPPORTED_SUFFIXES = {
     **dict.fromkeys(
         (".xz", ".bz2", ".lz4", ".br"), "decompress it, or compress it with gzip or zstd"
     ),
-    **dict.fromkeys(
-        (".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"
-    ),
+    **dict.fromkeys((".zip", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"),
+    ".tar": "unpack it and use the folder as the path, or set `format: webdataset`",
+    ".mds": "set `format: mds`",
     **dict.fromkeys(
         (".csv", ".tsv"), "convert it to JSON lines, or read it as plain text by `format: text`"
     ),
@@ -250,6 +253,9 @@ def is_selected(source: DataSource, relative_path: Path) -> bool:
             relative_path.name, source.glob
         )
     known = FORMAT_BY_SUFFIX.get(_split_suffixes(relative_path)[0])
+    if source.format in ARCHIVE_FORMATS:
+        known = ARCHIVE_FORMAT_BY_SUFFIX.get(relative_path.suffix.lower())
+        return known == source.format
     return known is not None and source.format in ("auto", known)
 
 
@@ -279,6 +285,16 @@ def build_source_file(source: DataSource, path: Path, name: str, field: str) -> 
                 remedy=UNSUPPORTED_SUFFIXES[suffix][0].upper() + UNSUPPORTED_SUFFIXES[suffix][1:],
             )
         kind = FORMAT_BY_SUFFIX.get(suffix, "text")
+    if kind in ARCHIVE_FORMATS and ARCHIVE_FORMAT_BY_SUFFIX.get(path.suffix.lower()) != kind:
+        raise DataError(
+            f"the name is not that of an uncompressed file of `format: {kind}`",
+            field=field,
+            got=str(path),
+            allowed=", ".join(
+                name for name, value in ARCHIVE_FORMAT_BY_SUFFIX.items() if value == kind
+            ),
+            remedy="Decompress it, or name the folder of the shards",
+        )
     if kind in COLUMNAR_FORMATS and compression_suffix:
         raise DataError(
             f"compressed {kind} files are not supported: {kind} has its own compression",
