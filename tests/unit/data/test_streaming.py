@@ -316,6 +316,12 @@ def test_bytes_are_reserved_before_they_are_written(
     assert all(checked)
 
 
+def test_a_cache_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data\.cache_dir: .* cannot be created"):
+        ShardCache(tmp_path / "file" / "streamed", 100)
+
+
 def test_the_cache_removes_the_shard_that_was_used_first(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path, 100)
     for key in ("a", "b"):

@@ -82,7 +82,11 @@ BuildShard = Callable[[Path, Reservation], None]
 
 
 class ShardCache:
-    """Shards by key, of at most `max_bytes` together with those being built."""
+    """Shards by key, of at most `max_bytes` together with those being built.
+
+    Raises:
+        DataError: the folder cannot be created.
+    """
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         self.root = root
@@ -90,8 +94,16 @@ class ShardCache:
         self._shards = root / "shards"
         self._locks = root / "locks"
         self._reservations = root / "reservations"
-        for folder in (self._shards, self._locks, self._reservations):
-            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for folder in (self._shards, self._locks, self._reservations):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"the cache of tokenised shards cannot be created: {error.strerror}",
+                field="data.cache_dir",
+                got=str(root),
+                remedy="Set another folder",
+            ) from error
 
     def find(self, key: str) -> ShardLease | None:
         """Return a lease of a shard, or None if it is absent or being built or removed."""
