@@ -23,7 +23,7 @@ from shardwright.architecture import read_config
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.data.dataset import Sample
-from shardwright.data.preparation import PreparedData
+from shardwright.data.prepared_data import PreparedData
 from shardwright.data.sample_order import SampleOrder
 from shardwright.launch.devices import choose_rank_device
 from shardwright.launch.rank_claim import join_ranks

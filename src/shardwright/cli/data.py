@@ -17,7 +17,7 @@ from shardwright.cli.output.data_progress import show_data_progress
 from shardwright.cli.output.data_table import render_report
 from shardwright.config import Recipe, load_recipe
 from shardwright.data.model_data import ReadShape, prepare_for_model
-from shardwright.data.preparation import PreparedData
+from shardwright.data.prepared_data import PreparedData
 from shardwright.data.preview import (
     DecodedSample,
     PreviewSpan,
@@ -61,7 +61,12 @@ def data_command(
         )
     length = compute_training_length(loaded_recipe, len(prepared.train), nproc)
     decoded = decode_samples(
-        loaded_recipe, prepared, "validation" if validation else "train", position, samples
+        loaded_recipe,
+        prepared,
+        "validation" if validation else "train",
+        position,
+        samples,
+        length.global_batch_size,
     )
     if json_output:
         sys.stdout.write(

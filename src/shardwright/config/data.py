@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from shardwright.config.recipe_section import (
     Fraction,
     LocalFolderText,
+    NonNegative,
     PathText,
     Positive,
     RecipeSection,
@@ -31,9 +32,13 @@ class DataSource(RecipeSection):
     """A file, a folder (read recursively, in name order), a folder saved by Hugging Face
     `datasets`, or an fsspec URL (`s3://...`), which is downloaded once into the cache.
     `${NAME}` is replaced by the environment variable."""
-    format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
+    format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow", "mds", "webdataset"] = (
+        "auto"
+    )
     """`auto` decides by file name: .jsonl/.ndjson, .json, .parquet, .arrow; any other file is
-    text (one document per file)."""
+    text (one document per file). `mds`: uncompressed shards of MosaicML Streaming (.mds), with
+    the package mosaicml-streaming. `webdataset`: tar files with .json or .txt members, with the
+    package webdataset."""
     records: RecordsKind = "auto"
     """Kind of records in jsonl, json, parquet and arrow files; `auto` detects it from their
     columns and reports the result. `prompt_response` is rendered with the chat template if
@@ -65,11 +70,44 @@ def _parse_sources(value: Any) -> Any:
 DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_parse_sources)]
 
 
+class WeightKnot(RecipeSection):
+    """Weights of all sources from one step on."""
+
+    step: NonNegative
+    """First step with these weights, counted from 0."""
+    weights: tuple[Annotated[float, Field(ge=0)], ...] = Field(min_length=1)
+    """One weight per source, in the order of `sources`; 0 leaves a source out."""
+
+
+class StreamingSection(RecipeSection):
+    """Streaming of the training sources: their files are read when they are needed, not all
+    before the start."""
+
+    cache_bytes: Positive = 64 * 1024**3
+    """Limit of the tokenised files, and of those being fetched, in the folder `streamed` of the
+    cache. Runs that share the folder share them. It must fit `window_files` tokenised files and
+    one being fetched; with twice as many, the next ones are read ahead."""
+    window_files: Positive = 4
+    """Files whose samples are shuffled together. Every epoch has another order of the files, and
+    another order of the samples of each window."""
+
+
 class DataSection(RecipeSection):
     """Training and validation data, and its conversion to rows of tokens."""
 
     sources: DataSources = Field(min_length=1)
     """Training data: a path, a mapping, or a list of them."""
+    weight_schedule: tuple[WeightKnot, ...] = ()
+    """Weights of the sources that change during training (a curriculum): from each `step` on
+    the sources have these weights instead of their `weight`. A resumed run must have the same
+    schedule."""
+    weight_transition: Literal["constant", "linear"] = "constant"
+    """Shares of the sources between two steps of `weight_schedule`: those of the earlier one, or
+    linear between both."""
+    streaming: StreamingSection | None = None
+    """Set it for sources that are larger than the disk. Each file of the sources is fetched,
+    tokenised and removed again, in a bounded cache. Needs a tokenizer (`tokenizer.path`) or
+    token ids, and separate validation sources."""
     validation: DataSources = ()
     """Validation data. Without it, `validation_fraction` of the training samples is held
     out."""
@@ -125,11 +163,17 @@ class DataSection(RecipeSection):
                 "`validation` (separate sources) and "
                 "`validation_fraction` (a part of `sources`) exclude each other; remove one"
             )
+        if self.streaming is not None and self.validation_fraction:
+            raise ValueError(
+                "`validation_fraction` needs all of the data before the start, which `streaming` "
+                "does not read; set `validation` (separate sources)"
+            )
         num_weighted = sum(source.weight is not None for source in self.sources)
         if 0 < num_weighted < len(self.sources):
             raise ValueError(
                 "some of `sources` have a `weight` and some have none; give it to all or to none"
             )
+        self._check_schedule(num_weighted)
         if any(source.weight is not None for source in self.validation):
             raise ValueError(
                 "`weight` is for training sources; validation reads all of its sources"
@@ -140,3 +184,29 @@ class DataSection(RecipeSection):
                 "windows ignore document boundaries"
             )
         return self
+
+    def _check_schedule(self, num_weighted: int) -> None:
+        if not self.weight_schedule:
+            if self.weight_transition != "constant":
+                raise ValueError("`weight_transition` needs a `weight_schedule`")
+            return
+        if not num_weighted:
+            raise ValueError(
+                "`weight_schedule` changes the weights of the sources, but `sources` have none; "
+                "give each a `weight`"
+            )
+        previous = -1
+        for knot in self.weight_schedule:
+            if len(knot.weights) != len(self.sources):
+                raise ValueError(
+                    f"`weight_schedule` has {len(knot.weights)} weights at step {knot.step}, but "
+                    f"there are {len(self.sources)} sources"
+                )
+            if not any(knot.weights):
+                raise ValueError(f"all weights of `weight_schedule` at step {knot.step} are 0")
+            if knot.step <= previous:
+                raise ValueError(
+                    "the steps of `weight_schedule` must increase, but "
+                    f"{knot.step} follows {previous}"
+                )
+            previous = knot.step

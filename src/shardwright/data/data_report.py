@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from shardwright.config.data import DataSource
 from shardwright.data.corpus import RecordStatistics
 from shardwright.data.dataset import TokenDataset, WindowDataset
 from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset
+from shardwright.data.records.record_formats import RECORD_KINDS
+from shardwright.data.scheduled_mixture import ScheduledMixture
+from shardwright.data.sources import SourceFile
 from shardwright.data.token_store import TokenCounts, TokenStore
 
 
@@ -75,13 +80,52 @@ class DataReport:
         }
 
 
+def describe_sources(
+    sources: Sequence[DataSource],
+    files: Sequence[SourceFile],
+    num_documents: Sequence[int],
+    shares: Sequence[float] | None,
+) -> tuple[SourceReport, ...]:
+    """Describe the training sources; `shares` are their fractions of the samples, if weighted."""
+    counts = [*num_documents, *[0] * len(sources)]
+    reports = []
+    for number, source in enumerate(sources):
+        source_files = [file for file in files if file.source_index == number]
+        kinds = {file.records.kind if file.format != "text" else "text" for file in source_files}
+        records = next((file.records for file in source_files if file.format != "text"), None)
+        reports.append(
+            SourceReport(
+                path=source.path,
+                num_files=len(source_files),
+                records=", ".join(kind for kind in RECORD_KINDS if kind in kinds),
+                columns=records.columns if records is not None else (),
+                num_documents=counts[number],
+                weight=source.weight,
+                share=shares[number] if shares else None,
+            )
+        )
+    return tuple(reports)
+
+
+def compute_shares(dataset: TokenDataset) -> tuple[float, ...] | None:
+    """Return the share of each source in an epoch's samples, at the first step of a schedule.
+
+    None if the sources have no weights.
+    """
+    if isinstance(dataset, MixedDataset):
+        return tuple(n / len(dataset) for n in dataset.num_samples_per_part)
+    if isinstance(dataset, ScheduledMixture):
+        return dataset.schedule.get_shares(0)
+    return None
+
+
 def describe_side(store: TokenStore, dataset: TokenDataset) -> SideReport:
     """Summarise the tokens and samples of one side."""
     lengths = np.diff(store.documents.astype(np.int64))
     # Bins (0, 1], (1, 2], (2, 4], ... up to the longest document.
     bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     histogram = tuple((2**number, int(count)) for number, count in enumerate(np.bincount(bins)))
-    parts = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
+    parts = dataset.parts if isinstance(dataset, MixedDataset | ScheduledMixture) else (dataset,)
     packed = [part for part in parts if isinstance(part, PackedDataset)]
     return SideReport(
         counts=store.counts,
@@ -104,6 +148,9 @@ def _compute_padding_fraction(dataset: TokenDataset) -> float:
             n * _compute_padding_fraction(part)
             for n, part in zip(dataset.num_samples_per_part, dataset.parts, strict=True)
         )
+        return padded / max(1, len(dataset))
+    if isinstance(dataset, ScheduledMixture):
+        padded = sum(len(part) * _compute_padding_fraction(part) for part in dataset.parts)
         return padded / max(1, len(dataset))
     assert isinstance(dataset, WindowDataset)
     return 0.0

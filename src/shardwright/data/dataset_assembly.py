@@ -15,6 +15,7 @@ from shardwright.data.dataset import TokenDataset, WindowDataset
 from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset, Packing, pack_documents
 from shardwright.data.records.preference_pairs import pack_pairs
+from shardwright.data.scheduled_mixture import ScheduledMixture, build_weight_schedule
 from shardwright.data.token_store import TokenStore
 from shardwright.errors import DataError
 
@@ -95,6 +96,10 @@ def open_dataset(
         _open_source_dataset(recipe, root, key, side, store, packing, number)
         for number in range(len(weights))
     )
+    if recipe.data.weight_schedule:
+        schedule = build_weight_schedule(recipe.data)
+        assert schedule is not None  # the schema requires weights
+        return ScheduledMixture(parts, schedule, recipe.seed)
     return MixedDataset(
         parts, tuple(weight for weight in weights if weight is not None), recipe.seed
     )

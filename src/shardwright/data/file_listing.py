@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shardwright.config.data import DataSource
 from shardwright.data.records.record_formats import build_text_schema
+from shardwright.data.records.sample_archives import ARCHIVE_FORMATS
 from shardwright.data.sources import COLUMNAR_FORMATS, SourceFile
 from shardwright.errors import DataError
 from shardwright.files import FileKind, detect_file_kind, read_text
@@ -34,6 +35,8 @@ FORMAT_BY_SUFFIX = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+ARCHIVE_FORMAT_BY_SUFFIX = {".mds": "mds", ".tar": "webdataset"}
+"""Formats of other libraries, read only if the source's `format` names them."""
 METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Metadata files that Hugging Face `datasets` writes next to the records."""
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd"}
@@ -41,9 +44,9 @@ UNSUPPORTED_SUFFIXES = {
     **dict.fromkeys(
         (".xz", ".bz2", ".lz4", ".br"), "decompress it, or compress it with gzip or zstd"
     ),
-    **dict.fromkeys(
-        (".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"
-    ),
+    **dict.fromkeys((".zip", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"),
+    ".tar": "unpack it and use the folder as the path, or set `format: webdataset`",
+    ".mds": "set `format: mds`",
     **dict.fromkeys(
         (".csv", ".tsv"), "convert it to JSON lines, or read it as plain text by `format: text`"
     ),
@@ -78,7 +81,7 @@ def list_files(sources: Sequence[DataSource], field: str) -> tuple[SourceFile, .
                     field=where,
                     got=source.path,
                 )
-            source_files = [_build_source_file(source, path, path.name, where)]
+            source_files = [build_source_file(source, path, path.name, where)]
         elif kind == "absent":
             raise DataError(
                 "no such file or folder",
@@ -150,7 +153,7 @@ def _list_datasets_folder(source: DataSource, folder: Path, field: str) -> list[
         raise DataError(
             "state.json lists a file that does not exist", field=field, got=ascii(absent[0])[1:-1]
         )
-    return [_build_source_file(source, folder / name, name, field) for name in names]
+    return [build_source_file(source, folder / name, name, field) for name in names]
 
 
 def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFile]:
@@ -189,7 +192,7 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
                     )
                 if kind == "regular file":
                     files.append(
-                        _build_source_file(
+                        build_source_file(
                             source, Path(parent) / name, relative_path.as_posix(), field
                         )
                     )
@@ -227,6 +230,12 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
     return sorted(files, key=lambda file: Path(file.name).parts)
 
 
+def is_hidden(source: DataSource, relative_path: Path) -> bool:
+    """Return True if a file or one of its folders is hidden (`.name`) or excluded."""
+    paths = [relative_path, *relative_path.parents[:-1]]
+    return any(path.name.startswith(".") or _is_excluded(source, path) for path in paths)
+
+
 def _is_excluded(source: DataSource, relative_path: Path) -> bool:
     return any(
         fnmatch.fnmatchcase(relative_path.as_posix(), pattern)
@@ -244,6 +253,9 @@ def is_selected(source: DataSource, relative_path: Path) -> bool:
             relative_path.name, source.glob
         )
     known = FORMAT_BY_SUFFIX.get(_split_suffixes(relative_path)[0])
+    if source.format in ARCHIVE_FORMATS:
+        known = ARCHIVE_FORMAT_BY_SUFFIX.get(relative_path.suffix.lower())
+        return known == source.format
     return known is not None and source.format in ("auto", known)
 
 
@@ -255,7 +267,12 @@ def _split_suffixes(path: Path) -> tuple[str, str]:
     return suffix, ""
 
 
-def _build_source_file(source: DataSource, path: Path, name: str, field: str) -> SourceFile:
+def build_source_file(source: DataSource, path: Path, name: str, field: str) -> SourceFile:
+    """Return a file of a source with its format, by the source or by the file's name.
+
+    Raises:
+        DataError: the format is not supported.
+    """
     suffix, compression_suffix = _split_suffixes(path)
     kind: str = source.format
     if kind == "auto":
@@ -268,6 +285,16 @@ def _build_source_file(source: DataSource, path: Path, name: str, field: str) ->
                 remedy=UNSUPPORTED_SUFFIXES[suffix][0].upper() + UNSUPPORTED_SUFFIXES[suffix][1:],
             )
         kind = FORMAT_BY_SUFFIX.get(suffix, "text")
+    if kind in ARCHIVE_FORMATS and ARCHIVE_FORMAT_BY_SUFFIX.get(path.suffix.lower()) != kind:
+        raise DataError(
+            f"the name is not that of an uncompressed file of `format: {kind}`",
+            field=field,
+            got=str(path),
+            allowed=", ".join(
+                name for name, value in ARCHIVE_FORMAT_BY_SUFFIX.items() if value == kind
+            ),
+            remedy="Decompress it, or name the folder of the shards",
+        )
     if kind in COLUMNAR_FORMATS and compression_suffix:
         raise DataError(
             f"compressed {kind} files are not supported: {kind} has its own compression",

@@ -14,7 +14,7 @@ import torch
 
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.data.dataset import Sample, TokenDataset
-from shardwright.data.sample_order import SampleOrder
+from shardwright.data.scheduled_mixture import PositionOrder
 from shardwright.plans import BatchPlan
 
 
@@ -96,7 +96,7 @@ def _read_on_host(tensor: torch.Tensor | None, known: np.ndarray | None) -> np.n
 
 
 def read_step_micro_batches(
-    dataset: TokenDataset, order: SampleOrder, batch: BatchPlan, step: int, data_rank: int
+    dataset: TokenDataset, order: PositionOrder, batch: BatchPlan, step: int, data_rank: int
 ) -> list[MicroBatch]:
     """Return the micro-batches of one data rank in an optimizer step, in order of accumulation.
 

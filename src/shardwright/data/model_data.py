@@ -8,7 +8,8 @@ from typing import Any
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.recipe import Recipe
-from shardwright.data.preparation import PreparedData, prepare_data
+from shardwright.data.preparation import prepare_data
+from shardwright.data.prepared_data import PreparedData
 from shardwright.data.source_files import ProgressCallback
 
 _PLACEHOLDER_VOCAB_SIZE = 1 << 20

@@ -11,8 +11,8 @@ import numpy as np
 from shardwright.config import Recipe
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.data.dataset import Sample, TokenDataset
-from shardwright.data.preparation import PreparedData
-from shardwright.data.sample_order import SampleOrder
+from shardwright.data.prepared_data import PreparedData
+from shardwright.data.run_order import build_run_order
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import RecipeError
 from shardwright.plans import count_steps, resolve_batch, resolve_degrees
@@ -127,7 +127,12 @@ def compute_training_length(
 
 
 def decode_samples(
-    recipe: Recipe, prepared: PreparedData, side: SampleSide, position: int, num_samples: int
+    recipe: Recipe,
+    prepared: PreparedData,
+    side: SampleSide,
+    position: int,
+    num_samples: int,
+    global_batch_size: int,
 ) -> list[DecodedSample]:
     """Decode the samples that the run reads from `position` on."""
     dataset: TokenDataset | None = prepared.train if side == "train" else prepared.validation
@@ -138,7 +143,7 @@ def decode_samples(
             got=0,
             remedy="Set a fraction, or data.validation",
         )
-    order = SampleOrder(recipe.seed, len(dataset))
+    order = build_run_order(dataset, recipe.seed, global_batch_size)
     decoded = []
     for current in range(position, position + num_samples):
         if side == "validation" and current >= len(dataset):

@@ -7,10 +7,10 @@ over a network, where a change between two passes would also go unnoticed.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright.config.data import DataSource
 from shardwright.data.data_cache import build_once, compute_key
@@ -22,6 +22,19 @@ _BLOCK_BYTES = 1 << 22
 
 DownloadProgressCallback = Callable[[str, int, int], None]
 """Callback for progress: (stage, done, total), in bytes."""
+
+
+class RemoteFile(NamedTuple):
+    """File behind a URL. `version` changes with the content; `num_bytes` may be unknown.
+
+    `tag` is the store's own mark of the content, such as an ETag; empty if it has none.
+    """
+
+    path: str
+    name: str
+    num_bytes: int | None
+    version: str
+    tag: str
 
 
 def is_remote(path: str) -> bool:
@@ -60,6 +73,40 @@ def fetch_sources(
 def _fetch_source(
     source: DataSource, cache_root: Path, field: str, progress: DownloadProgressCallback | None
 ) -> Path:
+    listing = list_remote_files(source, field)
+    if isinstance(listing, Path):
+        return listing
+    file_system, is_file, selected = listing
+    stamps = [[file.name, file.num_bytes, file.version] for file in selected]
+    total = sum(size for _, size, _ in stamps if isinstance(size, int))
+    done = 0
+
+    def report_read(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress("fetching", min(done, total), total)
+
+    def copy(folder: Path) -> None:
+        for file in selected:
+            _copy_file(file_system, file.path, folder / file.name, field, report_read)
+
+    folder = build_once(cache_root, f"fetched/{compute_key([source.path, stamps])}", copy)
+    return folder / selected[0].name if is_file else folder
+
+
+def list_remote_files(
+    source: DataSource, field: str
+) -> tuple[Any, bool, tuple[RemoteFile, ...]] | Path:
+    """List the files of a URL that the source selects, with metadata files.
+
+    Returns:
+        The file system, True if the URL is one file, and the files. If the URL is that of a local
+        file or folder, its path.
+
+    Raises:
+        DataError: as `fetch_sources`.
+    """
     from fsspec.implementations.local import LocalFileSystem
 
     try:
@@ -74,39 +121,36 @@ def _fetch_source(
             remote: remote.rsplit("/", 1)[-1] if is_file else remote[len(base) :].lstrip("/")
             for remote in info_by_path
         }
-        selected = {
-            remote: name
-            for remote, name in names.items()
+        files = tuple(
+            RemoteFile(
+                remote,
+                name,
+                info_by_path[remote].get("size"),
+                str(file_system.ukey(remote)),
+                get_content_tag(info_by_path[remote]),
+            )
+            for remote, name in sorted(names.items())
             if is_file or Path(name).name in METADATA_FILES or is_selected(source, Path(name))
-        }
-        stamps = [
-            [name, info_by_path[remote].get("size"), str(file_system.ukey(remote))]
-            for remote, name in sorted(selected.items())
-        ]
+        )
     except (ImportError, ValueError) as error:
         raise DataError(str(error), field=field, got=source.path) from error
     except Exception as error:  # every file system has its own exceptions
         raise DataError(
             f"cannot be reached: {convert_error(error)}", field=field, got=source.path
         ) from None  # the error's text may contain credentials
-    if not selected:
+    if not files:
         raise DataError("the URL has no files to read", field=field, got=source.path)
+    return file_system, is_file, files
 
-    total = sum(size for _, size, _ in stamps if isinstance(size, int))
-    done = 0
 
-    def report_read(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if progress is not None:
-            progress("fetching", min(done, total), total)
+def get_content_tag(info: Mapping[str, Any]) -> str:
+    """Return the mark of a file's content among the store's information; "" if there is none.
 
-    def copy(folder: Path) -> None:
-        for remote, name in selected.items():
-            _copy_file(file_system, remote, folder / name, field, report_read)
-
-    folder = build_once(cache_root, f"fetched/{compute_key([source.path, stamps])}", copy)
-    return folder / next(iter(selected.values())) if is_file else folder
+    >>> get_content_tag({"name": "bucket/a", "size": 3, "ETag": '"5d41"'})
+    '5d41'
+    """
+    names = ("ETag", "etag", "md5Hash", "generation")
+    return next((str(info[name]).strip('"') for name in names if info.get(name)), "")
 
 
 def _list_files(file_system: Any, path: str) -> tuple[bool, dict[str, Any]]:

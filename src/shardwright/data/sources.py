@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,9 +93,15 @@ class BrokenRecord(NamedTuple):
 
 
 def detect_schemas(
-    files: Sequence[SourceFile], sources: Sequence[DataSource], field: str
+    files: Sequence[SourceFile],
+    sources: Sequence[DataSource],
+    field: str,
+    read_first: Callable[[list[SourceFile]], list[dict[str, Any]]] | None = None,
 ) -> tuple[SourceFile, ...]:
     """Return the files with the record schema detected from the first records of each source.
+
+    Args:
+        read_first: returns the first readable records of files; default `read_first_rows`.
 
     Raises:
         DataError: records that match several kinds, columns of the recipe that do not exist, a
@@ -113,7 +119,7 @@ def detect_schemas(
                 got=source.records,
                 allowed="text or auto",
             )
-        rows = _read_first_rows(record_files)
+        rows = (read_first or read_first_rows)(record_files)
         requested_kind = (
             "text"
             if source.records == "auto" and source.text_field != _DEFAULT_TEXT_FIELD
@@ -137,8 +143,12 @@ def detect_schemas(
     return tuple(result)
 
 
-def _read_first_rows(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
-    """Return the first readable records, enough to see columns that are often empty."""
+def read_first_rows(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
+    """Return the first readable records, enough to see columns that are often empty.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
     rows: list[dict[str, Any]] = []
     for file in files:
         try:

@@ -95,10 +95,12 @@ def write_tokens(
     tokenizer: Tokenizer,
     on_read: ReadCallback,
     encode_records: EncodeRecords | None = None,
+    reserve_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[TokenCounts, list[BrokenRecord]]:
     """Tokenise `pieces` into `folder`, a few megabytes of text at a time.
 
     Args:
+        reserve_bytes: called with the bytes of all files before each write.
         encode_records: encodes pieces other than plain text; with it the supervised mask is
             written.
 
@@ -117,6 +119,10 @@ def write_tokens(
         )
         weight_file: BinaryIO | None = None
         for part in _encode_parts(pieces, tokenizer, encode_records, on_read, broken):
+            has_weights = weight_file is not None or part.weights is not None
+            bytes_per_token = dtype.itemsize + (mask_file is not None) + 4 * has_weights
+            num_tokens = counter.num_tokens + len(part.ids)
+            reserve_bytes(bytes_per_token * num_tokens + 8 * (len(counter.starts) + 3))
             # The first part with weights other than 1.
             if part.weights is not None and weight_file is None:
                 weight_file = stack.enter_context(open(folder / f"{side}.weights", "wb"))

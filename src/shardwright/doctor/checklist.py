@@ -116,6 +116,8 @@ def _check_data(context: ChecklistContext) -> Iterator[Finding]:
     recipe = context.original_recipe
     if any("://" in source.path for source in (*recipe.data.sources, *recipe.data.validation)):
         value = "sources behind a URL are downloaded and tokenised first, while all ranks wait"
+        if recipe.data.streaming is not None:
+            value = "streamed sources are read once to index them, while all ranks wait"
         yield Finding(
             "data", "data cache", "warn", value, f"shardwright data {context.recipe_path}"
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwright.data.loader import MicroBatch, read_step_micro_batches
-from shardwright.data.sample_order import SampleOrder
+from shardwright.data.run_order import build_run_order
 from shardwright.layout import RankGrid
 from shardwright.offload import OffloadedOptimizer, TransferCounts
 from shardwright.optim import compute_learning_rate
@@ -109,7 +109,9 @@ class TrainingLoop:
         validated_run = context.validated_run
         plan = context.plan
         ranks = context.rank_environment
-        sample_order = SampleOrder(context.recipe.seed, len(validated_run.data.train))
+        sample_order = build_run_order(
+            validated_run.data.train, context.recipe.seed, plan.batch.global_batch_size
+        )
         self.batches = BatchPrefetcher(
             lambda step: read_step_micro_batches(
                 validated_run.data.train, sample_order, plan.batch, step, context.data_rank

@@ -65,7 +65,9 @@ def make_recipe(folder: Path, **data: Any) -> Recipe:
 
 def print_report(recipe: Recipe, **show: Any) -> str:
     prepared = prepare_for_model(recipe)[1]
-    shown = decode_samples(recipe, prepared, show.get("side", "train"), show.get("position", 0), 2)
+    shown = decode_samples(
+        recipe, prepared, show.get("side", "train"), show.get("position", 0), 2, 1
+    )
     length = compute_training_length(recipe, len(prepared.train), None)
     console = Console(width=100, record=True, quiet=False, file=io.StringIO())
     console.print(render_report(recipe, prepared, length, shown))
@@ -135,10 +137,10 @@ def test_a_corpus_cannot_send_terminal_codes(tmp_path: Path) -> None:
 def test_samples_are_those_of_the_run(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     prepared = prepare_for_model(recipe)[1]
-    from_start = decode_samples(recipe, prepared, "train", 0, 4)
-    later = decode_samples(recipe, prepared, "train", 2, 2)
+    from_start = decode_samples(recipe, prepared, "train", 0, 4, 1)
+    later = decode_samples(recipe, prepared, "train", 2, 2, 1)
     assert from_start[2:] == later
-    validation = decode_samples(recipe, prepared, "validation", 0, 10_000)
+    validation = decode_samples(recipe, prepared, "validation", 0, 10_000, 1)
     assert prepared.validation is not None
     assert [sample.index for sample in validation] == list(range(len(prepared.validation)))
 
@@ -207,7 +209,7 @@ def test_text_goes_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_json_has_no_nan_or_infinity(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     prepared = prepare_for_model(recipe)[1]
-    shown = decode_samples(recipe, prepared, "train", 0, 3)
+    shown = decode_samples(recipe, prepared, "train", 0, 3, 1)
     content = build_json(
         recipe, prepared, compute_training_length(recipe, len(prepared.train), None), shown
     )
@@ -225,7 +227,7 @@ def test_wrong_input_is_refused(tmp_path: Path) -> None:
         prepare_for_model(validate_recipe(document))
     recipe = make_recipe(tmp_path, validation_fraction=0.0)
     with pytest.raises(RecipeError, match="no validation data"):
-        decode_samples(recipe, prepare_for_model(recipe)[1], "validation", 0, 1)
+        decode_samples(recipe, prepare_for_model(recipe)[1], "validation", 0, 1, 1)
 
 
 def test_unsupervised_last_tokens_of_a_document_are_not_padding(tmp_path: Path) -> None:

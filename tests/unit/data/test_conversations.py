@@ -19,7 +19,8 @@ from shardwright.config.data import IGNORED_LABEL
 from shardwright.data.dataset import TokenDataset
 from shardwright.data.loader import collate, read_step_micro_batches
 from shardwright.data.packed_dataset import PackedDataset
-from shardwright.data.preparation import PreparedData, prepare_data
+from shardwright.data.preparation import prepare_data
+from shardwright.data.prepared_data import PreparedData
 from shardwright.data.records.chat_template import load_chat_template
 from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import DataError, TokenizerError

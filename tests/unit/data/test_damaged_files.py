@@ -11,7 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shardwright.data.preparation import PreparedData, prepare_data
+from shardwright.data.preparation import prepare_data
+from shardwright.data.prepared_data import PreparedData
 from shardwright.errors import DataError, InputError, TokenizerError
 from tests.unit.data.chat_tokenizers import turns, write_records
 from tests.unit.data.test_conversations import chat_recipe

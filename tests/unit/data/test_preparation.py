@@ -17,7 +17,8 @@ from shardwright.data import dataset_assembly, source_files, sources, tokenisati
 from shardwright.data.dataset import TokenDataset, WindowDataset
 from shardwright.data.file_listing import list_files
 from shardwright.data.packed_dataset import PackedDataset
-from shardwright.data.preparation import PreparedData, prepare_data
+from shardwright.data.preparation import prepare_data
+from shardwright.data.prepared_data import PreparedData
 from shardwright.data.tokenizer_loading import load_tokenizer
 from shardwright.errors import DataError, RecipeError, TokenizerError
 from tests.unit.data.recipes import build_recipe, story, write_json_lines, write_text

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from shardwright.config import Recipe
 from shardwright.data.data_report import SideReport
-from shardwright.data.preparation import PreparedData
+from shardwright.data.prepared_data import PreparedData
 from shardwright.data.preview import DecodedSample, TrainingLength
 from shardwright.data.records.record_formats import RECORD_KINDS
 

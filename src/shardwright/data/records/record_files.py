@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+from shardwright.data.records.sample_archives import ARCHIVE_FORMATS, read_archive
 from shardwright.errors import DataError
 from shardwright.files import open_regular_file
 
@@ -47,7 +48,7 @@ def read_rows(
     """Yield every row of a file of records, in order.
 
     Args:
-        file_format: jsonl, json, parquet or arrow.
+        file_format: jsonl, json, parquet, arrow, mds or webdataset.
         columns: columns to read from a Parquet or Arrow file; missing ones are ignored. None
             reads all.
 
@@ -61,6 +62,11 @@ def read_rows(
             _read_json_lines(path, compression)
             if file_format == "jsonl"
             else _read_json(path, compression)
+        )
+    if file_format in ARCHIVE_FORMATS:
+        return (
+            RecordRow(number, value, reason)
+            for number, (value, reason) in enumerate(read_archive(path, file_format), start=1)
         )
     return _read_columns(path, file_format, columns)
 

@@ -21,7 +21,8 @@ from shardwright.architecture import (
 )
 from shardwright.config import Recipe
 from shardwright.data.model_data import prepare_for_model
-from shardwright.data.preparation import PreparedData
+from shardwright.data.prepared_data import PreparedData
+from shardwright.data.scheduled_mixture import describe_weight_schedule
 from shardwright.data.source_files import ProgressCallback
 from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import choose_compilation_here, choose_precision_here
@@ -98,6 +99,11 @@ class ValidatedRun:
             "model": _describe_shape(self.shape),
             "tokenizer": self.data.tokenizer.content_hash,
             "data": self.data.content_hash,
+            **(
+                {"weight_schedule": describe_weight_schedule(recipe.data)}
+                if recipe.data.weight_schedule
+                else {}
+            ),
             "seed": recipe.seed,
             "sequence_length": batch.sequence_length,
             "global_batch_size": batch.global_batch_size,

@@ -1,0 +1,145 @@
+"""Rows of shards that other libraries wrote: MosaicML's MDS files and WebDataset's tar files.
+
+Both are read through their own packages, which are optional. A sample becomes a row: the columns of
+an MDS sample; the fields of a tar sample's `.json` member, and its `.txt` member as `text`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright.errors import DataError
+from shardwright.files import open_regular_file
+
+ARCHIVE_FORMATS = ("mds", "webdataset")
+_TEXT_MEMBERS = {"txt": "text", "text": "text"}
+_UINT32_BYTES = 4
+_MAX_CONFIG_BYTES = 1 << 20
+
+ArchiveRow = tuple[dict[str, Any] | None, str]
+"""Values of a sample by column, or None and the reason why it cannot be read."""
+
+
+def read_archive(path: Path, file_format: str) -> Iterator[ArchiveRow]:
+    """Yield every sample of an MDS shard or of a WebDataset tar file, in order.
+
+    Raises:
+        DataError: the package is missing, the file is damaged, or a column needs pickle.
+    """
+    return _read_mds(path) if file_format == "mds" else _read_tar(path)
+
+
+def _read_mds(path: Path) -> Iterator[ArchiveRow]:
+    """Read a shard of MDS version 2: number of samples, offsets, JSON of the columns, samples."""
+    try:
+        from streaming.base.format.base.reader import FileInfo
+        from streaming.base.format.mds.encodings import is_mds_encoding_safe
+        from streaming.base.format.mds.reader import MDSReader
+    except ImportError as error:
+        raise _build_import_error(path, "mosaicml-streaming", "mds", error) from error
+
+    num_bytes = path.stat().st_size
+    with open_regular_file(path) as stream:
+        head = stream.read(_UINT32_BYTES)
+        num_samples = int.from_bytes(head, "little")
+        first_offset = _UINT32_BYTES * (num_samples + 2)
+        if len(head) < _UINT32_BYTES or first_offset > num_bytes:
+            raise _build_damage_error(path, "its header is not that of an MDS shard")
+        offsets = np.frombuffer(stream.read(first_offset - _UINT32_BYTES), "<u4").astype(np.int64)
+        config_bytes = int(offsets[0]) - first_offset
+        if (
+            not 0 < config_bytes <= _MAX_CONFIG_BYTES
+            or int(offsets[-1]) != num_bytes
+            or np.any(np.diff(offsets) < 0)
+        ):
+            raise _build_damage_error(path, f"it has {num_bytes} bytes, not {int(offsets[-1])}")
+        try:
+            config = json.loads(stream.read(config_bytes))
+            names = list(config["column_names"])
+            encodings = list(config["column_encodings"])
+            sizes = list(config["column_sizes"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise _build_damage_error(path, f"its columns cannot be read: {error}") from error
+    for name, encoding in zip(names, encodings, strict=True):
+        if not is_mds_encoding_safe(encoding):
+            raise DataError(
+                "a column of the MDS shard contains pickled objects, which can execute code",
+                field=str(path),
+                got=f"{name}: {encoding}",
+                remedy="Write the dataset with other encodings, such as str, json or ndarray",
+            )
+    info = FileInfo(path.name, num_bytes, {})
+    reader = MDSReader(
+        str(path.parent), "", encodings, names, sizes, None, [], info, num_samples, None, None
+    )
+    for index in range(num_samples):
+        try:
+            sample = reader.get_item(index)
+        except (ValueError, IndexError, UnicodeDecodeError, TypeError) as error:
+            yield None, f"not a sample: {error}"
+            continue
+        yield {name: _convert(value) for name, value in sample.items()}, ""
+
+
+def _convert(value: Any) -> Any:
+    """Return an array as a list and a numpy number as a Python one."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value
+
+
+def _read_tar(path: Path) -> Iterator[ArchiveRow]:
+    try:
+        from webdataset.tariterators import group_by_keys, tar_file_expander
+    except ImportError as error:
+        raise _build_import_error(path, "webdataset", "webdataset", error) from error
+    import tarfile
+
+    with open_regular_file(path) as stream:
+        try:
+            files = tar_file_expander([{"url": path.name, "stream": stream}])
+            for sample in group_by_keys(files):
+                yield _build_tar_row(sample)
+        except (tarfile.TarError, EOFError, ValueError) as error:
+            raise _build_damage_error(path, f"{error}") from error
+
+
+def _build_tar_row(sample: dict[str, Any]) -> ArchiveRow:
+    """Return the row of a sample; members of other kinds, such as images, are ignored."""
+    row: dict[str, Any] = {}
+    try:
+        if "json" in sample:
+            content = json.loads(sample["json"])
+            if not isinstance(content, dict):
+                return None, f"{sample['__key__']}.json is not an object"
+            row |= content
+        for member, column in _TEXT_MEMBERS.items():
+            if member in sample:
+                if column in row:
+                    return None, f"{sample['__key__']} has two members with the column {column!r}"
+                row[column] = sample[member].decode("utf-8")
+    except UnicodeDecodeError as error:
+        return None, f"{sample['__key__']} is not UTF-8: {error.reason}"
+    except (ValueError, RecursionError) as error:
+        return None, f"{sample['__key__']}.json is not JSON: {error}"
+    if not row:
+        members = ", ".join(sorted(name for name in sample if not name.startswith("__")))
+        return None, f"{sample['__key__']} has no .json or .txt member, only {members}"
+    return row, ""
+
+
+def _build_import_error(path: Path, package: str, extra: str, error: ImportError) -> DataError:
+    return DataError(
+        f"reading this file needs the package {package}, which cannot be imported: {error}",
+        field=str(path),
+        remedy=f"pip install 'shardwright[{extra}]'",
+    )
+
+
+def _build_damage_error(path: Path, reason: str) -> DataError:
+    return DataError(f"the file is damaged: {reason}", field=str(path))
