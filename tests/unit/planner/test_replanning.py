@@ -126,6 +126,8 @@ def test_no_layout_reads_input_faster_or_waits_less() -> None:
     plain = plan_again(measure(MeasuredSlowdown()))
     assert plain.faster is not None  # the layout with full recomputation is not the best
     usual = measure(MeasuredSlowdown())
+    later = replace(usual, step=1.3 * usual.step, input=0.3 * usual.step)
+    assert plan_again(later).faster_seconds == pytest.approx(best.time.step + later.input, rel=0.02)
     dominated = replace(usual, step=101 * usual.step, input=100 * usual.step)
     assert plan_again(dominated).faster is None
 
