@@ -43,6 +43,9 @@ SLOW_PROFILE = MeasuredProfile(
 """Rates so low that a step of the small model takes less, also on a busy machine."""
 
 
+WINDOWS = SimpleNamespace(report=SimpleNamespace(packing="windows"))
+
+
 def build_run(layout: Layout, profile: Path) -> ValidatedRun:
     recipe = validate_recipe(
         {
@@ -62,7 +65,7 @@ def build_run(layout: Layout, profile: Path) -> ValidatedRun:
     shape = read_config(CONFIG)
     batch = BatchPlan(SEQUENCE_LENGTH, 2, 2, layout.data_ranks)
     plan = build_plan(shape, layout, batch, recipe.precision, "none")
-    return cast(ValidatedRun, SimpleNamespace(recipe=recipe, plan=plan, shape=shape))
+    return cast(ValidatedRun, SimpleNamespace(recipe=recipe, plan=plan, shape=shape, data=WINDOWS))
 
 
 def delay_first_call(stack: ExitStack, owner: Any, name: str, delayed: list[bool]) -> None:

@@ -15,6 +15,7 @@ import torch
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.data.dataset import Sample, TokenDataset
 from shardwright.data.sample_order import SampleOrder
+from shardwright.placement.row_assignment import sort_by_length, split_into_micro_batches
 from shardwright.plans import BatchPlan
 
 
@@ -118,13 +119,13 @@ def read_step_micro_batches(
         return order.get_index(position), order.get_epoch(position)
 
     if batch.row_multiple is not None and len(positions) > micro_batch_size and dataset.is_uneven:
-        positions = sorted(
-            positions, key=lambda position: -dataset.count_used_positions(*find(position))
-        )
+        lengths = [dataset.count_used_positions(*find(position)) for position in positions]
+        positions = [positions[row] for row in sort_by_length(lengths)]
     micro_batches = []
-    for accumulation in range(batch.gradient_accumulation_steps):
-        start = (accumulation * batch.data_ranks + data_rank) * micro_batch_size
-        batch_positions = positions[start : start + micro_batch_size]
+    for batch_positions_by_rank in split_into_micro_batches(
+        positions, micro_batch_size, batch.data_ranks
+    ):
+        batch_positions = batch_positions_by_rank[data_rank]
         samples = [dataset.get_sample(*find(position)) for position in batch_positions]
         micro_batches.append(collate(samples, batch_positions, batch.row_multiple))
     return micro_batches

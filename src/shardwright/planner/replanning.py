@@ -70,6 +70,10 @@ class MeasuredSlowdown:
         )
 
 
+PredictStep = Callable[[Predictor, Candidate], Prediction]
+"""Prediction of a candidate's mean step."""
+
+
 @dataclass(frozen=True)
 class NewPlan:
     """Result of a new plan: the rates, and the layout that would now be faster, if any."""
@@ -87,6 +91,7 @@ def replan(
     efficiency: Efficiency,
     problem: PlanningProblem,
     measured: StepSeconds,
+    predict: PredictStep = Predictor.predict,
 ) -> NewPlan:
     """Search for a faster layout at the measured rates.
 
@@ -96,11 +101,14 @@ def replan(
     Args:
         candidate: the layout that runs.
         problem: the same training run with all layouts open.
+        predict: how a candidate is predicted, for example with the rows of the data. The search
+            assumes full rows.
     """
-    slowdown = fit_slowdown(facts, candidate, cluster, efficiency, measured)
+    slowdown = fit_slowdown(facts, candidate, cluster, efficiency, measured, predict)
     predictor = Predictor(facts, *slowdown.apply(cluster, efficiency))
-    now = predictor.predict(candidate).time.step + measured.input
-    best = search_layouts(predictor, problem, num_layouts=1).chosen
+    now = predict(predictor, candidate).time.step + measured.input
+    found = search_layouts(predictor, problem, num_layouts=1).chosen
+    best = None if found is None else predict(predictor, found.candidate)
     if best is None or (best.time.step + measured.input) * (1 + EQUAL_STEP_SHARE) > now:
         return NewPlan(slowdown, None, None)
     seconds = measured.step * (best.time.step + measured.input) / now
@@ -113,6 +121,7 @@ def fit_slowdown(
     cluster: Cluster,
     efficiency: Efficiency,
     measured: StepSeconds,
+    predict: PredictStep = Predictor.predict,
 ) -> MeasuredSlowdown:
     """Return the ratios with which the prediction of `candidate` has the measured parts.
 
@@ -121,13 +130,14 @@ def fit_slowdown(
 
     def split(slowdown: MeasuredSlowdown) -> StepSeconds:
         slowed = Predictor(facts, *slowdown.apply(cluster, efficiency))
-        return split_prediction(slowed.predict(candidate).time)
+        return split_prediction(predict(slowed, candidate).time)
 
     slowdown = MeasuredSlowdown()
     names_by_link = _group_traffic(candidate, cluster)
     for _ in range(_NUM_ROUNDS):
-        products = measured.products + measured.waiting
-        slowdown = replace(slowdown, compute=slowdown.compute * products / split(slowdown).products)
+        predicted = split(slowdown)
+        factor = (measured.products + measured.waiting) / (predicted.products + predicted.waiting)
+        slowdown = replace(slowdown, compute=slowdown.compute * factor)
         for link, names in names_by_link.items():
             slowdown = replace(
                 slowdown, **{link: _find_factor(split, slowdown, link, names, measured)}

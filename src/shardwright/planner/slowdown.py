@@ -75,7 +75,8 @@ def split_prediction(time: TimeParts) -> StepSeconds:
         "expert": time.expert,
         "pipeline": time.pipeline + time.bubble,
     }
-    return StepSeconds(time.step, time.step - sum(traffic.values()), traffic)
+    products = time.step - sum(traffic.values()) - time.imbalance
+    return StepSeconds(time.step, products, traffic, waiting=time.imbalance)
 
 
 def combine_ranks(ranks: Sequence[RankStep], layout: Layout) -> StepSeconds:

@@ -24,6 +24,8 @@ from shardwright.training.run import train
 from tests.unit.planner import models
 from tests.unit.training.test_loop import build_recipe
 
+WINDOWS = SimpleNamespace(report=SimpleNamespace(packing="windows"))
+
 
 def build_validated_run(cluster: Any) -> ValidatedRun:
     recipe = validate_recipe(
@@ -45,18 +47,18 @@ def build_validated_run(cluster: Any) -> ValidatedRun:
     plan = build_plan(
         shape, layout, BatchPlan(128, 2, 1, layout.data_ranks), recipe.precision, "none"
     )
-    return cast(ValidatedRun, SimpleNamespace(recipe=recipe, plan=plan, shape=shape))
+    return cast(ValidatedRun, SimpleNamespace(recipe=recipe, plan=plan, shape=shape, data=WINDOWS))
 
 
 def test_the_prediction_of_a_run_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = run_prediction.predict
+    original = run_prediction.predict_rows
 
     def count_calls(*arguments: Any) -> Any:
         calls.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(run_prediction, "predict", count_calls)
+    monkeypatch.setattr(run_prediction, "predict_rows", count_calls)
     run_prediction._predict_cached.cache_clear()
     first = predict_training_run(build_validated_run("8xA100-80GB"))
     repeated = predict_training_run(build_validated_run("8xA100-80GB"))

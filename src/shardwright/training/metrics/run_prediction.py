@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.predictor import predict, predict_rank_memory
+from shardwright.planner.predictor import Predictor, predict_rank_memory
 from shardwright.planner.problem import build_check, build_plan_candidate, restrict_to_runnable
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.replanning import NewPlan, replan
@@ -32,6 +32,8 @@ from shardwright.planner.slowdown import (
     find_slow_part,
     split_prediction,
 )
+from shardwright.planner.training_rows import TrainingRows, predict_rows
+from shardwright.training.checks.row_lengths import read_training_rows
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.metrics.rank_metrics import RankStepTimes
 from shardwright.training.rank_context import RankContext
@@ -58,7 +60,22 @@ def predict_training_run(validated_run: ValidatedRun) -> Prediction | None:
     if recipe.cluster is None or _emulates_low_precision(validated_run):
         return None
     return _predict_cached(
-        validated_run.shape, build_plan_candidate(recipe, validated_run.plan), recipe.cluster
+        validated_run.shape,
+        build_plan_candidate(recipe, validated_run.plan),
+        recipe.cluster,
+        read_run_rows(validated_run),
+    )
+
+
+def read_run_rows(validated_run: ValidatedRun) -> TrainingRows | None:
+    """Read the rows of the run's first steps. None if all are full and of one document."""
+    if validated_run.data.report.packing == "windows":
+        return None
+    return read_training_rows(
+        validated_run.recipe,
+        validated_run.shape,
+        validated_run.data,
+        validated_run.plan.batch.global_batch_size,
     )
 
 
@@ -78,12 +95,14 @@ def _emulates_low_precision(validated_run: ValidatedRun) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _predict_cached(shape: ModelShape, candidate: Candidate, section: ClusterSection) -> Prediction:
+def _predict_cached(
+    shape: ModelShape, candidate: Candidate, section: ClusterSection, rows: TrainingRows | None
+) -> Prediction:
     """Predict, with a cache: the run folder and the comparison need the same prediction."""
     cluster = build_cluster(section, candidate.layout.world_size)
-    return predict(
-        shape, candidate, cluster, load_efficiencies().get_efficiency(cluster.accelerator)
-    )
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
+    predictor = Predictor(get_model_facts(shape), cluster, efficiency)
+    return predict_rows(predictor, candidate, rows)
 
 
 def predict_training_memory(validated_run: ValidatedRun) -> MemoryParts:
@@ -100,8 +119,6 @@ class PredictionComparison:
     validated_run: ValidatedRun
     prediction: Prediction
     rank_sync: RankSync
-    has_short_rows: bool = False
-    """True if rows may be shorter than sequence_length; the prediction assumes full rows."""
     steps: list[RankStep] = field(default_factory=list)
 
     def add(self, times: RankStepTimes, memory_bytes: tuple[int, ...]) -> StepSlowdown | None:
@@ -146,8 +163,6 @@ class PredictionComparison:
                 f"; predicted memory {format_bytes(predicted_bytes)}, "
                 f"measured {format_bytes(memory_bytes)} ({memory_bytes / predicted_bytes - 1:+.0%})"
             )
-        if self.has_short_rows:
-            text += "; rows were shorter than the full rows that the prediction assumes"
         return text
 
 
@@ -158,8 +173,7 @@ def compare_with_prediction(context: RankContext) -> PredictionComparison | None
     predicted = predict_training_run(run)
     if predicted is None or context.is_trial:
         return None
-    short_rows = run.plan.batch.row_multiple is not None and run.data.train.is_uneven
-    return PredictionComparison(run, predicted, context.rank_sync, short_rows)
+    return PredictionComparison(run, predicted, context.rank_sync)
 
 
 def _compute_median_step(steps: Sequence[RankStep]) -> RankStep:
@@ -254,5 +268,6 @@ def find_slowdown(
             load_efficiencies().get_efficiency(cluster.accelerator),
             restrict_to_runnable(problem, validated_run.shape),
             measured,
+            partial(predict_rows, rows=read_run_rows(validated_run)),
         ),
     )
