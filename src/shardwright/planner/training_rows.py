@@ -15,7 +15,13 @@ from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
 
-from shardwright.placement.row_assignment import sort_by_length, split_into_micro_batches
+from shardwright.placement.row_assignment import (
+    WorkBalance,
+    balance_rows,
+    sort_by_length,
+    split_into_micro_batches,
+    waits_after_each_micro_batch,
+)
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -54,6 +60,8 @@ class TrainingRows:
     pad_multiple: int | None
     """Rows end with the longest of their micro-batch, rounded up to a multiple of this and of the
     parts into which the layout shards a row. None: all have `sequence_length`."""
+    balance: WorkBalance | None = None
+    """Rows are assigned by work. `waits_each_micro_batch` is that of each candidate."""
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -96,6 +104,16 @@ class TrainingRows:
         lengths = self.lengths[first : first + size]
         is_sorted = multiple is not None and self.is_uneven and size > candidate.micro_batch_size
         order = sort_by_length(lengths) if is_sorted else list(range(size))
+        if self.balance is not None:
+            order = balance_rows(
+                self.documents[first : first + size],
+                replace(
+                    self.balance,
+                    waits_each_micro_batch=waits_after_each_micro_batch(candidate.layout),
+                ),
+                candidate.micro_batch_size,
+                candidate.layout.data_ranks,
+            )
         return [
             [self._describe([first + row for row in rows], multiple) for rows in rows_by_rank]
             for rows_by_rank in split_into_micro_batches(
@@ -216,12 +234,6 @@ def _combine_passes(candidate: Candidate, seconds: Sequence[Sequence[float]]) ->
     by_rank: list[tuple[float, ...]] = list(zip(*seconds, strict=True))
     if pp > 1:
         return max(sum(times) / pp + (pp - 1) / pp * max(times) for times in by_rank)
-    if candidate.layout.ep > 1 or (
-        candidate.is_sharded
-        and (
-            candidate.layout.zero_stage == 3
-            or candidate.engine.should_reduce_each_micro_batch(candidate.layout.zero_stage)
-        )
-    ):
+    if waits_after_each_micro_batch(candidate.layout):
         return sum(max(times) for times in seconds)
     return max(sum(times) for times in by_rank)

@@ -13,6 +13,7 @@ from shardwright.layout import Layout
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
 from shardwright.placement import has_micro_batch_scales
 from shardwright.planner.training_rows import MAX_STEPS, TrainingRows
+from shardwright.plans import build_work_balance
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,15 @@ def read_training_rows(
         resolve_expert_rules(recipe.moe, shape),
         is_compiled=False,
     )
+    is_packed = dataset.get_sample(0).document_ids is not None
+    length = recipe.training.sequence_length
     return TrainingRows(
         list_row_documents(dataset, SampleOrder(recipe.seed, len(dataset)), num_rows),
-        recipe.training.sequence_length,
-        is_packed=dataset.get_sample(0).document_ids is not None,
+        length,
+        is_packed=is_packed,
         is_uneven=dataset.is_uneven,
         pad_multiple=recipe.data.pad_to_multiple_of if is_short else None,
+        balance=build_work_balance(shape, Layout(), length, is_padded=is_short and not is_packed)
+        if recipe.data.assignment == "work"
+        else None,
     )

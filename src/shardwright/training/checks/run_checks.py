@@ -36,6 +36,7 @@ from shardwright.plans import (
     CompileChoice,
     Plan,
     PrecisionChoice,
+    balance_work,
     complete_plan,
     count_steps,
     pad_to_longest_row,
@@ -162,6 +163,17 @@ def validate_run(
     rules = resolve_expert_rules(recipe.moe, shape)  # raises for rules that the model cannot use
     if has_short_rows(recipe, layout, data.report.packing, rules, is_compiled=plan.is_compiled):
         plan = pad_to_longest_row(plan, recipe.data.pad_to_multiple_of)
+    if recipe.data.assignment == "work":
+        if data.report.packing == "windows":
+            raise RecipeError(
+                "all windows have the same work",
+                field="data.assignment",
+                got=recipe.data.assignment,
+                allowed="length",
+                remedy="Remove it, or use packing: documents",
+            )
+        has_documents = data.train.get_sample(0).document_ids is not None
+        plan = balance_work(plan, has_documents=has_documents)
     if recipe.model.keep_zeros and shape.adapters is not None:
         raise RecipeError(
             "adapters leave the model's zeros unchanged, but merging them makes the zeros nonzero",
