@@ -2,11 +2,10 @@
 
     python -m benchmarks.data_rows --data sft/ --out docs/benchmarks/data_rows.json
 
-For every file, packing and layout, the rates that the planner needs are measured, and the first
+For every file, packing, layout and assignment of rows, the rates that the planner needs are measured, and the first
 steps of the run, each several times; of a step the fastest repetition on the slowest rank counts,
 as for the rates. Both predictions are compared: that with the rows of the data, and that with full
-rows. Processor seconds are compared too, without traffic: they are much less sensitive to other
-work on the machine.
+rows.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import json
 import tempfile
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,9 @@ from shardwright.data.sample_order import SampleOrder
 from shardwright.layout import Layout, RankGrid
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
-from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_plan_candidate
 from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.slowdown import split_prediction
 from shardwright.planner.training_rows import predict_rows
 from shardwright.training.checks.row_lengths import read_training_rows
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
@@ -58,7 +56,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
 }
 NUM_STEPS = 4
-NUM_REPETITIONS = 3
+NUM_REPETITIONS = 5
 _RATE_LENGTHS = (1.0, 0.5, 0.25)
 """Lengths of the rows for which rates are measured, as shares of the full length."""
 
@@ -73,6 +71,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--packings", nargs="*", default=["none", "documents"])
+    parser.add_argument("--assignments", nargs="*", default=["length", "work"])
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, RankPool(timeout_seconds=900.0) as pool:
@@ -81,10 +80,12 @@ def main() -> None:
             records = folder / source.name
             write_completions(source, records)
             for packing in options.packings:
-                for layout in options.layouts:
+                for layout, assignment in product(options.layouts, options.assignments):
                     document = build_recipe(records, packing, options.sequence_length, folder)
                     document["layout"] = parse_layout(LAYOUTS[layout])
+                    document["data"]["assignment"] = assignment
                     row = {"file": source.stem, "packing": packing, "layout": layout}
+                    row |= {"assignment": assignment}
                     row |= measure_case(document, pool)
                     rows.append(row)
                     print(describe(row), flush=True)
@@ -95,18 +96,13 @@ def main() -> None:
 def describe(row: dict[str, Any]) -> str:
     """Return one line about a case."""
     measured = row["measured_tokens_per_second"]
-    errors = [
-        *(row[f"{kind}_tokens_per_second"] / measured - 1 for kind in ("rows", "full")),
-        *(
-            row["measured_processor_seconds"] / row[f"{kind}_processor_seconds"] - 1
-            for kind in ("rows", "full")
-        ),
-    ]
-    rows_error, full_error, rows_work, full_work = (f"{error:+.0%}" for error in errors)
+    rows_error, full_error = (
+        f"{row[f'{kind}_tokens_per_second'] / measured - 1:+.0%}" for kind in ("rows", "full")
+    )
     return (
-        f"{row['file']:14} {row['packing']:10} {row['layout']:14} measured {measured:7.0f} tok/s, "
-        f"predicted with the rows {rows_error}, with full rows {full_error}; "
-        f"speed by processor seconds {rows_work}, {full_work}"
+        f"{row['file']:14} {row['packing']:10} {row['layout']:14} {row['assignment']:6} "
+        f"measured {measured:7.0f} tok/s, "
+        f"predicted with the rows {rows_error}, with full rows {full_error}"
     )
 
 
@@ -154,11 +150,8 @@ def measure_case(document: dict[str, Any], pool: RankPool) -> dict[str, Any]:
     candidate = build_plan_candidate(run.recipe, run.plan)
     found = measure_profile(list_rate_runs(run, candidate), Layout(dp_replicate=2))
     assert found is not None, "the rates could not be measured"
-    seconds, processor_seconds = (
-        sum(max(ranks) for ranks in zip(*kind, strict=True))
-        for kind in zip(*pool.run(2, time_steps, document), strict=True)
-    )
     batch_size = run.plan.batch.global_batch_size
+    seconds = sum(max(ranks) for ranks in zip(*pool.run(2, time_steps, document), strict=True))
     rows = read_training_rows(run.recipe, run.shape, run.data, batch_size)
     rows = rows.select_steps(NUM_STEPS, batch_size)
     cluster = build_cpu_cluster(2, found)
@@ -170,11 +163,6 @@ def measure_case(document: dict[str, Any], pool: RankPool) -> dict[str, Any]:
     return {
         "tokens_per_step": real.step_tokens,
         "measured_tokens_per_second": real.step_tokens * NUM_STEPS / seconds,
-        "measured_processor_seconds": processor_seconds / NUM_STEPS,
-        "rows_processor_seconds": count_work(real),
-        "full_processor_seconds": count_work(full)
-        * real.step_tokens
-        / candidate.global_batch_tokens,
         "rows_tokens_per_second": real.tokens_per_second,
         "full_tokens_per_second": full.tokens_per_second,
         "imbalance_share": real.time.imbalance / real.time.step,
@@ -190,34 +178,22 @@ def list_rate_runs(run: ValidatedRun, candidate: Candidate) -> list[Any]:
     ]
 
 
-def count_work(prediction: Prediction) -> float:
-    """Return the seconds of a step without traffic."""
-    parts = split_prediction(prediction.time)
-    return parts.products + parts.waiting
-
-
-def time_steps(document: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Return seconds and processor seconds of every step on this rank: the fewest of several
-    repetitions."""
+def time_steps(document: dict[str, Any]) -> list[float]:
+    """Return the seconds of every step on this rank: the fewest of several repetitions."""
     run = validate_run(validate_recipe(document), dist.get_world_size())
     state = build_state(run, torch.device("cpu"))
     order = SampleOrder(run.recipe.seed, len(run.data.train))
     rank = RankGrid(run.plan.layout).data_rank(dist.get_rank())
     seconds = [float("inf")] * NUM_STEPS
-    processor_seconds = [float("inf")] * NUM_STEPS
     for _ in range(NUM_REPETITIONS):
         for step in range(NUM_STEPS):
             batches = read_step_micro_batches(run.data.train, order, run.plan.batch, step, rank)
             dist.barrier()
             start = time.perf_counter()
-            processor_start = time.process_time()
             accumulate_gradients(state.model, batches, seed=0, step=step)
             update_parameters(state.model, state.optimizer, learning_rate=0.0, max_grad_norm=1.0)
             seconds[step] = min(seconds[step], time.perf_counter() - start)
-            processor_seconds[step] = min(
-                processor_seconds[step], time.process_time() - processor_start
-            )
-    return seconds, processor_seconds
+    return seconds
 
 
 if __name__ == "__main__":
