@@ -2,10 +2,10 @@
 
     python -m benchmarks.data_rows --data sft/ --out docs/benchmarks/data_rows.json
 
-For every file, packing, layout and assignment of rows, the rates that the planner needs are measured, and the first
-steps of the run, each several times; of a step the fastest repetition on the slowest rank counts,
-as for the rates. Both predictions are compared: that with the rows of the data, and that with full
-rows.
+For every file, packing, layout and assignment of rows, the rates that the planner needs are
+measured, and the first steps of the run, each several times; of a step the fastest repetition on
+the slowest rank counts, as for the rates. Both predictions are compared: that with the rows of
+the data, and that with full rows.
 """
 
 from __future__ import annotations
