@@ -78,6 +78,10 @@ class SyntheticDataset:
         """Return the number of positions in use: all of them."""
         return self.sequence_length
 
+    def list_document_lengths(self, index: int, epoch: int = 0) -> tuple[int, ...]:
+        """Return the positions of the row's only document."""
+        return (self.sequence_length,)
+
     def get_sample(self, index: int, epoch: int = 0) -> Sample:
         """Return the sample that comes next when the order yields `index`."""
         place = self._position_by_index(epoch)[index]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardwright.model.hf.hf_folder import ExportedFolder
     from shardwright.planner.planning_result import PlanningResult
     from shardwright.planner.step_profile import StepProfile
+    from shardwright.planner.training_rows import TrainingRows
     from shardwright.rehearsal.rank_rehearsal import RankRehearsal
     from shardwright.rehearsal.rehearsal import Rehearsal
     from shardwright.report.recorded_run import Run
@@ -47,10 +48,11 @@ def plan(
     gpu_counts: tuple[int, ...] = (),
     should_explain: bool = False,
     step_profile: StepProfile | None = None,
+    should_read_data: bool = False,
 ) -> PlanningResult:
     """Rank a recipe's layouts by predicted tokens/s, with memory and time by part.
 
-    Nothing is started and no data is read.
+    Nothing is started, and no data is read unless `should_read_data`.
 
     Args:
         cluster: devices of a node such as `8xH100-80GB`, or a `Cluster`; None: the recipe's
@@ -63,24 +65,43 @@ def plan(
         should_explain: add sentences that explain the choice.
         step_profile: step times that `tune` measured, to correct the predictions
             (`planner.step_profile`).
+        should_read_data: predict times with the row lengths and documents of the recipe's data,
+            which is prepared unless it is in the cache. Measured step times are then not used.
 
     Raises:
-        InputError: unknown devices, link or precision, or an unsupported model.
+        InputError: unknown devices, link or precision, an unsupported model, or, with
+            `should_read_data`, data that cannot be prepared.
     """
     from shardwright.planner.cluster_choice import choose_cluster
     from shardwright.planner.planning_result import plan_recipe
     from shardwright.planner.problem import build_low_rank_adapter, parse_precision
 
     loaded = load_recipe(recipe)
+    target = choose_cluster(loaded, cluster, num_nodes=num_nodes, link=link, profile=profile)
+    rows = _read_rows(loaded, target.num_gpus) if should_read_data else None
     return plan_recipe(
         loaded,
-        choose_cluster(loaded, cluster, num_nodes=num_nodes, link=link, profile=profile),
+        target,
         num_layouts=num_layouts,
         precision=parse_precision(precision),
         adapter=build_low_rank_adapter(lora_rank, is_quantised=is_quantised),
         gpu_counts=gpu_counts,
         should_explain=should_explain,
-        step_profile=step_profile,
+        step_profile=None if should_read_data else step_profile,
+        rows=rows,
+    )
+
+
+def _read_rows(recipe: Recipe, num_ranks: int) -> TrainingRows:
+    """Prepare the data and read the lengths of the rows of the first steps."""
+    from shardwright.data.model_data import prepare_for_model
+    from shardwright.training.checks.row_lengths import read_training_rows
+
+    shape, data = prepare_for_model(recipe)
+    training = recipe.training
+    per_rank = (training.micro_batch_size or 1) * (training.gradient_accumulation_steps or 1)
+    return read_training_rows(
+        recipe, shape, data, training.global_batch_size or per_rank * num_ranks
     )
 
 

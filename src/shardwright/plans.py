@@ -22,6 +22,7 @@ from shardwright.placement import (
     compute_token_multiple,
     place_model,
 )
+from shardwright.placement.row_assignment import WorkBalance, waits_after_each_micro_batch
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
     has_split_backward,
@@ -45,6 +46,8 @@ class BatchPlan:
     row_multiple: int | None = None
     """Rows are padded to the longest of their micro-batch, rounded up to a multiple of this
     many tokens, at most to sequence_length; None pads every row to sequence_length."""
+    balance: WorkBalance | None = None
+    """Rows are assigned by their work; None assigns them by length, or in their order."""
 
     @property
     def global_batch_size(self) -> int:
@@ -220,6 +223,36 @@ def pad_to_longest_row(plan: Plan, minimum: int = 1) -> Plan:
     tokens = compute_token_multiple(plan.placement, plan.precision.low_precision)
     multiple = compute_row_multiple(plan.layout, math.lcm(minimum, tokens))
     return replace(plan, batch=replace(plan.batch, row_multiple=multiple))
+
+
+def build_work_balance(
+    shape: ModelShape, layout: Layout, sequence_length: int, *, is_padded: bool
+) -> WorkBalance:
+    """Build the rule that assigns rows by their FLOPs.
+
+    Args:
+        is_padded: rows are one document each and end with the longest of their micro-batch.
+    """
+    # FLOPs per token grow linearly with the mean number of visible keys, (length + 1) / 2.
+    length = max(2, sequence_length)
+    shortest = shape.count_flops_per_token(1)
+    slope = (shape.count_flops_per_token(length) - shortest) / ((length - 1) / 2)
+    return WorkBalance(slope / (shortest - slope), is_padded, waits_after_each_micro_batch(layout))
+
+
+def balance_work(plan: Plan, *, has_documents: bool) -> Plan:
+    """Return the plan with rows assigned by their work (`placement.row_assignment`).
+
+    Args:
+        has_documents: rows have several documents.
+    """
+    balance = build_work_balance(
+        plan.placement.shape,
+        plan.layout,
+        plan.batch.sequence_length,
+        is_padded=not has_documents and plan.batch.row_multiple is not None,
+    )
+    return replace(plan, batch=replace(plan.batch, balance=balance))
 
 
 def _find_compile_obstacle(placement: Placement, precision: PrecisionSection) -> str | None:

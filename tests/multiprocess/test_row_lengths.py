@@ -20,7 +20,7 @@ from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout, build_mesh
-from shardwright.plans import BatchPlan, build_plan, compute_row_multiple
+from shardwright.plans import BatchPlan, balance_work, build_plan, compute_row_multiple
 from shardwright.training.step import accumulate_gradients, count_tokens_and_flops
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
@@ -56,7 +56,9 @@ Step = tuple[float, dict[str, Any], tuple[int, float]]
 """Loss, gradients, and (computed tokens, mean row length)."""
 
 
-def run_step(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> Step:
+def run_step(
+    layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool, is_balanced: bool = False
+) -> Step:
     """Run one step of two or more micro-batches."""
     micro = 2
     shape = read_config(config)
@@ -75,11 +77,15 @@ def run_step(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> 
         return initialise_parameter(specs[name], 3, dtype=torch.float64, narrow=bounds)
 
     plan = build_plan(decoder.shape, layout, batch, PrecisionSection(kind="fp64"))
+    if is_balanced:
+        plan = balance_work(plan, has_documents=False)
     model = apply_layout(
         decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), read_slice=fill
     )
     data_rank = RankGrid(layout).data_rank(0 if model.mesh is None else model.mesh.rank)
-    micro_batches = read_step_micro_batches(rows, SampleOrder(3, len(rows)), batch, 1, data_rank)
+    micro_batches = read_step_micro_batches(
+        rows, SampleOrder(3, len(rows)), plan.batch, 1, data_rank
+    )
     loss = accumulate_gradients(model, micro_batches, seed=0, step=1).mean()
     tokens, work = count_tokens_and_flops(model, micro_batches, float).tolist()
     return (
@@ -106,6 +112,15 @@ def test_ranks_with_rows_of_different_length_exchange_tokens_of_experts(ranks: R
     )
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3)], ids=str
+)
+def test_rows_that_are_assigned_by_work_have_the_same_gradients(
+    ranks: RankPool, layout: Layout, reference: Step
+) -> None:
+    assert_equals_full_rows(ranks.run(2, _run_balanced_rows, layout), reference)
+
+
 def assert_equals_full_rows(steps: list[Step], reference: Step) -> None:
     """Compare every rank's loss and gradients with those of full rows; fewer tokens are
     computed, in shorter rows.
@@ -121,6 +136,10 @@ def assert_equals_full_rows(steps: list[Step], reference: Step) -> None:
         for name, gradient in got.items():
             error = float((gradient - gradients[name]).norm() / gradients[name].norm())
             assert error < 1e-11, name
+
+
+def _run_balanced_rows(layout: Layout) -> Step:
+    return run_step(layout, full=False, is_balanced=True)
 
 
 def _run_short_rows(layout: Layout, config: dict[str, Any] = CONFIG) -> Step:

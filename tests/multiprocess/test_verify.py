@@ -89,6 +89,24 @@ def test_some_cells(ranks: RankPool, layout: Layout, case: VerificationCase) -> 
     assert len(report.cells) == 2
 
 
+def test_rows_assigned_by_work_have_the_same_gradients(ranks: RankPool) -> None:
+    recipe = build_recipe(LLAMA)
+    recipe = recipe.model_copy(
+        update={"data": recipe.data.model_copy(update={"assignment": "work"})}
+    )
+    report = verify(
+        recipe,
+        read_recipe_shape(recipe),
+        [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=2)],
+        [VerificationCase(3, tied=True, dropout=True, documents=False)],
+        ["float64"],
+        sequence_length=12,
+        pool=ranks,
+    )
+    assert report.passed, list_failures(report)
+    assert len(report.cells) == 2
+
+
 @pytest.mark.parametrize("config", [GPT2, QWEN3], ids=["gpt2", "qwen3"])
 def test_other_model_families(ranks: RankPool, config: dict[str, Any]) -> None:
     report = verify_layouts(

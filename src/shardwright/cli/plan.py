@@ -111,6 +111,16 @@ MeasuredStepsOption = Annotated[
         help="Correct predictions by step times that `tune` measured on the same hardware.",
     ),
 ]
+DataOption = Annotated[
+    bool,
+    typer.Option(
+        "--data",
+        help=(
+            "Predict times with the row lengths and documents of the recipe's data, which is "
+            "prepared unless it is cached. Measured step times are not used."
+        ),
+    ),
+]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Explain the choice, with numbers.")]
 
 
@@ -129,13 +139,14 @@ def plan_command(
     emit: EmitOption = None,
     out: EmitOutput = None,
     measured_steps: MeasuredStepsOption = True,
+    data: DataOption = False,
     why: ExplainOption = False,
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Rank a recipe's layouts by predicted tokens/s, with memory and time by part.
 
-    Nothing is started and no data is read.
+    Nothing is started, and no data is read without --data.
     """
     started = time.perf_counter()
     _check_emit(emit, out)
@@ -157,8 +168,9 @@ def plan_command(
         gpu_counts=_parse_gpu_counts(gpus),
         should_explain=why,
         step_profile=step_profile,
+        should_read_data=data,
     )
-    correction = describe_correction(result, step_profile)
+    correction = describe_correction(result, step_profile) or result.row_summary
     if correction is not None and (json_output or (emit is not None and out is None)):
         sys.stderr.write(f"{correction}\n")
     seconds = time.perf_counter() - started
@@ -343,6 +355,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "chosen": None if chosen is None else describe(chosen),
         "interval_share": INTERVAL_SHARE,
         "evidence": result.uncertainty.evidence,
+        "rows": result.row_summary,
         "min_fit_probability": MIN_FIT_PROBABILITY,
         "memory_error_share": result.uncertainty.memory_margin,
         "alternatives": [prediction.candidate.describe() for prediction in result.alternatives],

@@ -129,6 +129,11 @@ class DataSection(RecipeSection):
     pad_to_multiple_of: Positive = 8
     """`padding: longest` rounds lengths up to a multiple of this and of the number of parts
     into which the layout shards a row."""
+    assignment: Literal["length", "work"] = "length"
+    """Assignment of the rows of a step to micro-batches and data ranks. `length`: sorted by
+    length where padding differs, otherwise in their order. `work`: by their FLOPs, attention
+    included, so that data ranks that only wait for each other at the end of a step have equal
+    work. The global batch and its gradient are the same. For `packing: documents` and `none`."""
     overlong: Literal["cut", "drop", "refuse"] = "cut"
     """Documents longer than sequence_length: `cut` splits them into rows that do not attend to
     each other, `drop` skips them, `refuse` is an error. Split and skipped documents are
@@ -177,6 +182,11 @@ class DataSection(RecipeSection):
         if any(source.weight is not None for source in self.validation):
             raise ValueError(
                 "`weight` is for training sources; validation reads all of its sources"
+            )
+        if self.assignment != "length" and self.packing == "windows":
+            raise ValueError(
+                f"`assignment: {self.assignment}` is for `packing: documents` or `none`; "
+                "all windows have the same work"
             )
         if self.overlong != "cut" and self.packing == "windows":
             raise ValueError(

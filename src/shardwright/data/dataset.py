@@ -59,6 +59,10 @@ class TokenDataset(Protocol):
         """Return the number of positions of sample `index` that are not padding."""
         ...
 
+    def list_document_lengths(self, index: int, epoch: int = 0) -> tuple[int, ...]:
+        """Return the positions of each document of sample `index`, without padding."""
+        ...
+
     def get_sample(self, index: int, epoch: int = 0) -> Sample:
         """Return sample `index` of `epoch`."""
         ...
@@ -107,6 +111,10 @@ class WindowDataset:
             self.sequence_length,
             len(self.tokens) - 1 - self.get_offset(epoch) - index * self.sequence_length,
         )
+
+    def list_document_lengths(self, index: int, epoch: int = 0) -> tuple[int, ...]:
+        """Return the positions of window `index`, which is one document."""
+        return (self.count_used_positions(index, epoch),)
 
     def get_offset(self, epoch: int) -> int:
         """Return the index of the first token of the first window of an epoch."""

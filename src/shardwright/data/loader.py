@@ -15,6 +15,11 @@ import torch
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.data.dataset import Sample, TokenDataset
 from shardwright.data.scheduled_mixture import PositionOrder
+from shardwright.placement.row_assignment import (
+    balance_rows,
+    sort_by_length,
+    split_into_micro_batches,
+)
 from shardwright.plans import BatchPlan
 
 
@@ -102,11 +107,13 @@ def read_step_micro_batches(
 
     Step s reads the global positions s x G to (s + 1) x G - 1 on every layout, where G is the
     global batch size. Accumulation step a of data rank r takes micro_batch_size positions from
-    s x G + (a x data_ranks + r) x micro_batch_size on. If micro-batches are trimmed to their
-    longest row and rows differ much in length, the positions of the step are sorted by length
-    first, longest first, so that the rows of a micro-batch, and the micro-batches of data ranks
-    that wait for each other, have similar lengths. Sorting changes no result: the gradient of a
-    step is a sum over its rows, and randomness depends on a row's position only.
+    s x G + (a x data_ranks + r) x micro_batch_size on. With `batch.balance` the positions of the
+    step are ordered by the work of their rows first (`placement.row_assignment`). Otherwise, if
+    micro-batches are trimmed to their longest row and rows differ much in length, the positions of
+    the step are sorted by length first, longest first, so that the rows of a micro-batch, and the
+    micro-batches of data ranks that wait for each other, have similar lengths. Neither order
+    changes a result: the gradient of a step is a sum over its rows, and randomness depends on a
+    row's position only.
     """
     if not 0 <= data_rank < batch.data_ranks:
         raise ValueError(f"data rank {data_rank} of {batch.data_ranks}")
@@ -117,14 +124,18 @@ def read_step_micro_batches(
     def find(position: int) -> tuple[int, int]:
         return order.get_index(position), order.get_epoch(position)
 
-    if batch.row_multiple is not None and len(positions) > micro_batch_size and dataset.is_uneven:
-        positions = sorted(
-            positions, key=lambda position: -dataset.count_used_positions(*find(position))
-        )
+    if batch.balance is not None:
+        rows = [dataset.list_document_lengths(*find(position)) for position in positions]
+        rows_by_slot = balance_rows(rows, batch.balance, micro_batch_size, batch.data_ranks)
+        positions = [positions[row] for row in rows_by_slot]
+    elif batch.row_multiple is not None and len(positions) > micro_batch_size and dataset.is_uneven:
+        lengths = [dataset.count_used_positions(*find(position)) for position in positions]
+        positions = [positions[row] for row in sort_by_length(lengths)]
     micro_batches = []
-    for accumulation in range(batch.gradient_accumulation_steps):
-        start = (accumulation * batch.data_ranks + data_rank) * micro_batch_size
-        batch_positions = positions[start : start + micro_batch_size]
+    for batch_positions_by_rank in split_into_micro_batches(
+        positions, micro_batch_size, batch.data_ranks
+    ):
+        batch_positions = batch_positions_by_rank[data_rank]
         samples = [dataset.get_sample(*find(position)) for position in batch_positions]
         micro_batches.append(collate(samples, batch_positions, batch.row_multiple))
     return micro_batches

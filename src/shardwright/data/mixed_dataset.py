@@ -71,6 +71,11 @@ class MixedDataset:
         part, inner, epoch_of_part = self.locate_sample(index, epoch)
         return self.parts[part].count_used_positions(inner, epoch_of_part)
 
+    def list_document_lengths(self, index: int, epoch: int = 0) -> tuple[int, ...]:
+        """Return the positions of each document of sample `index`, without padding."""
+        part, inner, epoch_of_part = self.locate_sample(index, epoch)
+        return self.parts[part].list_document_lengths(inner, epoch_of_part)
+
     def locate_sample(self, index: int, epoch: int) -> tuple[int, int, int]:
         """Return the part, the sample's index in it, and the number of passes before."""
         if not 0 <= index < len(self):

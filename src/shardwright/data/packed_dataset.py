@@ -241,7 +241,11 @@ class PackedDataset:
 
     def count_used_positions(self, index: int, epoch: int = 0) -> int:
         """Return the number of positions of row `index` that are not padding."""
-        return sum(num_positions for _, num_positions in self.iterate_pieces(index))
+        return sum(self.list_document_lengths(index))
+
+    def list_document_lengths(self, index: int, epoch: int = 0) -> tuple[int, ...]:
+        """Return the positions of each piece of row `index`."""
+        return tuple(num_positions for _, num_positions in self.iterate_pieces(index))
 
     def iterate_pieces(self, index: int) -> Iterator[tuple[int, int]]:
         """Yield the first token and the number of positions of each piece of a row."""

@@ -33,6 +33,7 @@ from shardwright.planner.search.divisibility import list_divisors
 from shardwright.planner.search.result import select_indistinguishable
 from shardwright.planner.search.space import PlanningProblem, SearchSpace
 from shardwright.planner.step_profile import StepCorrection, StepProfile
+from shardwright.planner.training_rows import TrainingRows, order_by_rows, predict_rows
 from shardwright.planner.uncertainty import Uncertainty
 from shardwright.plans import settle_precision
 from shardwright.units import format_bytes
@@ -71,6 +72,8 @@ class PlanningResult:
     num_measured_steps: int | None = None
     """Step times of this workload that `tune` measured and that correct the predictions; 0 if only
     those of other workloads do. None if nothing was measured on this cluster."""
+    row_summary: str | None = None
+    """Description of the rows of the data that the times are predicted with. None: full rows."""
     recipe_conflict: str | None = None
     """Reason why the recipe's layout cannot run on this number of devices, whatever their
     memory."""
@@ -117,12 +120,15 @@ def plan_recipe(
     gpu_counts: tuple[int, ...] = (),
     should_explain: bool = False,
     step_profile: StepProfile | None = None,
+    rows: TrainingRows | None = None,
 ) -> PlanningResult:
     """Plan a recipe.
 
     Args:
         step_profile: step times that `tune` measured on this cluster; they correct the predicted
             times of the layouts, and the choice among them.
+        rows: rows of the data. The layouts that the search finds for full rows are predicted with
+            them, ordered and chosen anew.
 
     Raises:
         InputError: the model is unsupported or its size is unknown, or the device lacks the
@@ -151,6 +157,10 @@ def plan_recipe(
     own = None if candidate is None or conflict else predictor.predict(candidate)
     correction = None if step_profile is None else StepCorrection(step_profile, predictor, problem)
     num_proven = result.num_proven
+    if rows is not None:
+        predictions, chosen = order_by_rows(predictor, result, rows)
+        num_proven = 0  # the proof is about full rows
+        own = None if own is None else predict_rows(predictor, own.candidate, rows)
     if correction is not None and not correction.is_empty:
         predictions, chosen = correction.correct_search(result)
         num_proven = 0  # the proof is about predictions without correction
@@ -171,6 +181,7 @@ def plan_recipe(
         if correction is None or correction.is_empty
         else correction.num_steps,
         recipe_conflict=conflict,
+        row_summary=None if rows is None else rows.describe(),
     )
 
 

@@ -78,6 +78,8 @@ class TimeParts:
     data: float = 0.0
     """Exposed gathers of parameters and reductions of gradients."""
     bubble: float = 0.0
+    imbalance: float = 0.0
+    """Waits for ranks and micro-batches with more tokens. 0 if full rows are assumed."""
     offload: float = 0.0
     """Waits for offloaded activations."""
     optimizer: float = 0.0
@@ -100,6 +102,7 @@ class TimeParts:
             self.compute
             + self.exposed
             + self.bubble
+            + self.imbalance
             + self.offload
             + self.optimizer
             + self.reference
@@ -128,6 +131,8 @@ class Prediction:
     """Dense peak of one device in the candidate's precision."""
     uncertainty: Uncertainty
     """Spreads of the errors of step time and memory."""
+    step_tokens: float | None = None
+    """Mean tokens of a step, padding included, with the rows of the data. None: full rows."""
     is_measured: bool = False
     """True if `tune` measured the step time of these settings on this hardware: `time` is then
     scaled to it, and the interval is that of the measurement."""
@@ -176,7 +181,7 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of the whole cluster."""
-        return self.candidate.global_batch_tokens / self.time.step
+        return (self.step_tokens or self.candidate.global_batch_tokens) / self.time.step
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -218,6 +223,7 @@ class Prediction:
             "reference": candidate.reference,
             "runnable": candidate.is_runnable,
             "num_gpus": self.num_gpus,
+            "step_tokens": self.step_tokens or candidate.global_batch_tokens,
             "measured": self.is_measured,
             "fits": self.fits,
             "tight": self.is_tight,

@@ -137,6 +137,14 @@ class Predictor:
         )
         return predict_time(costs, self.get_pipeline_stages(candidate), bound_simulation).step
 
+    def compute_pass_seconds(self, candidate: Candidate) -> float:
+        """Compute the seconds of one micro-batch through all stages, with the communication of
+        tp, cp and ep, but not that between stages and data ranks."""
+        pipeline = self.get_pipeline_stages(candidate)
+        costs = StepCosts(self.facts, candidate, self.get_rates(candidate.precision), self.network)
+        kinds, _ = compute_stage_seconds(costs, pipeline)
+        return sum(kinds[kind].total for kind in pipeline.partition.kind_of_stage)
+
     def predict(
         self,
         candidate: Candidate,

@@ -193,7 +193,7 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
         RecipeError: the recipe sets neither a global batch nor a micro-batch.
     """
     training = recipe.training
-    is_allowed = _build_check(recipe, template)
+    is_allowed = build_check(recipe, template)
     if training.global_batch_size is not None:
         return PlanningProblem(
             template, num_gpus, training.global_batch_size, is_allowed=is_allowed
@@ -215,7 +215,7 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
     )
 
 
-def _build_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], bool] | None:
+def build_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], bool] | None:
     """Return a function that is True for layouts with the 8-bit scales of one process, and with
     blocks whose saved tensors can leave. None if all layouts are allowed."""
     keeps_scales = _build_scale_check(recipe, template)

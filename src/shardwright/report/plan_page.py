@@ -18,7 +18,8 @@ from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seco
 
 _TIME_TONES = {
     "compute": "c0", "tensor": "c1", "context": "c3", "expert": "c5", "pipeline": "c4",
-    "data": "c2", "bubble": "c6", "optimizer": "quiet", "reference": "ink", "overhead": "grid",
+    "data": "c2", "bubble": "c6", "imbalance": "c6",
+    "optimizer": "quiet", "reference": "ink", "overhead": "grid",
 }  # fmt: skip
 
 

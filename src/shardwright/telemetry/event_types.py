@@ -317,6 +317,11 @@ class WarningEvent(Event):
     kind: ClassVar[str] = "warning"
     message: str
     rank: int | None = None
+    slowdown: dict[str, Any] | None = None
+    """First steps that are slower than predicted: `part` (products, traffic, input, waiting),
+    `parallelism` of traffic, `rank` for which the others wait, seconds predicted and measured
+    of the part and of the step, and `faster_layout` at the measured rates with its
+    `faster_seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from shardwright.training.metrics.rounding import (
     read_rounding,
     sum_rounding_table,
 )
-from shardwright.training.metrics.run_prediction import PredictionComparison, predict_training_run
+from shardwright.training.metrics.run_prediction import compare_with_prediction
 from shardwright.training.preference_objective import PreferenceMetrics, PreferenceObjective
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import StepSync
@@ -133,11 +133,7 @@ class TrainingLoop:
             ),
         )
         self.policy = StepPolicy(context, state, checkpointer, self.rank_metrics)
-        predicted = predict_training_run(validated_run)
-        short_rows = plan.batch.row_multiple is not None and validated_run.data.train.is_uneven
-        self.prediction_comparison = (
-            None if predicted is None else PredictionComparison(predicted, short_rows)
-        )
+        self.prediction_comparison = compare_with_prediction(context)
         self.straggler_detector = build_straggler_detector(
             context.recipe.watchdog, RankGrid(plan.layout), ranks.world_size
         )
@@ -402,10 +398,13 @@ class TrainingLoop:
             context.log_warning(warning, step=result.step)
         if self.prediction_comparison is not None:
             # On a CPU, resident memory is not comparable: the prediction counts tensors.
-            self.prediction_comparison.add(
-                times.step_seconds,
-                sync.memory_bytes if context.device.type == "cuda" else (),
+            slowdown = self.prediction_comparison.add(
+                times, sync.memory_bytes if context.device.type == "cuda" else ()
             )
+            if slowdown is not None:
+                context.log_warning(
+                    slowdown.describe(), step=result.step, slowdown=slowdown.as_dict()
+                )
 
 
 def _collect_offload_fields(

@@ -32,7 +32,7 @@ from shardwright.model.products.nf4 import read_dequantised_slice, read_packed_s
 from shardwright.model.weight_init import DimRanges, initialise_parameter
 from shardwright.parallel.low_precision import install_low_precision
 from shardwright.placement import has_micro_batch_scales
-from shardwright.plans import BatchPlan, Plan, build_plan, pad_to_longest_row
+from shardwright.plans import BatchPlan, Plan, balance_work, build_plan, pad_to_longest_row
 from shardwright.verification.cases import VerificationCase, VerificationDtype
 from shardwright.verification.uneven_data import UnevenDataset
 
@@ -69,6 +69,8 @@ class VerificationProblem:
     seed: int
     low_precision: FP8Section | None = None
     """8-bit products of engine and reference; None multiplies in `dtype`."""
+    is_balanced: bool = False
+    """True if the engine assigns rows by their work (`data.assignment`)."""
 
     @property
     def precision(self) -> PrecisionSection:
@@ -87,8 +89,12 @@ class VerificationProblem:
         plan = build_plan(shape, layout, self.batch, self.precision, self.case.recompute)
         # Router statistics count every token of a row, and so do scales of a micro-batch.
         if shape.experts is not None or has_micro_batch_scales(self.low_precision):
-            return plan
-        return pad_to_longest_row(plan)
+            short_plan = plan
+        else:
+            short_plan = pad_to_longest_row(plan)
+        if not self.is_balanced:
+            return short_plan
+        return balance_work(short_plan, has_documents=self.case.documents)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -62,6 +62,13 @@ class UnevenDataset:
         """Count the positions of a row that are not padding."""
         return self.sequence_length - self.get_sample(index, epoch).num_padding
 
+    def list_document_lengths(self, index: int, epoch: int = 0) -> tuple[int, ...]:
+        """Count the positions of each document of a row."""
+        documents = self.get_sample(index, epoch).document_ids
+        if documents is None:
+            return (self.count_used_positions(index, epoch),)
+        return tuple(np.unique(documents, return_counts=True)[1].tolist())
+
     @property
     def order(self) -> SampleOrder:
         """Sample order of the rows."""

@@ -237,6 +237,7 @@ def verify(
         dtype=dtypes[0],
         seed=recipe.seed,
         low_precision=low_precision,
+        is_balanced=recipe.data.assignment == "work",
     )
     groups = list(_list_problems(base, layouts, cases, dtypes))
     if recipe.optimizer.name == "adamw_8bit":

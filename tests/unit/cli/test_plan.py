@@ -355,3 +355,50 @@ def test_an_unusable_number_of_gpus_names_the_nearest_usable_ones(
     assert "multiply to 77; 76 or 78 GPUs would work" in error, (
         "11 divides neither heads nor batch, and there are fewer than 7 x 11 layers"
     )
+
+
+def test_times_are_predicted_with_the_rows_of_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One record in sixteen is long; rows end with the longest of their micro-batch."""
+    lines = [
+        json.dumps({"input_ids": [number] * (200 if number % 16 == 0 else 20)})
+        for number in range(64)
+    ]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    recipe = {
+        "model": {"config": models.CONFIGS["llama"]},
+        "data": {
+            "sources": str(tmp_path / "records.jsonl"),
+            "packing": "none",
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "training": {
+            "sequence_length": 256,
+            "global_batch_size": 16,
+            "max_steps": 100,
+            "learning_rate": 1e-5,
+        },
+        "layout": {"dp_replicate": 2},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    words = ["plan", str(path), "--cluster", "2xA100-80GB"]
+    assert run([*words, "--json"]) == ExitCode.DONE
+    full = read_json_output(capsys)
+    assert run([*words, "--data", "--json"]) == ExitCode.DONE
+    real = read_json_output(capsys)
+    assert full["rows"] is None
+    assert full["chosen"]["step_tokens"] == 16 * 256
+    assert real["rows"].startswith("rows of the data: 256 of the first steps, 1")
+    # Four of 64 rows are long: of sixteen rows in a step, one on average.
+    assert 16 * 24 < real["chosen"]["step_tokens"] < 16 * 256 / 2
+    assert real["chosen"]["step_seconds"]["total"] < full["chosen"]["step_seconds"]["total"]
+    own = real["as_the_recipe_has_it"]
+    assert own["step_seconds"]["imbalance"] > 0
+    assert own["memory_bytes"] == full["as_the_recipe_has_it"]["memory_bytes"]
+    steps = [layout["step_seconds"]["total"] for layout in real["layouts"]]
+    assert steps == sorted(steps)
+    assert run([*words, "--data"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert real["rows"] in " ".join(shown.split())

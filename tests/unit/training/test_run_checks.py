@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from shardwright.config import Recipe
+from shardwright.config.data import DataSource
 from shardwright.errors import RecipeError
 from shardwright.telemetry.event_log import RunFinishedEvent, StepEvent, WarningEvent, read_events
 from shardwright.training.checks.run_checks import match_frozen, validate_run
@@ -100,11 +102,43 @@ def test_rows_are_padded_to_the_expected_multiple(
     expected: int | None,
     reason: str,
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="shardwright.training.checks.run_checks"):
+    with caplog.at_level(logging.INFO, logger="shardwright.training.checks.row_lengths"):
         plan = validate_run(build_recipe(tmp_path, **sections), ranks).plan
     assert plan.batch.row_multiple == expected
     assert ("all rows are padded" in caplog.text) == bool(reason)
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("packing", "layout", "is_padded", "waits"),
+    [
+        ("none", {"dp_replicate": 2}, True, False),
+        ("none", {"zero_stage": 1}, True, False),
+        ("none", {"zero_stage": 3}, True, True),
+        ("documents", {"zero_stage": 2}, False, True),
+    ],
+)
+def test_rows_are_assigned_by_work_if_requested(
+    tmp_path: Path, packing: str, layout: dict[str, Any], is_padded: bool, waits: bool
+) -> None:
+    sections: dict[str, Any] = {"data": {"packing": packing, "assignment": "work"}}
+    run = validate_run(build_recipe(tmp_path, layout=layout, **sections), 2)
+    balance = run.plan.batch.balance
+    assert balance is not None
+    assert (balance.is_padded, balance.waits_each_micro_batch) == (is_padded, waits)
+    assert balance.work_per_key > 0
+    assert validate_run(build_recipe(tmp_path), 2).plan.batch.balance is None
+
+
+def test_windows_are_not_assigned_by_work(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="all windows have the same work"):
+        build_recipe(tmp_path, data={"packing": "windows", "assignment": "work"})
+    recipe = build_recipe(tmp_path, data={"packing": "auto", "assignment": "work"})
+    text = tmp_path / "plain.txt"
+    text.write_text(ALPHABET * 30)
+    sources = recipe.data.model_copy(update={"sources": (DataSource(path=str(text)),)})
+    with pytest.raises(RecipeError, match=r"data\.assignment: all windows have the same work"):
+        validate_run(recipe.model_copy(update={"data": sources}), 2)
 
 
 def test_a_run_with_short_rows_has_equal_losses_with_fewer_tokens(tmp_path: Path) -> None:

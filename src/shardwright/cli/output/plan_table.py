@@ -40,7 +40,7 @@ _SHORT_NAMES = {
     "tensor": "tp",
     "context": "cp",
 }
-_SHORT_NAMES |= {"expert": "ep", "pipeline": "pp", "overhead": "other"}
+_SHORT_NAMES |= {"expert": "ep", "pipeline": "pp", "overhead": "other", "imbalance": "uneven"}
 _TIME_PARTS = (
     "compute",
     "tensor",
@@ -49,6 +49,7 @@ _TIME_PARTS = (
     "pipeline",
     "data",
     "bubble",
+    "imbalance",
     "offload",
     "optimizer",
     "reference",

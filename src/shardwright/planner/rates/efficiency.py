@@ -69,6 +69,10 @@ class Efficiency:
     """Share of the bandwidth within a domain that large collectives reach."""
     inter_share: float = 0.80
     """Share of the bandwidth between domains that large collectives reach."""
+    intra_slowdown: float = 1.0
+    """Ratio of the time of traffic within a domain to its prediction, as a run measured it."""
+    inter_slowdown: float = 1.0
+    """The same for traffic between domains."""
     collective_seconds: float = 12e-6
     """Startup time of a collective, beyond the link's latency."""
     hop_seconds: float = 0.0

@@ -97,7 +97,7 @@ class NetworkModel:
             max(within, crossing_bytes / self.inter_bytes_per_second)
             + latency
             + self.efficiency.collective_seconds
-        )
+        ) * self._get_slowdown(group)
 
     def time_send(self, group: StridedGroup, num_bytes: float) -> float:
         """Return seconds until the next member of the group has received `num_bytes`."""
@@ -110,9 +110,19 @@ class NetworkModel:
         seconds = self._cache.get(key)
         if seconds is None:
             seconds = self._cache[key] = (
-                self._compute_seconds(kind, group, num_bytes) + self.handoff_seconds
+                self._compute_seconds(kind, group, num_bytes) * self._get_slowdown(group)
+                + self.handoff_seconds
             )
         return seconds
+
+    def _get_slowdown(self, group: StridedGroup) -> float:
+        """Return the measured slowdown of the slowest link of a group."""
+        link = self.cluster.get_link(group.num_ranks, group.stride)
+        return (
+            self.efficiency.intra_slowdown
+            if link is self.cluster.intra
+            else self.efficiency.inter_slowdown
+        )
 
     def _compute_seconds(
         self, kind: CollectiveKind, group: StridedGroup, num_bytes: float

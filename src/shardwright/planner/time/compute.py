@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.attention_activations import choose_planned_kernel
+from shardwright.planner.memory.attention_activations import (
+    choose_planned_kernel,
+    has_dense_mask,
+)
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.memory_traffic import (
@@ -190,8 +193,32 @@ def _time_attention_passes(
             1.5 * moved
         )
     flops = 2.0 * widths * tokens * facts.compute_mean_visible_keys(kind, row_tokens)
+    if candidate.layout.cp == 1 and has_dense_mask(facts, candidate, kind.shape.window):
+        row_tokens = candidate.sequence_length
+        flops = 2.0 * widths * tokens * _count_masked_keys(row_tokens, candidate)
     forward = rates.time_attention(flops, row_tokens, shape.head_dim, is_backward=False)
     return forward, rates.time_attention(2.5 * flops, row_tokens, shape.head_dim, is_backward=True)
+
+
+_CPU_KEYS_PER_BLOCK = 512
+_GPU_KEYS_PER_BLOCK = 128
+"""Keys per block of the fused kernels that take a dense mask (torch, FlashAttentionKernel.cpp;
+memory-efficient attention on CUDA)."""
+
+
+def _count_masked_keys(row_tokens: int, candidate: Candidate) -> float:
+    """Count the keys per token of a causal row that take as long as those of a dense mask.
+
+    Causal order skips whole blocks of keys, and a dense mask none. Rates of causal rows contain
+    the keys of a block that are computed and not visible.
+    """
+    block = _GPU_KEYS_PER_BLOCK if candidate.has_masked_kernels else _CPU_KEYS_PER_BLOCK
+    num_blocks = -(-row_tokens // block)
+    computed = sum(
+        min(block, row_tokens - number * block) * min(row_tokens, (number + 1) * block)
+        for number in range(num_blocks)
+    )
+    return (row_tokens + 1) / 2 * row_tokens * row_tokens / computed
 
 
 def compute_end_seconds(

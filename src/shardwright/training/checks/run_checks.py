@@ -30,13 +30,14 @@ from shardwright.launch.devices import should_use_cuda
 from shardwright.model.forward_context import choose_layer_kernels
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.hf.hf_weights import WeightsFolder
-from shardwright.model.routing import ExpertRules, resolve_expert_rules
+from shardwright.model.routing import resolve_expert_rules
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
-from shardwright.placement import has_micro_batch_scales, place_model
+from shardwright.placement import place_model
 from shardwright.plans import (
     CompileChoice,
     Plan,
     PrecisionChoice,
+    balance_work,
     complete_plan,
     count_steps,
     pad_to_longest_row,
@@ -44,6 +45,7 @@ from shardwright.plans import (
 )
 from shardwright.training.checks.kernel_checks import check_low_precision_kernels
 from shardwright.training.checks.offload_checks import check_offload
+from shardwright.training.checks.row_lengths import has_short_rows
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +167,19 @@ def validate_run(
         has_validation_data = data.validation is not None
         check_samples(recipe, shape, data.tokenizer, has_validation_data=has_validation_data)
     rules = resolve_expert_rules(recipe.moe, shape)  # raises for rules that the model cannot use
-    if _has_short_rows(recipe, plan, data.report.packing, rules):
+    if has_short_rows(recipe, layout, data.report.packing, rules, is_compiled=plan.is_compiled):
         plan = pad_to_longest_row(plan, recipe.data.pad_to_multiple_of)
+    if recipe.data.assignment == "work":
+        if data.report.packing == "windows":
+            raise RecipeError(
+                "all windows have the same work",
+                field="data.assignment",
+                got=recipe.data.assignment,
+                allowed="length",
+                remedy="Remove it, or use packing: documents",
+            )
+        has_documents = data.train.get_sample(0).document_ids is not None
+        plan = balance_work(plan, has_documents=has_documents)
     if recipe.model.keep_zeros and shape.adapters is not None:
         raise RecipeError(
             "adapters leave the model's zeros unchanged, but merging them makes the zeros nonzero",
@@ -188,33 +201,6 @@ def validate_run(
         total_steps=count_steps(recipe.training, len(data.train), plan.batch.global_batch_size),
         frozen_names=frozen,
     )
-
-
-def _has_short_rows(
-    recipe: Recipe, plan: Plan, packing: str, expert_rules: ExpertRules | None
-) -> bool:
-    """Return True if rows end with the longest of their micro-batch; log why if they cannot."""
-    if packing == "windows" or recipe.data.padding == "max_length":
-        return False
-    if plan.is_compiled and (plan.layout.cp > 1 or plan.layout.tp > 1):
-        logger.info(
-            "all rows are padded to training.sequence_length: "
-            "with layout.tp and layout.cp, model.compile compiles blocks for one length"
-        )
-        return False
-    if expert_rules not in (None, ExpertRules()):
-        logger.info(
-            "all rows are padded to training.sequence_length: "
-            "balancing and capacity of experts count tokens per row"
-        )
-        return False
-    if has_micro_batch_scales(plan.precision.low_precision):
-        logger.info(
-            "all rows are padded to training.sequence_length: "
-            "8-bit scales of a whole micro-batch span padding too"
-        )
-        return False
-    return True
 
 
 def _describe_precision(recipe: Recipe) -> str:

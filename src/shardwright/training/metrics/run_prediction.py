@@ -1,24 +1,43 @@
 """The planner's prediction of a run, and its comparison with the first steps.
 
-Made only if the recipe names its `cluster`.
+Made only if the recipe names its `cluster`. If the first steps are slower than predicted, the
+planner searches again with the rates that they measured.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
 from statistics import median
+from typing import Any
 
 from shardwright.architecture import ModelShape
 from shardwright.config.layout import ClusterSection
 from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.predictor import predict, predict_rank_memory
-from shardwright.planner.problem import build_plan_candidate
+from shardwright.planner.predictor import Predictor, predict_rank_memory
+from shardwright.planner.problem import build_check, build_plan_candidate, restrict_to_runnable
 from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.replanning import NewPlan, replan
+from shardwright.planner.search.space import PlanningProblem
+from shardwright.planner.slowdown import (
+    RankStep,
+    SlowPart,
+    StepSeconds,
+    combine_ranks,
+    find_slow_part,
+    split_prediction,
+)
+from shardwright.planner.training_rows import TrainingRows, predict_rows
+from shardwright.training.checks.row_lengths import read_training_rows
 from shardwright.training.checks.run_checks import ValidatedRun
+from shardwright.training.metrics.rank_metrics import RankStepTimes
+from shardwright.training.rank_context import RankContext
+from shardwright.training.rank_sync import RankSync
 from shardwright.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -41,7 +60,22 @@ def predict_training_run(validated_run: ValidatedRun) -> Prediction | None:
     if recipe.cluster is None or _emulates_low_precision(validated_run):
         return None
     return _predict_cached(
-        validated_run.shape, build_plan_candidate(recipe, validated_run.plan), recipe.cluster
+        validated_run.shape,
+        build_plan_candidate(recipe, validated_run.plan),
+        recipe.cluster,
+        read_run_rows(validated_run),
+    )
+
+
+def read_run_rows(validated_run: ValidatedRun) -> TrainingRows | None:
+    """Read the rows of the run's first steps. None if all are full and of one document."""
+    if validated_run.data.report.packing == "windows":
+        return None
+    return read_training_rows(
+        validated_run.recipe,
+        validated_run.shape,
+        validated_run.data,
+        validated_run.plan.batch.global_batch_size,
     )
 
 
@@ -61,12 +95,14 @@ def _emulates_low_precision(validated_run: ValidatedRun) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _predict_cached(shape: ModelShape, candidate: Candidate, section: ClusterSection) -> Prediction:
+def _predict_cached(
+    shape: ModelShape, candidate: Candidate, section: ClusterSection, rows: TrainingRows | None
+) -> Prediction:
     """Predict, with a cache: the run folder and the comparison need the same prediction."""
     cluster = build_cluster(section, candidate.layout.world_size)
-    return predict(
-        shape, candidate, cluster, load_efficiencies().get_efficiency(cluster.accelerator)
-    )
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
+    predictor = Predictor(get_model_facts(shape), cluster, efficiency)
+    return predict_rows(predictor, candidate, rows)
 
 
 def predict_training_memory(validated_run: ValidatedRun) -> MemoryParts:
@@ -77,26 +113,42 @@ def predict_training_memory(validated_run: ValidatedRun) -> MemoryParts:
 
 @dataclass
 class PredictionComparison:
-    """Log message, after the first steps, that compares them with the prediction."""
+    """Comparison of the first steps with the prediction: one log message, and a warning if they
+    are slower than its interval."""
 
+    validated_run: ValidatedRun
     prediction: Prediction
-    has_short_rows: bool = False
-    """True if rows may be shorter than sequence_length; the prediction assumes full rows."""
-    step_seconds: list[float] = field(default_factory=list)
+    rank_sync: RankSync
+    steps: list[RankStep] = field(default_factory=list)
 
-    def add(self, step_seconds: float, memory_bytes: tuple[int, ...]) -> None:
-        """Add a step of this process and the peak memory of each rank so far."""
-        if len(self.step_seconds) > _WARMUP_STEPS + _MEASURED_STEPS:
-            return
-        self.step_seconds.append(step_seconds)
-        if len(self.step_seconds) == _WARMUP_STEPS + _MEASURED_STEPS:
-            self.step_seconds.append(0.0)  # marks the comparison as logged
-            logger.info(
-                "%s",
-                self.describe(
-                    median(self.step_seconds[_WARMUP_STEPS:-1]), max(memory_bytes, default=0)
-                ),
-            )
+    def add(self, times: RankStepTimes, memory_bytes: tuple[int, ...]) -> StepSlowdown | None:
+        """Add a step of this process and the peak memory of each rank so far.
+
+        After the last measured step the ranks exchange their times. Collective.
+
+        Returns:
+            After that step, on rank 0, how the steps are slower than predicted; None if they are
+            within the interval.
+        """
+        if len(self.steps) >= _WARMUP_STEPS + _MEASURED_STEPS:
+            return None
+        self.steps.append(
+            RankStep(times.step_seconds, times.part_seconds["data"], times.wait_seconds)
+        )
+        if len(self.steps) < _WARMUP_STEPS + _MEASURED_STEPS:
+            return None
+        own = _compute_median_step(self.steps[_WARMUP_STEPS:])
+        rows = self.rank_sync.gather([own.step, own.input, *own.waits.values()])
+        if not self.rank_sync.rank_environment.is_main_rank:
+            return None
+        logger.info("%s", self.describe(own.step, max(memory_bytes, default=0)))
+        ranks = [
+            RankStep(row[0], row[1], dict(zip(own.waits, row[2:], strict=True))) for row in rows
+        ]
+        measured = combine_ranks(ranks, self.validated_run.plan.layout)
+        if measured.step <= self.prediction.step_interval[1]:
+            return None
+        return find_slowdown(self.validated_run, self.prediction, measured)
 
     def describe(self, seconds: float, memory_bytes: int) -> str:
         """Describe prediction and measurement with the error of the prediction."""
@@ -111,6 +163,111 @@ class PredictionComparison:
                 f"; predicted memory {format_bytes(predicted_bytes)}, "
                 f"measured {format_bytes(memory_bytes)} ({memory_bytes / predicted_bytes - 1:+.0%})"
             )
-        if self.has_short_rows:
-            text += "; rows were shorter than the full rows that the prediction assumes"
         return text
+
+
+def compare_with_prediction(context: RankContext) -> PredictionComparison | None:
+    """Build the comparison of a run. None without a prediction, and in trials, which measure their
+    steps themselves."""
+    run = context.validated_run
+    predicted = predict_training_run(run)
+    if predicted is None or context.is_trial:
+        return None
+    return PredictionComparison(run, predicted, context.rank_sync)
+
+
+def _compute_median_step(steps: Sequence[RankStep]) -> RankStep:
+    """Return the median of every time of some steps of one rank."""
+    return RankStep(
+        median(step.step for step in steps),
+        median(step.input for step in steps),
+        {name: median(step.waits[name] for step in steps) for name in steps[0].waits},
+    )
+
+
+@dataclass(frozen=True)
+class StepSlowdown:
+    """First steps that are slower than predicted: which part is, and what would now be faster."""
+
+    measured_seconds: float
+    predicted_seconds: float
+    high_seconds: float
+    """High end of the prediction's interval."""
+    slow_part: SlowPart
+    new_plan: NewPlan
+
+    def describe(self) -> str:
+        """Describe it in one line."""
+        part = self.slow_part
+        text = (
+            f"steps take {format_seconds(self.measured_seconds)}, longer than predicted (at most "
+            f"{format_seconds(self.high_seconds)}): {part.describe()} takes "
+            f"{format_seconds(part.measured_seconds)} instead of "
+            f"{format_seconds(part.predicted_seconds)}; "
+        )
+        faster = self.new_plan.faster
+        if faster is None or self.new_plan.faster_seconds is None:
+            return text + "no other layout would be faster at the measured rates"
+        candidate = faster.candidate
+        return text + (
+            f"faster at the measured rates: {candidate.describe()}, micro batch "
+            f"{candidate.micro_batch_size} x {candidate.gradient_accumulation_steps}, "
+            f"recompute {candidate.recompute} ({format_seconds(self.new_plan.faster_seconds)})"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields of the event, in seconds."""
+        part = self.slow_part
+        faster = self.new_plan.faster
+        fields = {
+            "part": part.part,
+            "parallelism": part.parallelism,
+            "rank": part.slow_rank,
+            "predicted_part_seconds": part.predicted_seconds,
+            "measured_part_seconds": part.measured_seconds,
+            "predicted_seconds": self.predicted_seconds,
+            "high_seconds": self.high_seconds,
+            "measured_seconds": self.measured_seconds,
+            "faster_layout": None
+            if faster is None
+            else asdict(faster.candidate.layout)
+            | {
+                "micro_batch_size": faster.candidate.micro_batch_size,
+                "gradient_accumulation_steps": faster.candidate.gradient_accumulation_steps,
+                "recompute": faster.candidate.recompute,
+            },
+            "faster_seconds": self.new_plan.faster_seconds,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def find_slowdown(
+    validated_run: ValidatedRun, prediction: Prediction, measured: StepSeconds
+) -> StepSlowdown:
+    """Find the part of the measured step that is slow, and the layout that would be faster."""
+    recipe = validated_run.recipe
+    assert recipe.cluster is not None
+    candidate = prediction.candidate
+    world_size = candidate.layout.world_size
+    cluster = build_cluster(recipe.cluster, world_size)
+    problem = PlanningProblem(
+        candidate,
+        world_size,
+        candidate.global_batch_size,
+        is_allowed=build_check(recipe, candidate),
+    )
+    return StepSlowdown(
+        measured.step,
+        prediction.time.step,
+        prediction.step_interval[1],
+        find_slow_part(split_prediction(prediction.time), measured),
+        replan(
+            get_model_facts(validated_run.shape),
+            candidate,
+            cluster,
+            load_efficiencies().get_efficiency(cluster.accelerator),
+            restrict_to_runnable(problem, validated_run.shape),
+            measured,
+            partial(predict_rows, rows=read_run_rows(validated_run)),
+        ),
+    )

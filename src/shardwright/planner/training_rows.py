@@ -1,0 +1,239 @@
+"""Prediction of steps over the rows that a run reads, instead of full rows.
+
+The rows of several steps are assigned to data ranks and micro-batches as in the run. Every
+micro-batch is predicted with its own length and documents. The passes of a step are combined by
+when ranks wait for each other: after each micro-batch if parameters or gradients are exchanged
+then, otherwise at the end of the step. In a pipeline the longest micro-batch sets the time to
+fill it (the makespan of jobs whose times are proportional on all machines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import NamedTuple
+
+from shardwright.placement.row_assignment import (
+    WorkBalance,
+    balance_rows,
+    sort_by_length,
+    split_into_micro_batches,
+    waits_after_each_micro_batch,
+)
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.search.result import (
+    SearchResult,
+    measure_complexity,
+    select_indistinguishable,
+)
+from shardwright.plans import compute_row_multiple
+
+MAX_STEPS = 16
+"""Largest number of steps that are predicted one by one."""
+_MAX_MICRO_BATCHES = 512
+"""Largest number of micro-batches among them, of all ranks together."""
+
+
+class MicroBatchRows(NamedTuple):
+    """Rows of one micro-batch: their common length in tokens, padding included, and the length of
+    equal documents with the same attention (None if every row is one document)."""
+
+    row_tokens: int
+    document_tokens: int | None
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """Rows of the first steps, in the order in which the run reads them."""
+
+    documents: tuple[tuple[int, ...], ...]
+    """Positions of each document of each row, without padding."""
+    sequence_length: int
+    is_packed: bool
+    """True if rows have several documents, which do not attend to each other."""
+    is_uneven: bool
+    """True if rows are sorted by length before they are assigned."""
+    pad_multiple: int | None
+    """Rows end with the longest of their micro-batch, rounded up to a multiple of this and of the
+    parts into which the layout shards a row. None: all have `sequence_length`."""
+    balance: WorkBalance | None = None
+    """Rows are assigned by work. `waits_each_micro_batch` is that of each candidate."""
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Positions of each row, without padding."""
+        return tuple(map(sum, self.documents))
+
+    def get_row_multiple(self, candidate: Candidate) -> int | None:
+        """Return the multiple to which the candidate pads its rows; None: to the full length."""
+        layout = candidate.layout
+        if self.pad_multiple is None or (candidate.compile and (layout.cp > 1 or layout.tp > 1)):
+            return None
+        return compute_row_multiple(layout, self.pad_multiple)
+
+    def describe(self) -> str:
+        """Describe the rows in one line."""
+        num_rows = len(self.documents)
+        used = sum(self.lengths) / num_rows / self.sequence_length
+        text = (
+            f"rows of the data: {num_rows:,} of the first steps, {used:.0%} of their positions used"
+        )
+        if self.is_packed:
+            text += f", {sum(map(len, self.documents)) / num_rows:.1f} documents per row"
+        return text
+
+    def select_steps(self, num_steps: int, rows_per_step: int) -> TrainingRows:
+        """Return the rows of the first `num_steps` steps only."""
+        return replace(self, documents=self.documents[: num_steps * rows_per_step])
+
+    def count_steps(self, candidate: Candidate) -> int:
+        """Count the steps of the candidate that the rows are enough for, up to the limits."""
+        per_step = candidate.layout.data_ranks * candidate.gradient_accumulation_steps
+        limit = max(1, min(MAX_STEPS, _MAX_MICRO_BATCHES // per_step))
+        return min(limit, len(self.documents) // candidate.global_batch_size)
+
+    def list_micro_batches(self, candidate: Candidate, step: int) -> list[list[MicroBatchRows]]:
+        """List the micro-batches of a step, by accumulation step and data rank."""
+        size = candidate.global_batch_size
+        first = step * size
+        multiple = self.get_row_multiple(candidate)
+        lengths = self.lengths[first : first + size]
+        is_sorted = multiple is not None and self.is_uneven and size > candidate.micro_batch_size
+        order = sort_by_length(lengths) if is_sorted else list(range(size))
+        if self.balance is not None:
+            order = balance_rows(
+                self.documents[first : first + size],
+                replace(
+                    self.balance,
+                    waits_each_micro_batch=waits_after_each_micro_batch(candidate.layout),
+                ),
+                candidate.micro_batch_size,
+                candidate.layout.data_ranks,
+            )
+        return [
+            [self._describe([first + row for row in rows], multiple) for rows in rows_by_rank]
+            for rows_by_rank in split_into_micro_batches(
+                order, candidate.micro_batch_size, candidate.layout.data_ranks
+            )
+        ]
+
+    def _describe(self, rows: Sequence[int], multiple: int | None) -> MicroBatchRows:
+        row_tokens = self.sequence_length
+        if multiple is not None:
+            longest = max(self.lengths[row] for row in rows)
+            row_tokens = min(row_tokens, max(1, -(-longest // multiple)) * multiple)
+        if not self.is_packed:
+            return MicroBatchRows(row_tokens, None)
+        # Padding at the end of a row is a document of its own.
+        documents = [
+            *(length for row in rows for length in self.documents[row]),
+            *(row_tokens - self.lengths[row] for row in rows),
+        ]
+        # Equal documents of this length have as many pairs of token and visible key per token.
+        pairs = sum(length * (length + 1) / 2 for length in documents)
+        return MicroBatchRows(row_tokens, max(1, round(2 * pairs / sum(documents) - 1)))
+
+
+def predict_rows(
+    predictor: Predictor, candidate: Candidate, rows: TrainingRows | None
+) -> Prediction:
+    """Predict the mean step of a candidate over real rows.
+
+    The memory is that of full rows, which a step may have. Without rows, all are full.
+
+    Raises:
+        ValueError: the rows are fewer than those of one step.
+    """
+    if rows is None:
+        return predictor.predict(candidate)
+    num_steps = rows.count_steps(candidate)
+    if num_steps < 1:
+        raise ValueError(f"{len(rows.documents)} rows are fewer than those of a step")
+    steps = [rows.list_micro_batches(candidate, step) for step in range(num_steps)]
+    micro_batches = [each for step in steps for by_rank in step for each in by_rank]
+    seconds_of = {
+        each: predictor.compute_pass_seconds(_resize(candidate, each))
+        for each in set(micro_batches)
+    }
+    mean_seconds: float = fmean(seconds_of[each] for each in micro_batches)
+    # A step of equal micro-batches has the traffic, the bubble and the update of the mean one.
+    mean = min(set(micro_batches), key=lambda each: abs(seconds_of[each] - mean_seconds))
+    even = predictor.predict(_resize(candidate, mean))
+    scale = mean_seconds / seconds_of[mean]
+    passes = fmean(
+        _combine_passes(candidate, [[seconds_of[each] for each in by_rank] for by_rank in step])
+        for step in steps
+    )
+    even_passes = _combine_passes(
+        candidate,
+        [[mean_seconds] * candidate.layout.data_ranks] * candidate.gradient_accumulation_steps,
+    )
+    time = even.time
+    time = replace(
+        time,
+        **{
+            name: getattr(time, name) * scale
+            for name in ("compute", "tensor", "context", "expert", "bubble", "offload", "reference")
+        },
+        imbalance=passes - even_passes,
+    )
+    tokens = candidate.global_batch_size * fmean(each.row_tokens for each in micro_batches)
+    full = predictor.predict(candidate)
+    flops = fmean(
+        each.row_tokens
+        * predictor.facts.compute_flops_per_token(
+            min(each.row_tokens, each.document_tokens or each.row_tokens),
+            is_frozen=candidate.adapter is not None,
+        )
+        for each in micro_batches
+    )
+    return replace(
+        full,
+        time=time,
+        step_tokens=tokens,
+        model_flops_per_step=flops * candidate.global_batch_size,
+    )
+
+
+def order_by_rows(
+    predictor: Predictor, result: SearchResult, rows: TrainingRows
+) -> tuple[list[Prediction], Prediction | None]:
+    """Return the layouts of a search as predicted with real rows, best first, and the
+    recommended one by the rule for full rows."""
+    found = [*result.predictions]
+    if result.chosen is not None and result.chosen not in found:
+        found.append(result.chosen)
+    predictions = sorted(
+        (predict_rows(predictor, each.candidate, rows) for each in found),
+        key=lambda each: each.time.step,
+    )
+    roomy = [each for each in predictions if not each.is_tight]
+    chosen = min(
+        select_indistinguishable(roomy or predictions),
+        key=lambda each: (measure_complexity(each.candidate), each.time.step),
+        default=None,
+    )
+    return predictions, chosen
+
+
+def _resize(candidate: Candidate, rows: MicroBatchRows) -> Candidate:
+    return replace(candidate, sequence_length=rows.row_tokens, document_tokens=rows.document_tokens)
+
+
+def _combine_passes(candidate: Candidate, seconds: Sequence[Sequence[float]]) -> float:
+    """Return the seconds until the passes of a step end on all ranks.
+
+    Args:
+        seconds: of each micro-batch through the whole model, by accumulation step and rank.
+    """
+    pp = candidate.layout.pp
+    by_rank: list[tuple[float, ...]] = list(zip(*seconds, strict=True))
+    if pp > 1:
+        return max(sum(times) / pp + (pp - 1) / pp * max(times) for times in by_rank)
+    if waits_after_each_micro_batch(candidate.layout):
+        return sum(max(times) for times in seconds)
+    return max(sum(times) for times in by_rank)

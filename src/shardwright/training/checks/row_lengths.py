@@ -1,0 +1,84 @@
+"""Lengths of the rows of a run: whether they end early, and what the planner predicts them from."""
+
+from __future__ import annotations
+
+import logging
+
+from shardwright.architecture import ModelShape
+from shardwright.config import Recipe
+from shardwright.data.preparation import PreparedData
+from shardwright.data.row_documents import list_row_documents
+from shardwright.data.sample_order import SampleOrder
+from shardwright.layout import Layout
+from shardwright.model.routing import ExpertRules, resolve_expert_rules
+from shardwright.placement import has_micro_batch_scales
+from shardwright.planner.training_rows import MAX_STEPS, TrainingRows
+from shardwright.plans import build_work_balance
+
+logger = logging.getLogger(__name__)
+
+_MAX_ROWS = 16_384
+"""Largest number of rows whose lengths are read, unless a step has more."""
+
+
+def has_short_rows(
+    recipe: Recipe,
+    layout: Layout,
+    packing: str,
+    expert_rules: ExpertRules | None,
+    *,
+    is_compiled: bool,
+) -> bool:
+    """Return True if rows end with the longest of their micro-batch; log why if they cannot."""
+    if packing == "windows" or recipe.data.padding == "max_length":
+        return False
+    if is_compiled and (layout.cp > 1 or layout.tp > 1):
+        logger.info(
+            "all rows are padded to training.sequence_length: "
+            "with layout.tp and layout.cp, model.compile compiles blocks for one length"
+        )
+        return False
+    if expert_rules not in (None, ExpertRules()):
+        logger.info(
+            "all rows are padded to training.sequence_length: "
+            "balancing and capacity of experts count tokens per row"
+        )
+        return False
+    if has_micro_batch_scales(recipe.precision.low_precision):
+        logger.info(
+            "all rows are padded to training.sequence_length: "
+            "8-bit scales of a whole micro-batch span padding too"
+        )
+        return False
+    return True
+
+
+def read_training_rows(
+    recipe: Recipe, shape: ModelShape, data: PreparedData, rows_per_step: int
+) -> TrainingRows:
+    """Read the lengths of the rows of the first steps.
+
+    Args:
+        rows_per_step: sequences of the largest global batch that is planned.
+    """
+    num_rows = max(rows_per_step, min(MAX_STEPS * rows_per_step, _MAX_ROWS))
+    dataset = data.train
+    is_short = has_short_rows(
+        recipe,
+        Layout(),
+        data.report.packing,
+        resolve_expert_rules(recipe.moe, shape),
+        is_compiled=False,
+    )
+    is_packed = dataset.get_sample(0).document_ids is not None
+    length = recipe.training.sequence_length
+    return TrainingRows(
+        list_row_documents(dataset, SampleOrder(recipe.seed, len(dataset)), num_rows),
+        length,
+        is_packed=is_packed,
+        is_uneven=dataset.is_uneven,
+        pad_multiple=recipe.data.pad_to_multiple_of if is_short else None,
+        balance=build_work_balance(shape, Layout(), length, is_padded=is_short and not is_packed)
+        if recipe.data.assignment == "work"
+        else None,
+    )
