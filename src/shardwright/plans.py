@@ -236,9 +236,7 @@ def _check_working_weights(plan: Plan) -> None:
         RecipeError: `precision.working_weights: true` would have no effect.
     """
     if plan.layout.is_sharded:
-        reason = (
-            f"zero_stage {plan.layout.zero_stage} gathers the weights in the compute precision"
-        )
+        reason = f"zero_stage {plan.layout.zero_stage} gathers the weights in the compute precision"
     elif isinstance(plan.shape, HFShape):
         reason = f"transformers' {plan.shape.class_name} reads its own weights"
     else:

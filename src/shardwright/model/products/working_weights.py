@@ -6,8 +6,7 @@ the optimizer, DDP and checkpoints know, and takes the gradient, which is accumu
 dtype as before. A cast made once has the bits of a cast made at each use.
 
 A copy is cast again at the start of a forward pass if its parameter has changed. torch counts
-in-place changes; code that writes without autograd's keys (compiled updates) is not counted, so
-an optimizer's update calls `mark_changed`.
+in-place changes, but not those of fused optimizers, so an update calls `mark_changed`.
 """
 
 from __future__ import annotations

@@ -69,9 +69,7 @@ def predict_memory(
     )
     peak = max(moments, key=lambda parts: parts.total)
     # At every moment. Not of `persistent`, which does not depend on micro-batches and recompute.
-    peak = replace(
-        peak, weights=peak.weights + compute_working_bytes(facts, candidate, load)
-    )
+    peak = replace(peak, weights=peak.weights + compute_working_bytes(facts, candidate, load))
     driver = efficiency.context_bytes + efficiency.communicator_bytes * _count_process_groups(
         candidate
     )
