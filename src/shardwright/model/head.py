@@ -86,6 +86,8 @@ def compute_logits(
 class Head(nn.Module):
     """Weight of the projection to the vocabulary, if not tied; `Decoder` computes with it."""
 
+    working_weight: Tensor | None
+
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
