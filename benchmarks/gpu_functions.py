@@ -1,4 +1,4 @@
-"""Measure `model.compile_functions` on against off, and the loss with larger chunks.
+"""Measure `model.compile_functions`, working weights and larger chunks of the loss on against off.
 
     python -m benchmarks.gpu_functions cuda real RESULT.json
     python -m benchmarks.gpu_functions cpu tiny RESULT.json
@@ -17,20 +17,32 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu_profile import wait
 from shardwright.config.training import OptimizerSection
 from shardwright.layout import ParameterBox, ParameterLayout
 from shardwright.model.products import nf4
+from shardwright.model.products.linear import Linear
+from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics import wide_sums
 from shardwright.numerics.function_compiler import FunctionCompiler, build_function_compiler
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.optim import build_optimizer
+from shardwright.parallel.attention_kernels import (
+    AttentionKernel,
+    CpuFlashKernel,
+    CudaFlashKernel,
+    ScoreSettings,
+    TileVisibility,
+)
+from shardwright.parallel.tile_kernels import choose_kernel
 
 _ROUNDS = 15
 _SHAPES = {
@@ -143,11 +155,76 @@ def build_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> 
     return run
 
 
+def build_products(
+    recompute: bool, sizes: str, device: torch.device, compiler: FunctionCompiler
+) -> Run:
+    """Build a step of four micro-batches of products: on, with weights cast once per step."""
+    num_tokens = 512 if sizes == "tiny" else 2048
+    generator = torch.Generator().manual_seed(0)
+    layers = nn.ModuleList(
+        Linear(columns, rows, bias=False) for rows, columns in _SHAPES[sizes].values()
+    )
+    for layer in layers:
+        nn.init.normal_(layer.get_parameter("weight"), std=0.02, generator=generator)
+    layers.to(device)
+    copies = None
+    if compiler.obstacle != "model.compile_functions is false":
+        copies = WorkingWeights(layers, torch.bfloat16)
+    inputs = [
+        torch.randn(num_tokens, columns, generator=generator).to(device, torch.bfloat16)
+        for _, columns in _SHAPES[sizes].values()
+    ]
+
+    def run() -> dict[str, Tensor]:
+        layers.zero_grad()
+        if copies is not None:
+            copies.mark_changed()
+        for _ in range(4):
+            if copies is not None:
+                copies.update()
+            for layer, x in zip(layers, inputs, strict=True):
+                x = x.requires_grad_()
+                y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+                y.sum().backward()
+        return {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
+
+    return run
+
+
+def build_tiles(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+    """Build a causal tile of a row that ranks share: on, with the kernel of plain attention."""
+    num_tokens, num_heads, width = (256, 4, 64) if sizes == "tiny" else (4096, 32, 128)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        shape = (1, heads, num_tokens, width)
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    operands = (draw(num_heads), draw(num_heads // 4), draw(num_heads // 4))
+    d_out = draw(num_heads)
+    scores = ScoreSettings(width**-0.5)
+    places = torch.arange(num_tokens, device=device)
+    visibility = TileVisibility(True, None, slice(0, num_tokens), places)
+    kernel: AttentionKernel = CudaFlashKernel() if device.type == "cuda" else CpuFlashKernel()
+    if compiler.obstacle != "model.compile_functions is false":
+        kernel = choose_kernel(operands[0], operands[2], scores, has_mask=False, is_explicit=False)
+
+    def run() -> dict[str, Tensor]:
+        part = kernel.forward(*operands, visibility, scores)
+        gradients = kernel.backward(d_out, *operands, part, visibility, scores)
+        return {**part._asdict(), **gradients._asdict()}
+
+    return run
+
+
 CASES: dict[str, Callable[[str, torch.device, FunctionCompiler], Run]] = {
     "8-bit AdamW": lambda *arguments: build_update("adamw_8bit", *arguments),
     "Adafactor": lambda *arguments: build_update("adafactor", *arguments),
     "NF4 to bf16": build_dequantisation,
     "loss of the head, bf16": build_loss,
+    "tile of a shared row": build_tiles,
+    "weights cast once per step": partial(build_products, False),
+    "weights cast once per step, recomputed": partial(build_products, True),
 }
 
 

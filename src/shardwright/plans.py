@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from shardwright.architecture import HFShape, ModelShape
 from shardwright.config.recipe import Recipe, RecomputeKind
-from shardwright.config.training import PrecisionSection, TrainingSection
+from shardwright.config.training import PrecisionSection, TrainingSection, should_cast_once
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
 from shardwright.placement import (
@@ -107,6 +107,21 @@ class Plan:
     def layout(self) -> Layout:
         """Degrees and options of all parallelisms."""
         return self.placement.layout
+
+    @property
+    def has_working_weights(self) -> bool:
+        """True if trained matrices are cast to the compute precision once per step."""
+        return (
+            not self.layout.is_sharded
+            and self.precision.kind not in ("fp32", "fp64")
+            and not isinstance(self.shape, HFShape)
+            and should_cast_once(
+                self.precision.working_weights,
+                has_recompute=self.recompute != "none",
+                gradient_accumulation_steps=self.batch.gradient_accumulation_steps,
+                has_adapters=self.shape.adapters is not None,
+            )
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values for the run folder."""
@@ -213,6 +228,29 @@ def _check_precision(plan: Plan) -> None:
             plan.batch.sequence_length,
             is_compiled=plan.is_compiled,
         )
+    if plan.precision.working_weights is True:
+        _check_working_weights(plan)
+
+
+def _check_working_weights(plan: Plan) -> None:
+    """Check that weights are cast, and by our own modules.
+
+    Raises:
+        RecipeError: `precision.working_weights: true` would have no effect.
+    """
+    if plan.layout.is_sharded:
+        reason = f"zero_stage {plan.layout.zero_stage} gathers the weights in the compute precision"
+    elif isinstance(plan.shape, HFShape):
+        reason = f"transformers' {plan.shape.class_name} reads its own weights"
+    else:
+        return
+    raise RecipeError(
+        f"{reason}: no copy of them would be read",
+        field="precision.working_weights",
+        got=True,
+        allowed="auto, false",
+        remedy="Remove the key",
+    )
 
 
 def pad_to_longest_row(plan: Plan, minimum: int = 1) -> Plan:

@@ -20,11 +20,11 @@ from shardwright.parallel.attention_kernels import (
     PartialAttention,
     ScoreSettings,
     TileVisibility,
-    choose_kernel,
 )
 from shardwright.parallel.block_mask import RowChunks
 from shardwright.parallel.ring_attention import RowAttentionSettings, RowRanks
 from shardwright.parallel.row_attention import attend_row
+from shardwright.parallel.tile_kernels import CudnnKernel, choose_kernel
 
 SCORES = ScoreSettings(scale=0.125)
 RANDOM = torch.Generator().manual_seed(4)
@@ -60,6 +60,9 @@ CUDA_BLOCKS: list[tuple[Any, torch.dtype, str]] = [
     (CudaFlashKernel(), torch.bfloat16, "causal"),
     (CudaFlashKernel(), torch.bfloat16, "full"),
     (CudaFlashKernel(), torch.float16, "causal"),
+    (CudnnKernel(), torch.bfloat16, "causal"),
+    (CudnnKernel(), torch.bfloat16, "full"),
+    (CudnnKernel(), torch.float16, "causal"),
     (CudaEfficientKernel(), torch.float32, "causal"),
     (CudaEfficientKernel(), torch.float32, "full"),
     (CudaEfficientKernel(), torch.float32, "masked"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -55,8 +55,9 @@ def build_model(
     kind: Any = "fp32",
     recompute: Any = "none",
     compile_blocks: bool = False,
+    working_weights: bool | Literal["auto"] = "auto",
 ) -> ParallelModel:
-    precision = PrecisionSection(kind=kind)
+    precision = PrecisionSection(kind=kind, working_weights=working_weights)
     plan = build_plan(
         shape, Layout(), BatchPlan(count_row_tokens(shape), 4, 1, 1), precision, recompute
     )
@@ -130,6 +131,21 @@ def test_adamw_is_fused_and_bf16_trains(device: torch.device, shape: ModelShape)
     moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
     assert {parameter.dtype for _, parameter in model.named_parameters()} == {torch.float32}
     assert {tensor.dtype for tensor in moments} == {torch.float32}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_working_weights_keep_every_bit(
+    device: torch.device, shape: ModelShape, recompute: Any
+) -> None:
+    weights = []
+    for working_weights in (False, True):
+        model = build_model(
+            shape, device, kind="bf16", recompute=recompute, working_weights=working_weights
+        )
+        assert (model.decoder.working_weights is not None) == working_weights
+        run_steps(model, shape, build_adamw(model), 3)
+        weights.append([parameter.detach() for _, parameter in model.named_parameters()])
+    assert all(map(torch.equal, *weights))
 
 
 def measure_two_steps(

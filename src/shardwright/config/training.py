@@ -148,6 +148,12 @@ class PrecisionSection(RecipeSection):
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are summed over ranks; with bf16, FSDP2 (zero_stage 1 to 3)
     also accumulates micro-batches in bf16."""
+    working_weights: bool | Literal["auto"] = "auto"
+    """Store trained matrices that no rank shards (zero_stage 0, or one rank) in the compute
+    precision too, cast once per step, instead of casting the master weights at every use. The
+    numbers do not change. `auto` does so where it takes no memory at the peak of a step: for
+    several micro-batches per step without recompute, and for adapters. `true` does so always;
+    under recompute it takes 2 more bytes per parameter."""
     initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
     """Initial value of the dynamic loss scale, for fp16."""
     loss_scale_growth_steps: Positive = 1000
@@ -158,6 +164,11 @@ class PrecisionSection(RecipeSection):
         for key in ("initial_loss_scale", "loss_scale_growth_steps"):
             if self.kind != "fp16" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"`{key}` is for `kind: fp16`; {self.kind} needs no loss scale")
+        if self.working_weights is True and self.kind in ("fp32", "fp64"):
+            raise ValueError(
+                f"`working_weights` has no effect with `kind: {self.kind}`, which multiplies the "
+                "master weights themselves; remove it"
+            )
         if self.fp8 is not None and self.kind != "fp8":
             raise ValueError(f"`fp8` has no effect with `kind: {self.kind}`; set `kind: fp8`")
         return self
@@ -168,6 +179,25 @@ class PrecisionSection(RecipeSection):
         if self.kind != "fp8":
             return None
         return FP8Section() if self.fp8 is None else self.fp8
+
+
+def should_cast_once(
+    setting: bool | Literal["auto"],
+    *,
+    has_recompute: bool,
+    gradient_accumulation_steps: int,
+    has_adapters: bool,
+) -> bool:
+    """Return True if replicated weights are cast once per step (`precision.working_weights`).
+
+    `auto` does so where a step would cast them more than once and save the casts anyway, or
+    where only adapters are cast.
+    """
+    if setting != "auto":
+        return setting
+    if has_adapters:
+        return has_recompute or gradient_accumulation_steps > 1
+    return not has_recompute and gradient_accumulation_steps > 1
 
 
 def _parse_precision_setting(value: Any) -> Any:

@@ -72,6 +72,11 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def is_sharded(self) -> bool:
+        """True if ZeRO shards parameters or states over more than one rank."""
+        return self.zero_stage >= 1 and self.fsdp > 1
+
+    @property
     def fsdp(self) -> int:
         """Number of ranks over which ZeRO shards parameters other than experts."""
         return self.dp_shard * self.cp

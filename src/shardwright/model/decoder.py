@@ -38,7 +38,13 @@ from shardwright.model.moe import ExpertStack
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.scaled_product import RoundingTotals
+from shardwright.model.products.working_weights import (
+    WorkingWeights,
+    declare_working_weight,
+    read_weight,
+)
 from shardwright.model.routing import ExpertRules, RouterTotals, RoutingContext
+from shardwright.model.state_dict_names import rename_from_hf, rename_to_hf
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 logger = logging.getLogger("shardwright")
@@ -57,6 +63,7 @@ class Decoder(nn.Module):
     """Fraction of each target spread evenly over the vocabulary, in training."""
     noise_size: float = 0.0
     """Largest absolute value of the noise added to embeddings in training (NEFTune)."""
+    working_weights: WorkingWeights | None = None
     is_root_read_in_backward = False
     """True if the backward pass reads more parameters outside blocks than the final norm's."""
 
@@ -78,8 +85,8 @@ class Decoder(nn.Module):
         self._logged_attention: set[str] = set()
         self.loss_function: LossFunction = loss_function or compute_full_logits_loss
         self._add_modules(shape)
-        self.register_state_dict_post_hook(_rename_to_hf)
-        self.register_load_state_dict_pre_hook(_rename_from_hf)
+        self.register_state_dict_post_hook(rename_to_hf)
+        self.register_load_state_dict_pre_hook(rename_from_hf)
         if shape.adapters is not None:
             for parameter in self.parameters():
                 parameter.requires_grad_(False)
@@ -98,7 +105,9 @@ class Decoder(nn.Module):
             {str(index): Block(shape, index) for index in range(shape.num_layers)}
         )
         self.final_norm: nn.Module | None = build_norm(shape)
-        if not shape.tied_embeddings:
+        if shape.tied_embeddings:
+            declare_working_weight(self.embedding, "weight")
+        else:
             self.head = Head(shape.vocab_size, width)
 
     def named_parameters(
@@ -193,6 +202,8 @@ class Decoder(nn.Module):
                 del self.layers[str(index)]
         has_embedding = any(stage.has_embedding for stage in stages)
         has_head = any(stage.has_head for stage in stages)
+        if has_embedding and not has_head and self.shape.tied_embeddings:
+            del self.embedding.working_weight  # the head's, on another rank
         if not has_embedding:
             self.positions = None
             if not (has_head and self.shape.tied_embeddings):
@@ -282,6 +293,8 @@ class Decoder(nn.Module):
         host_document_ids_BT: np.ndarray | None = None,
     ) -> Tensor:
         """Compute the final norm's output, `[B, T, D]`; without the norm, the last block's."""
+        if self.working_weights is not None:
+            self.working_weights.update()
         num_tokens = input_ids_BT.shape[1]
         if positions_BT is None:
             positions_BT = build_default_positions(
@@ -386,7 +399,8 @@ class Decoder(nn.Module):
         of supervised tokens, if the host knows it.
         """
         shape = self.shape
-        weight_VD = self.head_weight.to(hidden_BTD.dtype)
+        head = self.embedding if shape.tied_embeddings else self.head
+        weight_VD = read_weight(head.weight, head.working_weight, hidden_BTD.dtype)
         tensor = self._get_tensor_parallel(cached=cached)
         options: dict[str, Any] = {
             "logit_scale": shape.logit_scale,
@@ -427,22 +441,6 @@ class Decoder(nn.Module):
         if self.shape.embedding_scale != 1.0:
             x_BTD = x_BTD * self.shape.embedding_scale
         return x_BTD
-
-
-def _rename_to_hf(decoder: Any, tensors: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Rename the entries of a state dict that begin with `prefix`, in place and in order."""
-    for key in list(tensors):
-        name = key.removeprefix(prefix)
-        is_ours = key.startswith(prefix)
-        tensors[prefix + decoder._to_hf_name(name) if is_ours else key] = tensors.pop(key)
-
-
-def _rename_from_hf(decoder: Any, tensors: dict[str, Any], prefix: str, *_others: Any) -> None:
-    """Rename entries of a state dict to paths in the decoder, in place."""
-    for path, _ in nn.Module.named_parameters(decoder):
-        name = prefix + decoder._to_hf_name(path)
-        if name in tensors:
-            tensors[prefix + path] = tensors.pop(name)
 
 
 def _select_tokens(x_BT: Tensor, token_indices_T: Tensor | None) -> Tensor:

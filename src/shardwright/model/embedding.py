@@ -12,6 +12,9 @@ from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 class Embedding(nn.Module):
     """Table of embeddings; `padding_row` gets no gradient."""
 
+    working_weight: Tensor | None
+    """Declared if the head is tied to the table, which is looked up in its own dtype."""
+
     def __init__(self, num_rows: int, width: int, padding_row: int | None = None) -> None:
         super().__init__()
         self.num_rows = num_rows

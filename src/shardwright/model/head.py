@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.config.data import IGNORED_LABEL
+from shardwright.model.products.working_weights import declare_working_weight
 from shardwright.model.tensor_parallel_hooks import VocabularyHooks
 
 LossFunction = Callable[..., Tensor]
@@ -85,6 +86,9 @@ def compute_logits(
 class Head(nn.Module):
     """Weight of the projection to the vocabulary, if not tied; `Decoder` computes with it."""
 
+    working_weight: Tensor | None
+
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        declare_working_weight(self, "weight")

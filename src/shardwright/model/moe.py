@@ -22,6 +22,7 @@ from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows
 from shardwright.model.products.product import ProductRule, multiply_by_expert
 from shardwright.model.products.scaled_product import ScaledProducts
+from shardwright.model.products.working_weights import declare_working_weight
 from shardwright.model.routing import (
     RouterStatistics,
     Routing,
@@ -71,6 +72,9 @@ class ExpertStack(nn.Module):
     """Products of 8-bit operands with its own weight; adapters multiply in x's precision."""
     adapters: AdapterShape | None = None
     is_adapter_enabled: bool = True
+    working_weight: Tensor | None
+    working_lora_A: Tensor | None
+    working_lora_B: Tensor | None
 
     def __init__(self, experts: ExpertShape, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -83,12 +87,14 @@ class ExpertStack(nn.Module):
         self.bias = (
             nn.Parameter(torch.empty(self.num_experts, num_out)) if experts.expert_bias else None
         )
+        declare_working_weight(self, "weight")
 
     def add_adapter(self, adapters: AdapterShape) -> None:
         """Add an adapter to every expert's matrix."""
         self.adapters = adapters
         self.lora_A = nn.Parameter(torch.empty(self.num_experts, adapters.rank, self.num_in))
         self.lora_B = nn.Parameter(torch.empty(self.num_experts, self.num_out, adapters.rank))
+        declare_working_weight(self, "lora_A", "lora_B")
 
     def quantise(self) -> None:
         """Freeze the weights and store them as bytes (`nf4`)."""
@@ -101,11 +107,15 @@ class ExpertStack(nn.Module):
     def forward(self, x_MD: Tensor, counts_E: Tensor, *, bias_factor: float = 1.0) -> Tensor:
         """Multiply each row by its expert's matrix, `[M, out]`."""
         rule = ProductRule(self.num_in, self.is_transposed, scaled=self.scaled)
-        out_MF = multiply_by_expert(x_MD, self.weight, counts_E, rule)
+        out_MF = multiply_by_expert(x_MD, self.weight, counts_E, rule, self.working_weight)
         if self.adapters is not None and self.is_adapter_enabled:
-            low_MR = multiply_by_expert(x_MD, self.lora_A, counts_E, ProductRule(self.num_in))
+            low_MR = multiply_by_expert(
+                x_MD, self.lora_A, counts_E, ProductRule(self.num_in), self.working_lora_A
+            )
             rank_rule = ProductRule(self.adapters.rank)
-            update_MF = multiply_by_expert(low_MR, self.lora_B, counts_E, rank_rule)
+            update_MF = multiply_by_expert(
+                low_MR, self.lora_B, counts_E, rank_rule, self.working_lora_B
+            )
             out_MF = out_MF + update_MF * self.adapters.scale
         if self.bias is None:
             return out_MF

@@ -11,7 +11,8 @@ On the meta device until step 6:
     5  shard        FSDP2 over dp_shard (x dp_replicate), block groups first, the root last
     6  storage      empty memory on the device, for this rank's shards only; not for frozen weights
                     that are offloaded, which leave the model before 5
-    7  weights      written by name, slice by slice; offloaded ones to their store
+    7  weights      written by name, slice by slice; offloaded ones to their store; copies in the
+                    compute precision of those that would be cast at each use
     8  replicate    DDP over dp_replicate: its buckets need real memory; not under a pipeline,
                     which accumulates gradients itself and reduces those of a stage behind the
                     backward passes of the others
@@ -49,6 +50,7 @@ from shardwright.model.frozen_weights import (
     list_frozen_matrices,
 )
 from shardwright.model.parallel_hooks import ParallelHooks
+from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.parallel.context_parallel import build_context_parallel
@@ -111,7 +113,7 @@ def apply_layout(
         name for name, parameter in decoder.named_parameters() if parameter.requires_grad
     )
     coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
-    sharded = layout.zero_stage >= 1 and layout.fsdp > 1
+    sharded = layout.is_sharded
 
     if stages is not None:
         decoder.select_stages([stage for stage in stages if stage.rank == coordinates["pp"]])
@@ -155,6 +157,9 @@ def apply_layout(
             for weight in weights
         }
         offload.attach(decoder, weights, FrozenWeightSources(read_slice, boxes, groups))
+    if plan.has_working_weights and trainable:
+        with storage or nullcontext():
+            decoder.working_weights = WorkingWeights(decoder, precision.compute)
     module: nn.Module = decoder
     # A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to
     # wrap it. DDP changes its buckets after the first step, so the sums of a resumed run's first

@@ -99,27 +99,6 @@ class AttentionKernel(Protocol):
         ...
 
 
-def choose_kernel(
-    q_BHLE: Tensor, v_BKSV: Tensor, scores: ScoreSettings, *, has_mask: bool, is_explicit: bool
-) -> AttentionKernel:
-    """Choose the fused kernel that computes exactly this, or else the explicit products."""
-    if (
-        is_explicit
-        or scores.soft_cap is not None
-        or scores.dropout is not None
-        or q_BHLE.shape[-1] != v_BKSV.shape[-1]
-    ):
-        return ExplicitKernel()
-    if q_BHLE.device.type == "cpu":
-        return CpuFlashKernel()
-    if q_BHLE.is_cuda and q_BHLE.shape[-1] % 8 == 0 and q_BHLE.shape[-1] <= 256:
-        if q_BHLE.dtype in (torch.float16, torch.bfloat16) and not has_mask:
-            return CudaFlashKernel()
-        if q_BHLE.dtype in (torch.float16, torch.bfloat16, torch.float32):
-            return CudaEfficientKernel()
-    return ExplicitKernel()
-
-
 def merge_partial(into: PartialAttention, part: PartialAttention) -> None:
     """Merge the attention over further keys into `into`, in place.
 

@@ -253,6 +253,11 @@ class ParallelModel:
             gradients[name] = get_local_tensor(parameter.grad)
         return gradients
 
+    def mark_weights_changed(self) -> None:
+        """State that the parameters have been updated, before the next forward pass."""
+        if self.decoder.working_weights is not None:
+            self.decoder.working_weights.mark_changed()
+
     def add_gradient_hook(self, callback: Callable[[], None]) -> None:
         """Register a function to run when a step's gradients are complete, before any use."""
         self._gradient_hooks.append(callback)

@@ -29,12 +29,12 @@ from shardwright.parallel.attention_kernels import (
     PartialAttention,
     ScoreSettings,
     TileVisibility,
-    choose_kernel,
     merge_partial,
 )
 from shardwright.parallel.block_mask import AttentionTile, RowChunks
 from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
 from shardwright.parallel.comm_timing import time_wait
+from shardwright.parallel.tile_kernels import choose_kernel
 
 KeyValuePair = tuple[Tensor, Tensor]
 

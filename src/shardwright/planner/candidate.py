@@ -8,6 +8,7 @@ from typing import Literal
 from shardwright.config.model import AttentionSetting
 from shardwright.config.offload import DEFAULT_BUFFER_BYTES, OffloadTier
 from shardwright.config.recipe import RecomputeKind
+from shardwright.config.training import should_cast_once
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
 from shardwright.schedule.registry import has_split_backward
@@ -83,6 +84,8 @@ class Candidate:
     """Size of a staging buffer of offloaded states."""
     reference: ReferenceKind = "none"
     should_reduce_in_bf16: bool = False
+    working_weights: bool | Literal["auto"] = False
+    """Setting of `precision.working_weights`."""
     compile: bool = False
     flash_attention: bool = True
     attention: AttentionSetting = "auto"
@@ -142,7 +145,21 @@ class Candidate:
     @property
     def is_sharded(self) -> bool:
         """True if ZeRO shards parameters or states over more than one rank."""
-        return self.layout.zero_stage >= 1 and self.layout.fsdp > 1
+        return self.layout.is_sharded
+
+    @property
+    def has_working_weights(self) -> bool:
+        """True if trained matrices are cast to the compute precision once per step."""
+        return (
+            not self.is_sharded
+            and self.activation_bytes != self.master_bytes
+            and should_cast_once(
+                self.working_weights,
+                has_recompute=self.recompute != "none",
+                gradient_accumulation_steps=self.gradient_accumulation_steps,
+                has_adapters=self.adapter is not None,
+            )
+        )
 
     @property
     def adapted_roles(self) -> tuple[str, ...] | None:

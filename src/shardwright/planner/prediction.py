@@ -16,8 +16,8 @@ class MemoryParts:
     their sum is largest."""
 
     weights: float = 0.0
-    """Master weights (or the adapter's frozen base) that persist between steps, and the frozen
-    reference of preference training."""
+    """Master weights (or the adapter's frozen base) that persist between steps, their working
+    copies in the compute precision, and the frozen reference of preference training."""
     gradients: float = 0.0
     optimizer: float = 0.0
     """Moments, and a second copy of the weights if the framework has one."""

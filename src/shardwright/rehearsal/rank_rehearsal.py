@@ -59,6 +59,7 @@ class RankRehearsal:
     rank: int
     coordinates: Mapping[str, int]
     weights_bytes: int
+    """Bytes of master weights, working weights and a frozen reference."""
     gradients_bytes: int
     """Bytes of gradients between the last backward pass and the update."""
     optimizer_bytes: int
@@ -101,6 +102,9 @@ def rehearse_rank(
             weights_bytes = live.register_tensors(
                 (parameter for _, parameter in model.named_parameters()), "weights"
             )
+            working = model.decoder.working_weights
+            if working is not None:
+                weights_bytes += live.register_tensors(working.copies, "working weights")
             activation_offload = build_fake_activation_offload(recipe, device)
             if activation_offload is not None:
                 install_activation_offload(model, activation_offload, plan.recompute)

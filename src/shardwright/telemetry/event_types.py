@@ -187,6 +187,7 @@ class MemoryEvent(Event):
 
     kind: ClassVar[str] = "memory"
     weights_bytes: tuple[int, ...]
+    """Parameters, and their copies in the compute precision (`precision.working_weights`)."""
     gradients_bytes: tuple[int, ...]
     """Gradients, at the time when all of them exist."""
     optimizer_bytes: tuple[int, ...]

@@ -370,6 +370,7 @@ def update_parameters(
             scale_([gradient for gradient, _ in gradients if gradient is not None], factor)
         set_learning_rate(optimizer, learning_rate)
         optimizer.step()
+        model.mark_weights_changed()
         if router_table is not None:
             update_balance_biases(model.decoder, router_table)
     optimizer.zero_grad(set_to_none=True)

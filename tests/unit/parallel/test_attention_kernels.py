@@ -15,9 +15,9 @@ from shardwright.parallel.attention_kernels import (
     PartialAttention,
     ScoreSettings,
     TileVisibility,
-    choose_kernel,
     merge_partial,
 )
+from shardwright.parallel.tile_kernels import choose_kernel
 
 SCORES = ScoreSettings(scale=0.4)
 RANDOM = torch.Generator().manual_seed(4)

@@ -71,6 +71,7 @@ LORA = {"adapters": {"rank": 8}}
 QLORA = {"adapters": {"rank": 8, "quantize": "nf4"}}
 PREFERENCES = {"preference": {"kind": "dpo"}}
 OFFLOAD = {"offload": {"optimizer": "host", "activations": "host", "buffer_bytes": 2**20}}
+WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 CASES = [
     Case("llama", Layout(dp_replicate=2), steps=2),
     Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2),
@@ -88,6 +89,7 @@ CASES = [
     Case("llama", Layout(tp=2, sequence_parallel=False)),
     Case("llama", Layout(dp_shard=2, zero_stage=3), recompute="selective", sections=OFFLOAD),
     Case("llama", Layout(pp=2), steps=4, sections=OFFLOAD),
+    Case("llama", Layout(), recompute="full", sections=WORKING),
 ]
 LONG_CASES = [
     Case("llama", Layout(dp_replicate=2), sections=PREFERENCES, steps=2),
@@ -136,6 +138,10 @@ LONG_CASES = [
     Case("llama", Layout(dp_replicate=2), sections=OFFLOAD),
     Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3), recompute="full", sections=OFFLOAD),
     Case("llama", Layout(), sections=OFFLOAD | LORA),
+    Case("gpt2", Layout(), recompute="selective", sections=WORKING),
+    Case("qwen3_moe", Layout(), sections=WORKING),
+    Case("tied", Layout(pp=2), steps=4, sections=WORKING),
+    Case("llama", Layout(), steps=2, recompute="full", sections=LORA),
 ]
 
 

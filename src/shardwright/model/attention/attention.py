@@ -229,7 +229,7 @@ class Attention(nn.Module):
         ]
 
 
-_TILES = "tiles of shared rows: flash or memory-efficient attention, or explicit products"
+_TILES = "tiles of shared rows: cuDNN, flash or memory-efficient attention, or explicit products"
 
 
 def describe_attention(context: ForwardContext) -> str:

@@ -18,13 +18,14 @@ from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.products import nf4
 from shardwright.model.products.product import ProductRule, WeightGradientStore, multiply
 from shardwright.model.products.scaled_product import ScaledProducts
+from shardwright.model.products.working_weights import declare_working_weight
 
 
 class Linear(nn.Module):
     """x @ weight (+ bias); weight is `[out, in]`, or `[in, out]` if `is_transposed` (GPT-2).
 
     The cast implements mixed precision: parameters may stay fp32 while activations are bf16. If
-    FSDP2 has gathered them in bf16, the cast does nothing.
+    FSDP2 has gathered them in bf16, the cast does nothing; a working weight replaces it.
 
     `sum_shares` sums the partial products of a row-parallel weight over ranks; the bias is
     added once, to the sum.
@@ -40,6 +41,8 @@ class Linear(nn.Module):
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
     adapters: AdapterShape | None = None
     is_adapter_enabled: bool = True
+    working_weight: Tensor | None
+    """The weight in the compute precision (`working_weights`); None casts it at each use."""
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool, transposed: bool = False) -> None:
         super().__init__()
@@ -50,6 +53,7 @@ class Linear(nn.Module):
             torch.empty((num_in, num_out) if transposed else (num_out, num_in))
         )
         self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
+        declare_working_weight(self, "weight")
 
     def add_adapter(self, adapters: AdapterShape, number: int) -> None:
         """Add an adapter; `number`, unique in the layer, selects its dropout masks."""
@@ -89,7 +93,7 @@ class Linear(nn.Module):
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         rule = ProductRule(self.num_in, self.is_transposed, self.gradient_store, self.scaled)
-        return multiply(x, self.weight, bias, rule)
+        return multiply(x, self.weight, bias, rule, self.working_weight)
 
     def _apply_adapter(
         self, x: Tensor, bias: Tensor | None, adapters: AdapterShape, dropout: Dropout | None

@@ -32,6 +32,7 @@ from shardwright.model.products.grouped_matmul import (
     multiply_grouped,
 )
 from shardwright.model.products.scaled_product import ScaledProducts
+from shardwright.model.products.working_weights import read_weight
 
 
 class ProductRule(NamedTuple):
@@ -47,15 +48,25 @@ class ProductRule(NamedTuple):
     """Products of 8-bit operands; None multiplies in x's precision."""
 
 
-def multiply(x: Tensor, weight: nn.Parameter, bias: Tensor | None, rule: ProductRule) -> Tensor:
-    """Compute x @ weight (+ bias), `[.., out]`, in x's dtype."""
+def multiply(
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    rule: ProductRule,
+    working: Tensor | None = None,
+) -> Tensor:
+    """Compute x @ weight (+ bias), `[.., out]`, in x's dtype.
+
+    Args:
+        working: Working weight (`working_weights`); None casts the weight.
+    """
     is_packed = weight.dtype == torch.uint8
     is_scaled = rule.scaled is not None
     is_deferrable = rule.store is not None and not is_packed and torch.is_grad_enabled()
     if not (is_packed or is_scaled or is_deferrable):
-        matrix = weight.to(x.dtype)
+        matrix = read_weight(weight, working, x.dtype)
         return F.linear(x, matrix.t() if rule.is_transposed else matrix, bias)
-    operand = weight if is_packed else weight.to(x.dtype)
+    operand = weight if is_packed else read_weight(weight, working, x.dtype)
     reference = _WeightReference(weight) if is_deferrable else None
     if is_packed or is_scaled:
         product: Tensor = _LinearProduct.apply(x, operand, None, rule, reference)
@@ -64,20 +75,25 @@ def multiply(x: Tensor, weight: nn.Parameter, bias: Tensor | None, rule: Product
     return product
 
 
-def multiply_by_expert(x_MI: Tensor, weight: Tensor, counts_E: Tensor, rule: ProductRule) -> Tensor:
+def multiply_by_expert(
+    x_MI: Tensor,
+    weight: Tensor,
+    counts_E: Tensor,
+    rule: ProductRule,
+    working: Tensor | None = None,
+) -> Tensor:
     """Multiply each row by its expert's matrix, `[M, O]`, in the rows' dtype.
 
     Rows are sorted by expert; `weight` has a leading dim of experts, and `counts_E` has their
-    numbers of rows.
+    numbers of rows. `working` is the working weight; None casts the weight.
     """
     is_packed = weight.dtype == torch.uint8
     if is_packed or rule.scaled is not None:
-        operand = weight if is_packed else weight.to(x_MI.dtype)
+        operand = weight if is_packed else read_weight(weight, working, x_MI.dtype)
         product: Tensor = _ExpertProduct.apply(x_MI, operand, counts_E, rule)
         return product
-    return multiply_grouped(
-        x_MI, weight.to(x_MI.dtype), counts_E, transposed=not rule.is_transposed
-    )
+    operand = read_weight(weight, working, x_MI.dtype)
+    return multiply_grouped(x_MI, operand, counts_E, transposed=not rule.is_transposed)
 
 
 def compute_weight_gradient(gradient_NO: Tensor, x_NI: Tensor, rule: ProductRule) -> Tensor:

@@ -250,6 +250,24 @@ def _count_cast_elements(
     return max(0.0, parameters.local_matrices - count_root_elements(facts, candidate, load))
 
 
+def compute_working_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Compute the bytes of copies in the compute precision that persist between steps: of the
+    layers' matrices and the head, or of adapters."""
+    if not candidate.has_working_weights:
+        return 0.0
+    size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
+    if candidate.adapter is not None:
+        return count_adapter_elements(facts, candidate, load).local * size
+    elements = facts.count_elements(candidate.layout)
+    total = sum(
+        layer.local_matrices * count
+        for layer, count in zip(elements.layers, load.layers, strict=True)
+    )
+    if load.has_head:
+        total += facts.shape.vocab_size * facts.shape.hidden_size / candidate.layout.tp
+    return total * size
+
+
 def has_saved_casts(candidate: Candidate) -> bool:
     """Return True if each micro-batch saves its layers' casts of replicated weights."""
     return _has_casts(candidate) and not candidate.engine.should_recompute_casts(
@@ -264,6 +282,7 @@ def _has_casts(candidate: Candidate) -> bool:
         engine.has_master_weights
         and not candidate.is_sharded
         and candidate.adapter is None
+        and not candidate.has_working_weights
         and engine.get_gather_bytes(candidate.activation_bytes) != candidate.master_bytes
     )
 

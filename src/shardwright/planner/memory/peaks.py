@@ -4,7 +4,8 @@
               parameters is gathered beyond what the backward pass needs
     backward  most activations are freed, gradients are complete, reduction buffers are in use,
               the embedding's gradient is computed
-    update    no activations or gathered parameters; optimizer states, as at all times
+    update    no activations or gathered parameters; optimizer states and working weights, as at
+              all times
 
 `planner.memory.parameter_memory` has the parts that persist between steps.
 """
@@ -33,6 +34,7 @@ from shardwright.planner.memory.parameter_memory import (
     compute_pending_reduction_bytes,
     compute_persistent_memory,
     compute_reduction_bytes,
+    compute_working_bytes,
     count_group_elements,
     count_root_elements,
 )
@@ -66,6 +68,8 @@ def predict_memory(
         ),
     )
     peak = max(moments, key=lambda parts: parts.total)
+    # At every moment. Not of `persistent`, which does not depend on micro-batches and recompute.
+    peak = replace(peak, weights=peak.weights + compute_working_bytes(facts, candidate, load))
     driver = efficiency.context_bytes + efficiency.communicator_bytes * _count_process_groups(
         candidate
     )

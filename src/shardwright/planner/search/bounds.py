@@ -6,7 +6,7 @@ choice, not an estimate: tests compare the search with an exhaustive one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from operator import mul
 
@@ -124,6 +124,8 @@ class DataTrafficBound:
     def __init__(
         self, predictor: Predictor, candidate: Candidate, min_layers: tuple[int, ...]
     ) -> None:
+        if candidate.working_weights == "auto":  # depends on micro-batches and recomputation
+            candidate = replace(candidate, working_weights=True)
         step = StepCosts(
             predictor.facts, candidate, predictor.get_rates(candidate.precision), predictor.network
         )

@@ -209,6 +209,8 @@ def count_weight_traffic_bytes(
             return elements.local * 2 * size, elements.local * (3 * size + master)
         return 0.0, elements.local * (size + gradient_bytes)
     if candidate.engine.has_master_weights and size != master:
+        if candidate.has_working_weights:
+            return 0.0, elements.local_matrices * (size + 3 * master)
         return elements.local_matrices * (master + size), elements.local_matrices * (
             size + 3 * master
         )

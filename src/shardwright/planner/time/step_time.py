@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from math import log2
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.parameter_memory import StageLoad, compute_working_bytes
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import get_transfer_rate
 from shardwright.planner.prediction import TimeParts
@@ -220,12 +221,20 @@ def _compute_rank_parts(
         expert=num_micro_batches * traffic.expert,
         data=exposed + slowdown,
         offload=num_micro_batches * sum(map(sum, (passes.offload_waits for passes in stages))),
-        optimizer=_compute_update_seconds(costs, num_elements),
+        optimizer=_compute_update_seconds(costs, num_elements) + _compute_cast_seconds(costs, load),
         hidden_tensor=num_micro_batches * traffic.hidden_tensor,
         hidden_context=num_micro_batches * traffic.hidden_context,
         hidden_expert=num_micro_batches * traffic.hidden_expert,
         hidden_data=hidden,
     )
+
+
+def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
+    """Compute the seconds in which working weights are cast, once per step."""
+    candidate = costs.candidate
+    num_bytes = compute_working_bytes(costs.facts, candidate, load)
+    read_bytes = num_bytes * candidate.master_bytes / candidate.activation_bytes
+    return costs.rates.time_copy(read_bytes + num_bytes)
 
 
 def _compute_update_seconds(costs: StepCosts, num_elements: float) -> float:

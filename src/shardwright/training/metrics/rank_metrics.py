@@ -271,6 +271,9 @@ class RankMetrics:
             for name, parameter in self._model.named_parameters()
             if name not in offloaded_names
         )
+        working = self._model.decoder.working_weights
+        if working is not None:
+            weights += _count_bytes(working.copies)
         moments = (
             value for state in self._state.optimizer.state.values() for value in state.values()
         )

@@ -1,0 +1,203 @@
+"""Choice of the attention kernel for part of the keys, and cuDNN's kernel.
+
+PyTorch prefers cuDNN on Hopper and later. Its operators are private, and their log-sum-exp is
+documented nowhere, so a process compares it once with flash attention before it is used: the
+output, the log-sum-exp, and the gradients of a part of a longer row.
+
+Legend: B sequences, H query heads, K key/value heads, L queries, S keys, E head_dim, V value width.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend
+
+from shardwright.parallel.attention_kernels import (
+    AttentionGradients,
+    AttentionKernel,
+    CpuFlashKernel,
+    CudaEfficientKernel,
+    CudaFlashKernel,
+    ExplicitKernel,
+    PartialAttention,
+    ScoreSettings,
+    TileVisibility,
+)
+
+logger = logging.getLogger(__name__)
+
+_aten = torch.ops.aten
+_TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 6e-3}
+"""Distances of two kernels that each round to the dtype."""
+_CHECKED_TOKENS = 128
+
+
+class CudnnKernel:
+    """cuDNN's attention, in half precision and without masks.
+
+    It supports fewer key/value heads than query heads.
+    """
+
+    def forward(
+        self,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> PartialAttention:
+        assert visibility.visible_BLS is None
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q_BHLE,
+            k_BKSE,
+            v_BKSE,
+            None,
+            True,  # compute the log-sum-exp
+            0.0,
+            visibility.is_causal,
+            scale=scores.scale,
+        )
+        return PartialAttention(out, lse.reshape(q_BHLE.shape[:3]))
+
+    def backward(
+        self,
+        d_out_BHLE: Tensor,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        row_output: PartialAttention,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> AttentionGradients:
+        # Without dropout the random state is never read, but the kernel requires tensors for it.
+        unread = torch.zeros((), dtype=torch.int64, device=q_BHLE.device)
+        return AttentionGradients(
+            *_aten._scaled_dot_product_cudnn_attention_backward(
+                d_out_BHLE.contiguous(),
+                q_BHLE,
+                k_BKSE,
+                v_BKSE,
+                row_output.out_BHLV.to(q_BHLE.dtype).contiguous(),
+                row_output.lse_BHL.unsqueeze(-1).contiguous(),
+                unread,
+                unread,
+                None,
+                None,
+                None,
+                q_BHLE.shape[2],
+                k_BKSE.shape[2],
+                0.0,
+                visibility.is_causal,
+                scale=scores.scale,
+            )
+        )
+
+
+def choose_kernel(
+    q_BHLE: Tensor, v_BKSV: Tensor, scores: ScoreSettings, *, has_mask: bool, is_explicit: bool
+) -> AttentionKernel:
+    """Choose the fused kernel that computes exactly this, or else the explicit products."""
+    if (
+        is_explicit
+        or scores.soft_cap is not None
+        or scores.dropout is not None
+        or q_BHLE.shape[-1] != v_BKSV.shape[-1]
+    ):
+        return ExplicitKernel()
+    if q_BHLE.device.type == "cpu":
+        return CpuFlashKernel()
+    if q_BHLE.is_cuda and q_BHLE.shape[-1] % 8 == 0 and q_BHLE.shape[-1] <= 256:
+        if q_BHLE.dtype in (torch.float16, torch.bfloat16) and not has_mask:
+            return _choose_half_precision_kernel(q_BHLE, v_BKSV, scores)
+        if q_BHLE.dtype in (torch.float16, torch.bfloat16, torch.float32):
+            return CudaEfficientKernel()
+    return ExplicitKernel()
+
+
+def _choose_half_precision_kernel(
+    q_BHLE: Tensor, v_BKSE: Tensor, scores: ScoreSettings
+) -> AttentionKernel:
+    """Choose the kernel of tiles without a mask: cuDNN's if plain attention takes it, or flash
+    attention. Tensors of a rehearsal have no kernel; both save the same."""
+    if isinstance(q_BHLE, FakeTensor) or not _takes_cudnn(q_BHLE, v_BKSE, scores):
+        return CudaFlashKernel()
+    is_grouped = q_BHLE.shape[1] != v_BKSE.shape[1]
+    is_equal = agrees_with_flash(q_BHLE.device, q_BHLE.dtype, q_BHLE.shape[-1], is_grouped)
+    return CudnnKernel() if is_equal else CudaFlashKernel()
+
+
+def _takes_cudnn(q_BHLE: Tensor, v_BKSE: Tensor, scores: ScoreSettings) -> bool:
+    """Return True if PyTorch's scaled dot product would take cuDNN's kernel."""
+    choice: int = torch._fused_sdp_choice(
+        q_BHLE,
+        v_BKSE,  # keys and values of one width have one layout
+        v_BKSE,
+        None,
+        0.0,
+        q_BHLE.shape[2] == v_BKSE.shape[2],
+        scale=scores.scale,
+        enable_gqa=q_BHLE.shape[1] != v_BKSE.shape[1],
+    )
+    return choice == SDPBackend.CUDNN_ATTENTION.value
+
+
+@lru_cache
+@torch.no_grad()
+def agrees_with_flash(
+    device: torch.device, dtype: torch.dtype, width: int, is_grouped: bool
+) -> bool:
+    """Compare cuDNN's kernel with flash attention, and log the result; once per process.
+
+    The host waits for the device.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(num_heads: int) -> Tensor:
+        shape = (1, num_heads, _CHECKED_TOKENS, width)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    num_groups = 2 if is_grouped else 4
+    operands = (draw(4), draw(num_groups), draw(num_groups))
+    d_out = draw(4)
+    scores = ScoreSettings(scale=width**-0.5)
+    distances = []
+    try:
+        for is_causal in (True, False):
+            visibility = TileVisibility(
+                is_causal, None, slice(0, _CHECKED_TOKENS), torch.arange(_CHECKED_TOKENS)
+            )
+            expected = CudaFlashKernel().forward(*operands, visibility, scores)
+            # As a part of a longer row, whose log-sum-exp is larger and whose output differs.
+            row = PartialAttention(expected.out_BHLV * 0.7, expected.lse_BHL + 0.5)
+            results = [
+                (
+                    *kernel.forward(*operands, visibility, scores),
+                    *kernel.backward(d_out, *operands, row, visibility, scores),
+                )
+                for kernel in (CudnnKernel(), CudaFlashKernel())
+            ]
+            distances += [_measure_distance(*pair) for pair in zip(*results, strict=True)]
+        distance = max(distances)
+    except RuntimeError as error:
+        logger.info("context parallelism: tiles take flash attention; cuDNN's fails: %s", error)
+        return False
+    if not distance <= _TOLERANCE[dtype]:
+        logger.warning(
+            "context parallelism: tiles take flash attention; cuDNN's differs from it by %.1e of "
+            "the norm",
+            distance,
+        )
+        return False
+    logger.info("context parallelism: tiles without a mask take cuDNN's attention")
+    return True
+
+
+def _measure_distance(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of the expected numbers."""
+    exact = expected.double()
+    return float((found.double() - exact).norm() / exact.norm())
