@@ -199,6 +199,11 @@ class ScheduledMixture:
         part, inner = self._locate(index)
         return part.count_used_positions(inner, epoch)
 
+    def list_document_lengths(self, index: int, epoch: int = 0) -> tuple[int, ...]:
+        """Return the positions of each document of sample `index`, without padding."""
+        part, inner = self._locate(index)
+        return part.list_document_lengths(inner, epoch)
+
     def get_sample(self, index: int, epoch: int = 0) -> Sample:
         """Return sample `index`; `epoch` is the pass over its part."""
         part, inner = self._locate(index)

@@ -149,6 +149,13 @@ class StreamedDataset:
             assert shard.dataset is not None
             return shard.dataset.count_used_positions(inner, epoch)
 
+    def list_document_lengths(self, index: int, epoch: int = 0) -> tuple[int, ...]:
+        """Return the positions of each document of sample `index`, without padding."""
+        with self._lock:
+            shard, inner = self._find(index, epoch)
+            assert shard.dataset is not None
+            return shard.dataset.list_document_lengths(inner, epoch)
+
     def get_sample(self, index: int, epoch: int = 0) -> Sample:
         """Return sample `index` of `epoch`; fetch its shard if the cache does not have it.
 
