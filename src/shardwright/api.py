@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from shardwright.architecture import HFShape, read_recipe_shape
 from shardwright.config import Recipe
 from shardwright.config.recipe_source import RecipeSource, load_recipe
+from shardwright.errors import InputError
 from shardwright.placement import place_model
 from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
 
@@ -97,6 +98,12 @@ def _read_rows(recipe: Recipe, num_ranks: int) -> TrainingRows:
     from shardwright.data.model_data import prepare_for_model
     from shardwright.training.checks.row_lengths import read_training_rows
 
+    if recipe.data.streaming is not None:
+        raise InputError(
+            "the rows of streamed sources are not read for a plan, because that fetches them",
+            field="data.streaming",
+            remedy="Plan with full rows (without --data), or without `data.streaming`",
+        )
     shape, data = prepare_for_model(recipe)
     training = recipe.training
     per_rank = (training.micro_batch_size or 1) * (training.gradient_accumulation_steps or 1)

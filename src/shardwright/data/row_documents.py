@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shardwright.data.dataset import TokenDataset
-from shardwright.data.sample_order import SampleOrder
+from shardwright.data.scheduled_mixture import PositionOrder
 
 
 def list_row_documents(
-    dataset: TokenDataset, order: SampleOrder, num_rows: int
+    dataset: TokenDataset, order: PositionOrder, num_rows: int
 ) -> tuple[tuple[int, ...], ...]:
     """List the positions of each document of the first `num_rows` rows, in the order in which a
     run reads them. Rows repeat after an epoch."""

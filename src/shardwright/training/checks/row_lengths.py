@@ -6,9 +6,9 @@ import logging
 
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
-from shardwright.data.preparation import PreparedData
+from shardwright.data.prepared_data import PreparedData
 from shardwright.data.row_documents import list_row_documents
-from shardwright.data.sample_order import SampleOrder
+from shardwright.data.run_order import build_run_order
 from shardwright.layout import Layout
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
 from shardwright.placement import has_micro_batch_scales
@@ -73,7 +73,7 @@ def read_training_rows(
     is_packed = dataset.get_sample(0).document_ids is not None
     length = recipe.training.sequence_length
     return TrainingRows(
-        list_row_documents(dataset, SampleOrder(recipe.seed, len(dataset)), num_rows),
+        list_row_documents(dataset, build_run_order(dataset, recipe.seed, rows_per_step), num_rows),
         length,
         is_packed=is_packed,
         is_uneven=dataset.is_uneven,

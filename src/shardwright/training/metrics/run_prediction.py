@@ -68,8 +68,12 @@ def predict_training_run(validated_run: ValidatedRun) -> Prediction | None:
 
 
 def read_run_rows(validated_run: ValidatedRun) -> TrainingRows | None:
-    """Read the rows of the run's first steps. None if all are full and of one document."""
-    if validated_run.data.report.packing == "windows":
+    """Read the rows of the run's first steps. None if all are full and of one document, or if
+    they are streamed: to read their lengths would be to fetch their files."""
+    if (
+        validated_run.data.report.packing == "windows"
+        or validated_run.recipe.data.streaming is not None
+    ):
         return None
     return read_training_rows(
         validated_run.recipe,
