@@ -5,6 +5,7 @@ results.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shardwright.layout import Layout
 from shardwright.model import DropoutKey
 from shardwright.model.routing import ExpertRules
 from shardwright.numerics import build_recompute_runner
+from shardwright.parallel import row_exchange
 from tests.compiled_graphs import GraphCounter
 from tests.multiprocess.models import DEEPSEEK, GPT2, GPT_OSS, LLAMA
 from tests.multiprocess.pool import RankPool
@@ -101,9 +103,14 @@ def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
     expected = [run_step(model, step) for step in (0, 1)]
     counter = GraphCounter()
     counter.compile(model.decoder, fullgraph=model.decoder.shape.experts is None)
-    for step in (0, 1):
-        for got, want in zip(run_step(model, step), expected[step], strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    read = row_exchange.read_row_counts
+    with patch.object(row_exchange, "read_row_counts", side_effect=read) as reads:
+        for step in (0, 1):
+            for got, want in zip(run_step(model, step), expected[step], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    # The host reads each layer's counts once per step, also if the layer is recomputed.
+    num_sparse = sum(layer.sparse for layer in model.decoder.shape.layers)
+    assert reads.call_count == (2 * num_sparse if case.layout.ep > 1 else 0)
     return counter.counts
 
 
