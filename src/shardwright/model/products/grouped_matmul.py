@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROW_ALIGNMENT_BYTES = 16
@@ -124,13 +123,12 @@ def _split_by_expert(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...
 def take_first(slots_M: Tensor, num_slots: Tensor) -> Tensor:
     """Return the first `num_slots` slots; the host reads the number, and waits for its device.
 
-    In compiled code an operator reads it, and its result has a size that is a symbol. A
-    rehearsal's fake tensors hold no numbers: it keeps every slot.
+    In compiled code an operator reads it, and its result has a size that is a symbol.
     """
     if torch.compiler.is_compiling():
         first: Tensor = _take_first(slots_M, num_slots)
         return first
-    return slots_M if isinstance(num_slots, FakeTensor) else slots_M[: int(num_slots)]
+    return slots_M[: int(num_slots)]
 
 
 @torch.library.custom_op("shardwright::take_first", mutates_args=())
