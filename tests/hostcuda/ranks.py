@@ -17,6 +17,7 @@ from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid
 from shardwright.model.decoder import Decoder
+from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
@@ -107,6 +108,7 @@ def build_model(
                 chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
             ),
             compute_dtype=precision.compute,
+            expert_rules=resolve_expert_rules(recipe.moe, shape),
         )
     batch = BatchPlan(TOKENS, ROWS, case.num_micro_batches, layout.data_ranks)
     specs = {spec.name: spec for spec in shape.list_parameters()}

@@ -1,8 +1,11 @@
-"""One compiled graph per kind of layer under tensor and context parallelism, with equal results."""
+"""One compiled graph per kind of layer under tensor, context and expert parallelism, with equal
+results.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import DropoutKey
+from shardwright.model.routing import ExpertRules
 from shardwright.numerics import build_recompute_runner
+from shardwright.parallel import row_exchange
 from tests.compiled_graphs import GraphCounter
-from tests.multiprocess.models import GPT2, LLAMA
+from tests.multiprocess.models import DEEPSEEK, GPT2, GPT_OSS, LLAMA
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import TOKENS, build
 from tests.reference.cases import CASES
@@ -25,31 +30,46 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {**GPT2, "n_layer": NUM_LAYERS, "attn_pdrop": 0.1, "resid_pdrop": 0.1},
     "mixtral": {**CASES["mixtral"], "num_hidden_layers": NUM_LAYERS},
     "gemma2": {**CASES["gemma2"], "num_hidden_layers": NUM_LAYERS, "layer_types": None},
+    "deepseek": {**DEEPSEEK, "num_hidden_layers": NUM_LAYERS, "first_k_dense_replace": 3},
+    "gpt_oss": {**GPT_OSS, "num_hidden_layers": NUM_LAYERS},
 }
-NUM_KINDS = {"gemma2": 2}
+NUM_KINDS = {"gemma2": 2, "deepseek": 2, "gpt_oss": 2}
+BALANCED = ExpertRules(0.5, 0.1)
+LIMITED = ExpertRules(0.5, 0.1, capacity_factor=0.8)
 
 
 class CompiledCase(NamedTuple):
-    """Model, layout and recomputation."""
+    """Model, layout, recomputation and rules of experts."""
 
     model: str
     layout: Layout
     recompute: RecomputeKind = "none"
+    rules: ExpertRules = BALANCED
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.layout}-{self.recompute}"
+        limit = "" if self.rules.capacity_factor is None else "-limited"
+        return f"{self.model}-{self.layout}-{self.recompute}{limit}"
 
 
 CASES_ON_TWO_RANKS = [
     CompiledCase("llama", Layout(tp=2)),
     CompiledCase("gpt2", Layout(cp=2, cp_method="ring"), "full"),
     CompiledCase("mixtral", Layout(cp=2, cp_method="ulysses")),
+    CompiledCase("mixtral", Layout(dp_shard=2, ep=2, zero_stage=1), "selective", LIMITED),
+    CompiledCase("deepseek", Layout(dp_shard=2, ep=2, zero_stage=3), "full"),
 ]
 LONG = [
     CompiledCase("llama", Layout(tp=2, sequence_parallel=False), "full"),
     CompiledCase("llama", Layout(cp=2, cp_method="ring")),
     CompiledCase("gpt2", Layout(cp=2, cp_method="ulysses"), "selective"),
     CompiledCase("gemma2", Layout(cp=2, cp_method="all_gather"), "selective"),
+    CompiledCase("mixtral", Layout(dp_shard=2, ep=2, zero_stage=2)),
+    CompiledCase("mixtral", Layout(dp_shard=2, ep=2, zero_stage=1), "full", LIMITED),
+    CompiledCase("gpt_oss", Layout(dp_shard=2, ep=2, zero_stage=3), "selective", LIMITED),
+    CompiledCase("deepseek", Layout(dp_shard=2, ep=2, zero_stage=2), "selective"),
+    CompiledCase("deepseek", Layout(cp=2, ep=2, cp_method="ring"), "full", LIMITED),
+    CompiledCase("deepseek", Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), "full"),
+    CompiledCase("gpt_oss", Layout(tp=2), "full", LIMITED),
 ]
 
 
@@ -71,16 +91,26 @@ def run_step(model: Any, step: int) -> list[Tensor]:
     return [gradient.clone() for gradient in gathered if gradient is not None]
 
 
-def compare_with_eager(case: CompiledCase, fullgraph: bool = True) -> tuple[int, int]:
-    """Run two steps, eager and compiled; return the numbers of graphs."""
+def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
+    """Run two steps, eager and compiled; return the numbers of graphs.
+
+    Sparse blocks are compiled as in a run, without `fullgraph`, which would allow sizes that are
+    read on the host by itself. A break would then make more graphs.
+    """
     model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model])
+    model.decoder.expert_rules = case.rules
     model.decoder.set_recompute(build_recompute_runner(case.recompute))
     expected = [run_step(model, step) for step in (0, 1)]
     counter = GraphCounter()
-    counter.compile(model.decoder, fullgraph=fullgraph)
-    for step in (0, 1):
-        for got, want in zip(run_step(model, step), expected[step], strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    counter.compile(model.decoder, fullgraph=model.decoder.shape.experts is None)
+    read = row_exchange.read_row_counts
+    with patch.object(row_exchange, "read_row_counts", side_effect=read) as reads:
+        for step in (0, 1):
+            for got, want in zip(run_step(model, step), expected[step], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    # The host reads each layer's counts once per step, also if the layer is recomputed.
+    num_sparse = sum(layer.sparse for layer in model.decoder.shape.layers)
+    assert reads.call_count == (2 * num_sparse if case.layout.ep > 1 else 0)
     return counter.counts
 
 
@@ -91,14 +121,5 @@ def compare_with_eager(case: CompiledCase, fullgraph: bool = True) -> tuple[int,
 )
 def test_layers_of_a_kind_share_one_graph(ranks: RankPool, case: CompiledCase) -> None:
     num_kinds = NUM_KINDS.get(case.model, 1)
-    assert ranks.run(2, compare_with_eager, case) == [(num_kinds, num_kinds)] * 2
-
-
-def test_experts_on_several_ranks_leave_a_few_graphs_per_kind(ranks: RankPool) -> None:
-    """The host reads how many rows each rank gets, so the graph breaks there, in every layer at
-    the same places.
-    """
-    case = CompiledCase("mixtral", Layout(dp_shard=2, ep=2, zero_stage=2))
-    for num_forward, num_backward in ranks.run(2, compare_with_eager, case, False):
-        assert 0 < num_forward <= 4
-        assert 0 < num_backward <= 4
+    results = ranks.run(case.layout.world_size, compare_with_eager, case)
+    assert results == [(num_kinds, num_kinds)] * case.layout.world_size

@@ -9,11 +9,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from shardwright.architecture import read_config, read_recipe_shape
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
-from shardwright.parallel import expert_parallel, fsdp
+from shardwright.model import Decoder
+from shardwright.model.block import RecomputeRunner
+from shardwright.parallel import fsdp, row_exchange
 from shardwright.plans import BatchPlan
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verification.cell import MutationContext
@@ -144,14 +147,57 @@ def test_experts_under_context_parallelism(
     assert report.passed, list_failures(report)
 
 
-def record_order(zero_stage: Any) -> list[str]:
+@contextmanager
+def compile_blocks() -> Iterator[None]:
+    """Compile the blocks of every model that is built, each kind without a break."""
+    set_recompute = Decoder.set_recompute
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def set_and_compile(self: Decoder, run: RecomputeRunner | None) -> None:
+        set_recompute(self, run)
+        torch._dynamo.reset()
+        self.compile_blocks(backend=counter, fullgraph=True)
+
+    with patch.object(Decoder, "set_recompute", set_and_compile):
+        yield
+    assert counter.frame_count > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "case"),
+    [
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3), LOSSES),
+        (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1), CAPACITY),
+        pytest.param(GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=2), IDLE, marks=pytest.mark.long),
+        pytest.param(
+            DEEPSEEK,
+            Layout(dp_shard=2, ep=2, tp=2, zero_stage=3),
+            CAPACITY,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            GPT_OSS, Layout(cp=2, ep=2, cp_method="ring"), CAPACITY, marks=pytest.mark.long
+        ),
+        pytest.param(DEEPSEEK, Layout(dp_shard=2, ep=2), PLAIN, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_compiled_blocks(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
+) -> None:
+    report = verify_layout(ranks, config, layout, case, compile_blocks)
+    assert report.passed, list_failures(report)
+
+
+def record_order(zero_stage: Any, is_compiled: bool) -> list[str]:
     """Record when exchanges start and end and shared experts run, in one sparse layer."""
-    log: list[str] = []
+    log = _overlap_log
+    log.clear()
     layout = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
     precision = PrecisionSection(kind="fp32")
     model = build_model(read_config(DEEPSEEK), layout, BatchPlan(12, 2, 1, 2), precision, seed=0)
-    issue = expert_parallel.start_all_to_all
-    wait = expert_parallel.wait_all_to_all
+    issue = row_exchange.start_all_to_all
+    wait = row_exchange.wait_all_to_all
 
     def log_issue(*arguments: Any) -> Any:
         log.append("issue")
@@ -161,13 +207,16 @@ def record_order(zero_stage: Any) -> list[str]:
         log.append("wait")
         wait(work)
 
-    shared = model.decoder.get_submodule("layers.1.mlp.shared_experts.down")
-    shared.register_forward_hook(lambda *_arguments: log.append("shared"))
-    shared.register_full_backward_hook(lambda *_arguments: log.append("shared"))
+    shared = model.decoder.get_submodule("layers.1.mlp.shared_experts")
+    compute = shared.compute
+    shared.compute = lambda *arguments: _log_shared(compute(*arguments))
+    if is_compiled:
+        torch._dynamo.reset()  # graphs of earlier tests count towards torch's limit
+        model.decoder.compile_blocks(backend="aot_eager", fullgraph=True)
     ids_BT = torch.arange(24).view(2, 12)
     with (
-        patch.object(expert_parallel, "start_all_to_all", log_issue),
-        patch.object(expert_parallel, "wait_all_to_all", log_wait),
+        patch.object(row_exchange, "start_all_to_all", log_issue),
+        patch.object(row_exchange, "wait_all_to_all", log_wait),
     ):
         loss = model.module(ids_BT, labels_BT=ids_BT)
         log.append("backward")
@@ -175,11 +224,26 @@ def record_order(zero_stage: Any) -> list[str]:
     return log
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_shared_experts_overlap_with_the_exchange(ranks: RankPool, zero_stage: int) -> None:
+_overlap_log: list[str] = []
+
+
+@torch.library.custom_op("shardwright_tests::log_shared", mutates_args=())
+def _log_shared(x: torch.Tensor) -> torch.Tensor:
+    _overlap_log.append("shared")
+    return x.clone()
+
+
+_log_shared.register_fake(torch.empty_like)
+_log_shared.register_autograd(lambda _ctx, gradient: _log_shared(gradient))
+
+
+@pytest.mark.parametrize(("zero_stage", "is_compiled"), [(1, False), (3, False), (3, True)])
+def test_shared_experts_overlap_with_the_exchange(
+    ranks: RankPool, zero_stage: int, is_compiled: bool
+) -> None:
     forward = ["issue", "shared", "wait", "issue", "wait"]
     backward = ["issue", "wait", "issue", "shared", "wait"]
-    for log in ranks.run(2, record_order, zero_stage):
+    for log in ranks.run(2, record_order, zero_stage, is_compiled):
         assert log == [*forward, "backward", *backward]
 
 

@@ -89,6 +89,16 @@ class Block(nn.Module):
             context.routing.statistics[self.layer_index] = statistics
         return x_BTD
 
+    def compile_forward(self, **options: Any) -> None:
+        """Apply torch.compile to `forward_with_recompute`, with options of torch.compile."""
+        function = torch.compile(self.forward_with_recompute, **options)
+        if isinstance(self.mlp, MixtureOfExperts):
+            # Operators read numbers of rows on the host. Unless this is allowed, torch breaks the
+            # graph there instead of making the number a symbol.
+            allow_symbols = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+            function = allow_symbols(function)
+        self._forward_function = function
+
     def forward_with_recompute(
         self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None
     ) -> BlockOutput:

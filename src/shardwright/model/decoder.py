@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         if torch.are_deterministic_algorithms_enabled() and "backend" not in options:
             options.setdefault("options", {"deterministic": True})
         for block in self.blocks:
-            block._forward_function = torch.compile(block.forward_with_recompute, **options)
+            block.compile_forward(**options)
 
     def install_parallel_hooks(self, hooks: ParallelHooks) -> None:
         """Set the hooks of every module that communicates with other ranks."""

@@ -19,7 +19,7 @@ from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
 from shardwright.model.mlp import FeedForward, apply_clamped_gate, apply_gate
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
-from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows
+from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows, take_first
 from shardwright.model.products.product import ProductRule, multiply_by_expert
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.products.working_weights import declare_working_weight
@@ -183,10 +183,7 @@ class MixtureOfExperts(nn.Module):
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:
             shared = partial(self.shared_experts.compute, x_BTD, None, dropout)
-        hooks = self.parallel_hooks.expert
-        reads_counts = routing.has_drops or (hooks is not None and hooks.degree > 1)
-        run = self.run_experts_uncompiled if reads_counts else self.run_experts
-        routed_ND, shared_BTD = run(x_BTD.flatten(0, 1), routing, shared)
+        routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
         out_BTD = routed_ND.view_as(x_BTD)
         out_BTD = out_BTD if shared_BTD is None else out_BTD + shared_BTD
         out_BTD = out_BTD if tensor is None else tensor.reduce_output(out_BTD)
@@ -203,15 +200,18 @@ class MixtureOfExperts(nn.Module):
         num_tokens, copies = routing.experts_NK.shape
         counts_E = count_tokens(routing.experts_NK, self.shape.num_experts)
         slots_M = routing.experts_NK.flatten().argsort(stable=True)
-        if routing.has_drops:
-            slots_M = slots_M[: int(counts_E.sum())]  # drops sort last
-        rows_MD = gather_rows(x_ND, slots_M, copies)
         hooks = self.parallel_hooks.expert
         if hooks is None or hooks.degree == 1:
-            out_MD = self.experts(rows_MD, counts_E)
+            if routing.has_drops:
+                slots_M = take_first(slots_M, counts_E.sum())  # drops sort last
+            out_MD = self.experts(gather_rows(x_ND, slots_M, copies), counts_E)
             overlapped = None if overlapped_compute is None else overlapped_compute()
         else:
-            dispatched = hooks.dispatch(rows_MD, counts_E, overlapped_compute)
+            counts = hooks.exchange_counts(counts_E, slots_M.shape[0])
+            if routing.has_drops:
+                slots_M = hooks.keep_sent_slots(slots_M, counts)
+            rows_MD = gather_rows(x_ND, slots_M, copies)
+            dispatched = hooks.dispatch(rows_MD, counts, overlapped_compute)
             out_RD = self.experts(dispatched.rows_RD, dispatched.counts_e)
             out_MD = hooks.combine(out_RD, dispatched)
             overlapped = dispatched.overlapped_output
@@ -219,17 +219,6 @@ class MixtureOfExperts(nn.Module):
             0, (num_tokens, copies)
         )
         return (routing.weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
-
-    @torch.compiler.disable
-    def run_experts_uncompiled(
-        self, x_ND: Tensor, routing: Routing, overlapped_compute: Callable[[], Tensor] | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Call `run_experts` outside compiled code.
-
-        It reads row counts on the host if they differ between steps (expert parallelism, limited
-        capacity). The compiler would break the graph there and compile again for each count.
-        """
-        return self.run_experts(x_ND, routing, overlapped_compute)
 
     def route(self, x_BTD: Tensor, context: ForwardContext) -> Routing:
         """Choose experts; in training also count, limit to capacity, and add router losses."""

@@ -89,8 +89,19 @@ class ExpertParallelHooks(Protocol):
     num_row_ranks: int
     loss_share: float
 
+    def exchange_counts(self, counts_E: Tensor, num_choices: int) -> Any:
+        """Exchange the numbers of rows of each expert, which `dispatch` needs.
+
+        The host waits for them. `num_choices` is the sum of `counts_E` if no choice was dropped.
+        """
+        ...
+
+    def keep_sent_slots(self, slots_M: Tensor, counts: Any) -> Tensor:
+        """Return the slots of the rows to send, the first ones; the others are dropped choices."""
+        ...
+
     def dispatch(
-        self, rows_MD: Tensor, counts_E: Tensor, overlapped_compute: Callable[[], Tensor] | None
+        self, rows_MD: Tensor, counts: Any, overlapped_compute: Callable[[], Tensor] | None
     ) -> Any:
         """Send rows, sorted by expert, to the ranks of their experts; returns `DispatchedTokens`.
 

@@ -38,6 +38,19 @@ Norms, activations, rotations and casts are cheap to recompute and make up most 
 """
 
 
+_COUNTING_OPERATION_NAMES = frozenset(
+    {
+        "shardwright::exchange_counts",
+        "shardwright::sort_received",
+        "shardwright::take_first",
+    }
+)
+"""Operators of compiled code whose results every kind of recomputation saves.
+
+They read on the host how many rows experts get. Repeated, the host would wait again, and a graph
+would have two symbols for one size. The results are a few bytes per row.
+"""
+
 _SAVED_OPERATION_NAMES = frozenset(
     {
         "shardwright::grouped_product",
@@ -52,11 +65,18 @@ documents, and FlexAttention, in compiled code and compiled by itself."""
 
 
 def _is_saved(operation: Any) -> bool:
-    return operation in _SAVED_OPERATIONS or operation.name() in _SAVED_OPERATION_NAMES
+    return operation in _SAVED_OPERATIONS or operation.name() in (
+        _SAVED_OPERATION_NAMES | _COUNTING_OPERATION_NAMES
+    )
 
 
 def _choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _is_saved(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _choose_full_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    is_saved = operation.name() in _COUNTING_OPERATION_NAMES
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def build_recompute_runner(
@@ -84,6 +104,9 @@ def build_recompute_runner(
     def run(function: Callable[..., Any], *args: Any) -> Any:
         if pack is not None and kind == "selective" and not torch.compiler.is_compiling():
             contexts = partial(create_packing_contexts, _is_saved, pack)
+            return checkpoint(function, *args, **(options | {"context_fn": contexts}))
+        if kind == "full" and torch.compiler.is_compiling():
+            contexts = partial(create_selective_checkpoint_contexts, _choose_full_policy)
             return checkpoint(function, *args, **(options | {"context_fn": contexts}))
         return checkpoint(function, *args, **options)
 

@@ -131,7 +131,6 @@ def apply_layout(
         # Rows of a length of their own would each be a graph. None lets torch assume that shapes
         # stay, and generalise only those that change after all (an evaluation's batch).
         decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True)
-        _log_uncompiled_parts(decoder, plan)
     offloaded = {} if offload is None else list_frozen_matrices(decoder.shape)
     weights = detach_weights(decoder, offloaded)
     groups = find_shard_groups(weights, layouts, mesh)
@@ -274,26 +273,6 @@ def _report_reduce_dtype(layout: Layout, precision: PrecisionDtypes) -> None:
             layout,
             str(precision.param).removeprefix("torch."),
         )
-
-
-def _log_uncompiled_parts(decoder: Decoder, plan: Plan) -> None:
-    """Log what `compile_blocks` leaves uncompiled: experts whose row counts the host reads."""
-    if decoder.shape.experts is None:
-        return
-    if plan.layout.ep > 1:
-        reason = f"layout.ep is {plan.layout.ep}"
-    elif decoder.expert_rules.capacity_factor is not None:
-        reason = "moe.capacity_factor is set"
-    else:
-        return
-    part = "experts" if plan.recompute == "none" else "whole sparse blocks"
-    also = "" if plan.recompute == "none" else f", and recompute is {plan.recompute}"
-    logger.info(
-        "model.compile: %s run uncompiled: the host reads their numbers of rows (%s)%s",
-        part,
-        reason,
-        also,
-    )
 
 
 def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:

@@ -10,7 +10,8 @@ that other work runs between them in both directions: shared experts while rows 
 experts, the gradient of shared experts while the gradients of the rows are sent back. Every
 rank takes part in every exchange, forward and backward, even with no row to send, because the
 others would wait for it. Gradients arrive summed over the ranks that sent the rows, so no
-gradient of an expert is summed over `ep`.
+gradient of an expert is summed over `ep`. Compiled code uses the operators of `row_exchange`
+instead of the autograd functions here.
 
 Legend: E experts, e experts of one rank, P ranks of ep, M rows sent, R rows received, D hidden,
 B rows of tokens, L tokens of this context rank, T tokens of a row, K experts per token.
@@ -29,9 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.architecture import ModelShape
 from shardwright.layout import Layout
+from shardwright.model.products.grouped_matmul import take_first
+from shardwright.parallel import row_exchange
 from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.comm_timing import time_wait
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.row_exchange import TracedCounts
 
 
 def build_token_dispatcher(
@@ -64,6 +68,19 @@ class _AllToAllExchange:
 
 
 @dataclass(frozen=True)
+class ExchangedCounts:
+    """Numbers of rows that an exchange sends to and receives from each rank.
+
+    Attributes:
+        received_Pe: rows of each of this rank's experts, by the rank that sends them.
+    """
+
+    received_Pe: Tensor
+    send: list[int]
+    receive: list[int]
+
+
+@dataclass(frozen=True)
 class AllToAllDispatch:
     """Rows on the ranks of their experts."""
 
@@ -73,8 +90,8 @@ class AllToAllDispatch:
     """Rows of each expert on this rank."""
     order_R: Tensor = field(repr=False)
     """Index, in order of arrival, of each sorted row."""
-    send_counts: list[int]
-    receive_counts: list[int]
+    counts: ExchangedCounts | TracedCounts
+    num_sent_rows: int
     overlapped_output: Tensor | None
     """Result of the computation that overlapped the exchange."""
 
@@ -92,51 +109,75 @@ class TokenDispatcher:
         tensor_degree: int,
     ) -> None:
         self.group = group
+        self.group_name = "" if group is None else row_exchange.register_group(group)
         self.row_group = row_group
         self.degree = 1 if group is None else group.size()
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_row_ranks = 1 if row_group is None else row_group.size()
         self.loss_share = 1.0 / tensor_degree
 
+    def exchange_counts(self, counts_E: Tensor, num_choices: int) -> ExchangedCounts | TracedCounts:
+        """Exchange the numbers of rows of each expert; the host waits for them.
+
+        `num_choices` is the sum of `counts_E` if no choice was dropped.
+        """
+        if torch.compiler.is_compiling():
+            return row_exchange.exchange_traced_counts(counts_E, self.group_name)
+        assert self.group is not None
+        sent_Pe = counts_E.view(self.degree, -1)
+        received_Pe = row_exchange.exchange_equal_parts(sent_Pe, self.group)
+        return ExchangedCounts(received_Pe, *_read_row_counts(sent_Pe, received_Pe, num_choices))
+
+    def keep_sent_slots(self, slots_M: Tensor, counts: ExchangedCounts | TracedCounts) -> Tensor:
+        """Return the slots of the rows to send, the first ones; the others are dropped choices."""
+        if isinstance(counts, TracedCounts):
+            return take_first(slots_M, counts.host_counts_2P[0].sum())
+        return slots_M[: sum(counts.send)]
+
     def dispatch(
-        self, rows_MD: Tensor, counts_E: Tensor, overlapped_compute: Callable[[], Tensor] | None
+        self,
+        rows_MD: Tensor,
+        counts: ExchangedCounts | TracedCounts,
+        overlapped_compute: Callable[[], Tensor] | None,
     ) -> AllToAllDispatch:
         """Send rows, sorted by expert, to the experts' ranks; `overlapped_compute` runs before the
         wait.
         """
-        assert self.group is not None
-        sent_Pe = counts_E.view(self.degree, -1).contiguous()
-        received_Pe = torch.empty_like(sent_Pe)
-        with time_wait("expert"):
-            dist.all_to_all_single(received_Pe, sent_Pe, group=self.group)
-        send, receive = _read_row_counts(sent_Pe, received_Pe, rows_MD.shape[0])
-        exchange = _AllToAllExchange(self.group, send, receive)
-        pending_RD = _StartAllToAll.apply(rows_MD, exchange)
-        overlapped_output = None if overlapped_compute is None else overlapped_compute()
-        received_RD = _FinishAllToAll.apply(pending_RD, exchange)
-        # Rows arrive rank by rank, those of each rank sorted by expert; sort all of them by
-        # expert.
-        local_experts_e = torch.arange(received_Pe.shape[1], device=counts_E.device)
-        expert_of_R = local_experts_e.repeat(self.degree).repeat_interleave(
-            received_Pe.flatten(), output_size=sum(receive)
-        )
-        order_R = expert_of_R.argsort(stable=True)
+        overlapped_output = None
+        if isinstance(counts, TracedCounts):
+            ticket = counts.start(rows_MD)
+            order_R = counts.sort_received()
+            if overlapped_compute is not None:
+                overlapped_output = overlapped_compute()
+            rows_RD = counts.finish(ticket, order_R, order_R.shape[0], rows_MD)
+        else:
+            assert self.group is not None
+            exchange = _AllToAllExchange(self.group, counts.send, counts.receive)
+            pending_RD = _StartAllToAll.apply(rows_MD, exchange)
+            order_R = row_exchange.sort_by_expert(counts.received_Pe, sum(counts.receive))
+            if overlapped_compute is not None:
+                overlapped_output = overlapped_compute()
+            rows_RD = _Reorder.apply(_FinishAllToAll.apply(pending_RD, exchange), order_R)
         return AllToAllDispatch(
-            _Reorder.apply(received_RD, order_R),
-            received_Pe.sum(0),
+            rows_RD,
+            counts.received_Pe.sum(0),
             order_R,
-            send,
-            receive,
+            counts,
+            rows_MD.shape[0],
             overlapped_output,
         )
 
     def combine(self, out_RD: Tensor, dispatched: AllToAllDispatch) -> Tensor:
         """Return the experts' outputs to the rows' ranks, in the original order, `[M, D]`."""
+        counts = dispatched.counts
+        if isinstance(counts, TracedCounts):
+            ticket = counts.start(out_RD, dispatched.order_R)
+            return counts.finish(ticket, None, dispatched.num_sent_rows, out_RD)
         assert self.group is not None
-        received_order_RD = _Reorder.apply(out_RD, _invert_order(dispatched.order_R))
-        exchange = _AllToAllExchange(self.group, dispatched.receive_counts, dispatched.send_counts)
+        unsorted_RD = _Reorder.apply(out_RD, row_exchange.invert_order(dispatched.order_R))
+        exchange = _AllToAllExchange(self.group, counts.receive, counts.send)
         returned: Tensor = _FinishAllToAll.apply(
-            _StartAllToAll.apply(received_order_RD, exchange), exchange
+            _StartAllToAll.apply(unsorted_RD, exchange), exchange
         )
         return returned
 
@@ -178,14 +219,7 @@ def _read_row_counts(
             num_rows * (rank + 1) // degree - num_rows * rank // degree for rank in range(degree)
         ]
         return even, [even[0]] * degree
-    send, receive = torch.stack([sent_Pe.sum(1), received_Pe.sum(1)]).tolist()
-    return send, receive
-
-
-def _invert_order(order_R: Tensor) -> Tensor:
-    inverse_R = torch.empty_like(order_R)
-    inverse_R[order_R] = torch.arange(order_R.shape[0], device=order_R.device)
-    return inverse_R
+    return row_exchange.read_row_counts(sent_Pe, received_Pe)
 
 
 class _Reorder(torch.autograd.Function):
@@ -199,7 +233,7 @@ class _Reorder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (order_R,) = ctx.saved_tensors
-        return gradients[0].index_select(0, _invert_order(order_R)), None
+        return gradients[0].index_select(0, row_exchange.invert_order(order_R)), None
 
 
 class _StartAllToAll(torch.autograd.Function):
@@ -211,7 +245,7 @@ class _StartAllToAll(torch.autograd.Function):
     def forward(ctx: Any, x_MD: Tensor, exchange: _AllToAllExchange) -> Tensor:
         ctx.exchange = exchange
         received_RD = x_MD.new_empty(sum(exchange.receive_counts), x_MD.shape[1])
-        exchange.forward_work = start_all_to_all(
+        exchange.forward_work = row_exchange.start_all_to_all(
             received_RD,
             x_MD.contiguous(),
             exchange.receive_counts,
@@ -223,7 +257,7 @@ class _StartAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         exchange: _AllToAllExchange = ctx.exchange
-        wait_all_to_all(exchange.backward_work)
+        row_exchange.wait_all_to_all(exchange.backward_work)
         gradient_MD = exchange.gradient
         exchange.gradient = None
         exchange.backward_work = None
@@ -237,7 +271,7 @@ class _FinishAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending_RD: Tensor, exchange: _AllToAllExchange) -> Tensor:
         ctx.exchange = exchange
-        wait_all_to_all(exchange.forward_work)
+        row_exchange.wait_all_to_all(exchange.forward_work)
         exchange.forward_work = None
         return pending_RD.view_as(pending_RD)
 
@@ -246,7 +280,7 @@ class _FinishAllToAll(torch.autograd.Function):
         exchange: _AllToAllExchange = ctx.exchange
         gradient_RD = gradients[0].contiguous()
         exchange.gradient = gradient_RD.new_empty(sum(exchange.send_counts), gradient_RD.shape[1])
-        exchange.backward_work = start_all_to_all(
+        exchange.backward_work = row_exchange.start_all_to_all(
             exchange.gradient,
             gradient_RD,
             exchange.send_counts,
@@ -254,19 +288,3 @@ class _FinishAllToAll(torch.autograd.Function):
             exchange.group,
         )
         return gradient_RD, None
-
-
-def start_all_to_all(
-    output: Tensor, rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup
-) -> Any:
-    """Start an exchange of rows that `wait_all_to_all` ends.
-
-    It is a separate function so that tests can observe the order.
-    """
-    return dist.all_to_all_single(output, rows, receive, send, group=group, async_op=True)
-
-
-def wait_all_to_all(work: Any) -> None:
-    """Wait for an exchange that `start_all_to_all` started."""
-    with time_wait("expert"):
-        work.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from tests.hostcuda.ranks import Case, compute_reference, run_on_device
 
 PAGE = Path(__file__).parents[3] / "docs/cuda.md"
 SHARDED = Layout(dp_shard=2, zero_stage=3)
+SHARDED_EXPERTS = Case(Layout(dp_shard=2, ep=2, zero_stage=3), model="qwen3_moe", kind="bf16")
+CAPACITY = {"moe": {"capacity_factor": 0.8}}
 CASES: dict[str, Case] = {
     "one GPU": Case(Layout()),
     "packed documents, bf16": Case(Layout(), kind="bf16", has_documents=True),
@@ -38,7 +41,12 @@ CASES: dict[str, Case] = {
     "pp ZB-H1": Case(Layout(pp=2, schedule="zb_h1")),
     "experts, bf16": Case(Layout(), model="qwen3_moe", kind="bf16"),
     "experts, fp32": Case(Layout(), model="qwen3_moe"),
-    "ep, bf16": Case(Layout(dp_shard=2, ep=2, zero_stage=3), model="qwen3_moe", kind="bf16"),
+    "experts with a capacity, bf16": Case(
+        Layout(), model="qwen3_moe", kind="bf16", sections=CAPACITY
+    ),
+    "ep, bf16": SHARDED_EXPERTS,
+    "ep, bf16, full recomputation": replace(SHARDED_EXPERTS, recompute="full"),
+    "ep with a capacity, bf16": replace(SHARDED_EXPERTS, sections=CAPACITY),
     "ZeRO-3, Muon": Case(SHARDED, sections={"optimizer": {"name": "muon"}}),
     "ZeRO-3, Adafactor": Case(SHARDED, sections={"optimizer": {"name": "adafactor"}}),
 }

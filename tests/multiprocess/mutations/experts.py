@@ -15,7 +15,7 @@ from shardwright.model import moe
 from shardwright.model.block import Block
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.routing import RouterTotals, RoutingContext
-from shardwright.parallel import ParallelModel, apply, expert_parallel
+from shardwright.parallel import ParallelModel, apply, expert_parallel, row_exchange
 from shardwright.parallel.expert_parallel import TokenDispatcher
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.training import step
@@ -205,7 +205,7 @@ def detach_router() -> Iterator[None]:
 @contextmanager
 def drop_gradients_of_dispatched_tokens() -> Iterator[None]:
     """Return the outputs of the experts but not their gradients."""
-    wait = expert_parallel.wait_all_to_all
+    wait = row_exchange.wait_all_to_all
 
     class DropGradients:
         @staticmethod

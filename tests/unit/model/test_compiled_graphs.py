@@ -52,9 +52,9 @@ pytestmark = [
 ]
 
 
-def build(name: str, recompute: RecomputeKind) -> Decoder:
+def build(name: str, recompute: RecomputeKind, capacity_factor: float | None = None) -> Decoder:
     shape = read_config(MODELS[name][0])
-    rules = ExpertRules(0.01, 0.001) if shape.experts is not None else None
+    rules = None if shape.experts is None else ExpertRules(0.01, 0.001, capacity_factor)
     decoder = Decoder(shape, expert_rules=rules)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -94,10 +94,24 @@ def run_step(decoder: Decoder, step: int) -> tuple[list[Tensor], Tensor | None]:
     ],
 )
 def test_layers_of_a_kind_share_one_graph(name: str, recompute: RecomputeKind) -> None:
-    decoder = build(name, recompute)
+    check_graphs(name, recompute)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [pytest.param("none", marks=pytest.mark.long), "selective", "full"],
+)
+def test_experts_with_a_capacity_have_one_graph(recompute: RecomputeKind) -> None:
+    """The number of choices that are kept differs between layers and steps."""
+    check_graphs("mixtral", recompute, 0.8)
+
+
+def check_graphs(name: str, recompute: RecomputeKind, capacity_factor: float | None = None) -> None:
+    """Compare two compiled steps with uncompiled ones, and count the graphs."""
+    decoder = build(name, recompute, capacity_factor)
     expected = [run_step(decoder, step) for step in (0, 1)]
     counter = GraphCounter()
-    counter.compile(decoder)
+    counter.compile(decoder, fullgraph=decoder.shape.experts is None)
     for step in (0, 1):
         gradients, table = run_step(decoder, step)
         expected_gradients, expected_table = expected[step]
@@ -107,6 +121,8 @@ def test_layers_of_a_kind_share_one_graph(name: str, recompute: RecomputeKind) -
         if table is not None:
             assert expected_table is not None
             torch.testing.assert_close(table, expected_table, rtol=1e-5, atol=1e-7)
+            num_dropped = table[:, -3].sum()
+            assert (num_dropped > 0) == (capacity_factor is not None)
     num_kinds = MODELS[name][1]
     assert counter.counts == (num_kinds, num_kinds)
 

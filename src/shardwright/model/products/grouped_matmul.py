@@ -120,6 +120,27 @@ def _split_by_expert(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...
     return [tensor.split(sizes) for tensor in tensors]
 
 
+def take_first(slots_M: Tensor, num_slots: Tensor) -> Tensor:
+    """Return the first `num_slots` slots; the host reads the number, and waits for its device.
+
+    In compiled code an operator reads it, and its result has a size that is a symbol.
+    """
+    if torch.compiler.is_compiling():
+        first: Tensor = _take_first(slots_M, num_slots)
+        return first
+    return slots_M[: int(num_slots)]
+
+
+@torch.library.custom_op("shardwright::take_first", mutates_args=())
+def _take_first(slots: torch.Tensor, num_slots: torch.Tensor) -> torch.Tensor:
+    return slots[: int(num_slots)].clone()
+
+
+@_take_first.register_fake
+def _fake_take_first(slots: Tensor, num_slots: Tensor) -> Tensor:
+    return slots.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
 def gather_rows(x_ND: Tensor, slots_M: Tensor, copies: int) -> Tensor:
     """Gather row `slot // copies` for every slot, `[M, D]`.
 
