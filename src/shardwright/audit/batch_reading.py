@@ -1,16 +1,17 @@
 """Read recorded micro-batches as rows of single documents, correctly or with a known mistake.
 
-Shapes: T tokens of a row.
+Shapes: B rows, T tokens of a row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwright.audit.record import RecordedBatch
+from shardwright.audit.recorded_batch import RecordedBatch
 from shardwright.config.data import IGNORED_LABEL
 
 
@@ -138,8 +139,17 @@ def build_token_mask(segments: list[Segment]) -> Tensor:
     return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
-def pad_segments(segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stack segments padded at the end: ids, positions, targets and attention mask.
+class PaddedRows(NamedTuple):
+    """Rows of single documents, padded at the end; each [B, T]."""
+
+    ids: Tensor
+    positions: Tensor
+    targets: Tensor
+    mask: Tensor
+
+
+def pad_segments(segments: list[Segment]) -> PaddedRows:
+    """Stack segments, padded at the end.
 
     Causal attention does not look at later tokens, so the padding changes nothing.
     """
@@ -155,4 +165,4 @@ def pad_segments(segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor, Tenso
         targets[row, :size] = segment.targets
         if segment.mask is not None:
             mask[row, :size] = segment.mask
-    return ids, positions, targets, mask
+    return PaddedRows(ids, positions, targets, mask)
