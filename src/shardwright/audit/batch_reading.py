@@ -15,6 +15,26 @@ from shardwright.audit.recorded_batch import RecordedBatch
 from shardwright.config.data import IGNORED_LABEL
 
 
+class ContextPart(NamedTuple):
+    """Part of every row that one context parallel rank has.
+
+    Rows are split into `degree` pieces; if `is_mirrored` into twice as many, of which a rank has
+    one and its mirror image from the end, which balances causal attention.
+    """
+
+    number: int
+    degree: int
+    is_mirrored: bool
+
+    def select(self, length: int) -> Tensor:
+        """Return True for the positions of this part, [T]."""
+        num_pieces = self.degree * (2 if self.is_mirrored else 1)
+        piece = torch.arange(length) * num_pieces // length
+        if self.is_mirrored:
+            piece = torch.minimum(piece, num_pieces - 1 - piece)
+        return piece == self.number
+
+
 @dataclass(frozen=True)
 class BatchReading:
     """Interpretation of a micro-batch; the default is the one that users expect."""
@@ -37,6 +57,8 @@ class BatchReading:
     omits_reference: bool = False
     is_own_reference: bool = False
     """True if the reference is the trained model itself."""
+    context_part: ContextPart | None = None
+    """Part of the rows whose tokens count; None for all."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +109,8 @@ def build_targets(batch: RecordedBatch, row: int, reading: BatchReading) -> Tens
         documents = batch.document_ids[row]
         is_other = documents[offset:] != documents[:-offset]
         targets[: len(targets) - offset][is_other] = IGNORED_LABEL
+    if reading.context_part is not None:
+        targets[~reading.context_part.select(len(targets))] = IGNORED_LABEL
     return targets
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.audit.candidates import describe_subset
 from shardwright.audit.evidence import Evidence
-from shardwright.audit.hypotheses import MistakeDiagnosis, describe_subset, find_max_norm
+from shardwright.audit.hypotheses import MistakeDiagnosis, find_max_norm
+from shardwright.audit.shared_rows import list_sharing_degrees
 from shardwright.audit.weightings import (
     compute_objective_weights,
     compute_router_weights,
@@ -141,6 +143,25 @@ def _check_loss(evidence: Evidence, checks: StepChecks) -> None:
                         MistakeDiagnosis(mistakes, "loss as reported", error, after)
                     )
                     return
+    _diagnose_shared_loss(evidence, checks, given, right + router[()])
+
+
+def _diagnose_shared_loss(
+    evidence: Evidence, checks: StepChecks, given: Sequence[float], right: float
+) -> None:
+    """Name a loss that ranks with the same rows have counted more or less than once."""
+    error = max(_compare(value, right) for value in given)
+    for degree in list_sharing_degrees(evidence):
+        for key, value in (
+            ("multiplied_by_sharing_ranks", degree * right),
+            ("divided_by_sharing_ranks", right / degree),
+            ("log_ranks_added", right + math.log(degree)),
+        ):
+            after = max(_compare(each, value) for each in given)
+            if after <= _get_loss_tolerance(evidence):
+                subject = f"loss as reported, {degree} ranks"
+                checks.diagnoses.append(MistakeDiagnosis((key,), subject, error, after))
+                return
 
 
 def _list_router_losses(evidence: Evidence) -> dict[tuple[str, ...], float]:
@@ -235,6 +256,7 @@ def _check_clip(evidence: Evidence, checks: StepChecks) -> None:
         "not_clipped": 1.0,
         "clip_unbounded": None if limit is None else limit / (norm + 1e-6),
         "clipped_twice": None if limit is None else expected * limit / (norm + 1e-6),
+        "clipped_by_squared_norm": None if limit is None else min(1.0, limit / (norm**2 + 1e-6)),
     }
     for key, value in candidates.items():
         if value is not None and is_uniform and _compare(values[0], value) <= allowed:

@@ -176,6 +176,25 @@ def test_experts_under_the_names_of_a_folder_are_compared_one_by_one(
     assert [result.name for result in report.parameters if not result.passed] == [wrong_name]
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_experts_summed_with_other_experts_are_named(tmp_path: Path, is_split: bool) -> None:
+    """Two ranks have two experts each, and sum expert gradients by their local numbers."""
+    tensors = compute_class_gradients("mixtral")
+    mixed = {
+        name: (value, (gradient + gradient.roll(NUM_EXPERTS // 2, 0)))
+        if ".experts." in name
+        else (value, gradient)
+        for name, (value, gradient) in tensors.items()
+    }
+    if is_split:
+        mixed = split_experts("mixtral", mixed)
+    for rank in range(2):
+        record(tmp_path, "mixtral", mixed, rank=rank, world_size=2, data_rank=0)
+    report = check_recorded_step(tmp_path)
+    assert report.diagnoses[0].keys == ("experts_mixed",)
+    assert report.diagnoses[0].subject == "all experts"
+
+
 def test_projections_of_single_experts_are_compared(tmp_path: Path) -> None:
     tensors = split_experts("mixtral", compute_class_gradients("mixtral"))
     record(tmp_path / "right", "mixtral", tensors, projections=64)
