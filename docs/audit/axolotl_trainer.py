@@ -3,8 +3,6 @@
     torchrun --nproc-per-node 2 docs/audit/axolotl_trainer.py
     shardwright audit check audit
 
-Options: `--packing` packs rows, `--own-tokens` counts tokens per rank.
-
 In a training run of your own the plugin is all that is needed, in a file that Python finds:
 `plugins: [my_file.RecorderPlugin]`. The rest of this script makes a small model, its tokenizer and
 rows, and lets Axolotl load the model on a CPU.
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -98,7 +95,7 @@ def write_rows(path: Path, num_rows: int = 128) -> None:
             file.write(json.dumps({"text": " ".join(f"w{n}" for n in words)}) + "\n")
 
 
-def train(**options: Any) -> None:
+def train() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")
@@ -112,19 +109,11 @@ def train(**options: Any) -> None:
             "output_dir": str(folder / "out"),
         }
         recipe = folder / "recipe.yml"
-        recipe.write_text(json.dumps(RECIPE | paths | options), encoding="utf-8")
+        recipe.write_text(json.dumps(RECIPE | paths), encoding="utf-8")
         cfg = load_cfg(str(recipe))
         cfg.device_map = "cpu"  # Axolotl's own choice for DDP is the accelerator of the local rank
         train_with_axolotl(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--packing": {"sample_packing": True},
-    "--own-tokens": {"average_tokens_across_devices": False},
-}
-
 if __name__ == "__main__":
-    chosen: dict[str, Any] = {}
-    for argument in sys.argv[1:]:
-        chosen |= OPTIONS[argument]
-    train(**chosen)
+    train()

@@ -11,7 +11,7 @@ under context and pipeline parallelism no module receives whole rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,6 @@ def train(
     folder: Path | str,
     layout: Layout,
     config: Mapping[str, Any] | None = None,
-    change_gradients: Callable[[ParallelModel], None] = lambda model: None,
 ) -> None:
     """Train one step of a small model; with expert parallelism of a sparse one.
 
@@ -112,7 +111,6 @@ def train(
         folder: Where the recorder writes.
         layout: Degrees of parallelism.
         config: Content of config.json, in place of that model's.
-        change_gradients: Called after the backward passes, to plant a mistake.
     """
     if config is None:
         config = CONFIG if layout.ep == 1 else SPARSE_CONFIG
@@ -143,7 +141,6 @@ def train(
     ]
     with recorder.record_step(model, rows, optimizer):
         loss = accumulate_gradients(model, batches, seed=0, step=0)
-        change_gradients(model)
         recorder.after_backward(model)
         update = update_parameters(model, optimizer, learning_rate=1e-3, max_grad_norm=1.0)
         recorder.report(loss=loss.mean(), gradient_norm=update.gradient_norm, max_grad_norm=1.0)

@@ -50,6 +50,8 @@ class BatchReading:
     supervises_padding: bool = False
     replays_dropout: bool = False
     """True to run the rows as received, in training mode, with the recorded random numbers."""
+    detaches_routers: bool = False
+    """True if no gradient flows through the routers of a sparse model."""
     swaps_pairs: bool = False
     """True if the rejected response of a pair is taken for the chosen one."""
     averages_log_probs: bool = False

@@ -118,6 +118,11 @@ MISTAKES: dict[str, Mistake] = {
         _SUM_TOKENS,
         ("M 7513",),
     ),
+    "context_not_divided": Mistake(
+        "the means of the context parallel ranks are summed: the normaliser leaves them out",
+        "Sum the count of tokens over context parallel ranks too",
+        ("M 906",),
+    ),
     "tokens_not_counted": Mistake(
         "the normaliser misses the tokens of one micro-batch or rank",
         "Count the tokens of every micro-batch on every rank before the first backward pass",
@@ -251,6 +256,11 @@ MISTAKES: dict[str, Mistake] = {
         "the router's auxiliary loss has no gradient",
         "Add aux_loss x router_aux_loss_coef to the loss, or set output_router_logits to false",
         ("Automodel 1408", "Automodel 2995"),
+    ),
+    "router_detached": Mistake(
+        "no gradient flows through the routers' probabilities",
+        "Use a collective with a backward pass where router outputs are gathered or sent",
+        ("Automodel 2995",),
     ),
     "pairs_swapped": Mistake(
         "the rejected responses are trained as the chosen ones",

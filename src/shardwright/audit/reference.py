@@ -40,6 +40,7 @@ from shardwright.audit.recorded_weights import (
     strip_peft,
 )
 from shardwright.audit.recorder import ShardBox, project
+from shardwright.audit.routers import detach_outputs, list_routers
 from shardwright.audit.simulated_rounding import add_noise, perturb
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import ModelSection
@@ -89,6 +90,7 @@ class ReferenceModel:
         names: Trained parameters that are compared, in order.
         slices: Place of each parameter in a vector [P].
         preference: Settings of the loss of pairs; None for the loss of tokens.
+        routers: The module's routers; empty if it is dense.
         router_coefficient: Factor of the router's auxiliary loss; 0 if the trainer has none.
 
     Raises:
@@ -113,6 +115,7 @@ class ReferenceModel:
         self.module = instantiate(configuration, None, contextlib.nullcontext(), eager=True)
         self.module = self.module.to(self.dtype).eval()
         self._set_padding_rows(record.values.get("padding_rows"))
+        self.routers = list_routers(self.module)
         self.locations = ParameterPlaces(self.module, self.config)
         self.owners = self.locations.owners
         read = read_weights(record, self.module, self.locations, model_path, self.dtype)
@@ -287,9 +290,10 @@ class ReferenceModel:
         if reading.replays_dropout:
             return self._forward_as_received(batch, reading, weights)
         ids, positions, targets, mask = pad_segments(self._build_rows(batch, reading))
-        output = self._call(
-            weights, rounding, input_ids=ids, position_ids=positions, attention_mask=mask
-        )
+        with detach_outputs(self.routers if reading.detaches_routers else ()):
+            output = self._call(
+                weights, rounding, input_ids=ids, position_ids=positions, attention_mask=mask
+            )
         logits: Tensor = output.logits
         return logits, targets
 

@@ -64,7 +64,8 @@ def iterate_context_means(evidence: Evidence, reading: BatchReading) -> Iterator
                 vector = torch.zeros(evidence.model.num_values, dtype=evidence.model.dtype)
                 for part in parts:
                     weights = compute_objective_weights(objective, evidence.count(part))
-                    vector += torch.nan_to_num(evidence.combine(part, weights)) / degree
-                yield GradientCandidate(
-                    ("mean_of_context_means",), (vector,), f"{degree} context ranks"
-                )
+                    vector += torch.nan_to_num(evidence.combine(part, weights))
+                subject = f"{degree} context ranks"
+                mistakes = ("mean_of_context_means",)
+                yield GradientCandidate(mistakes, (vector / degree,), subject)
+                yield GradientCandidate((*mistakes, "context_not_divided"), (vector,), subject)
