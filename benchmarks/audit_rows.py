@@ -47,13 +47,13 @@ Not in the table:
   (torchtitan/models/common/config_utils.py:83-103). On a CPU FlexAttention refuses a backward pass
   (torch/nn/attention/flex_attention.py:2083) and varlen attention has no kernel (both run).
 - Axolotl's packed rows. The row `axolotl` needs an environment of its own, because Axolotl 0.19.0
-  requires transformers 5.16.1: `pip install axolotl==0.19.0 boto3==1.41.5` beside shardwright. On a
-  CPU it trains with two settings that its recipe lacks: `device_map` "cpu", which the example sets
-  after the recipe is read (axolotl/utils/config/__init__.py:230 sets the accelerator of the local
-  rank), and the environment variable ACCELERATE_USE_CPU, without which ranks without GPUs train
-  separate models. Axolotl saves prepared rows in a spawned process
-  (datasets/arrow_dataset.py:1906), which imports the main script again: a script without
-  `if __name__ == "__main__":` does not end.
+  requires transformers 5.16.1: `pip install axolotl==0.19.0`, and this repository's `src` in
+  PYTHONPATH. On a CPU it trains with two settings that its recipe lacks: `device_map` "cpu", which
+  the example sets after the recipe is read (axolotl/utils/config/__init__.py:230 sets the
+  accelerator of the local rank), and the environment variable ACCELERATE_USE_CPU, without which
+  ranks without GPUs train separate models. Its preparation of rows spawns a process
+  (datasets/arrow_dataset.py:1906) that imports the main script again, so a script needs
+  `if __name__ == "__main__":`.
 
 A row says nothing about other settings of the same trainer, nor about GPUs.
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from shardwright.architecture import read_content
@@ -59,7 +60,7 @@ def read_weights(
             another shape or other values.
     """
     read = RecordedWeights(list_floating(list_persistent_buffers(module), dtype))
-    given = {} if model_path is None else read_folder(model_path, dtype)
+    given = {} if model_path is None else read_folder(model_path, dtype, "--model")
     read.base.update(given)
     is_known = {
         name: torch.full(tensor.shape, name in read.base) for name, tensor in places.tensors.items()
@@ -137,10 +138,32 @@ def list_floating(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
     }
 
 
-def read_folder(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read the weights and persistent buffers of a Hugging Face folder, by the class's names."""
-    loaded, _ = load_hf_folder(path)
+def read_folder(path: Path, dtype: torch.dtype, field: str) -> dict[str, Tensor]:
+    """Read the weights and persistent buffers of a Hugging Face folder, by the class's names.
+
+    Raises:
+        AuditInputError: weights that are absent, incomplete, damaged or of another shape; `field`
+            is the option that named the folder.
+    """
+    remedy = "Give the folder of a model with config.json and all its weights"
+    try:
+        loaded, report = load_hf_folder(path)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise AuditInputError(
+            f"this folder's weights cannot be loaded: {error}",
+            field=field,
+            got=str(path),
+            remedy=remedy,
+        ) from error
     tensors = dict(loaded.named_parameters()) | list_persistent_buffers(loaded)
+    missing = sorted(set(report["missing_keys"]) & tensors.keys())
+    if missing:  # transformers draws random values for them
+        raise AuditInputError(
+            f"this folder lacks {len(missing)} weights, such as {missing[0]}",
+            field=field,
+            got=str(path),
+            remedy=remedy,
+        )
     return list_floating(tensors, dtype)
 
 
@@ -162,7 +185,7 @@ def read_reference_weights(path: Path, weights: dict[str, Tensor]) -> dict[str, 
             remedy="Give the folder of the reference model, with its config.json",
         )
     dtype = next(iter(weights.values())).dtype
-    found = read_folder(path, dtype)
+    found = read_folder(path, dtype, "--reference")
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
     other = {name for name, value in found.items() if shapes.get(name) != tuple(value.shape)}
     other |= shapes.keys() - found.keys()
@@ -180,7 +203,14 @@ def read_reference_weights(path: Path, weights: dict[str, Tensor]) -> dict[str, 
 def choose_config(record: StepRecord, model_path: Path | None) -> dict[str, Any]:
     """Return the config.json of the folder, else that of the record."""
     if model_path is not None:
-        path = model_path / "config.json" if model_path.is_dir() else model_path
+        path = model_path / "config.json"
+        if not path.is_file():
+            raise AuditInputError(
+                "no Hugging Face folder",
+                field="--model",
+                got=str(model_path),
+                remedy="Give the folder of the model before the step, with config.json and weights",
+            )
         return dict(read_content(path))
     config = record.values["config"]
     if not config or "model_type" not in config:

@@ -16,8 +16,10 @@ from shardwright.architecture import read_config
 from shardwright.audit import Recorder
 from shardwright.audit.check import AuditReport, check_recorded_step
 from shardwright.audit.errors import AuditInputError
+from shardwright.audit.page import render_audit
 from shardwright.audit.reference import ReferenceModel
 from shardwright.model import Decoder
+from shardwright.report.page_shell import PICTURE_SIZES
 
 VOCABULARY = 29
 NUM_EXPERTS = 4
@@ -174,6 +176,9 @@ def test_experts_under_the_names_of_a_folder_are_compared_one_by_one(
     record(tmp_path / "one", family, halve(tensors, lambda name: name == wrong_name))
     report = check_recorded_step(tmp_path / "one")
     assert [result.name for result in report.parameters if not result.passed] == [wrong_name]
+    heat_map = render_audit(report)
+    assert f"<title>{wrong_name}: 5.0" in heat_map, "of all experts the worst is shown"
+    assert heat_map.count(f".experts.{gate}</text>") == len(PICTURE_SIZES), "one column each"
 
 
 @pytest.mark.parametrize("is_split", [False, True])
