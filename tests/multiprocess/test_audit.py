@@ -131,7 +131,7 @@ def run_engine_with_bug(patch: MutationContext, folder: str, layout: Layout) -> 
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_known_bug_put_back_into_our_engine_is_named(
+def test_a_known_bug_in_our_engine_is_named(
     ranks: RankPool,
     tmp_path: Path,
     patch: MutationContext,

@@ -15,7 +15,8 @@ from shardwright.audit.hypotheses import MistakeDiagnosis, diagnose
 from shardwright.audit.preference import PreferenceSettings
 from shardwright.audit.record import load_step
 from shardwright.audit.reference import ReferenceModel
-from shardwright.audit.step_check import StepChecks, StepFinding, check_step
+from shardwright.audit.step_check import check_step
+from shardwright.audit.step_findings import StepChecks, StepFinding
 from shardwright.errors import InputError, RunFailed
 
 SCHEMA_VERSION = 1
