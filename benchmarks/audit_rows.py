@@ -23,13 +23,17 @@ is the mean of the micro-batches' means. If all micro-batches have equally many 
 both definitions agree; otherwise tokens of micro-batches with few of them weigh more. The rows
 `-counted` show loops that divide by the tokens of the global batch.
 
-"defect": one row, `router-transformers`. The factor of the router's auxiliary loss depends on the
-numbers of ranks and of micro-batches, beside `router_aux_loss_coef`. The factor of the ranks is
-reported (https://github.com/huggingface/transformers/issues/48690). Expected is the mean over the
-micro-batches of each one's auxiliary loss times `router_aux_loss_coef`, as in one process with
-accumulation and as TRL computes it (`router-trl`). The loss of a micro-batch is not linear in its
-tokens, so one process with other micro-batches gets another mean; that is not counted as a
-difference.
+"defect": two rows. `axolotl`: its check for a model that takes the count of tokens never passes
+(reported: https://github.com/axolotl-ai-cloud/axolotl/pull/3982), so micro-batches are averaged
+although the class of transformers takes the count. With the flag set back to true by hand the audit
+names the mean over ranks, as `average_tokens_across_devices=False` asks
+(axolotl/core/builders/base.py:678). `router-transformers`: the factor of the router's auxiliary
+loss depends on the numbers of ranks and of micro-batches, beside `router_aux_loss_coef`. The factor
+of the ranks is reported (https://github.com/huggingface/transformers/issues/48690). Expected is the
+mean over the micro-batches of each one's auxiliary loss times `router_aux_loss_coef`, as in one
+process with accumulation and as TRL computes it (`router-trl`). The loss of a micro-batch is not
+linear in its tokens, so one process with other micro-batches gets another mean; that is not counted
+as a difference.
 
 Not in the table:
 
@@ -42,10 +46,14 @@ Not in the table:
   attention kernels `flex`, `flex_flash` and `varlen` only
   (torchtitan/models/common/config_utils.py:83-103). On a CPU FlexAttention refuses a backward pass
   (torch/nn/attention/flex_attention.py:2083) and varlen attention has no kernel (both run).
-- Axolotl 0.19.0, the version that pip chooses for Python 3.11 and torch 2.13.0: it installs (with
-  transformers 5.16.1) and imports. Its preparation of a data set of 64 rows did not end on two
-  CPU cores, in three attempts of 100 to 250 seconds. The cause was not found, so nothing is said
-  about its training.
+- Axolotl's packed rows. The row `axolotl` needs an environment of its own, because Axolotl 0.19.0
+  requires transformers 5.16.1: `pip install axolotl==0.19.0`, and this repository's `src` in
+  PYTHONPATH. On a CPU it trains with two settings that its recipe lacks: `device_map` "cpu", which
+  the example sets after the recipe is read (axolotl/utils/config/__init__.py:230 sets the
+  accelerator of the local rank), and the environment variable ACCELERATE_USE_CPU, without which
+  ranks without GPUs train separate models. Its preparation of rows spawns a process
+  (datasets/arrow_dataset.py:1906) that imports the main script again, so a script needs
+  `if __name__ == "__main__":`.
 
 A row says nothing about other settings of the same trainer, nor about GPUs.
 """
@@ -122,6 +130,13 @@ _ROUTER = (
     "averages over ranks, and with such a count the Trainer does not divide by the accumulation "
     "(transformers/trainer.py:2111), so the auxiliary loss counts 2 x 4 times. The reported loss "
     "has the same factor."
+)
+_AXOLOTL = (
+    "`AxolotlTrainer.__init__` sets `model_accepts_loss_kwargs` to False unless `forward` of the "
+    "inner model has a parameter named `num_items_in_batch` (axolotl/core/trainers/base.py:118-131)"
+    "; those of transformers take it through `**kwargs` of the outer model. The Trainer then "
+    "averages over the tokens of each micro-batch (transformers/trainer.py:2009) and divides by "
+    "the accumulation (transformers/trainer.py:1961), DDP averages over ranks."
 )
 _DEEPSPEED_PLACES = {
     0: "`allreduce_bucket` (deepspeed/runtime/engine.py:3813)",
@@ -320,6 +335,17 @@ ROWS: tuple[FindingRow, ...] = (
         ("3", "--count-tokens"),
     ),
     FindingRow(
+        "axolotl",
+        "Axolotl",
+        "axolotl",
+        "DDP, padded rows in an order that differs between runs",
+        "axolotl_trainer",
+        (),
+        _MEANS,
+        DEFECT,
+        _AXOLOTL,
+    ),
+    FindingRow(
         "lightning",
         "Lightning Trainer",
         "lightning",
@@ -335,4 +361,7 @@ ROWS: tuple[FindingRow, ...] = (
     _build_engine("tp", "tensor parallelism", "tp=2"),
     _build_engine("pp", "pipeline parallelism, 1F1B", "pp=2"),
     _build_engine("cp", "context parallelism, ring", "cp=2,cp_method=ring"),
+    _build_engine(
+        "ep", "expert parallelism of a sparse model, ZeRO 3", "zero_stage=3,dp_shard=2,ep=2"
+    ),
 )

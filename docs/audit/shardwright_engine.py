@@ -1,6 +1,7 @@
 """Step of shardwright's own engine under any layout, recorded like that of any other trainer.
 
     torchrun --nproc-per-node 2 docs/audit/shardwright_engine.py zero_stage=3,dp_shard=2
+    torchrun --nproc-per-node 2 docs/audit/shardwright_engine.py zero_stage=3,dp_shard=2,ep=2
     shardwright audit check audit
 
 The engine's parameters are described by its descriptors, and the rows are passed by hand, because
@@ -10,6 +11,7 @@ under context and pipeline parallelism no module receives whole rows.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,22 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }
+SPARSE_CONFIG: dict[str, Any] = CONFIG | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
+}
 LENGTH = 16
 NUM_BATCHES = 4
 IGNORED = -100
 
 
-def build_model(layout: Layout) -> ParallelModel:
-    shape = read_config(CONFIG)
+def build_model(config: Mapping[str, Any], layout: Layout) -> ParallelModel:
+    shape = read_config(dict(config))
     specs = {spec.name: spec for spec in shape.list_parameters()}
     batch = BatchPlan(LENGTH, 2, NUM_BATCHES, layout.data_ranks)
     with torch.device("meta"):
@@ -89,8 +100,21 @@ def read_batches(data_rank: int) -> list[MicroBatch]:
     return batches
 
 
-def train(folder: Path | str, layout: Layout) -> None:
-    model = build_model(layout)
+def train(
+    folder: Path | str,
+    layout: Layout,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Train one step of a small model; with expert parallelism of a sparse one.
+
+    Args:
+        folder: Where the recorder writes.
+        layout: Degrees of parallelism.
+        config: Content of config.json, in place of that model's.
+    """
+    if config is None:
+        config = CONFIG if layout.ep == 1 else SPARSE_CONFIG
+    model = build_model(config, layout)
     data_rank = RankGrid(layout).data_rank(dist.get_rank())
     optimizer = build_optimizer(
         model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.1
@@ -108,7 +132,7 @@ def train(folder: Path | str, layout: Layout) -> None:
         return ShardInfo(model.layouts[name].shape, boxes)
 
     recorder = Recorder(
-        folder, config=CONFIG, are_labels_shifted=True, data_rank=data_rank, shard_of=describe
+        folder, config=config, are_labels_shifted=True, data_rank=data_rank, shard_of=describe
     )
     batches = read_batches(data_rank)
     rows = [

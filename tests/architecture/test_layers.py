@@ -96,7 +96,7 @@ def test_torch_free_packages_and_the_command_line_import_without_torch() -> None
     assert done.returncode == 0, done.stderr
 
 
-FILE_LIMITS = {"audit/recorder.py": 850}
+FILE_LIMITS = {"audit/recorder.py": 870}
 """Lines of files that are longer for a reason: this one is copied into other projects
 (docs/decisions/0069-vendorable-recorder.md)."""
 

@@ -21,7 +21,10 @@ from shardwright.audit import Recorder
 from shardwright.audit.check import AuditReport, check_recorded_step
 from shardwright.audit.record import load_step
 from shardwright.layout import Layout
+from shardwright.verification.cell import MutationContext
 from shardwright.verification.grid import list_grid_layouts
+from tests.multiprocess.mutations import context, experts, tensor
+from tests.multiprocess.mutations.table import EP, GATHER, RING
 from tests.multiprocess.pool import RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "docs/audit"
@@ -73,6 +76,9 @@ def test_the_mistake_of_a_hand_written_loop_is_named(
         Layout(tp=2),
         Layout(pp=2),
         Layout(cp=2),
+        Layout(dp_shard=2, ep=2, zero_stage=1),
+        Layout(dp_shard=2, ep=2, zero_stage=3),
+        Layout(cp=2, ep=2, zero_stage=1),
     ],
     ids=str,
 )
@@ -83,15 +89,69 @@ def test_our_own_engine_equals_one_process(ranks: RankPool, tmp_path: Path, layo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "layout", [each for each in list_grid_layouts(max_ranks=4) if each.ep == 1], ids=str
-)
+@pytest.mark.parametrize("layout", list_grid_layouts(), ids=str)
 def test_our_own_engine_equals_one_process_under_the_layouts_of_the_grid(
     ranks: RankPool, tmp_path: Path, layout: Layout
 ) -> None:
     ranks.run(layout.world_size, run_example, "shardwright_engine", str(tmp_path), layout)
     report = assert_passes(tmp_path)
     assert {finding.quantity for finding in report.findings} >= {"loss", "clip", "update"}
+
+
+def run_engine_with_bug(patch: MutationContext, folder: str, layout: Layout) -> None:
+    with patch():
+        run_example("shardwright_engine", folder, layout)
+
+
+@pytest.mark.parametrize(
+    ("patch", "layout", "mistakes", "subject"),
+    [
+        (experts.average_experts_over_ep, EP, ("some_scaled",), "all experts: factor 0.5"),
+        (experts.sum_experts_over_ep, EP, ("experts_mixed",), "all experts"),
+        (experts.detach_router, EP, ("router_detached",), ""),
+        (
+            context.average_means_of_context_ranks,
+            RING,
+            ("mean_of_context_means",),
+            "2 context ranks",
+        ),
+        (
+            context.omit_context_from_normaliser,
+            GATHER,
+            ("mean_of_context_means", "context_not_divided"),
+            "2 context ranks",
+        ),
+        (context.divide_gradients_by_context, RING, ("divided_by_sharing_ranks",), "2 ranks"),
+        (
+            context.count_context_twice_in_reported_loss,
+            RING,
+            ("multiplied_by_sharing_ranks",),
+            "loss as reported, 2 ranks",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_known_bug_in_our_engine_is_named(
+    ranks: RankPool,
+    tmp_path: Path,
+    patch: MutationContext,
+    layout: Layout,
+    mistakes: tuple[str, ...],
+    subject: str,
+) -> None:
+    ranks.run(2, run_engine_with_bug, patch, str(tmp_path), layout)
+    report = check_recorded_step(tmp_path)
+    assert not report.passed
+    diagnosis = report.diagnoses[0]
+    assert (diagnosis.keys, diagnosis.subject) == (mistakes, subject)
+    assert diagnosis.residual_after < 1e-2 * diagnosis.residual_before
+
+
+def test_norms_that_tensor_ranks_do_not_sum_are_named(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, run_engine_with_bug, tensor.skip_sum_of_layer_norms, str(tmp_path), Layout(tp=2))
+    report = check_recorded_step(tmp_path)
+    assert report.diagnoses[0].keys == ("some_not_reduced",)
+    assert all("layernorm" in each.name for each in report.parameters if not each.passed)
 
 
 @pytest.fixture

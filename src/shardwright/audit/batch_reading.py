@@ -1,17 +1,38 @@
 """Read recorded micro-batches as rows of single documents, correctly or with a known mistake.
 
-Shapes: T tokens of a row.
+Shapes: B rows, T tokens of a row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwright.audit.record import RecordedBatch
+from shardwright.audit.recorded_batch import RecordedBatch
 from shardwright.config.data import IGNORED_LABEL
+
+
+class ContextPart(NamedTuple):
+    """Part of every row that one context parallel rank has.
+
+    Rows are split into `degree` pieces; if `is_mirrored` into twice as many, of which a rank has
+    one and its mirror image from the end, which balances causal attention.
+    """
+
+    number: int
+    degree: int
+    is_mirrored: bool
+
+    def select(self, length: int) -> Tensor:
+        """Return True for the positions of this part, [T]."""
+        num_pieces = self.degree * (2 if self.is_mirrored else 1)
+        piece = torch.arange(length) * num_pieces // length
+        if self.is_mirrored:
+            piece = torch.minimum(piece, num_pieces - 1 - piece)
+        return piece == self.number
 
 
 @dataclass(frozen=True)
@@ -29,6 +50,8 @@ class BatchReading:
     supervises_padding: bool = False
     replays_dropout: bool = False
     """True to run the rows as received, in training mode, with the recorded random numbers."""
+    detaches_routers: bool = False
+    """True if no gradient flows through the routers of a sparse model."""
     swaps_pairs: bool = False
     """True if the rejected response of a pair is taken for the chosen one."""
     averages_log_probs: bool = False
@@ -36,6 +59,8 @@ class BatchReading:
     omits_reference: bool = False
     is_own_reference: bool = False
     """True if the reference is the trained model itself."""
+    context_part: ContextPart | None = None
+    """Part of the rows whose tokens count; None for all."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +111,8 @@ def build_targets(batch: RecordedBatch, row: int, reading: BatchReading) -> Tens
         documents = batch.document_ids[row]
         is_other = documents[offset:] != documents[:-offset]
         targets[: len(targets) - offset][is_other] = IGNORED_LABEL
+    if reading.context_part is not None:
+        targets[~reading.context_part.select(len(targets))] = IGNORED_LABEL
     return targets
 
 
@@ -138,8 +165,17 @@ def build_token_mask(segments: list[Segment]) -> Tensor:
     return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
-def pad_segments(segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stack segments padded at the end: ids, positions, targets and attention mask.
+class PaddedRows(NamedTuple):
+    """Rows of single documents, padded at the end; each [B, T]."""
+
+    ids: Tensor
+    positions: Tensor
+    targets: Tensor
+    mask: Tensor
+
+
+def pad_segments(segments: list[Segment]) -> PaddedRows:
+    """Stack segments, padded at the end.
 
     Causal attention does not look at later tokens, so the padding changes nothing.
     """
@@ -155,4 +191,4 @@ def pad_segments(segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor, Tenso
         targets[row, :size] = segment.targets
         if segment.mask is not None:
             mask[row, :size] = segment.mask
-    return ids, positions, targets, mask
+    return PaddedRows(ids, positions, targets, mask)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from shardwright.audit.errors import AuditInputError
 from shardwright.audit.evidence import Evidence, gather_evidence
 from shardwright.audit.hypotheses import MistakeDiagnosis, diagnose
 from shardwright.audit.preference import PreferenceSettings
-from shardwright.audit.record import AuditInputError, load_step
+from shardwright.audit.record import load_step
 from shardwright.audit.reference import ReferenceModel
-from shardwright.audit.step_check import StepChecks, StepFinding, check_step
+from shardwright.audit.step_check import check_step
+from shardwright.audit.step_findings import StepChecks, StepFinding
 from shardwright.errors import InputError, RunFailed
 
 SCHEMA_VERSION = 1

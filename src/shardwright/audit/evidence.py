@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwright.audit.batch_reading import BatchReading
-from shardwright.audit.record import RecordedBatch, StepRecord
+from shardwright.audit.record import StepRecord
+from shardwright.audit.recorded_batch import RecordedBatch
 from shardwright.audit.reference import ReferenceModel
 from shardwright.audit.weightings import (
     BatchCounts,

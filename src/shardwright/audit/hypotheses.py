@@ -8,7 +8,6 @@ Shapes: P numbers of all compared gradients.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,11 @@ import torch
 from torch import Tensor
 
 from shardwright.audit.batch_reading import BatchReading
+from shardwright.audit.candidates import GradientCandidate, find_wrong
 from shardwright.audit.evidence import Evidence
 from shardwright.audit.mistakes import MISTAKES, Mistake
+from shardwright.audit.parameter_mistakes import iterate_parameter_mistakes
+from shardwright.audit.shared_rows import iterate_context_means, iterate_shared_factors
 from shardwright.audit.weightings import (
     compute_objective_weights,
     iterate_normalisers,
@@ -26,29 +28,8 @@ from shardwright.audit.weightings import (
 )
 from shardwright.audit.wrong_readings import list_reading_mistakes, list_readings
 
-_KINDS = {
-    "norms": r"norm|\bln_|layernorm",
-    "experts": r"experts",
-    "routers": r"router|mlp\.gate\.|block_sparse_moe\.gate",
-    "embeddings": r"embed|\bwte\b|\bwpe\b",
-    "the head": r"lm_head|embed_out",
-    "adapters": r"lora_",
-    "biases": r"bias$",
-    "attention projections": r"attn|attention",
-    "feed-forward projections": r"mlp|feed_forward",
-}
-"""Kinds of parameters by the pattern of their names; the first that matches."""
 _LOW_PRECISION_RATIO = 0.4
 """Residual after over before, for a mistake that is itself a rounding error."""
-
-
-@dataclass(frozen=True)
-class GradientCandidate:
-    """Gradients [P] that a combination of mistakes leads to, one per copy that ranks have."""
-
-    mistakes: tuple[str, ...]
-    copies: tuple[Tensor, ...]
-    subject: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,31 +51,6 @@ class MistakeDiagnosis:
     def mistakes(self) -> tuple[Mistake, ...]:
         """Rows of the table of mistakes."""
         return tuple(MISTAKES[key] for key in self.keys)
-
-
-def classify_parameter(name: str) -> str:
-    """Return the kind of a parameter by its name.
-
-    >>> classify_parameter("model.layers.0.input_layernorm.weight")
-    'norms'
-    """
-    for kind, pattern in _KINDS.items():
-        if re.search(pattern, name):
-            return kind
-    return "other parameters"
-
-
-def describe_subset(names: Sequence[str], everything: Sequence[str]) -> str:
-    """Describe some parameters in words: a kind, or their names."""
-    kinds = {classify_parameter(name) for name in names}
-    if len(kinds) == 1:
-        kind = kinds.pop()
-        if len(names) > 1 and set(names) == {
-            n for n in everything if classify_parameter(n) == kind
-        }:
-            return f"all {kind}" if not kind.startswith("the ") else kind
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def iterate_weightings(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
@@ -194,21 +150,24 @@ HYPOTHESES: tuple[Callable[[Evidence, BatchReading], Iterator[GradientCandidate]
     iterate_unreduced,
     iterate_early_clips,
     iterate_leftovers,
+    iterate_shared_factors,
 )
 
 
 def diagnose(evidence: Evidence) -> list[MistakeDiagnosis]:
     """Find the mistakes that reproduce the recorded gradients; empty if none or not needed."""
     expected = evidence.compute_expected()
-    if not _find_wrong(evidence, (expected,)):
+    if not find_wrong(evidence, (expected,)):
         return []
     for candidates in (
         _iterate_singles(evidence),
-        _iterate_structures(evidence, evidence.reading, expected, ()),
+        iterate_parameter_mistakes(evidence, evidence.reading, expected, ()),
         _iterate_wrong_readings(evidence),
+        iterate_context_means(evidence, evidence.reading),
         _iterate_structures_of_weightings(evidence),
+        _iterate_common_factor(evidence, expected),
     ):
-        fitting = [c for c in candidates if not _find_wrong(evidence, c.copies)]
+        fitting = [c for c in candidates if not find_wrong(evidence, c.copies)]
         if fitting:
             return [_build_diagnosis(evidence, expected, fitting)]
     before = evidence.compute_residual(evidence.recorded, expected)
@@ -244,93 +203,23 @@ def _iterate_wrong_readings(evidence: Evidence) -> Iterator[GradientCandidate]:
         yield GradientCandidate(own, (evidence.combine(reading, right),))
 
 
+def _iterate_common_factor(evidence: Evidence, expected: Tensor) -> Iterator[GradientCandidate]:
+    """Yield the expected gradient times one factor, whatever its reason."""
+    square = float(expected @ expected)
+    if square and len(evidence.copies) == 1:
+        factor = float(evidence.recorded @ expected) / square
+        yield GradientCandidate(("all_scaled",), (factor * expected,), f"factor {factor:.6g}")
+
+
 def _iterate_structures_of_weightings(evidence: Evidence) -> Iterator[GradientCandidate]:
     """Yield wrong divisions beside mistakes of some parameters."""
     counts = evidence.count(evidence.reading)
     for normaliser in iterate_normalisers(counts, evidence.objective):
         if len(normaliser.mistakes) == 1:
             vector = evidence.combine(evidence.reading, normaliser.weights)
-            yield from _iterate_structures(evidence, evidence.reading, vector, normaliser.mistakes)
-
-
-def _iterate_structures(
-    evidence: Evidence, reading: BatchReading, base: Tensor, mistakes: tuple[str, ...]
-) -> Iterator[GradientCandidate]:
-    """Yield mistakes of some parameters only, where the others equal `base`."""
-    wrong = _find_wrong(evidence, (base,))
-    names = evidence.model.names
-    if not wrong or len(wrong) == len(names) > 1:
-        return
-    subject = describe_subset(wrong, names)
-    slices = [evidence.model.slices[name] for name in wrong]
-    if len(evidence.copies) > 1:
-        total = torch.stack(evidence.copies).sum(0)
-        for scale in (1.0, 1.0 / len(evidence.copies)):
-            if set(wrong) & set(evidence.list_wrong(scale * total, base)):
-                continue
-            # A rank's own gradient is what is missing to the sum over all ranks.
-            copies = [base.clone() for _ in evidence.copies]
-            for copy, recorded in zip(copies, evidence.copies, strict=True):
-                for part in slices:
-                    copy[part] += recorded[part] - scale * total[part]
-            yield GradientCandidate((*mistakes, "some_not_reduced"), tuple(copies), subject)
-        return
-    recorded = evidence.recorded
-    if not any(bool(recorded[part].any()) for part in slices):
-        vector = base.clone()
-        for part in slices:
-            vector[part] = 0.0
-        yield GradientCandidate((*mistakes, "some_lost"), (vector,), subject)
-    yield from _iterate_tied(evidence, reading, base, mistakes, wrong)
-    scales = [float(recorded[p] @ base[p] / (base[p] @ base[p])) for p in slices if base[p].any()]
-    if scales and max(scales) - min(scales) <= 1e-3 * abs(scales[0]):
-        vector = base.clone()
-        for part in slices:
-            vector[part] *= scales[0]
-        described = f"{subject}: factor {scales[0]:.6g}"
-        yield GradientCandidate((*mistakes, "some_scaled"), (vector,), described)
-
-
-def _iterate_tied(
-    evidence: Evidence,
-    reading: BatchReading,
-    base: Tensor,
-    mistakes: tuple[str, ...],
-    wrong: Sequence[str],
-) -> Iterator[GradientCandidate]:
-    """Yield gradients of a tied embedding that has lost or doubled one of its two parts."""
-    if len(wrong) != 1 or mistakes:
-        return
-    weights = compute_objective_weights(evidence.objective, evidence.count(reading))
-    parts = [torch.zeros(()), torch.zeros(())]
-    for rank, batches in enumerate(evidence.data):
-        for index, batch in enumerate(batches):
-            tied = evidence.model.compute_tied_gradients(batch, reading)
-            if tied is None or tied.name != wrong[0]:
-                return
-            weight = float(weights[rank, index])
-            parts[0] = parts[0] + weight * tied.owner_gradient
-            parts[1] = parts[1] + weight * tied.other_gradient
-    for name, first, second in (
-        ("tied_counted_once", 1.0, 0.0),
-        ("tied_counted_once", 0.0, 1.0),
-        ("tied_counted_twice", 2.0, 1.0),
-        ("tied_counted_twice", 1.0, 2.0),
-        ("tied_counted_twice", 2.0, 2.0),
-    ):
-        vector = base.clone()
-        vector[evidence.model.slices[wrong[0]]] = first * parts[0] + second * parts[1]
-        yield GradientCandidate((name,), (vector,), wrong[0])
-
-
-def _find_wrong(evidence: Evidence, candidate: Sequence[Tensor]) -> list[str]:
-    """List the parameters that differ in any recorded copy."""
-    wrong = {
-        name
-        for number, recorded in enumerate(evidence.copies)
-        for name in evidence.list_wrong(recorded, candidate[number % len(candidate)])
-    }
-    return [name for name in evidence.model.names if name in wrong]
+            yield from iterate_parameter_mistakes(
+                evidence, evidence.reading, vector, normaliser.mistakes
+            )
 
 
 def _build_diagnosis(

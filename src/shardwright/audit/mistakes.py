@@ -21,6 +21,7 @@ _REPOSITORIES = {
     "SkyRL": "NovaSky-AI/SkyRL",
     "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
     "prime-rl": "PrimeIntellect-ai/prime-rl",
+    "verl": "volcengine/verl",
 }
 
 
@@ -99,6 +100,38 @@ MISTAKES: dict[str, Mistake] = {
     "multiplied_by_accumulation": Mistake(
         "the gradients are too large by the number of micro-batches",
         "Divide by the count of tokens of all micro-batches, not of one",
+    ),
+    "multiplied_by_sharing_ranks": Mistake(
+        "too large by the number of ranks that share rows (tensor, context or pipeline parallel)",
+        "Sum losses and counts over the same ranks, context parallel ones included; ranks that "
+        "compute the same loss count once",
+        ("M 906", "M 3959"),
+    ),
+    "divided_by_sharing_ranks": Mistake(
+        "too small by the number of ranks that share rows (tensor, context or pipeline parallel)",
+        "Sum over ranks that have parts of the same rows; do not average",
+        ("M 7513", "DS 5555", "SkyRL 1420"),
+    ),
+    "mean_of_context_means": Mistake(
+        "every context parallel rank averages over its own part of the rows, and the means are "
+        "averaged",
+        _SUM_TOKENS,
+        ("M 7513",),
+    ),
+    "context_not_divided": Mistake(
+        "the means of the context parallel ranks are summed: the normaliser leaves them out",
+        "Sum the count of tokens over context parallel ranks too",
+        ("M 906",),
+    ),
+    "tokens_not_counted": Mistake(
+        "the normaliser misses the tokens of one micro-batch or rank",
+        "Count the tokens of every micro-batch on every rank before the first backward pass",
+        ("verl 6609",),
+    ),
+    "all_scaled": Mistake(
+        "all gradients have the same wrong factor, of which no known count is the reason",
+        "Look for a loss scale that is not divided out, or a factor on the loss",
+        ("DS 7839",),
     ),
     "final_scaling_missing": Mistake(
         "the summed loss is not divided by the number of supervised tokens",
@@ -224,6 +257,11 @@ MISTAKES: dict[str, Mistake] = {
         "Add aux_loss x router_aux_loss_coef to the loss, or set output_router_logits to false",
         ("Automodel 1408", "Automodel 2995"),
     ),
+    "router_detached": Mistake(
+        "no gradient flows through the routers' probabilities",
+        "Use a collective with a backward pass where router outputs are gathered or sent",
+        ("Automodel 2995",),
+    ),
     "pairs_swapped": Mistake(
         "the rejected responses are trained as the chosen ones",
         "Check the order of rows and columns: chosen first",
@@ -267,6 +305,16 @@ MISTAKES: dict[str, Mistake] = {
             "M 3023",
         ),
     ),
+    "experts_mixed": Mistake(
+        "experts' gradients are summed over ranks that have other experts",
+        "Reduce expert parameters over the ranks that have the same experts only",
+        ("M 5916", "M 6080"),
+    ),
+    "gradients_exchanged": Mistake(
+        "these parameters have the gradients of others of the same size",
+        "Check offsets in gradient buckets, and that no buffer is reused before it is read",
+        ("DS 5606", "DS 7965", "DS 8080", "M 4609"),
+    ),
     "some_lost": Mistake(
         "these parameters have no gradient",
         "Check that they are in the forward pass, not detached, and in the optimizer",
@@ -295,6 +343,11 @@ MISTAKES: dict[str, Mistake] = {
         "Sum loss and token count over the ranks before dividing",
         ("SkyRL 1420",),
     ),
+    "log_ranks_added": Mistake(
+        "the reported loss is too large by the logarithm of the number of tensor parallel ranks",
+        "Do not gather logits for a loss that sums over parts of the vocabulary",
+        ("M 7452",),
+    ),
     "own_norm_reported": Mistake(
         "the norm covers only what one rank has",
         "Sum the squares over all shards before the root",
@@ -321,6 +374,11 @@ MISTAKES: dict[str, Mistake] = {
         "parameters are clipped in groups, each by its own norm",
         "Clip all parameters by one norm",
         ("Automodel 3816",),
+    ),
+    "clipped_by_squared_norm": Mistake(
+        "gradients are clipped by the square of their norm",
+        "Take the root of the sum of squares before the clip",
+        ("DS 7171",),
     ),
     "clipped_twice": Mistake("gradients are clipped twice", "Clip once per step"),
     "parameter_not_updated": Mistake(

@@ -124,16 +124,21 @@ def split_layer(name: str) -> tuple[str, str]:
 
     >>> split_layer("model.layers.3.mlp.up_proj.weight")
     ('3', 'mlp.up_proj')
+    >>> split_layer("model.layers.3.mlp.experts.17.up_proj.weight")
+    ('3', 'mlp.experts.up_proj')
     >>> split_layer("lm_head.weight")
     ('', 'lm_head')
     """
     match = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.(.+)$", f".{name}")
     layer, rest = (match[1], match[2]) if match else ("", name.removeprefix("model."))
-    return layer, rest.removesuffix(".weight")
+    return layer, re.sub(r"experts\.\d+\.", "experts.", rest).removesuffix(".weight")
 
 
 def _build_heat_panel(results: Sequence[ParameterResult]) -> Panel:
-    cells = {split_layer(result.name): result for result in results}
+    cells: dict[tuple[str, str], ParameterResult] = {}
+    for result in sorted(results, key=lambda result: result.severity):
+        cells[split_layer(result.name)] = result  # of many experts the worst
+    cells = {split_layer(result.name): cells[split_layer(result.name)] for result in results}
     layers = sorted({layer for layer, _ in cells}, key=lambda text: int(text or -1))
     kinds = list(dict.fromkeys(kind for layer, kind in cells if layer)) + list(
         dict.fromkeys(kind for layer, kind in cells if not layer)
@@ -141,7 +146,7 @@ def _build_heat_panel(results: Sequence[ParameterResult]) -> Panel:
     note = (
         "Error of each gradient divided by what rounding explains, on a logarithmic scale: pale "
         "is equal, full colour is 10,000 times rounding or more. Rows are layers; parameters "
-        "outside layers are in the first row."
+        "outside layers are in the first row; of a layer's experts the worst is shown."
     )
     pictures = {
         name: _draw_heat_map(cells, layers, kinds, width)

@@ -290,6 +290,7 @@ class _StepRecord:
         with self._gather():
             self._describe_parameters()
             self._copy_parameters("before")
+            self._copy_buffers()
             for name, parameter in self._list_recorded():
                 if parameter.grad is not None and bool(_get_local(parameter.grad).any()):
                     self._store(f"start.{name}", parameter.grad)
@@ -374,6 +375,12 @@ class _StepRecord:
                 f"{name} belongs to a DeepSpeed engine; give before_step the engine, not the "
                 "model, and a Hugging Face Trainer's callback the trainer: build_callback(trainer)"
             )
+        if getattr(parameter, "allreduce", True) is False:
+            raise RecorderError(
+                f"{name} has allreduce=False: it is an expert's, and ranks have different experts "
+                "under one name. Pass Recorder(shard_of=...), which returns ShardInfo(shape of "
+                "all experts, boxes of them in the local tensor)"
+            )
         if getattr(parameter, "tensor_model_parallel", False):
             return self._describe_megatron(name, parameter)
         if type(parameter) not in (nn.Parameter, Tensor):
@@ -414,6 +421,16 @@ class _StepRecord:
                 value = parameter if value is None else value
             if kind == "before" or parameter.requires_grad:
                 self._store(f"{kind}.{name}", value)
+
+    def _copy_buffers(self) -> None:
+        """Copy buffers that belong to the model's state, such as biases that balance experts."""
+        if not isinstance(self.model, nn.Module):
+            return
+        for path, module in self.model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                is_state = name not in module._non_persistent_buffers_set
+                if is_state and buffer.is_floating_point() and not hasattr(buffer, "placements"):
+                    self._store(f"buffer.{strip_wrappers(f'{path}.{name}'.lstrip('.'))}", buffer)
 
     def _attach(self) -> None:
         """Install the hooks that are removed when the step ends."""

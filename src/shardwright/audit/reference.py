@@ -8,7 +8,6 @@ Shapes: P numbers of all compared gradients.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shardwright.architecture import MODEL_FAMILIES, read_config
 from shardwright.audit.batch_reading import (
     BatchReading,
     Segment,
@@ -29,8 +27,12 @@ from shardwright.audit.batch_reading import (
     build_token_mask,
     pad_segments,
 )
+from shardwright.audit.decoder_reference import compute_decoder_gradients
+from shardwright.audit.errors import AuditInputError
+from shardwright.audit.parameter_places import ParameterPlaces
 from shardwright.audit.preference import PreferenceSettings, sum_pair_losses, sum_row_log_probs
-from shardwright.audit.record import AuditInputError, RecordedBatch, StepRecord
+from shardwright.audit.record import StepRecord
+from shardwright.audit.recorded_batch import RecordedBatch
 from shardwright.audit.recorded_weights import (
     choose_config,
     read_reference_weights,
@@ -38,15 +40,13 @@ from shardwright.audit.recorded_weights import (
     strip_peft,
 )
 from shardwright.audit.recorder import ShardBox, project
+from shardwright.audit.routers import detach_outputs, list_routers
 from shardwright.audit.simulated_rounding import add_noise, perturb
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import ModelSection
-from shardwright.errors import ArchitectureError
-from shardwright.model import Decoder
 from shardwright.model.hf.hf_decoder import Float64Mode
 from shardwright.model.hf.hf_module import instantiate, load_configuration
 
-logger = logging.getLogger("shardwright")
 _GENERATOR = torch.Generator()
 """Not drawn from: for a computation without simulated rounding."""
 
@@ -90,6 +90,7 @@ class ReferenceModel:
         names: Trained parameters that are compared, in order.
         slices: Place of each parameter in a vector [P].
         preference: Settings of the loss of pairs; None for the loss of tokens.
+        routers: The module's routers; empty if it is dense.
         router_coefficient: Factor of the router's auxiliary loss; 0 if the trainer has none.
 
     Raises:
@@ -114,11 +115,13 @@ class ReferenceModel:
         self.module = instantiate(configuration, None, contextlib.nullcontext(), eager=True)
         self.module = self.module.to(self.dtype).eval()
         self._set_padding_rows(record.values.get("padding_rows"))
-        self.owners = _map_tied_names(self.module)
-        read = read_weights(record, self.module, self.owners, model_path, self.dtype)
+        self.routers = list_routers(self.module)
+        self.locations = ParameterPlaces(self.module, self.config)
+        self.owners = self.locations.owners
+        read = read_weights(record, self.module, self.locations, model_path, self.dtype)
         self._base = read.base
         self._adapters = read.adapters
-        self.weight_names = read.names
+        self.places = read.places
         self._reference = self._read_reference()
         info = record.parameter_info
         self.names = [name for name in info if info[name]["is_trainable"]]
@@ -182,14 +185,17 @@ class ReferenceModel:
         return float(coefficient) if is_requested and coefficient is not None else 0.0
 
     def _build_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Build the weights of a forward pass, and the leaves whose gradients are compared."""
+        """Build the weights of a forward pass, and the leaves whose gradients are compared.
+
+        Leaves have the names of the module's parameters; those of adapters their recorded names.
+        """
         leaves: dict[str, Tensor] = {}
         weights = dict(self._base)
         for name in self.names:
-            if name in self.weight_names:
-                leaf = self._base[self.weight_names[name]].detach().clone().requires_grad_()
-                weights[self.weight_names[name]] = leaf
-                leaves[name] = leaf
+            for owner in self.places[name].owners if name in self.places else ():
+                if owner not in leaves:
+                    leaves[owner] = self._base[owner].detach().clone().requires_grad_()
+        weights |= leaves
         scales = {
             strip_peft(name): scale for name, scale in self.record.values["adapter_scales"].items()
         }
@@ -284,9 +290,10 @@ class ReferenceModel:
         if reading.replays_dropout:
             return self._forward_as_received(batch, reading, weights)
         ids, positions, targets, mask = pad_segments(self._build_rows(batch, reading))
-        output = self._call(
-            weights, rounding, input_ids=ids, position_ids=positions, attention_mask=mask
-        )
+        with detach_outputs(self.routers if reading.detaches_routers else ()):
+            output = self._call(
+                weights, rounding, input_ids=ids, position_ids=positions, attention_mask=mask
+            )
         logits: Tensor = output.logits
         return logits, targets
 
@@ -320,10 +327,16 @@ class ReferenceModel:
     def _differentiate(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
         """Return the gradient of a loss as it is compared, [P]."""
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        return self._collect(dict(zip(leaves, gradients, strict=True)))
+
+    def _collect(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
+        """Return gradients of leaves as they are compared, [P]; zero where there is none."""
         vector = torch.zeros(self.num_values, dtype=self.dtype)
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        for name, part in self.slices.items():
+            place = self.places.get(name)
+            gradient = gradients.get(name) if place is None else place.gather(gradients)
             if gradient is not None:
-                vector[self.slices[name]] = self.to_values(name, gradient.view(leaf.shape))
+                vector[part] = self.to_values(name, gradient)
         return vector
 
     def to_values(self, name: str, gradient: Tensor) -> Tensor:
@@ -381,31 +394,17 @@ class ReferenceModel:
 
         None if the decoder does not implement this model.
         """
-        if self.config.get("model_type") not in MODEL_FAMILIES or self._adapters:
+        if self._adapters:
             return None
-        try:
-            shape = read_config(dict(self.config))
-        except ArchitectureError as error:
-            logger.info("our decoder does not check the reference: %s", error)
-            return None
-        decoder = Decoder(shape, attention="explicit", compute_dtype=self.dtype).to(self.dtype)
         embedding: Any = self.module.get_input_embeddings()  # type: ignore[operator]
-        decoder.embedding.padding_row = embedding.padding_idx
-        parameters = dict(decoder.named_parameters())
-        if shape.experts is not None or set(parameters) != set(self._base):
-            logger.info("our decoder does not check the reference: its parameters differ")
-            return None
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(self._base[name])
-        ids, positions, targets, _ = pad_segments(self._build_rows(batch, reading))
-        decoder.eval()(ids, positions_BT=positions, labels_BT=targets).backward()
-        vector = torch.zeros(self.num_values, dtype=self.dtype)
-        for name in self.names:
-            gradient = parameters[self.weight_names[name]].grad
-            if gradient is not None:
-                vector[self.slices[name]] = self.to_values(name, gradient)
-        return vector
+        gradients = compute_decoder_gradients(
+            self.locations,
+            self._base,
+            pad_segments(self._build_rows(batch, reading)),
+            padding_row=embedding.padding_idx,
+            dtype=self.dtype,
+        )
+        return None if gradients is None else self._collect(gradients)
 
     def compute_tied_gradients(
         self, batch: RecordedBatch, reading: BatchReading
@@ -416,11 +415,13 @@ class ReferenceModel:
         """
         tied = [name for name, owner in self.owners.items() if name != owner]
         owner = self.owners[tied[0]] if tied else None
-        recorded = next((n for n in self.names if self.weight_names.get(n) == owner), None)
-        if recorded is None or self.preference is not None:
+        recorded = next(
+            (n for n in self.names if n in self.places and self.places[n].owners == (owner,)), None
+        )
+        if owner is None or recorded is None or self.preference is not None:
             return None
         weights, leaves = self._build_weights()
-        copies = {name: leaves[recorded].detach().clone().requires_grad_() for name in tied}
+        copies = {name: leaves[owner].detach().clone().requires_grad_() for name in tied}
         ids, positions, targets, mask = pad_segments(build_segments(batch, reading))
         given = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
         with self._precision():
@@ -428,7 +429,7 @@ class ReferenceModel:
                 self.module, {**weights, **copies}, (), given, tie_weights=False
             )
             loss = sum_token_losses(output.logits, targets)
-        parts = torch.autograd.grad(loss, [leaves[recorded], copies[tied[0]]])
+        parts = torch.autograd.grad(loss, [leaves[owner], copies[tied[0]]])
         return TiedGradients(recorded, *(self.to_values(recorded, part) for part in parts))
 
 
@@ -437,9 +438,3 @@ def sum_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
-
-
-def _map_tied_names(module: nn.Module) -> dict[str, str]:
-    """Map every parameter name, tied ones included, to the name that owns the tensor."""
-    owners = {id(p): name for name, p in module.named_parameters()}
-    return {name: owners[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}

@@ -13,18 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.audit.candidates import describe_subset
 from shardwright.audit.evidence import Evidence
-from shardwright.audit.hypotheses import MistakeDiagnosis, describe_subset, find_max_norm
-from shardwright.audit.weightings import (
-    compute_objective_weights,
-    compute_router_weights,
-    iterate_normalisers,
-    iterate_omissions,
-    iterate_router_factors,
-)
+from shardwright.audit.hypotheses import MistakeDiagnosis, find_max_norm
+from shardwright.audit.loss_check import check_loss
+from shardwright.audit.step_findings import StepChecks, StepFinding, compare_numbers
 
-LOSS_TOLERANCE = 1e-4
-"""Allowed relative error of a loss; trainers log four or five digits."""
 NORM_TOLERANCE = 1e-4
 UPDATE_TOLERANCE = 1e-3
 """Allowed error of an update relative to its norm, beside the rounding of the parameters."""
@@ -32,36 +26,12 @@ _ADAM_CLASSES = frozenset({"Adam", "AdamW"})
 _UNSUPPORTED_OPTIONS = ("amsgrad", "maximize")
 
 
-@dataclass(frozen=True)
-class StepFinding:
-    """One comparison; `error` is relative. Passes if it is at most `allowed`."""
-
-    quantity: str
-    subject: str
-    error: float
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        """True if the error is at most `allowed`; False for nan."""
-        return self.error <= self.allowed
-
-
-@dataclass(frozen=True)
-class StepChecks:
-    """Findings and diagnoses, and what could not be checked, in words."""
-
-    findings: list[StepFinding]
-    diagnoses: list[MistakeDiagnosis]
-    unchecked: list[str]
-
-
 def check_step(evidence: Evidence) -> StepChecks:
     """Check data, replicas, loss, norm, clip and update."""
     checks = StepChecks([], [], [])
     _check_data(evidence, checks)
     _check_replicas(evidence, checks)
-    _check_loss(evidence, checks)
+    check_loss(evidence, checks)
     _check_norm(evidence, checks)
     _check_clip(evidence, checks)
     _check_updates(evidence, checks)
@@ -95,79 +65,6 @@ def _check_replicas(evidence: Evidence, checks: StepChecks) -> None:
             )
 
 
-def _check_loss(evidence: Evidence, checks: StepChecks) -> None:
-    reported = [rank.values.get("reported_loss") for rank in evidence.record.ranks]
-    given = [float(value) for value in reported if value is not None]
-    if not given:
-        checks.unchecked.append("loss: the trainer reported none; pass after_step(loss=...)")
-        return
-    counts = evidence.count(evidence.reading)
-    losses = evidence.compute_losses(evidence.reading)
-    allowed = _get_loss_tolerance(evidence)
-    router = _list_router_losses(evidence)
-    right = float((compute_objective_weights(evidence.objective, counts) * losses).sum())
-    # Some trainers report the loss without the routers' part, which is no mistake.
-    accepted = {"as reported": right + router[()]}
-    if evidence.has_router_loss:
-        accepted["as reported, without the router's auxiliary loss"] = right
-    subject, error = min(
-        ((name, max(_compare(v, value) for v in given)) for name, value in accepted.items()),
-        key=lambda pair: pair[1],
-    )
-    checks.findings.append(StepFinding("loss", subject, error, allowed))
-    if checks.findings[-1].passed:
-        return
-    own = [float(losses[r].sum() / counts.supervised[r].sum()) for r in range(len(losses))]
-    by_rank = [
-        (float(value), own[sorted(_list_data_ranks(evidence)).index(rank.values["data_rank"])])
-        for rank, value in zip(evidence.record.ranks, reported, strict=True)
-        if value is not None
-    ]
-    if len(own) > 1 and all(_compare(value, mean) <= allowed for value, mean in by_rank):
-        checks.diagnoses.append(
-            MistakeDiagnosis(("own_loss_reported",), "loss as reported", error, allowed)
-        )
-        return
-    for normaliser in iterate_normalisers(counts, evidence.objective):
-        for omission in iterate_omissions(counts):
-            for wrong, added in router.items():
-                mistakes = (*normaliser.mistakes, *omission.mistakes, *wrong)
-                weights = normaliser.weights * omission.weights
-                value = float((weights * losses).sum()) + added
-                after = max(_compare(each, value) for each in given)
-                is_single = len(mistakes) == 1 or mistakes == wrong
-                if mistakes and is_single and after <= allowed:
-                    checks.diagnoses.append(
-                        MistakeDiagnosis(mistakes, "loss as reported", error, after)
-                    )
-                    return
-
-
-def _list_router_losses(evidence: Evidence) -> dict[tuple[str, ...], float]:
-    """List the routers' part of the loss: the right one under (), and those of mistakes."""
-    if not evidence.has_router_loss:
-        return {(): 0.0}
-    counts = evidence.count(evidence.reading)
-    losses = compute_router_weights(counts) * evidence.compute_router_pieces()[0]
-    wrong = {names: float((f * losses).sum()) for names, f in iterate_router_factors(counts)}
-    return {(): float(losses.sum())} | wrong
-
-
-def _list_data_ranks(evidence: Evidence) -> set[int]:
-    return {rank.values["data_rank"] for rank in evidence.record.ranks}
-
-
-def _get_loss_tolerance(evidence: Evidence) -> float:
-    dtype = evidence.record.values["compute_dtype"] or "float32"
-    return max(LOSS_TOLERANCE, 4 * torch.finfo(getattr(torch, str(dtype))).eps)
-
-
-def _compare(value: float, expected: float) -> float:
-    """Return the relative error; inf for nan."""
-    error = abs(value - expected) / max(abs(expected), 1e-12)
-    return math.inf if math.isnan(error) else error
-
-
 def _check_norm(evidence: Evidence, checks: StepChecks) -> None:
     record = evidence.record
     calls = record.values["clip_calls"]
@@ -182,7 +79,7 @@ def _check_norm(evidence: Evidence, checks: StepChecks) -> None:
     expected = math.sqrt(square)
     if len(evidence.copies) > 1 and evidence.model.num_projections is None:
         expected = float(evidence.recorded.double().norm())
-    error = _compare(float(given), expected)
+    error = compare_numbers(float(given), expected)
     allowed = max(NORM_TOLERANCE, _get_epsilon(evidence))
     checks.findings.append(StepFinding("gradient norm", "as reported", error, allowed))
     if error <= allowed:
@@ -192,7 +89,7 @@ def _check_norm(evidence: Evidence, checks: StepChecks) -> None:
         ("own_norm_reported", own[:1]),
         ("replicas_counted_in_norm", [math.sqrt(sum(norm**2 for norm in own))]),
     ):
-        after = min(_compare(float(given), value) for value in candidates)
+        after = min(compare_numbers(float(given), value) for value in candidates)
         if after <= allowed:
             checks.diagnoses.append(MistakeDiagnosis((key,), "gradient norm", error, after))
             return
@@ -223,7 +120,7 @@ def _check_clip(evidence: Evidence, checks: StepChecks) -> None:
     if len(evidence.copies) > 1 and evidence.model.num_projections is None:
         norm = float(evidence.recorded.double().norm())
     expected = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-    errors = {name: _compare(scale, expected) for name, scale in scales.items()}
+    errors = {name: compare_numbers(scale, expected) for name, scale in scales.items()}
     worst = max(errors, key=lambda name: errors[name])
     allowed = max(1e-3, _get_epsilon(evidence))
     checks.findings.append(StepFinding("clip", worst, errors[worst], allowed))
@@ -235,10 +132,11 @@ def _check_clip(evidence: Evidence, checks: StepChecks) -> None:
         "not_clipped": 1.0,
         "clip_unbounded": None if limit is None else limit / (norm + 1e-6),
         "clipped_twice": None if limit is None else expected * limit / (norm + 1e-6),
+        "clipped_by_squared_norm": None if limit is None else min(1.0, limit / (norm**2 + 1e-6)),
     }
     for key, value in candidates.items():
-        if value is not None and is_uniform and _compare(values[0], value) <= allowed:
-            after = _compare(values[0], value)
+        if value is not None and is_uniform and compare_numbers(values[0], value) <= allowed:
+            after = compare_numbers(values[0], value)
             checks.diagnoses.append(MistakeDiagnosis((key,), "clip", errors[worst], after))
             return
     if not is_uniform:

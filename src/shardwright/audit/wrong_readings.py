@@ -32,6 +32,8 @@ def list_readings(evidence: Evidence) -> list[BatchReading]:
         ]
     if any(rank.values["dropout"] for rank in evidence.record.ranks):
         listed.append(replace(right, replays_dropout=True))
+    if evidence.model.routers:
+        listed.append(replace(right, detaches_routers=True))
     if evidence.model.preference is not None:
         listed += [
             replace(right, swaps_pairs=True),
@@ -57,6 +59,7 @@ def list_reading_mistakes(evidence: Evidence, reading: BatchReading) -> tuple[st
         ("supervises_prompt", "prompt_supervised"),
         ("supervises_padding", "padding_supervised"),
         ("replays_dropout", "dropout_on"),
+        ("detaches_routers", "router_detached"),
         ("swaps_pairs", "pairs_swapped"),
         ("averages_log_probs", "log_probs_averaged"),
         ("omits_reference", "reference_omitted"),

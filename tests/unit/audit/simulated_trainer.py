@@ -7,6 +7,7 @@ transformers' class and autograd, and uses nothing of the audit but the recorder
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -58,6 +59,9 @@ class Run:
     mistakes: tuple[str, ...] = ()
     model: str = "llama"
     num_ranks: int = 2
+    """Ranks that read different rows."""
+    num_sharing: int = 1
+    """Ranks that read the same rows, as tensor, context and pipeline parallel ones do."""
     num_batches: int = 3
     num_rows: int = 2
     length: int = 10
@@ -162,9 +166,12 @@ def compute_gradients(
     torch.manual_seed(seed)
     targets = build_targets(run, batch)
     logits = model(**build_forward_arguments(run, batch)).logits.float()
-    loss = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(targets.shape)
+    if "mean_of_context_means" in run:
+        losses = losses * compute_context_factors(run)
+    loss = losses.sum()
     parameters = dict(model.named_parameters())
     values = torch.autograd.grad(loss, list(parameters.values()))
     gradients = dict(zip(parameters, values, strict=True))
@@ -180,6 +187,19 @@ def compute_gradients(
         is_once = "tied_counted_once" in run
         gradients[name] = head_gradient if is_once else gradients[name] + head_gradient
     return gradients, float(loss.detach()), int((targets != IGNORED).sum())
+
+
+def compute_context_factors(run: Run) -> Tensor:
+    """Return the factor of each position's loss if the means of context ranks are averaged."""
+    counts = torch.zeros(run.length)
+    for rank in range(run.num_ranks):
+        for index in range(run.num_batches):
+            targets = build_targets(run, build_batch(run, 1, rank, index))
+            counts += (targets != IGNORED).sum(0)
+    factors = []
+    for part in counts.chunk(run.num_sharing):
+        factors.append(torch.full_like(part, float(counts.sum() / part.sum() / run.num_sharing)))
+    return torch.cat(factors)
 
 
 def is_norm(name: str) -> bool:
@@ -210,7 +230,12 @@ def compute_weight(run: Run, counts: list[list[int]], tokens: int, rank: int, in
         weight = 1.0
     if "sum_averaged_over_ranks" in run:
         weight = 1.0 / ranks
+    if "tokens_not_counted" in run:
+        weight = 1.0 / (total - counts[1][0])
     for mistake, factor in (
+        ("multiplied_by_sharing_ranks", run.num_sharing),
+        ("divided_by_sharing_ranks", 1.0 / run.num_sharing),
+        ("all_scaled", 0.3817),
         ("divided_by_accumulation_twice", 1.0 / batches),
         ("divided_by_ranks_twice", 1.0 / ranks),
         ("multiplied_by_ranks", ranks),
@@ -288,6 +313,9 @@ def reduce_gradients(
                 reduced[rank][name] = mean[name] / 2
             if "some_lost" in run and "layers.1.mlp.up" in name:
                 reduced[rank][name] = torch.zeros_like(mean[name])
+            if "gradients_exchanged" in run and "mlp.up" in name:
+                other = name.replace("layers.0", "layers.9").replace("layers.1", "layers.0")
+                reduced[rank][name] = mean[other.replace("layers.9", "layers.1")]
     return reduced, losses, counts
 
 
@@ -300,17 +328,29 @@ def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 def simulate(folder: Path, run: Run) -> None:
     """Run the steps on every rank, and record the last one."""
     start = copy.deepcopy(build_initial_model(run.model, run.seed)).to(run.dtype)
-    models = [copy.deepcopy(start) for _ in range(run.num_ranks)]
+    world_size = run.num_ranks * run.num_sharing
+    models = [copy.deepcopy(start) for _ in range(world_size)]
     optimizers = [build_optimizer(run, model) for model in models]
     leftovers: list[Gradients] = [{} for _ in models]
     for step in range(1, run.num_steps + 1):
         reduced, losses, counts = reduce_gradients(run, models[0], step)
-        for rank, model in enumerate(models):
+        for number, model in enumerate(models):
+            rank = number // run.num_sharing
             recorder = Recorder(
-                folder, steps=[run.num_steps], rank=rank, world_size=run.num_ranks, **run.recorder
+                folder,
+                steps=[run.num_steps],
+                rank=number,
+                world_size=world_size,
+                data_rank=None if run.num_sharing == 1 else rank,
+                **run.recorder,
             )
-            run_step(recorder, run, step, rank, model, optimizers[rank], reduced, leftovers[rank])
+            optimizer = optimizers[number]
+            run_step(recorder, run, step, rank, model, optimizer, reduced, leftovers[number])
             total = sum(map(sum, losses)) / sum(map(sum, counts))
+            if "log_ranks_added" in run:
+                total += math.log(run.num_sharing)
+            if "mean_of_context_means" in run:
+                total = None
             if "own_loss_reported" in run:
                 total = sum(losses[rank]) / sum(counts[rank])
             recorder.report(loss=total)
@@ -353,6 +393,8 @@ def run_step(
         if "clip_unbounded" in run:
             clip = run.max_norm / (norm + 1e-6)
         for (name, parameter), square in zip(model.named_parameters(), squares, strict=True):
+            if "clipped_by_squared_norm" in run:
+                clip = min(1.0, run.max_norm / norm**2)
             if "clipped_per_group" in run:
                 clip = min(1.0, run.max_norm / (square**0.5 + 1e-6)) if is_norm(name) else 1.0
             if "not_clipped" not in run and "clipped_before_reduction" not in run:

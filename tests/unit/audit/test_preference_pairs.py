@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.audit.check import AuditReport, check_recorded_step
+from shardwright.audit.errors import AuditInputError
 from shardwright.audit.preference import PreferenceSettings
-from shardwright.audit.record import AuditInputError
 from shardwright.audit.recorder import Recorder
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode

@@ -12,7 +12,7 @@ from torch import nn
 from shardwright.audit import check
 from shardwright.audit.batch_reading import BatchReading, build_segments, pad_segments
 from shardwright.audit.check import check_recorded_step
-from shardwright.audit.record import RecordedBatch
+from shardwright.audit.recorded_batch import RecordedBatch
 from shardwright.audit.recorder import Recorder
 from shardwright.audit.reference import ReferenceModel
 from shardwright.errors import RunFailed

@@ -122,6 +122,26 @@ def test_options_are_checked(clean: Path, tmp_path: Path, capsys: Any) -> None:
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_wrong_model_folder_is_refused(clean: Path, tmp_path: Path, capsys: Any) -> None:
+    model: Any = build_initial_model("llama", 0)
+    for name in ("empty", "incomplete", "damaged"):
+        model.save_pretrained(tmp_path / name)
+    (tmp_path / "empty/model.safetensors").unlink()
+    weights = load_file(tmp_path / "incomplete/model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "incomplete/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "damaged/model.safetensors").write_bytes(b"\0" * 20)
+    for name, message in (
+        ("absent", "--model: no Hugging Face folder"),
+        ("empty", "--model: this folder's weights cannot be loaded"),
+        ("incomplete", "--model: this folder lacks 1 weights, such as lm_head.weight"),
+        ("damaged", "--model: this folder's weights cannot be loaded"),
+    ):
+        arguments = ["audit", "check", str(clean), "--model", str(tmp_path / name)]
+        assert shardwright(arguments) == ExitCode.WRONG_INPUT, name
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_verb_reports_and_exits(clean: Path, tmp_path: Path, capsys: Any) -> None:
     assert shardwright(["audit", "check", str(clean), "--dtype", "float64"]) == 0
     assert "equal those of one process" in capsys.readouterr().out

@@ -6,13 +6,13 @@ The only file of this package that imports transformers, inside functions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.architecture import MODEL_FAMILIES, HFShape
 from shardwright.config.model import ModelSection
@@ -112,6 +112,19 @@ def instantiate(
                 got=config.model_type,
             ) from error
     return module
+
+
+def rename_to_folder(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert tensors by the class's names to those of a Hugging Face folder.
+
+    It is the conversion with which transformers saves the class: it renames tensors, and splits,
+    joins or transposes stacks of experts.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    revert: Any = revert_weight_conversion  # annotated for transformers' own classes only
+    converted: dict[str, Tensor] = revert(module, dict(tensors))
+    return converted
 
 
 @contextmanager

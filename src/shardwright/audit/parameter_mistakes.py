@@ -1,0 +1,167 @@
+"""Mistakes of some parameters only, where the others are right.
+
+Shapes: P numbers of all compared gradients, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwright.audit.batch_reading import BatchReading
+from shardwright.audit.candidates import (
+    GradientCandidate,
+    classify_parameter,
+    describe_subset,
+    find_wrong,
+)
+from shardwright.audit.evidence import Evidence
+from shardwright.audit.weightings import compute_objective_weights
+
+
+def iterate_parameter_mistakes(
+    evidence: Evidence, reading: BatchReading, base: Tensor, mistakes: tuple[str, ...]
+) -> Iterator[GradientCandidate]:
+    """Yield mistakes of some parameters only, where the others equal `base`."""
+    wrong = find_wrong(evidence, (base,))
+    names = evidence.model.names
+    if not wrong or len(wrong) == len(names) > 1:
+        return
+    subject = describe_subset(wrong, names)
+    slices = [evidence.model.slices[name] for name in wrong]
+    if len(evidence.copies) > 1:
+        total = torch.stack(evidence.copies).sum(0)
+        for scale in (1.0, 1.0 / len(evidence.copies)):
+            if set(wrong) & set(evidence.list_wrong(scale * total, base)):
+                continue
+            # A rank's own gradient is what is missing to the sum over all ranks.
+            copies = [base.clone() for _ in evidence.copies]
+            for copy, recorded in zip(copies, evidence.copies, strict=True):
+                for part in slices:
+                    copy[part] += recorded[part] - scale * total[part]
+            yield GradientCandidate((*mistakes, "some_not_reduced"), tuple(copies), subject)
+        return
+    recorded = evidence.recorded
+    if not any(bool(recorded[part].any()) for part in slices):
+        vector = base.clone()
+        for part in slices:
+            vector[part] = 0.0
+        yield GradientCandidate((*mistakes, "some_lost"), (vector,), subject)
+    yield from _iterate_tied(evidence, reading, base, mistakes, wrong)
+    yield from _iterate_mixed_experts(evidence, base, mistakes, wrong)
+    yield from _iterate_exchanged(evidence, base, mistakes, wrong)
+    scales = [float(recorded[p] @ base[p] / (base[p] @ base[p])) for p in slices if base[p].any()]
+    if scales and max(scales) - min(scales) <= 1e-3 * abs(scales[0]):
+        vector = base.clone()
+        for part in slices:
+            vector[part] *= scales[0]
+        described = f"{subject}: factor {scales[0]:.6g}"
+        yield GradientCandidate((*mistakes, "some_scaled"), (vector,), described)
+
+
+def _iterate_tied(
+    evidence: Evidence,
+    reading: BatchReading,
+    base: Tensor,
+    mistakes: tuple[str, ...],
+    wrong: Sequence[str],
+) -> Iterator[GradientCandidate]:
+    """Yield gradients of a tied embedding that has lost or doubled one of its two parts."""
+    if len(wrong) != 1 or mistakes:
+        return
+    weights = compute_objective_weights(evidence.objective, evidence.count(reading))
+    parts = [torch.zeros(()), torch.zeros(())]
+    for rank, batches in enumerate(evidence.data):
+        for index, batch in enumerate(batches):
+            tied = evidence.model.compute_tied_gradients(batch, reading)
+            if tied is None or tied.name != wrong[0]:
+                return
+            weight = float(weights[rank, index])
+            parts[0] = parts[0] + weight * tied.owner_gradient
+            parts[1] = parts[1] + weight * tied.other_gradient
+    for name, first, second in (
+        ("tied_counted_once", 1.0, 0.0),
+        ("tied_counted_once", 0.0, 1.0),
+        ("tied_counted_twice", 2.0, 1.0),
+        ("tied_counted_twice", 1.0, 2.0),
+        ("tied_counted_twice", 2.0, 2.0),
+    ):
+        vector = base.clone()
+        vector[evidence.model.slices[wrong[0]]] = first * parts[0] + second * parts[1]
+        yield GradientCandidate((name,), (vector,), wrong[0])
+
+
+def _iterate_mixed_experts(
+    evidence: Evidence, base: Tensor, mistakes: tuple[str, ...], wrong: Sequence[str]
+) -> Iterator[GradientCandidate]:
+    """Yield gradients of experts summed over ranks as if all ranks had the same experts.
+
+    Expert e of every rank then gets the sum over the ranks' experts with its local number.
+    """
+    is_whole = evidence.model.num_projections is None
+    if not is_whole or any(classify_parameter(name) != "experts" for name in wrong):
+        return
+    groups = _group_experts(evidence, wrong)
+    num_experts = {len(rows) for rows in groups}
+    if len(num_experts) != 1:
+        return
+    count = num_experts.pop()
+    subject = describe_subset(wrong, evidence.model.names)
+    for degree in range(2, min(count, len(evidence.record.ranks)) + 1):
+        if count % degree:
+            continue
+        for scale in (1.0, 1.0 / degree):
+            vector = base.clone()
+            for rows in groups:
+                stack = torch.stack([base[row] for row in rows])
+                by_rank = stack.view(degree, count // degree, -1)
+                mixed = scale * by_rank.sum(0).repeat(degree, 1)
+                for row, value in zip(rows, mixed, strict=True):
+                    vector[row] = value
+            yield GradientCandidate((*mistakes, "experts_mixed"), (vector,), subject)
+
+
+def _group_experts(evidence: Evidence, names: Sequence[str]) -> list[list[slice]]:
+    """List the elements of every expert in a vector [P], for each matrix of a layer."""
+    groups: list[list[slice]] = []
+    single: dict[str, dict[int, slice]] = {}
+    for name in names:
+        part = evidence.model.slices[name]
+        match = re.search(r"experts\.(\d+)\.", name)
+        if match:
+            single.setdefault(re.sub(r"experts\.\d+\.", "", name), {})[int(match[1])] = part
+            continue
+        count = evidence.record.parameter_info[name]["shape"][0]
+        size = (part.stop - part.start) // count
+        starts = range(part.start, part.stop, size)
+        groups.append([slice(start, start + size) for start in starts])
+    groups += [[rows[number] for number in sorted(rows)] for rows in single.values()]
+    return groups
+
+
+def _iterate_exchanged(
+    evidence: Evidence, base: Tensor, mistakes: tuple[str, ...], wrong: Sequence[str]
+) -> Iterator[GradientCandidate]:
+    """Yield gradients that belong to other parameters of the same size, as after a wrong copy."""
+    if evidence.model.num_projections is not None:
+        return
+    vector = base.clone()
+    subjects = []
+    for name in wrong:
+        part = evidence.model.slices[name]
+        size = part.stop - part.start
+        for other, source in evidence.model.slices.items():
+            if other == name or source.stop - source.start != size:
+                continue
+            scale = float(base[source].norm())
+            error = float((evidence.recorded[part] - base[source]).norm())
+            if scale and error <= evidence.relative_errors[other] * scale:
+                vector[part] = base[source]
+                subjects.append(f"{name} has that of {other}")
+                break
+        else:
+            return
+    yield GradientCandidate((*mistakes, "gradients_exchanged"), (vector,), "; ".join(subjects[:3]))
