@@ -47,7 +47,7 @@ from shardwright.training.metrics.run_prediction import predict_training_run
 from shardwright.training.oom import convert_oom_errors
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
-from shardwright.training.setup import build_state, measure_ceiling
+from shardwright.training.setup import agree_on_ceiling, build_state
 from shardwright.watchdog.flight_recorder import record_collectives
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watchdog
 
@@ -159,7 +159,9 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
         start_seconds: Start of this process's run, a reading of `time.perf_counter`.
     """
     event_logger = context.event_logger
-    matmul_flops_per_second = measure_ceiling(context.validated_run, context.device)
+    matmul_flops_per_second = agree_on_ceiling(
+        context.validated_run, context.device, context.rank_sync
+    )
     state = build_state(context.validated_run, context.device)
     checkpointer = RunCheckpointer(context, state)
     loop = TrainingLoop(context, state, checkpointer, matmul_flops_per_second)

@@ -26,6 +26,7 @@ from shardwright.launch.rank_environment import (
     detect_rank_environment,
     is_torchrun_restart,
 )
+from shardwright.launch.rank_processes import RankProcesses, describe_survivors
 from shardwright.launch.stop_signals import StopRequest, listen_for_stop
 from shardwright.telemetry.event_log import (
     EvaluationEvent,
@@ -68,6 +69,15 @@ def train(
             field="--nproc",
             got=num_ranks,
             remedy="Remove --nproc",
+        )
+    if ranks is not None and recipe.elastic.warm_restarts:
+        raise InputError(
+            "only `train --nproc` keeps processes across restarts; "
+            "torchrun and srun start all ranks again",
+            field="elastic.warm_restarts",
+            got=True,
+            allowed="false under a launcher",
+            remedy="Set it to false, or start the ranks with --nproc",
         )
     world_size = ranks.world_size if ranks else num_ranks or 1
     folder = RunFolder.from_recipe(recipe)
@@ -119,22 +129,33 @@ def _train_in_ranks(
         path = Path(name) / "recipe.yaml"
         path.write_text(dump_recipe(recipe), encoding="utf-8")
         options = [word for field in allow_drift for word in ("--allow-drift", field)]
+        elastic = recipe.elastic
+        pool = RankProcesses(elastic.max_restarts) if elastic.warm_restarts else None
 
         def launch(attempt: LaunchAttempt) -> None:
             words = [str(path), *options]
             if resume or attempt.number:
                 words.append("--resume")
             if attempt.number:
-                words += [
-                    "--restart",
-                    f"restart {attempt.number} of at most {recipe.elastic.max_restarts}, "
-                    f"{attempt.world_size} ranks: {attempt.restart_reason}",
-                ]
+                reason = (
+                    f"restart {attempt.number} of at most {elastic.max_restarts}, "
+                    f"{attempt.world_size} ranks: {attempt.restart_reason}"
+                )
+                if pool is not None:
+                    survivors = pool.list_survivors(attempt.world_size)
+                    reason += f". {describe_survivors(survivors, pool.stuck_ranks)}"
+                words += ["--restart", reason]
             launch_ranks(
-                attempt.world_size, "shardwright.training.worker", words, stop, hang_reports
+                attempt.world_size,
+                "shardwright.training.worker",
+                words,
+                stop,
+                hang_reports,
+                pool=pool,
             )
 
-        run_with_restarts(recipe, world_size, launch, stop)
+        with nullcontext() if pool is None else pool:
+            run_with_restarts(recipe, world_size, launch, stop)
 
 
 def _build_run_summary(folder: Path) -> dict[str, Any]:
