@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from shardwright.errors import ExitCode
 from shardwright.launch.rank_outcome import get_idle_path, get_outcome_path
-from shardwright.watchdog.heartbeat import format_rank_ranges
 from shardwright.watchdog.monitor import read_heartbeats
 
 if TYPE_CHECKING:
@@ -222,33 +221,6 @@ class RankProcesses:
         if process.poll() is None:
             process.kill()
         process.wait()
-
-
-def describe_survivors(survivors: Sequence[int], stuck: Sequence[int]) -> str:
-    """Describe which processes a restart keeps.
-
-    >>> describe_survivors((0, 1, 3), ())
-    'ranks 0, 1, 3 keep their processes'
-    >>> describe_survivors((), (0,))
-    'cold restart: rank 0 could not leave the generation within 10 s'
-    """
-    parts = []
-    if stuck:
-        prefix = "" if survivors else "cold restart: "
-        parts.append(
-            f"{prefix}{_name_ranks(stuck)} could not leave the generation "
-            f"within {REBUILD_SECONDS:g} s"
-        )
-    elif not survivors:
-        parts.append("cold restart: no process survived")
-    if survivors:
-        verb = "keeps its process" if len(survivors) == 1 else "keep their processes"
-        parts.append(f"{_name_ranks(survivors)} {verb}")
-    return "; ".join(parts)
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_rank_ranges(ranks)}"
 
 
 def _start_store() -> dist.TCPStore:

@@ -19,10 +19,9 @@ from shardwright.data.source_files import ProgressOpener
 from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import choose_rank_device, should_use_cuda
+from shardwright.launch.elastic import Restart
 from shardwright.launch.rank_claim import join_ranks
-from shardwright.launch.rank_environment import (
-    RankEnvironment,
-)
+from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.rank_outcome import (
     extract_first_line,
     get_control_folder,
@@ -74,7 +73,7 @@ def train_rank(
     *,
     resume: bool = False,
     allow_drift: Sequence[str] = (),
-    restart: str | None = None,
+    restart: Restart | None = None,
     is_trial: bool = False,
     open_progress: ProgressOpener = nullcontext,
 ) -> None:
@@ -137,8 +136,8 @@ def train_rank(
                 watchdog,
                 is_trial=is_trial,
             )
-            if restart:
-                context.log_warning(restart)
+            if restart is not None and is_main_rank:
+                _log_restart(context, restart)
             if starts_again:
                 context.log_warning(
                     "the run ended before its first checkpoint: it starts again at step 0"
@@ -148,6 +147,21 @@ def train_rank(
                 context = replace(context, fence=_claim_checkpoints(folder))
             with convert_oom_errors(context):
                 _train(context, resume_point, start_seconds)
+
+
+def _log_restart(context: RankContext, restart: Restart) -> None:
+    noticed = restart.noticed_at_seconds
+    context.event_logger.log(
+        "restarted",
+        number=restart.number,
+        max_restarts=restart.max_restarts,
+        world_size=restart.world_size,
+        reason=restart.reason,
+        is_warm=restart.is_warm,
+        surviving_ranks=restart.surviving_ranks,
+        stuck_ranks=restart.stuck_ranks,
+        seconds_since_loss=None if noticed is None else max(0.0, time.time() - noticed),
+    )
 
 
 def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds: float) -> None:

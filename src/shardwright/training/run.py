@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from shardwright.data.source_files import ProgressOpener
 from shardwright.errors import InputError
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import should_use_cuda
-from shardwright.launch.elastic import LaunchAttempt, run_with_restarts
+from shardwright.launch.elastic import LaunchAttempt, Restart, run_with_restarts
 from shardwright.launch.launcher import launch_ranks
 from shardwright.launch.rank_environment import (
     RankEnvironment,
     detect_rank_environment,
     is_torchrun_restart,
 )
-from shardwright.launch.rank_processes import RankProcesses, describe_survivors
+from shardwright.launch.rank_processes import RankProcesses
 from shardwright.launch.stop_signals import StopRequest, listen_for_stop
 from shardwright.telemetry.event_log import (
     EvaluationEvent,
@@ -137,14 +138,21 @@ def _train_in_ranks(
             if resume or attempt.number:
                 words.append("--resume")
             if attempt.number:
-                reason = (
-                    f"restart {attempt.number} of at most {elastic.max_restarts}, "
-                    f"{attempt.world_size} ranks: {attempt.restart_reason}"
+                restart = Restart(
+                    attempt.number,
+                    elastic.max_restarts,
+                    attempt.world_size,
+                    attempt.restart_reason,
                 )
                 if pool is not None:
-                    survivors = pool.list_survivors(attempt.world_size)
-                    reason += f". {describe_survivors(survivors, pool.stuck_ranks)}"
-                words += ["--restart", reason]
+                    restart = replace(
+                        restart,
+                        is_warm=True,
+                        surviving_ranks=pool.list_survivors(attempt.world_size),
+                        stuck_ranks=pool.stuck_ranks,
+                        noticed_at_seconds=pool.failed_at_seconds,
+                    )
+                words += ["--restart", restart.to_json()]
             launch_ranks(
                 attempt.world_size,
                 "shardwright.training.worker",

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from shardwright.errors import ExitCode
+from shardwright.launch.elastic import Restart
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.launch.rank_outcome import get_launcher_pid, write_outcome, write_pid
 from shardwright.launch.rank_processes import POOL_OPTION
@@ -33,7 +34,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-drift", action="append", default=[])
-    parser.add_argument("--restart", help="reason for the restart of the ranks")
+    parser.add_argument("--restart", help="restart of the ranks, as JSON")
     parser.add_argument("--trial", action="store_true", help="only time steps; save nothing")
     return parser
 
@@ -74,7 +75,7 @@ def train_generation(arguments: Sequence[str]) -> BaseException | None:
                 stop,
                 resume=options.resume,
                 allow_drift=options.allow_drift,
-                restart=options.restart,
+                restart=None if options.restart is None else Restart.from_json(options.restart),
                 is_trial=options.trial,
             )
         except BaseException as error:
