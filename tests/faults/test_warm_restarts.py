@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from shardwright.errors import ExitCode
 from shardwright.telemetry.event_log import RestartEvent, read_events
@@ -33,14 +32,12 @@ def test_survivors_stay_and_the_result_is_the_same(
 
 def test_a_stuck_survivor_is_replaced(run: Run, undisturbed: Path, tmp_path: Path) -> None:
     """Rank 0 sleeps in its step when rank 1 dies, so it cannot leave the generation in time."""
-    faults: list[dict[str, Any]] = [
-        make_death(1, 5, "forward"),
-        {"rank": 0, "step": 5, "place": "sleep"},
-    ]
+    sleep = {"rank": 0, "step": 5, "place": "sleep", "signals": list[str]()}
+    faults = [make_death(1, 5, "forward"), sleep]
     done = run(*WARM, faults=faults)
     assert done.returncode == ExitCode.DONE, done.stderr
     assert_same_end(tmp_path / "run", undisturbed, tmp_path / "marks")
     (restart,) = read_restarts(tmp_path / "run")
     assert (restart.surviving_ranks, restart.stuck_ranks) == ((), (0,))
     assert "rank 1 was killed by SIGKILL" in restart.reason
-    assert "stuck and are replaced. No process survives: the restart is cold" in done.stderr
+    assert "stuck and are replaced: rank 0. No process stays (cold restart)" in done.stderr

@@ -172,10 +172,10 @@ def _describe_survivors(event: RestartEvent) -> str:
         return ""
     text = ""
     if event.stuck_ranks:
-        text += f". The processes of {_name_ranks(event.stuck_ranks)} were stuck and are replaced"
+        text = f". Processes that were stuck and are replaced: {_name_ranks(event.stuck_ranks)}"
     if not event.surviving_ranks:
-        return f"{text}. No process survives: the restart is cold"
-    return f"{text}. The processes of {_name_ranks(event.surviving_ranks)} stay"
+        return f"{text}. No process stays (cold restart)"
+    return f"{text}. Processes that stay: {_name_ranks(event.surviving_ranks)}"
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
