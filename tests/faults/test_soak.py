@@ -22,6 +22,7 @@ from shardwright.telemetry.event_log import (
     read_events,
     select_surviving_steps,
 )
+from tests import forked
 from tests.faults.conftest import ROOT, assert_same_end, run_alone
 from tests.faults.worker import MARKS, PLAN
 
@@ -29,6 +30,8 @@ STEPS_PER_KILL = 10
 """Steps of the whole run per kill: more than a generation runs before it is killed, so that all
 kills happen.
 """
+SHORT_KILLS = 3
+"""Kills of the test outside the long suite, in forked processes."""
 AT_START = 0.2
 """Share of the kills while ranks start: imports, rendezvous, reading the checkpoint."""
 
@@ -142,7 +145,7 @@ def kill_at_random(
 @pytest.mark.parametrize(
     ("kills", "kind"),
     [
-        (3, "warm"),
+        (SHORT_KILLS, "warm"),
         pytest.param(2, "cold", marks=pytest.mark.long),
         pytest.param(50, "cold", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
         pytest.param(50, "warm", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
@@ -154,6 +157,7 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
     """Each kill comes at a random moment of a generation's life."""
     run = tmp_path / "run"
     is_warm = kind == "warm"
+    is_short = kills == SHORT_KILLS
     steps = STEPS_PER_KILL * kills
     length = ["--set", f"training.max_steps={steps}"]
     words = [
@@ -175,7 +179,8 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
     command = [sys.executable, "-m", "tests.faults.run", str(recipe), *words, *length]
     began = time.monotonic()
     with (tmp_path / "errors").open("w") as errors:  # an unread pipe would fill up
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors)
+        start = forked.Popen if is_short else subprocess.Popen
+        process = start(command, cwd=ROOT, env=environment, stderr=errors)
     try:
         restart_seconds = kill_at_random(
             process, run, kills, random.Random(kills), temporary if is_warm else None
@@ -188,7 +193,7 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
         process.wait()
     seconds = time.monotonic() - began
     events = read_events(run)
-    run_alone(recipe, tmp_path / "alone", *length)
+    run_alone(recipe, tmp_path / "alone", *length, is_forked=is_short)
     assert_same_end(run, tmp_path / "alone", tmp_path, steps=steps)
     useful = sum(step.step_seconds for step in select_surviving_steps(events))
     num_generations = len(events.filter_by_type(RunStartedEvent))

@@ -118,7 +118,8 @@ class RankProcesses:
         for rank in range(num_ranks):
             if rank not in survivors:
                 self._processes[rank] = self._take_spare() or self._start_process()
-        store = _start_store()
+        # In a list, so that nothing else keeps it when a rank is lost.
+        stores = [_start_store()]
         run_id = uuid.uuid4().hex
         for rank, process in self._processes.items():
             environment = {
@@ -129,7 +130,7 @@ class RankProcesses:
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
+                "MASTER_PORT": str(stores[0].port),
                 "TORCHELASTIC_RUN_ID": run_id,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 # NCCL's thread must not end the process when a peer is lost, only its group.
@@ -147,10 +148,10 @@ class RankProcesses:
                     "log": log,
                 },
             )
-        return self._wait_for_ranks(num_ranks, control, [store])
+        return self._wait_for_ranks(num_ranks, control, stores)
 
     def _wait_for_ranks(
-        self, num_ranks: int, control: Path, stores: list[dist.Store]
+        self, num_ranks: int, control: Path, stores: list[dist.TCPStore]
     ) -> RankEndings:
         """Wait until every rank has exited or waits for its next assignment."""
         endings = RankEndings()

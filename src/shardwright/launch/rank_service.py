@@ -14,6 +14,8 @@ import gc
 import json
 import os
 import queue
+import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -72,6 +74,7 @@ class AssignmentReader:
             if "abort" in message:
                 self.is_aborted.set()
                 abort_nccl_groups()
+                disconnect_from_ranks()
                 continue
             self.is_aborted.clear()
             self._assignments.put(
@@ -151,6 +154,26 @@ def _is_lost_peer(failure: BaseException | None, *, is_aborted: bool) -> bool:
     if failure is None or isinstance(failure, _OWN_ERRORS) or not isinstance(failure, Exception):
         return False
     return is_aborted or is_lost_peer_message(str(failure))
+
+
+def disconnect_from_ranks() -> None:
+    """Shut down this process's connections to processes of the same machine, from any thread.
+
+    gloo has no abort. A rank that waits for another survivor would notice only that rank's exit,
+    not that it has left the generation. Connections to other machines stay, such as those to an
+    object store; to a local one they are made again. Without /proc this does nothing.
+    """
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # closed in the meantime, or not connected
+            # Copies of other files would keep their locks.
+            if not stat.S_ISSOCK(entry.stat().st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                if (
+                    connection.family in (socket.AF_INET, socket.AF_INET6)
+                    and connection.getpeername()[0] == connection.getsockname()[0]
+                ):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def release_generation() -> bool:
