@@ -188,6 +188,8 @@ def release_generation() -> bool:
     # Compiled code of the former model cannot be used again, but counts towards torch's limit of
     # recompilations. Inductor's cache on the disk stays.
     torch.compiler.reset()
+    if not _clear_dtensor_caches():
+        return False
     gc.collect()
     if torch.cuda.is_initialized():
         with suppress(RuntimeError):
@@ -196,4 +198,27 @@ def release_generation() -> bool:
             torch.cuda.reset_peak_memory_stats()
             return True
         return False  # an error of the device stays until the process ends
+    return True
+
+
+def _clear_dtensor_caches() -> bool:
+    """Clear DTensor's caches of placements, whose entries hold former meshes and their groups.
+
+    An entry of a former mesh would also serve an equal new one. Returns False if torch has no
+    function for it.
+    """
+    try:
+        from torch.distributed.tensor import _redistribute, _sharding_prop
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    except ImportError:
+        return False
+    _clear_sharding_prop_cache()
+    # Of these, an entry only holds its mesh; not every version of torch has them.
+    for owner, name in (
+        (_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_cached"),
+        (_redistribute, "_gen_transform_infos"),
+    ):
+        clear = getattr(getattr(owner, name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
     return True
