@@ -1,4 +1,4 @@
-"""What a failed generation leaves in a process that stays."""
+"""Release of a failed generation in a process that stays."""
 
 from __future__ import annotations
 
