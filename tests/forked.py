@@ -246,6 +246,9 @@ class Popen(subprocess.Popen[Any]):
         self._child_created = True
         if server.is_parent:
             channel.close()
+            # Until then a poll would find no child, and take its status for 0.
+            while _read_parent(self.pid) != os.getpid():
+                time.sleep(0.001)
         else:
             self._status_channel = channel
 
@@ -269,6 +272,11 @@ class Popen(subprocess.Popen[Any]):
             if pid == self.pid:
                 self._handle_exitstatus(status)  # type: ignore[attr-defined, unused-ignore]
         return self.returncode
+
+
+def _read_parent(pid: int) -> int:
+    """Return the process id of a process's parent; it may have ended but not been waited for."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def is_program(words: Sequence[str]) -> bool:
@@ -475,6 +483,7 @@ def _import_all() -> None:
     import_module(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
     ).Popen = Popen
+    import_module("shardwright.launch.rank_processes").Popen = Popen
     # Otherwise every program's first full collection copies the pages of all imports.
     gc.collect()
     gc.freeze()

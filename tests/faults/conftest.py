@@ -95,9 +95,9 @@ def run(recipe: Path, tmp_path: Path) -> Run:
     return train
 
 
-def run_alone(recipe: Path, folder: Path, *words: str) -> None:
-    """Train two ranks under ZeRO-3 without faults, in real processes as users start them; forked
-    runs must end with the same result.
+def run_alone(recipe: Path, folder: Path, *words: str, is_forked: bool = False) -> None:
+    """Train two ranks under ZeRO-3 without faults, in real processes as users start them unless
+    `is_forked`; forked runs must end with the same result.
     """
     command = [
         sys.executable,
@@ -112,7 +112,8 @@ def run_alone(recipe: Path, folder: Path, *words: str) -> None:
         *words,
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    run_command = forked.run if is_forked else subprocess.run
+    done = run_command(
         command, capture_output=True, text=True, timeout=600, env=environment, check=False
     )
     assert done.returncode == ExitCode.DONE, done.stderr

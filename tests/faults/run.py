@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwright.cli.main import main
 from shardwright.launch.launcher import launch_ranks
+from shardwright.launch.rank_processes import RankProcesses
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.training import run
 
@@ -20,10 +21,12 @@ def launch_ranks_with_faults(
     arguments: Sequence[str],
     stop: StopRequest | None = None,
     hang_reports: Path | None = None,
+    *,
+    pool: RankProcesses | None = None,
 ) -> None:
     """Launch the same ranks with faults."""
     assert module == "shardwright.training.worker"
-    launch_ranks(num_ranks, "tests.faults.worker", arguments, stop, hang_reports)
+    launch_ranks(num_ranks, "tests.faults.worker", arguments, stop, hang_reports, pool=pool)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.event_log import ResumeEvent, RunStartedEvent, WarningEvent, read_events
+from shardwright.telemetry.event_log import RestartEvent, ResumeEvent, RunStartedEvent, read_events
+from shardwright.telemetry.sinks import describe_event
 from tests.faults.conftest import BATCH, STEPS, Run, assert_same_end, list_used_samples
 
 pytestmark = pytest.mark.timeout(1800)
@@ -24,8 +25,9 @@ def make_death(rank: int, step: int, place: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
 def test_deaths_at_every_place_leave_the_same_bits(
-    run: Run, undisturbed: Path, tmp_path: Path
+    run: Run, undisturbed: Path, tmp_path: Path, is_warm: bool
 ) -> None:
     faults = [
         make_death(1, 5, "forward"),  # the save of step 4 has waited for that of step 2
@@ -36,7 +38,9 @@ def test_deaths_at_every_place_leave_the_same_bits(
         # After the checkpoint of step 10 is renamed, before `latest` points to it.
         make_death(0, 10, "publish"),
     ]
-    done = run("--set", "elastic.max_restarts=5", faults=faults)
+    words = ["--set", "elastic.max_restarts=5"]
+    words += ["--set", f"elastic.warm_restarts={str(is_warm).lower()}"]
+    done = run(*words, faults=faults)
     assert done.returncode == ExitCode.DONE, done.stderr
     assert len(
         [mark for mark in (tmp_path / "marks").iterdir() if not mark.name.startswith("ledger-")]
@@ -48,22 +52,27 @@ def test_deaths_at_every_place_leave_the_same_bits(
         == len(events.filter_by_type(ResumeEvent)) + 1
         == len(faults) + 1
     )
-    restarts = [
-        event.message
-        for event in events.filter_by_type(WarningEvent)
-        if event.message.startswith("restart ")
-    ]
-    assert [message.partition(":")[0] for message in restarts] == [
+    restarts = events.filter_by_type(RestartEvent)
+    assert [describe_event(restart).partition(":")[0] for restart in restarts] == [
         f"restart {number} of at most 5, 2 ranks" for number in range(1, 6)
     ]
-    assert all("was killed by SIGKILL" in message for message in restarts)
+    assert all("was killed by SIGKILL" in restart.reason for restart in restarts)
+    dead_ranks = [fault["rank"] for fault in faults]
+    assert [restart.surviving_ranks for restart in restarts] == [
+        (1 - rank,) if is_warm else () for rank in dead_ranks
+    ]
 
 
 @pytest.mark.long
-def test_restarts_are_bounded_and_the_cause_is_reported(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
+def test_restarts_are_bounded_and_the_cause_is_reported(
+    run: Run, tmp_path: Path, is_warm: bool
+) -> None:
     done = run(
         "--set",
         "elastic.max_restarts=1",
+        "--set",
+        f"elastic.warm_restarts={str(is_warm).lower()}",
         faults=[make_death(1, 1, "forward"), make_death(0, 2, "forward")],
     )
     assert done.returncode == ExitCode.RUN_FAILED
@@ -103,12 +112,8 @@ def test_a_flipped_bit_on_one_replica_is_detected_before_it_is_saved(
         faults=[{"rank": 1, "step": 5, "place": "flip", "signals": []}],
     )
     assert done.returncode == ExitCode.DONE, done.stderr
-    (restart,) = [
-        event.message
-        for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)
-        if event.message.startswith("restart ")
-    ]
-    assert "step 6: 1 of" in restart
+    (restart,) = read_events(tmp_path / "run").filter_by_type(RestartEvent)
+    assert "step 6: 1 of" in restart.reason
     assert [event.step for event in read_events(tmp_path / "run").filter_by_type(ResumeEvent)] == [
         4
     ]

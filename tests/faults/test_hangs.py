@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.event_log import ResumeEvent, WarningEvent, read_events
+from shardwright.telemetry.event_log import RestartEvent, ResumeEvent, read_events
 from tests.faults.conftest import Run, assert_same_end
 
 pytestmark = pytest.mark.timeout(1800)
@@ -47,9 +47,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective(
     done = run("--set", "elastic.max_restarts=1", *QUICK, faults=[fault])
     assert done.returncode == ExitCode.DONE, done.stderr
     (restart,) = [
-        event.message
-        for event in read_events(tmp_path / "run").filter_by_type(WarningEvent)
-        if event.message.startswith("restart ")
+        event.reason for event in read_events(tmp_path / "run").filter_by_type(RestartEvent)
     ]
     assert cause in restart
     assert re.search(

@@ -22,6 +22,7 @@ from shardwright.telemetry.event_log import (
     read_events,
     select_surviving_steps,
 )
+from tests import forked
 from tests.faults.conftest import ROOT, assert_same_end, run_alone
 from tests.faults.worker import MARKS, PLAN
 
@@ -29,8 +30,14 @@ STEPS_PER_KILL = 10
 """Steps of the whole run per kill: more than a generation runs before it is killed, so that all
 kills happen.
 """
+SHORT_KILLS = 3
+"""Kills of the test outside the long suite, in forked processes."""
 AT_START = 0.2
 """Share of the kills while ranks start: imports, rendezvous, reading the checkpoint."""
+
+
+AT_START_SECONDS = {"cold": 4.0, "warm": 0.6}
+"""Longest time after the start of a generation at which these kills happen."""
 
 
 class Progress:
@@ -63,27 +70,61 @@ def list_ranks(launcher: psutil.Process, known: set[int]) -> dict[int, psutil.Pr
     return ranks
 
 
+def list_assigned_ranks(
+    launcher: psutil.Process, folder: Path, seen: set[Path]
+) -> dict[int, psutil.Process]:
+    """Return the processes that have ranks of a new generation, once it has two.
+
+    Args:
+        folder: Folder in which the launcher creates one of its own for each generation.
+        seen: Folders of earlier generations; the new one is added.
+    """
+    for control in set(folder.glob("shardwright-*")) - seen:
+        files = list(control.glob("rank-*.pid"))
+        if len(files) == 2:
+            seen.add(control)
+            pids = {int(file.read_text()) for file in files}
+            return {child.pid: child for child in launcher.children() if child.pid in pids}
+    return {}
+
+
 def kill_at_random(
-    launcher: subprocess.Popen[bytes], run: Path, kills: int, generator: random.Random
+    launcher: subprocess.Popen[bytes],
+    run: Path,
+    kills: int,
+    generator: random.Random,
+    warm_folder: Path | None,
 ) -> list[float]:
     """Kill one rank of each generation, some at its start, some after a few steps.
 
     Return the seconds from each start of ranks to the next training step.
+
+    Args:
+        warm_folder: folder for temporary files of a run with warm restarts, None for others.
     """
     progress = Progress(run)
     launcher_process = psutil.Process(launcher.pid)
     known = set[int]()
+    seen = set[Path]()
     restart_seconds = list[float]()
     for _ in range(kills):
-        while len(ranks := list_ranks(launcher_process, known)) < 2:
+        while (
+            len(
+                ranks := list_ranks(launcher_process, known)
+                if warm_folder is None
+                else list_assigned_ranks(launcher_process, warm_folder, seen)
+            )
+            < 2
+        ):
             assert launcher.poll() is None
-            time.sleep(0.1)
+            time.sleep(0.1 if warm_folder is None else 0.005)
         progress.update()
         starts = progress.starts
         num_steps = generator.randint(0, STEPS_PER_KILL - 2)
         started = time.monotonic()
         if generator.random() < AT_START:
-            time.sleep(generator.uniform(0.0, 4.0))
+            kind = "cold" if warm_folder is None else "warm"
+            time.sleep(generator.uniform(0.0, AT_START_SECONDS[kind]))
         else:
             while progress.starts == starts:
                 assert launcher.poll() is None
@@ -101,13 +142,22 @@ def kill_at_random(
     return restart_seconds
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.timeout(7200))])
+@pytest.mark.parametrize(
+    ("kills", "kind"),
+    [
+        (SHORT_KILLS, "warm"),
+        pytest.param(2, "cold", marks=pytest.mark.long),
+        pytest.param(50, "cold", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
+        pytest.param(50, "warm", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
+    ],
+)
 def test_kills_at_random_moments_cost_time_and_nothing_else(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int, kind: str
 ) -> None:
     """Each kill comes at a random moment of a generation's life."""
     run = tmp_path / "run"
+    is_warm = kind == "warm"
+    is_short = kills == SHORT_KILLS
     steps = STEPS_PER_KILL * kills
     length = ["--set", f"training.max_steps={steps}"]
     words = [
@@ -119,14 +169,22 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
         f"elastic.max_restarts={kills}",
         "--set",
         "checkpoint.every_steps=1",
+        "--set",
+        f"elastic.warm_restarts={str(is_warm).lower()}",
     ]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: json.dumps([]), MARKS: str(tmp_path)}
+    environment["TMPDIR"] = str(temporary)
     command = [sys.executable, "-m", "tests.faults.run", str(recipe), *words, *length]
     began = time.monotonic()
     with (tmp_path / "errors").open("w") as errors:  # an unread pipe would fill up
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors)
+        start = forked.Popen if is_short else subprocess.Popen
+        process = start(command, cwd=ROOT, env=environment, stderr=errors)
     try:
-        restart_seconds = kill_at_random(process, run, kills, random.Random(kills))
+        restart_seconds = kill_at_random(
+            process, run, kills, random.Random(kills), temporary if is_warm else None
+        )
         assert process.wait(timeout=1800) == ExitCode.DONE, (tmp_path / "errors").read_text()[
             -4000:
         ]
@@ -135,14 +193,15 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
         process.wait()
     seconds = time.monotonic() - began
     events = read_events(run)
-    run_alone(recipe, tmp_path / "alone", *length)
+    run_alone(recipe, tmp_path / "alone", *length, is_forked=is_short)
     assert_same_end(run, tmp_path / "alone", tmp_path, steps=steps)
     useful = sum(step.step_seconds for step in select_surviving_steps(events))
     num_generations = len(events.filter_by_type(RunStartedEvent))
     num_steps = len(events.filter_by_type(StepEvent))
     with capsys.disabled():
         sys.stdout.write(
-            f"\n{kills} kills in {seconds:.0f} s, {num_generations} generations that trained: "
+            f"\n{kills} kills ({kind}) in {seconds:.0f} s, "
+            f"{num_generations} generations that trained: "
             f"{steps} of {num_steps} steps count; training continued "
             f"{statistics.median(restart_seconds):.1f} s after ranks were started; "
             f"goodput {useful / seconds:.2%} of the time\n"

@@ -17,9 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -56,10 +56,20 @@ class Faults:
         """Its `step` is that of the checkpoint that this thread writes; in the background it
         differs from the loop's.
         """
-        rank = int(os.environ["RANK"])
-        self.plan = [fault for fault in json.loads(os.environ[PLAN]) if fault["rank"] == rank]
-        assert {fault["place"] for fault in self.plan} <= set(PLACES)
-        self.ledger = (Path(os.environ[MARKS]) / f"ledger-{rank}.jsonl").open("a", encoding="utf-8")
+
+    # A process that waits for its rank has none when the faults are installed.
+    @cached_property
+    def plan(self) -> list[dict[str, Any]]:
+        """Faults of this rank."""
+        plan = json.loads(os.environ[PLAN])
+        assert {fault["place"] for fault in plan} <= set(PLACES)
+        return [fault for fault in plan if fault["rank"] == int(os.environ["RANK"])]
+
+    @cached_property
+    def ledger(self) -> TextIO:
+        """Samples that the steps of this rank have used."""
+        path = Path(os.environ[MARKS]) / f"ledger-{os.environ['RANK']}.jsonl"
+        return path.open("a", encoding="utf-8")
 
     def take_due_faults(self, place: str) -> list[dict[str, Any]]:
         """Return the faults that are due at this place, each once."""

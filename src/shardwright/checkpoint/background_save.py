@@ -29,6 +29,9 @@ from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.checkpoint.tensor_saving import SavedCheckpoint, finish_save
 from shardwright.errors import SaveFailed
 
+SAVE_THREAD_NAME = "checkpoint-save"
+"""Prefix of the names of the threads that save."""
+
 
 class BackgroundSaver:
     """Saver that writes on a thread, one checkpoint at a time, with its own process group.
@@ -49,7 +52,7 @@ class BackgroundSaver:
         )
         self._rank_group = RankGroup(self._group)
         self._disk = disk
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-save")
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=SAVE_THREAD_NAME)
         self._pending_save: Future[SavedCheckpoint] | None = None
         self._previous_plan: SavePlan | None = None
         self._host_buffer = HostBuffer()

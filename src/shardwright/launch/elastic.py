@@ -6,8 +6,9 @@ agent's own restarts share one store, where a late rank of the old attempt could
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwright.checkpoint.commit import LATEST_NAME, StepFolder, read_pointer
@@ -28,6 +29,35 @@ class LaunchAttempt:
     number: int
     world_size: int
     restart_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Restart as the launcher describes it to rank 0, which logs it."""
+
+    number: int
+    max_restarts: int
+    world_size: int
+    reason: str
+    is_warm: bool = False
+    surviving_ranks: tuple[int, ...] = ()
+    """Ranks that keep their process in a warm restart."""
+    stuck_ranks: tuple[int, ...] = ()
+    """Ranks whose process had to be killed although they were not lost."""
+    noticed_at_seconds: float | None = None
+    """Wall clock time at which the launcher noticed the loss."""
+
+    def to_json(self) -> str:
+        """Return the text for the ranks' command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Restart:
+        """Read the text of `to_json`."""
+        fields = json.loads(text)
+        for name in ("surviving_ranks", "stuck_ranks"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
 
 def run_with_restarts(

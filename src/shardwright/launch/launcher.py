@@ -24,6 +24,7 @@ from shardwright.launch.rank_outcome import (
     find_cause,
     read_outcomes,
 )
+from shardwright.launch.rank_processes import RankEndings, RankProcesses
 from shardwright.launch.stop_signals import STOP_SIGNALS, StopRequest
 from shardwright.watchdog.hang_diagnosis import find_skipped_collective
 from shardwright.watchdog.monitor import Watchdog, read_heartbeats
@@ -41,6 +42,7 @@ def launch_ranks(
     *,
     time_limit: LaunchLimit | None = None,
     is_quiet: bool = False,
+    pool: RankProcesses | None = None,
 ) -> None:
     """Run `python -m module arguments...` as `num_ranks` local ranks and wait for them.
 
@@ -52,21 +54,14 @@ def launch_ranks(
     Args:
         time_limit: Stops the ranks when it expires, and kills ranks that do not stop.
         is_quiet: Redirect the output of rank 0 as well.
+        pool: Processes of former generations, which are used again; None starts new ones.
 
     Raises:
         ShardwrightError: The cause, if a rank failed. Preempted: The ranks were asked to stop
             and have saved.
     """
-    # torch's launcher takes seconds to import, and recipe errors should come first.
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    # Its warnings name processes and signals that users do not know; failures raise exceptions.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
         control = Path(name)
-        statuses: dict[int, int] = {}
-        ended_at: dict[int, float] = {}
         watcher = Watchdog(control, hang_reports or control)
         with (
             _set_rank_environment(num_ranks, control),
@@ -74,25 +69,44 @@ def launch_ranks(
             watcher,
             nullcontext() if time_limit is None else time_limit.enforce(control, stop),
         ):
-            try:
-                config = _build_config(num_ranks, control, is_quiet=is_quiet)
-                elastic_launch(config, sys.executable)("-m", module, *arguments)
-            except ChildFailedError as error:
-                statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-                ended_at = {rank: failure.timestamp for rank, failure in error.failures.items()}
+            if pool is None:
+                endings = _run_with_agent(num_ranks, module, arguments, control, is_quiet=is_quiet)
+            else:
+                endings = pool.run(num_ranks, module, arguments, control)
         outcomes = read_outcomes(control)
         if watcher.diagnosis is not None:
             raise RankFailed(
                 f"{watcher.diagnosis.message}. "
                 "All ranks have stopped; --resume continues from the last checkpoint"
             )
-        if statuses:
+        if endings.statuses:
             raise attach_skipped_collective(
-                find_cause(outcomes, statuses, ended_at),
+                find_cause(outcomes, endings.statuses, endings.ended_at_seconds),
                 find_skipped_collective(read_heartbeats(control)),
             )
         if any(outcome.exit_code == ExitCode.PREEMPTED for outcome in outcomes):
             raise Preempted(outcomes[0].message)
+
+
+def _run_with_agent(
+    num_ranks: int, module: str, arguments: Sequence[str], control: Path, *, is_quiet: bool
+) -> RankEndings:
+    """Run the ranks in new processes through torch's elastic launcher."""
+    # torch's launcher takes seconds to import, and recipe errors should come first.
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    # Its warnings name processes and signals that users do not know; failures raise exceptions.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        config = _build_config(num_ranks, control, is_quiet=is_quiet)
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:
+        return RankEndings(
+            {rank: failure.exitcode for rank, failure in error.failures.items()},
+            {rank: failure.timestamp for rank, failure in error.failures.items()},
+        )
+    return RankEndings()
 
 
 def _build_config(num_ranks: int, control: Path, *, is_quiet: bool) -> LaunchConfig:

@@ -49,6 +49,16 @@ def get_launcher_pid() -> int:
     return int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
 
 
+def get_outcome_path(control: Path, rank: int) -> Path:
+    """Return the file for the outcome of a rank."""
+    return control / f"rank-{rank}.json"
+
+
+def get_idle_path(control: Path, rank: int) -> Path:
+    """Return the file that exists once a failed rank's process waits for another assignment."""
+    return control / f"rank-{rank}.idle"
+
+
 def write_pid(rank: int) -> bool:
     """Write this process's id for the launcher's signals; True if a stop is requested."""
     folder = get_control_folder()
@@ -79,7 +89,7 @@ def write_outcome(rank: int, error: BaseException | None) -> ExitCode:
             outcome = RankOutcome(
                 rank, int(code), type(error).__name__, message, trace, time.time(), details
             )
-        _write_atomically(folder / f"rank-{rank}.json", json.dumps(asdict(outcome)))
+        _write_atomically(get_outcome_path(folder, rank), json.dumps(asdict(outcome)))
     return code
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -36,22 +35,30 @@ def describe_cause(cause: int) -> str:
     return "the launcher's death" if cause == LAUNCHER_DIED else signal.Signals(cause).name
 
 
+@contextmanager
 def stop_when_parent_exits(
     request: StopRequest, parent_pid: int, interval_seconds: float = 1.0
-) -> None:
-    """Request a stop when the launcher exits, since a killed launcher forwards no signal.
+) -> Iterator[None]:
+    """Request a stop when the launcher exits during the block: a killed one forwards no signal.
 
     Args:
         parent_pid: Process id of the launcher as it reported it. `os.getppid()` may already be
             the process that adopts orphans.
     """
 
+    closing = threading.Event()
+
     def watch() -> None:
         while os.getppid() == parent_pid:
-            time.sleep(interval_seconds)
+            if closing.wait(interval_seconds):
+                return
         request.cause = request.cause or LAUNCHER_DIED
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        closing.set()
 
 
 @contextmanager

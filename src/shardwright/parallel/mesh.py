@@ -63,6 +63,29 @@ def init_process_group(
     _worlds[dist.group.WORLD] = _World(timeout, cuda, host_group)
 
 
+def abort_nccl_groups() -> None:
+    """Abort the communication of all NCCL groups, from any thread, so that no rank waits in one.
+
+    Does nothing on gloo, whose operations fail by themselves once a peer is gone.
+    """
+    world = _worlds.get(dist.group.WORLD)
+    if world is None or not world.is_nccl or not dist.is_initialized():
+        return
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort is not None:
+        abort()
+
+
+def abandon_process_groups() -> None:
+    """Leave all process groups without waiting for their ranks; others can be joined then."""
+    abort_nccl_groups()
+    _meshes.clear()
+    _groups.clear()
+    _worlds.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def get_host_group() -> dist.ProcessGroup | None:
     """Return the group of all ranks for CPU tensors; None, the default group, on the CPU."""
     world = _worlds.get(dist.group.WORLD)

@@ -12,6 +12,7 @@ from shardwright.telemetry.event_log import (
     Event,
     FailureEvent,
     PreemptionEvent,
+    RestartEvent,
     ResumeEvent,
     RunStartedEvent,
     SkippedStepEvent,
@@ -23,6 +24,7 @@ from shardwright.units import format_seconds
 _LANES: tuple[tuple[str, tuple[type[Event], ...], int], ...] = (
     ("evaluations", (EvaluationEvent,), 1),
     ("checkpoints", (CheckpointEvent,), 2),
+    ("restarts", (RestartEvent,), 4),
     ("resumes", (ResumeEvent,), 3),
     ("skipped steps", (SkippedStepEvent,), 4),
     ("warnings", (WarningEvent,), 4),

@@ -25,6 +25,7 @@ from shardwright.telemetry.event_log import (
     FailureEvent,
     PreemptionEvent,
     RanksEvent,
+    RestartEvent,
     ResumeEvent,
     RunFinishedEvent,
     RunStartedEvent,
@@ -265,6 +266,10 @@ def summarise_run(run: Run) -> dict[str, Any]:
         "lost_seconds": run.goodput.lost_seconds,
         "useful_share": run.goodput.share,
         "checkpoints": sum(isinstance(event, CheckpointEvent) for event in run.history),
+        "restarts": len(log.filter_by_type(RestartEvent)),
+        "warm_restarts": sum(
+            bool(event.surviving_ranks) for event in log.filter_by_type(RestartEvent)
+        ),
         "resumes": len(log.filter_by_type(ResumeEvent)),
         "skipped_steps": sum(isinstance(event, SkippedStepEvent) for event in run.surviving_events),
         "withdrawn_steps": withdrawn,

@@ -276,6 +276,27 @@ class CheckpointEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestartEvent(Event):
+    """The launcher has started the ranks again after a failure."""
+
+    kind: ClassVar[str] = "restarted"
+    number: int
+    """Number of this restart, from 1."""
+    max_restarts: int
+    world_size: int
+    reason: str
+    is_warm: bool = False
+    """True with `elastic.warm_restarts`."""
+    surviving_ranks: tuple[int, ...] = ()
+    """Warm restarts: ranks that keep their process. Without any the restart is a cold one."""
+    stuck_ranks: tuple[int, ...] = ()
+    """Warm restarts: ranks whose process was replaced because it could not leave the failed
+    generation."""
+    seconds_since_loss: float | None = None
+    """Warm restarts: seconds from the launcher's notice of the loss to this event."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResumeEvent(Event):
     """Training continues from the checkpoint at `step`; withdraws lines of later steps."""
 
@@ -365,7 +386,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     event_type.kind: event_type
     for event_type in (
         RunStartedEvent, StepEvent, RanksEvent, MemoryEvent, PipelineEvent,
-        ProfileEvent, EvaluationEvent, CheckpointEvent, ResumeEvent, RollbackEvent,
+        ProfileEvent, EvaluationEvent, CheckpointEvent, RestartEvent, ResumeEvent, RollbackEvent,
         SkippedStepEvent, WarningEvent, PreemptionEvent, RunFinishedEvent, FailureEvent,
     )
 }  # fmt: skip

@@ -20,6 +20,7 @@ from shardwright.telemetry.event_log import (
     FailureEvent,
     PreemptionEvent,
     ProfileEvent,
+    RestartEvent,
     ResumeEvent,
     RollbackEvent,
     RunFinishedEvent,
@@ -86,6 +87,11 @@ def describe_event(event: Event, progress: RunProgress | None = None) -> str:
             error = format_seconds(event.clock_error_seconds)
             clocks = f"clocks aligned within {error}"
             return f"profile of step {event.step:,}  {event.path}  ({ranks}, {clocks})"
+        case RestartEvent():
+            return (
+                f"restart {event.number} of at most {event.max_restarts}, "
+                f"{event.world_size} ranks: {event.reason}{_describe_survivors(event)}"
+            )
         case ResumeEvent():
             return f"resumed at step {event.step:,} from {event.path}"
         case RollbackEvent():
@@ -158,6 +164,22 @@ def format_remaining(progress: RunProgress) -> str:
     if not math.isfinite(seconds) or progress.step >= progress.total_steps:
         return ""
     return f"{math.ceil(seconds)} s" if seconds < 60 else format_seconds(seconds)
+
+
+def _describe_survivors(event: RestartEvent) -> str:
+    """Describe which processes a warm restart keeps; empty for other restarts."""
+    if not event.is_warm:
+        return ""
+    text = ""
+    if event.stuck_ranks:
+        text = f". Processes that were stuck and are replaced: {_name_ranks(event.stuck_ranks)}"
+    if not event.surviving_ranks:
+        return f"{text}. No process stays (cold restart)"
+    return f"{text}. Processes that stay: {_name_ranks(event.surviving_ranks)}"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _format_rank(rank: int | None) -> str:

@@ -19,10 +19,9 @@ from shardwright.data.source_files import ProgressOpener
 from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import choose_rank_device, should_use_cuda
+from shardwright.launch.elastic import Restart
 from shardwright.launch.rank_claim import join_ranks
-from shardwright.launch.rank_environment import (
-    RankEnvironment,
-)
+from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.rank_outcome import (
     extract_first_line,
     get_control_folder,
@@ -47,7 +46,7 @@ from shardwright.training.metrics.run_prediction import predict_training_run
 from shardwright.training.oom import convert_oom_errors
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
-from shardwright.training.setup import build_state, measure_ceiling
+from shardwright.training.setup import agree_on_ceiling, build_state
 from shardwright.watchdog.flight_recorder import record_collectives
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watchdog
 
@@ -74,7 +73,7 @@ def train_rank(
     *,
     resume: bool = False,
     allow_drift: Sequence[str] = (),
-    restart: str | None = None,
+    restart: Restart | None = None,
     is_trial: bool = False,
     open_progress: ProgressOpener = nullcontext,
 ) -> None:
@@ -137,8 +136,8 @@ def train_rank(
                 watchdog,
                 is_trial=is_trial,
             )
-            if restart:
-                context.log_warning(restart)
+            if restart is not None and is_main_rank:
+                _log_restart(context, restart)
             if starts_again:
                 context.log_warning(
                     "the run ended before its first checkpoint: it starts again at step 0"
@@ -150,6 +149,21 @@ def train_rank(
                 _train(context, resume_point, start_seconds)
 
 
+def _log_restart(context: RankContext, restart: Restart) -> None:
+    noticed = restart.noticed_at_seconds
+    context.event_logger.log(
+        "restarted",
+        number=restart.number,
+        max_restarts=restart.max_restarts,
+        world_size=restart.world_size,
+        reason=restart.reason,
+        is_warm=restart.is_warm,
+        surviving_ranks=restart.surviving_ranks,
+        stuck_ranks=restart.stuck_ranks,
+        seconds_since_loss=None if noticed is None else max(0.0, time.time() - noticed),
+    )
+
+
 def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds: float) -> None:
     """Build the training state, restore it if there is a checkpoint, and train.
 
@@ -159,7 +173,9 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
         start_seconds: Start of this process's run, a reading of `time.perf_counter`.
     """
     event_logger = context.event_logger
-    matmul_flops_per_second = measure_ceiling(context.validated_run, context.device)
+    matmul_flops_per_second = agree_on_ceiling(
+        context.validated_run, context.device, context.rank_sync
+    )
     state = build_state(context.validated_run, context.device)
     checkpointer = RunCheckpointer(context, state)
     loop = TrainingLoop(context, state, checkpointer, matmul_flops_per_second)

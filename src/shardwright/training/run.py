@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from shardwright.data.source_files import ProgressOpener
 from shardwright.errors import InputError
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import should_use_cuda
-from shardwright.launch.elastic import LaunchAttempt, run_with_restarts
+from shardwright.launch.elastic import LaunchAttempt, Restart, run_with_restarts
 from shardwright.launch.launcher import launch_ranks
 from shardwright.launch.rank_environment import (
     RankEnvironment,
     detect_rank_environment,
     is_torchrun_restart,
 )
+from shardwright.launch.rank_processes import RankProcesses
 from shardwright.launch.stop_signals import StopRequest, listen_for_stop
 from shardwright.telemetry.event_log import (
     EvaluationEvent,
@@ -68,6 +70,15 @@ def train(
             field="--nproc",
             got=num_ranks,
             remedy="Remove --nproc",
+        )
+    if ranks is not None and recipe.elastic.warm_restarts:
+        raise InputError(
+            "only `train --nproc` keeps processes across restarts; "
+            "torchrun and srun start all ranks again",
+            field="elastic.warm_restarts",
+            got=True,
+            allowed="false under a launcher",
+            remedy="Set it to false, or start the ranks with --nproc",
         )
     world_size = ranks.world_size if ranks else num_ranks or 1
     folder = RunFolder.from_recipe(recipe)
@@ -119,22 +130,40 @@ def _train_in_ranks(
         path = Path(name) / "recipe.yaml"
         path.write_text(dump_recipe(recipe), encoding="utf-8")
         options = [word for field in allow_drift for word in ("--allow-drift", field)]
+        elastic = recipe.elastic
+        pool = RankProcesses(elastic.max_restarts) if elastic.warm_restarts else None
 
         def launch(attempt: LaunchAttempt) -> None:
             words = [str(path), *options]
             if resume or attempt.number:
                 words.append("--resume")
             if attempt.number:
-                words += [
-                    "--restart",
-                    f"restart {attempt.number} of at most {recipe.elastic.max_restarts}, "
-                    f"{attempt.world_size} ranks: {attempt.restart_reason}",
-                ]
+                restart = Restart(
+                    attempt.number,
+                    elastic.max_restarts,
+                    attempt.world_size,
+                    attempt.restart_reason,
+                )
+                if pool is not None:
+                    restart = replace(
+                        restart,
+                        is_warm=True,
+                        surviving_ranks=pool.list_survivors(attempt.world_size),
+                        stuck_ranks=pool.stuck_ranks,
+                        noticed_at_seconds=pool.failed_at_seconds,
+                    )
+                words += ["--restart", restart.to_json()]
             launch_ranks(
-                attempt.world_size, "shardwright.training.worker", words, stop, hang_reports
+                attempt.world_size,
+                "shardwright.training.worker",
+                words,
+                stop,
+                hang_reports,
+                pool=pool,
             )
 
-        run_with_restarts(recipe, world_size, launch, stop)
+        with nullcontext() if pool is None else pool:
+            run_with_restarts(recipe, world_size, launch, stop)
 
 
 def _build_run_summary(folder: Path) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from shardwright.parallel.zero_mask import keep_zeros
 from shardwright.training.checks.offload_checks import open_stored_weights
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
+from shardwright.training.rank_sync import RankSync
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
 from shardwright.version import __version__
 
@@ -283,6 +284,24 @@ def measure_ceiling(validated_run: ValidatedRun, device: torch.device) -> float:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return flops_per_second
+
+
+_ceilings: dict[tuple[torch.device, torch.dtype], float] = {}
+"""Rates of earlier generations of this process."""
+
+
+def agree_on_ceiling(
+    validated_run: ValidatedRun, device: torch.device, rank_sync: RankSync
+) -> float:
+    """Return this process's rate of an earlier generation, or another rank's, or measure it.
+
+    So a spare that takes a lost rank does not let the others wait for its measurement. Collective.
+    """
+    key = (device, validated_run.dtypes.compute)
+    known = max(row[0] for row in rank_sync.gather([_ceilings.get(key, 0.0)]))
+    if key not in _ceilings:
+        _ceilings[key] = known or measure_ceiling(validated_run, device)
+    return _ceilings[key]
 
 
 def list_model_products(validated_run: ValidatedRun) -> tuple[Product, ...]:

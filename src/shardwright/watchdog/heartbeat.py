@@ -44,6 +44,7 @@ _PHASE = struct.Struct("<qIxxxxdd")
 _TIMESTAMP = struct.Struct("<d")
 _COUNT = struct.Struct("<Q")
 _PHASE_OFFSET_BYTES = 24
+_LIMIT_OFFSET_BYTES = _PHASE_OFFSET_BYTES + 24
 _ALIVE_OFFSET_BYTES = 56
 _WAITING_OFFSET_BYTES = 64
 """Offset of the start time of a wait; 0 if the rank does not wait."""
@@ -204,6 +205,16 @@ class HeartbeatWriter:
     def _run_heartbeat(self) -> None:
         while not self._closing.wait(HEARTBEAT_INTERVAL_SECONDS):
             _TIMESTAMP.pack_into(self._map, _ALIVE_OFFSET_BYTES, time.monotonic())
+
+    def stop(self) -> None:
+        """Stop the heartbeat and the limit of the phase after a failure; the records stay.
+
+        The signal for stacks is still handled: without a handler it would end the process.
+        """
+        _TIMESTAMP.pack_into(self._map, _LIMIT_OFFSET_BYTES, 0.0)
+        self._closing.set()
+        self._heartbeat_thread.join()
+        self._channels.close()
 
     def close(self) -> None:
         """Stop the heartbeat and remove the files; other ranks no longer wait for this one."""

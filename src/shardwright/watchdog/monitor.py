@@ -302,9 +302,13 @@ def start_watchdog(
         if folder
         else Watchdog(here, reports, patience_seconds=1.0 + 2.0 * (rank % 64), should_log=True)
     )
-    with record_collectives(heartbeat, reports), watcher:
-        yield WatchdogClient(heartbeat, limits)
-    heartbeat.close()  # not after a failure: the last records may show the cause
+    try:
+        with record_collectives(heartbeat, reports), watcher:
+            yield WatchdogClient(heartbeat, limits)
+    except BaseException:
+        heartbeat.stop()  # its files stay: the last records may show the cause
+        raise
+    heartbeat.close()
     if folder is None:
         with suppress(OSError):  # other ranks may still have files in it
             here.rmdir()

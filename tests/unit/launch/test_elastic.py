@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from shardwright.config import Recipe
 from shardwright.errors import (
+    InputError,
     NonFiniteError,
     Preempted,
     RankFailed,
@@ -18,8 +20,14 @@ from shardwright.errors import (
     SaveFailed,
     ShardwrightError,
 )
-from shardwright.launch.elastic import LaunchAttempt, find_smaller_world_size, run_with_restarts
+from shardwright.launch.elastic import (
+    LaunchAttempt,
+    Restart,
+    find_smaller_world_size,
+    run_with_restarts,
+)
 from shardwright.launch.stop_signals import StopRequest
+from shardwright.training.run import train
 from tests.unit.training.finished import CONFIG
 
 
@@ -42,6 +50,26 @@ def build_recipe(folder: Path, *, layout: dict[str, Any] | None = None, **elasti
             "run": {"dir": str(folder)},
         }
     )
+
+
+def test_warm_restarts_need_restarts_and_our_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValidationError, match="`warm_restarts` is for restarts"):
+        build_recipe(tmp_path, warm_restarts=True)
+    recipe = build_recipe(tmp_path, warm_restarts=True, max_restarts=1)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(InputError, match=r"elastic\.warm_restarts") as error:
+        train(recipe)
+    assert error.value.remedy == "Set it to false, or start the ranks with --nproc"
+
+
+def test_a_restart_is_passed_to_the_ranks_as_text() -> None:
+    restart = Restart(1, 3, 4, "rank 1 was killed", True, (0, 2), (3,), 12.5)
+    assert Restart.from_json(restart.to_json()) == restart
 
 
 class Launches:

@@ -130,10 +130,10 @@ def test_a_rank_stops_if_its_launcher_already_exited() -> None:
     launcher = subprocess.Popen([sys.executable, "-c", ""])
     launcher.wait()
     request = StopRequest()
-    stop_when_parent_exits(request, launcher.pid)
-    deadline = time.monotonic() + 60
-    while not request and time.monotonic() < deadline:
-        time.sleep(0.01)
+    with stop_when_parent_exits(request, launcher.pid):
+        deadline = time.monotonic() + 60
+        while not request and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert request.cause == LAUNCHER_DIED
 
 

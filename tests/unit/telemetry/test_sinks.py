@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from shardwright.telemetry.event_log import (
     MEASUREMENT_TYPES,
     Event,
     EventWriter,
+    RestartEvent,
     ResumeEvent,
     RunFinishedEvent,
     StepEvent,
@@ -367,3 +369,16 @@ def test_the_event_logger_returns_the_written_event(tmp_path: Path) -> None:
     with EventLogger(None, []) as event_logger:
         event = event_logger.log("warning", message="m")
     assert isinstance(event, WarningEvent)
+
+
+def test_a_restart_names_the_processes_that_stay() -> None:
+    restart = RestartEvent(number=2, max_restarts=3, world_size=4, reason="rank 1 was killed")
+    text = "restart 2 of at most 3, 4 ranks: rank 1 was killed"
+    assert describe_event(restart) == text
+    warm = replace(restart, is_warm=True, surviving_ranks=(0, 2))
+    assert describe_event(warm) == f"{text}. Processes that stay: ranks 0, 2"
+    stuck = ". Processes that were stuck and are replaced: rank 3"
+    partly = replace(warm, stuck_ranks=(3,))
+    assert describe_event(partly) == f"{text}{stuck}. Processes that stay: ranks 0, 2"
+    cold = replace(restart, is_warm=True, stuck_ranks=(3,))
+    assert describe_event(cold) == f"{text}{stuck}. No process stays (cold restart)"

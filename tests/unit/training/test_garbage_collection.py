@@ -12,7 +12,7 @@ import torch
 
 from shardwright.config.recipe import RecomputeKind
 from shardwright.training import garbage_collection
-from shardwright.training.garbage_collection import EVERY_STEPS, GarbageCollection
+from shardwright.training.garbage_collection import EVERY_STEPS, GarbageCollection, freeze_imports
 from shardwright.training.loop import TrainingLoop
 from shardwright.training.run import train
 from tests.unit.training.test_loop import build_recipe
@@ -23,6 +23,24 @@ class Cycle:
 
     def __init__(self) -> None:
         self.itself = self
+
+
+def test_imports_stay_excluded_and_a_former_model_is_freed() -> None:
+    """In a process that trains several generations, a model of the former one can be freed."""
+    freeze_imports()
+    try:
+        before = gc.get_freeze_count()
+        assert before > 0
+        model = Cycle()
+        former = weakref.ref(model)
+        with GarbageCollection():
+            assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() == before
+        del model
+        gc.collect()
+        assert former() is None
+    finally:
+        gc.unfreeze()
 
 
 def test_cycles_are_freed_at_the_chosen_steps_only() -> None:

@@ -1,0 +1,42 @@
+"""A rank's process that follows orders instead of training: `-m` module for `RankProcesses`.
+
+The arguments of a generation are JSON: an order for each rank, `finish`, `lose peer`, `fail`,
+`wait` (until the launcher reports that a rank is lost) or `die`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwright.errors import InputError, RankFailed
+from shardwright.launch import rank_service
+from shardwright.launch.rank_outcome import CONTROL_VARIABLE, write_pid
+
+
+def follow_order(arguments: Sequence[str]) -> BaseException | None:
+    """Follow this rank's order and record the process and its environment."""
+    rank = os.environ["RANK"]
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT")
+    record = {"pid": os.getpid()} | {name: os.environ[name] for name in names}
+    control = Path(os.environ[CONTROL_VARIABLE])
+    (control.parent / f"{control.name}-{rank}.json").write_text(json.dumps(record))
+    write_pid(int(rank))
+    print(f"rank {rank} of {control.name}", flush=True)  # noqa: T201
+    order = json.loads(arguments[0])[int(rank)]
+    if order == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if order == "fail":
+        return InputError("wrong", field="model", got=1)
+    if order == "wait":
+        time.sleep(0.3)
+        return ValueError("an error while a rank is lost")
+    return RankFailed("a peer died: Connection closed by peer") if order == "lose peer" else None
+
+
+if __name__ == "__main__":
+    os._exit(rank_service.serve_generations(follow_order))

@@ -1,0 +1,141 @@
+"""Processes that outlive a generation: who stays, who is replaced, and that none is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardwright.errors import ExitCode
+from shardwright.launch import rank_processes
+from shardwright.launch.rank_processes import RankEndings, RankProcesses
+from shardwright.watchdog.heartbeat import HeartbeatWriter
+from tests import forked
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankProcesses]:
+    monkeypatch.setattr(rank_processes, "Popen", forked.Popen)
+    with RankProcesses(num_restarts=3) as pool:
+        yield pool
+
+
+def run_generation(
+    processes: RankProcesses, folder: Path, name: str, *orders: str
+) -> tuple[RankEndings, list[dict[str, Any]]]:
+    """Run a generation; return its end and the records of its ranks, except those of ranks that
+    were killed before they wrote one.
+    """
+    control = folder / name
+    control.mkdir()
+    module = "tests.unit.launch.assigned_rank"
+    endings = processes.run(len(orders), module, [json.dumps(orders)], control)
+    records = [folder / f"{name}-{rank}.json" for rank in range(len(orders))]
+    return endings, [json.loads(record.read_text()) for record in records if record.exists()]
+
+
+def test_survivors_keep_their_process(processes: RankProcesses, tmp_path: Path) -> None:
+    orders = ("lose peer", "die", "wait")
+    endings, first = run_generation(processes, tmp_path, "first", *orders)
+    assert endings.statuses[1] == -signal.SIGKILL
+    assert endings.statuses[0] == endings.statuses[2] == ExitCode.RUN_FAILED
+    assert processes.list_survivors(3) == (0, 2)
+    assert processes.list_survivors(2) == (0,)
+    endings, second = run_generation(processes, tmp_path, "second", "finish", "finish", "finish")
+    assert endings == RankEndings()
+    pids = [record["pid"] for record in second]
+    assert (pids[0], pids[2]) == (first[0]["pid"], first[2]["pid"])
+    assert pids[1] not in [record["pid"] for record in first]
+    assert [record["RANK"] for record in second] == ["0", "1", "2"]
+    assert {record["TORCHELASTIC_USE_AGENT_STORE"] for record in second} == {"True"}
+    assert not {record["MASTER_PORT"] for record in first} & {
+        record["MASTER_PORT"] for record in second
+    }
+
+
+def test_a_process_with_an_error_of_its_own_is_replaced(
+    processes: RankProcesses, tmp_path: Path
+) -> None:
+    endings, first = run_generation(processes, tmp_path, "first", "wait", "fail")
+    assert endings.statuses == {0: ExitCode.RUN_FAILED, 1: ExitCode.WRONG_INPUT}
+    assert processes.list_survivors(2) == (0,)
+    _, second = run_generation(processes, tmp_path, "second", "finish", "finish")
+    assert first[0]["pid"] == second[0]["pid"]
+    assert not psutil.pid_exists(first[1]["pid"])
+
+
+def test_a_smaller_generation_ends_the_other_processes(
+    processes: RankProcesses, tmp_path: Path
+) -> None:
+    _, first = run_generation(processes, tmp_path, "first", "die", "lose peer")
+    _, second = run_generation(processes, tmp_path, "second", "finish")
+    assert second[0]["WORLD_SIZE"] == "1"
+    assert not psutil.pid_exists(first[1]["pid"])
+
+
+def test_a_process_that_cannot_leave_is_killed(
+    processes: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "REBUILD_SECONDS", 0.1)
+    endings, _ = run_generation(processes, tmp_path, "first", "wait", "die")
+    assert processes.stuck_ranks == (0,)
+    assert list(endings.statuses) == [1, 0]
+    assert endings.ended_at_seconds[0] == float("inf")
+    assert processes.list_survivors(2) == ()
+
+
+def test_the_spare_takes_the_lost_rank(
+    processes: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started once no rank is in its set-up, and only if restarts remain."""
+    started = list[int]()
+    start = RankProcesses._start_process
+
+    def record_start(self: RankProcesses) -> Any:
+        process = start(self)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(RankProcesses, "_start_process", record_start)
+    first = tmp_path / "heartbeats"
+    first.mkdir()
+    heartbeat = HeartbeatWriter(first, 0, 1)
+    processes._module = "tests.unit.launch.assigned_rank"
+    processes._prepare_spare(first, 1)
+    assert not started
+    heartbeat.begin_phase("step", 0.0)
+    processes._prepare_spare(first, 1)
+    processes._prepare_spare(first, 1)
+    heartbeat.close()
+    (spare,) = started
+    _, (record,) = run_generation(processes, tmp_path, "first", "die")
+    assert record["pid"] == spare
+    assert started == [spare]
+    processes._num_restarts_left = 0
+    processes._prepare_spare(first, 0)
+    assert started == [spare]
+
+
+def test_no_process_is_left_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rank_processes, "Popen", forked.Popen)
+    with RankProcesses(num_restarts=1) as pool:
+        _, records = run_generation(pool, tmp_path, "first", "die", "lose peer")
+        assert psutil.pid_exists(records[1]["pid"])
+        began = time.monotonic()
+    assert time.monotonic() - began < rank_processes._EXIT_SECONDS
+    assert not psutil.pid_exists(records[1]["pid"])
+
+
+def test_only_rank_0_writes_to_the_terminal(
+    processes: RankProcesses, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_generation(processes, tmp_path, "first", "finish", "finish")
+    assert capfd.readouterr().out == "rank 0 of first\n"
+    assert os.environ.get("RANK") is None
