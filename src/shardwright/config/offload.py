@@ -70,6 +70,10 @@ class OffloadSection(RecipeSection):
         """True if anything is offloaded."""
         return set(self._tiers.values()) != {"none"}
 
+    def list_tiers(self) -> tuple[OffloadTier, ...]:
+        """List the tiers of optimizer, parameters and activations."""
+        return tuple(self._tiers.values())
+
     def change_tiers(self, **tiers: OffloadTier) -> OffloadSection:
         """Return the section with other tiers by name; without `dir` if nothing is on disk."""
         has_disk = "disk" in (self._tiers | tiers).values()

@@ -83,6 +83,10 @@ def test_an_update_waits_until_a_background_save_has_written_the_states(
     assert events == ["update", "saved"] * 3
 
 
+NUM_WRITES = 20
+"""Writes of the scratch file in a run of four steps."""
+
+
 class FailingDisk(Disk):
     """Disk that fails at the n-th write of a scratch file."""
 
@@ -98,7 +102,17 @@ class FailingDisk(Disk):
 
 
 @pytest.mark.parametrize(
-    ("num_writes", "code"), [(0, errno.ENOSPC), (9, errno.EIO), (14, errno.ENOSPC)]
+    ("num_writes", "code"),
+    [
+        (0, errno.ENOSPC),
+        (9, errno.EIO),
+        (14, errno.ENOSPC),
+        *(
+            pytest.param(number, errno.ENOSPC, marks=pytest.mark.long)
+            for number in range(NUM_WRITES)
+            if number not in (0, 14)
+        ),
+    ],
 )
 def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int, code: int
@@ -237,6 +251,6 @@ def test_an_unsuitable_file_system_is_reported(
     kind: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(offload_checks, "_read_file_system", lambda folder: kind)
+    monkeypatch.setattr(offload_checks, "read_file_system", lambda folder: kind)
     train(build_run(tmp_path, "run", "disk", max_steps=1))
     assert any(words in record.getMessage() for record in caplog.records)

@@ -23,6 +23,7 @@ from shardwright.model.frozen_weights import list_frozen_matrices
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.numerics.precision import resolve_dtypes
+from shardwright.offload.file_systems import classify_file_system, read_file_system
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
 from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.problem import build_plan_candidate
@@ -34,10 +35,6 @@ from shardwright.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_NETWORK_FILE_SYSTEMS = (
-    "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "gpfs", "beegfs", "afs", "fuse",
-)  # fmt: skip
-_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     (
@@ -315,8 +312,8 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
             allowed=f"at least {format_bytes(needed_bytes)}",
             remedy="Free space, or choose a folder on another disk",
         )
-    kind = _read_file_system(folder)
-    if kind.partition(".")[0] in _NETWORK_FILE_SYSTEMS:
+    kind = read_file_system(folder)
+    if classify_file_system(kind) == "network":
         logger.warning(
             "offload.dir: %s is on a network file system (%s): every step reads and writes %s "
             "there. Choose a local disk",
@@ -324,7 +321,7 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
             kind,
             format_bytes(needed_bytes),
         )
-    elif kind in _MEMORY_FILE_SYSTEMS:
+    elif classify_file_system(kind) == "memory":
         logger.warning(
             "offload.dir: %s is in host memory (%s), so the states take %s of it. "
             "The tier `host` is faster",
@@ -336,8 +333,8 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
 
 def _report_model_file_system(path: str) -> None:
     """Warn about a model folder from which reads are slow, or take host memory."""
-    kind = _read_file_system(Path(path))
-    if kind.partition(".")[0] in _NETWORK_FILE_SYSTEMS:
+    kind = read_file_system(Path(path))
+    if classify_file_system(kind) == "network":
         logger.warning(
             "model.path: %s is on a network file system (%s): with `offload.parameters: disk` "
             "every forward and backward pass reads the frozen weights there. Copy the folder to "
@@ -345,7 +342,7 @@ def _report_model_file_system(path: str) -> None:
             path,
             kind,
         )
-    elif kind in _MEMORY_FILE_SYSTEMS:
+    elif classify_file_system(kind) == "memory":
         logger.warning(
             "model.path: %s is in host memory (%s), so `offload.parameters: disk` frees none of "
             "it. Copy the folder to a local disk",
@@ -387,18 +384,3 @@ def read_available_memory() -> int | None:
         except (OSError, ValueError):  # no such cgroup, or the limit is `max`
             continue
     return min(limits, default=None)
-
-
-def _read_file_system(folder: Path) -> str:
-    """Return the type of the file system of a folder; empty if it is unknown."""
-    device = os.stat(folder).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2] == wanted:
-            return rest.split()[0]
-    return ""
