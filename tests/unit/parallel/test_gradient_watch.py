@@ -54,7 +54,7 @@ def test_a_gradient_that_changes_after_its_report_is_reported_again() -> None:
 
 
 def test_parameters_without_gradients_and_frozen_ones_are_not_reported() -> None:
-    module, recorder, watch = build()
+    _, recorder, watch = build()
     watch.end()
     assert recorder.calls == ["end"]
     frozen = nn.Linear(2, 2)
