@@ -260,8 +260,9 @@ from shardwright.checkpoint.disk import Disk
 from shardwright.training.run import train
 from tests.unit.training.test_offload_run import build_run
 
+NAMES = ("create_scratch", "reserve", "read_at", "write_at")
 remaining = int(sys.argv[2])
-operations = {name: getattr(Disk, name) for name in ("read_at", "write_at")}
+operations = {name: getattr(Disk, name) for name in NAMES}
 
 def count(name):
     def run(self, *arguments):
@@ -279,7 +280,7 @@ train(build_run(Path(sys.argv[1]), "run", "disk"))
 
 
 @pytest.mark.parametrize(
-    "num_operations", [17, *(pytest.param(n, marks=pytest.mark.long) for n in range(17))]
+    "num_operations", [19, *(pytest.param(n, marks=pytest.mark.long) for n in range(19))]
 )
 def test_a_run_killed_at_an_operation_of_the_scratch_file_resumes_with_the_same_bits(
     tmp_path: Path, num_operations: int

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from shardwright.config.recipe_section import LocalFolderText, RecipeSection
 
 OffloadTier = Literal["none", "host", "disk"]
+UpdatePlace = Literal["auto", "device", "host"]
 DEFAULT_BUFFER_BYTES = 64 * 2**20
 
 
@@ -29,6 +30,12 @@ class OffloadSection(RecipeSection):
     """Tier of the tensors that a block saves for its backward pass: they leave behind its forward
     pass and return one block ahead of its backward pass. Parameters, and what all blocks share,
     stay on the device."""
+    update_on: UpdatePlace = "auto"
+    """Place of the optimizer's update with `optimizer: host` or `disk` on a GPU. `device`: the
+    moments pass through it. `host`: gradients and weights are copied to pinned host memory beside
+    the backward pass, the CPU updates them (adamw, adamw_8bit, sgd), and the weights return; its
+    kernels may round differently. `auto` is `device`, unless the rates of `cluster.profile` say
+    that `host` is faster. On a CPU the two are the same."""
     dir: LocalFolderText | None = None
     """Folder on a local disk for the scratch files of `disk`; default the run folder. The files
     have no name, and the operating system removes them when the run ends, however it ends."""
@@ -44,6 +51,8 @@ class OffloadSection(RecipeSection):
                 "`dir` is for `optimizer: disk`, `parameters: disk` and `activations: disk`, not "
                 f"{', '.join(self._tiers.values())}"
             )
+        if self.update_on == "host" and self.optimizer == "none":
+            raise ValueError("`update_on: host` needs `optimizer: host` or `optimizer: disk`")
         if self.buffer_bytes % 4096:
             raise ValueError("`buffer_bytes` must be a multiple of 4096, the unit of direct I/O")
         return self
@@ -60,6 +69,10 @@ class OffloadSection(RecipeSection):
     def is_enabled(self) -> bool:
         """True if anything is offloaded."""
         return set(self._tiers.values()) != {"none"}
+
+    def list_tiers(self) -> tuple[OffloadTier, ...]:
+        """List the tiers of optimizer, parameters and activations."""
+        return tuple(self._tiers.values())
 
     def change_tiers(self, **tiers: OffloadTier) -> OffloadSection:
         """Return the section with other tiers by name; without `dir` if nothing is on disk."""

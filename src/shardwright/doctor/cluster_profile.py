@@ -32,6 +32,7 @@ from shardwright.doctor.device_rates import (
 from shardwright.doctor.diagnosis import Diagnosis
 from shardwright.doctor.examination import CALIBRATION_SECONDS, ExaminationRequest
 from shardwright.doctor.storage import OutputFolder
+from shardwright.doctor.tier_rates import build_tiers, choose_scratch_folder
 from shardwright.errors import InputError
 from shardwright.hardware import (
     AttentionRate,
@@ -137,6 +138,7 @@ def build_request(
         device=device,
         timeout_seconds=timeout_seconds,
         inter_link_name=None if recipe is None or recipe.cluster is None else recipe.cluster.link,
+        scratch_folder=choose_scratch_folder(recipe, should_calibrate=should_calibrate),
         budget_seconds=budget_seconds,
     )
     if not should_calibrate:
@@ -430,6 +432,7 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
             for key, pairs in elementwise.items()
         ),
         handoff_seconds=median(handoffs) if handoffs else None,
+        tiers=build_tiers(rates, diagnosis.device_kind),
         software={
             "shardwright": __version__,
             "torch": torch.__version__,

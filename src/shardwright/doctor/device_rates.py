@@ -40,7 +40,8 @@ MatmulShape = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class CopyRate:
-    """Rate of a copy: `memory` (bytes read plus written), or to or from pinned host memory."""
+    """Rate of a copy: `memory` and `host memory` (bytes read plus written), or to or from pinned
+    host memory."""
 
     kind: str
     num_bytes: int
@@ -237,7 +238,7 @@ def _time_round(work: Callable[[], object], device: torch.device, num_calls: int
 
 
 def time_copies(device: torch.device, *, seconds: float = 0.2) -> list[CopyRate]:
-    """Measure copies within the device and, on CUDA, to and from pinned host memory.
+    """Measure copies within the device and, on CUDA, within and to and from host memory.
 
     Buffers are larger than any cache.
     """
@@ -255,4 +256,9 @@ def time_copies(device: torch.device, *, seconds: float = 0.2) -> list[CopyRate]
         ):
             best = measure_best_seconds(work, device, seconds=seconds)
             rates.append(CopyRate(kind, pinned.numel(), pinned.numel() / best))
+        copied = torch.empty_like(pinned, device="cpu")
+        best = measure_best_seconds(
+            lambda: copied.copy_(pinned), torch.device("cpu"), seconds=seconds
+        )
+        rates.append(CopyRate("host memory", pinned.numel(), 2 * pinned.numel() / best))
     return rates

@@ -20,6 +20,7 @@ from shardwright.doctor import (
     host,
     link_bandwidth,
     rate_findings,
+    scratch_disk,
     software,
     storage,
 )
@@ -192,6 +193,14 @@ def diagnose(
             },
             hosts,
         ),
+        *scratch_disk.judge_scratch(
+            {
+                rank: report.scratch_rate
+                for rank, report in reports.items()
+                if report.scratch_rate is not None
+            },
+            hosts,
+        ),
     ]
     if rendezvous is not None:
         findings += judge_rendezvous(rendezvous)
@@ -345,6 +354,11 @@ def _collect_rates(
             asdict(rate) | {"rank": rank}
             for rank, report in reports.items()
             for rate in report.copies
+        ],
+        "scratch": [
+            asdict(report.scratch_rate) | {"rank": rank}
+            for rank, report in reports.items()
+            if report.scratch_rate is not None and not report.scratch_rate.problem
         ],
         "collectives": [
             asdict(

@@ -22,6 +22,7 @@ from shardwright.doctor import (
     device_rates,
     gpu_health,
     link_bandwidth,
+    scratch_disk,
     storage,
 )
 from shardwright.doctor.finding import Finding, format_ranks
@@ -44,7 +45,7 @@ from shardwright.parallel.clock_sync import ClockOffset
 
 STAGES = (
     "software", "host", "groups", "products", "attention", "elementwise", "copies", "folders",
-    "clocks", "correctness", "collectives", "handoff", "links", "reports",
+    "scratch", "clocks", "correctness", "collectives", "handoff", "links", "reports",
 )  # fmt: skip
 """Stages in order; `judge_timeout` uses the order to find ranks that are behind."""
 CALIBRATION_SECONDS = 120.0
@@ -75,6 +76,8 @@ class ExaminationRequest:
     """Tensors as (precision, tokens, width). If there are any, the handoff is measured, too."""
     inter_link_name: str | None = None
     """Name of the link between nodes in the catalogue."""
+    scratch_folder: str | None = None
+    """Folder of offloading's scratch files, whose rates are measured; None for no measurement."""
     budget_seconds: float = CALIBRATION_SECONDS
     """Time limit of `matmuls`, `messages`, `attention` and `elementwise` together."""
 
@@ -99,6 +102,7 @@ class RankExamination:
     copies: list[device_rates.CopyRate] = field(default_factory=list)
     write_results: list[storage.WriteResult] = field(default_factory=list)
     folder_visibility: list[storage.FolderVisibility] = field(default_factory=list)
+    scratch_rate: scratch_disk.ScratchRate | None = None
     clock_offset: ClockOffset | None = None
     collective_checks: list[correctness.CollectiveCheck] = field(default_factory=list)
     collective_times: list[collective_bandwidth.GroupTime] = field(default_factory=list)

@@ -18,6 +18,7 @@ from shardwright.doctor import (
     gpu_health,
     host,
     link_bandwidth,
+    scratch_disk,
     software,
     storage,
 )
@@ -28,6 +29,7 @@ from shardwright.doctor.stage_watchdog import BROKEN_KEY
 from shardwright.errors import InputError, RankFailed
 from shardwright.hardware.measured_profile import CollectiveKind
 from shardwright.launch.devices import claim_device
+from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.launch.rank_outcome import extract_first_line
 from shardwright.parallel.clock_sync import estimate_clock_offset
 from shardwright.parallel.mesh import build_mesh, init_process_group
@@ -73,6 +75,7 @@ def run_stages(context: ExaminationContext) -> None:
         "elementwise": _time_elementwise,
         "copies": _time_copies,
         "folders": _check_folders,
+        "scratch": _time_scratch,
         "clocks": _compare_clocks,
         "correctness": _check_collectives,
         "collectives": _time_collectives,
@@ -207,6 +210,14 @@ def _check_folders(context: ExaminationContext) -> None:
                 )
             )
         context.watchdog.record_progress()
+
+
+def _time_scratch(context: ExaminationContext) -> None:
+    folder = context.request.scratch_folder
+    if folder is not None:  # all ranks at once, as in a step
+        context.report.scratch_rate = scratch_disk.measure_scratch(
+            folder, num_local_ranks=count_local_ranks() or context.ranks.world_size
+        )
 
 
 def _compare_clocks(context: ExaminationContext) -> None:

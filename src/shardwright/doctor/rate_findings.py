@@ -180,7 +180,7 @@ def judge_copies(
         verdict = grade_share(1.0, warn_below=_COPY_WARN_SHARE, fail_below=_COPY_FAIL_SHARE)
         remedy = ""
         peak = None
-        if device_kind == "cuda":
+        if device_kind == "cuda" and kind != "host memory":
             peak = (
                 _find_peak_memory_bandwidth(names[min(names)])
                 if kind == "memory"
@@ -194,7 +194,9 @@ def judge_copies(
                 "Look for other processes and for a narrow or remote PCIe slot: nvidia-smi "
                 "topo -m, lspci -vv"
             )
-        quantity = "memory bandwidth" if kind == "memory" else f"copies {kind}"
+        quantity = {"memory": "memory bandwidth", "host memory": "host memory bandwidth"}.get(
+            kind, f"copies {kind}"
+        )
         numbers = {"bytes_per_second": dict(by_rank), "peak_bytes_per_second": peak}
         findings.append(Finding(SECTION, quantity, verdict, value, remedy, numbers))
         findings += judge_slow_ranks(by_rank, device_kind, quantity, _format_gigabytes_per_second)

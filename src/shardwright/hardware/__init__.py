@@ -15,6 +15,7 @@ from shardwright.hardware.measured_profile import (
     ElementwiseRate,
     MatmulRate,
     MeasuredProfile,
+    TierRates,
     load_profile,
     save_profile,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "MatmulRate",
     "MeasuredProfile",
     "Node",
+    "TierRates",
     "find_accelerator",
     "find_link",
     "find_node",

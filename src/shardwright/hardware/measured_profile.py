@@ -13,6 +13,10 @@ The module imports no torch. The file is one JSON object:
                      backward_flops_per_second}]    fused kernel over causal rows; optional
     elementwise      [{precision, tokens, width, forward_bytes_per_second,
                      backward_bytes_per_second}]    operations between products; optional
+    tiers            {host_link_bytes_per_second, host_memory_bytes_per_second,
+                     disk_read_bytes_per_second, disk_write_bytes_per_second,
+                     disk_both_bytes_per_second}    rates of one rank with all ranks of its node at
+                     work, for offloading; each is null if it was not measured; optional
     handoff_seconds  extra time of a collective between two computations, compared with
                      back-to-back collectives; optional
 
@@ -26,7 +30,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -114,6 +118,22 @@ class ElementwiseRate:
     backward_bytes_per_second: float
 
 
+@dataclass(frozen=True)
+class TierRates:
+    """Bytes/s of one rank to slower memory, while all ranks of its node do the same; None where
+    nothing was measured."""
+
+    host_link_bytes_per_second: float | None = None
+    """Between device and pinned host memory, the slower direction."""
+    host_memory_bytes_per_second: float | None = None
+    """Bytes read plus written by the CPU in host memory."""
+    disk_read_bytes_per_second: float | None = None
+    """Of direct I/O in the folder of scratch files."""
+    disk_write_bytes_per_second: float | None = None
+    disk_both_bytes_per_second: float | None = None
+    """Of each direction while the other one is at work."""
+
+
 def compute_attention_flops(num_tokens: int, row_tokens: int, widths: int) -> float:
     """Return the FLOPs of a forward pass over causal rows.
 
@@ -146,6 +166,8 @@ class MeasuredProfile:
     handoff_seconds: float | None = None
     """Extra time of each collective after a computation: the wait for the last rank, and the
     wake-up of threads."""
+    tiers: TierRates = TierRates()
+    """Rates of host memory and disk, for offloading."""
 
     def find_matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
         """Return FLOP/s of the measured product with the closest shape.
@@ -290,6 +312,7 @@ def read_profile(content: Any) -> MeasuredProfile:
             _read_elementwise(entry) for entry in _read_entries(content, "elementwise")
         ),
         handoff_seconds=_read_seconds(content, "handoff_seconds"),
+        tiers=_read_tiers(content),
     )
 
 
@@ -354,6 +377,19 @@ def _read_elementwise(entry: dict[str, Any]) -> ElementwiseRate:
     )
     return ElementwiseRate(
         _read_text(entry, "precision", "elementwise"), tokens, width, forward, backward
+    )
+
+
+def _read_tiers(content: dict[str, Any]) -> TierRates:
+    entry = content.get("tiers", {})
+    if not isinstance(entry, dict):
+        raise InputError("expected a mapping", field="profile.tiers", got=type(entry).__name__)
+    return TierRates(
+        **{
+            rate.name: _read_positive(entry, rate.name, "tiers")
+            for rate in fields(TierRates)
+            if entry.get(rate.name) is not None
+        }
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwright.config.offload import OffloadSection
 from shardwright.offload.device_buffers import DeviceBuffers
 from shardwright.offload.disk_store import DiskStore
+from shardwright.offload.host_update import HostUpdate
 from shardwright.offload.state_buckets import (
     BucketPiece,
     OffloadedParameter,
@@ -35,6 +36,7 @@ from shardwright.offload.store import (
     wait_for_parts,
 )
 from shardwright.optim.sharded_optimizer import (
+    GradientListener,
     Moment,
     ParameterPiece,
     PiecewiseOptimizer,
@@ -44,6 +46,14 @@ from shardwright.optim.sharded_optimizer import (
 )
 from shardwright.optim.state import get_rule
 from shardwright.units import format_bytes
+
+
+class OffloadableModel(ShardedModel, Protocol):
+    """Sharded parameters whose gradients are reported; `parallel.ParallelModel` is one."""
+
+    def watch_gradients(self, listener: GradientListener) -> None:
+        """Report each trained parameter's gradient of a step once it is complete."""
+        ...
 
 
 class OffloadedOptimizer(ShardedOptimizer):
@@ -60,6 +70,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         *,
         buffer_bytes: int,
         device: torch.device,
+        has_host_update: bool = False,
     ) -> None:
         """
         Args:
@@ -68,6 +79,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             create_store: Function from the partition of this rank's state to a store of zeros.
             buffer_bytes: Size of a bucket. One matrix may need more (Adafactor: all its state).
             device: Device of parameters and gradients.
+            has_host_update: True to update on the host what is on a CUDA device.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
         super().__init__(optimizer.param_groups, {}, model)
@@ -83,13 +95,19 @@ class OffloadedOptimizer(ShardedOptimizer):
             [self._describe(name) for name in self._members],
             buffer_bytes if optimizer.is_divisible else 1 << 62,
         )
+        self._host_update = (
+            HostUpdate({name: member for name, (member, _) in self._members.items()}, device)
+            if has_host_update
+            else None
+        )
         for parameter, group in self._members.values():
-            self.state[parameter]["step"] = optimizer.create_step_count(parameter, group)
+            count = optimizer.create_step_count(parameter, group)
+            self.state[parameter]["step"] = count.cpu() if has_host_update else count
         self._step_counts = self._create_step_counts()
         self._store = create_store(self._partition)
         self._device_buffers = (
             DeviceBuffers(self._partition.max_bucket_bytes, device)
-            if device.type == "cuda"
+            if device.type == "cuda" and not has_host_update
             else None
         )
         self._swaps: deque[Swap] = deque()
@@ -114,6 +132,11 @@ class OffloadedOptimizer(ShardedOptimizer):
     def num_bytes(self) -> int:
         """Bytes of the state of this rank in the store."""
         return self._partition.num_bytes
+
+    @property
+    def host_update(self) -> HostUpdate | None:
+        """Copies of weights and gradients for an update on the host; None if it is not there."""
+        return self._host_update
 
     @property
     def num_buckets(self) -> int:
@@ -178,15 +201,39 @@ class OffloadedOptimizer(ShardedOptimizer):
             for index, bucket in enumerate(self._partition.buckets)
             if any(self._is_updated(piece.name) for piece in bucket.pieces)
         ]
+        if self._host_update is not None:
+            self._host_update.begin_update()
         for bucket, parts in self._stream_buckets(order):
-            self.optimizer.update_pieces(
-                [
-                    self._build_piece(piece, parts)
-                    for piece in bucket.pieces
-                    if self._is_updated(piece.name)
-                ]
-            )
+            pieces = [
+                self._build_piece(piece, parts)
+                for piece in bucket.pieces
+                if self._is_updated(piece.name)
+            ]
+            if self._host_update is None:
+                self.optimizer.update_pieces(pieces)
+            else:
+                self._update_on_host(self._host_update, pieces)
         self.optimizer.finish_update()
+        if self._host_update is not None:
+            self._host_update.end_update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and their copies on the host."""
+        super().zero_grad(set_to_none)
+        if self._host_update is not None:
+            self._host_update.discard_gradients()
+
+    def _update_on_host(self, host_update: HostUpdate, pieces: Sequence[ParameterPiece]) -> None:
+        """Update pieces in host memory and launch the copies of their weights to the device."""
+        for piece in pieces:
+            host_update.scale_piece(piece.gradient)
+        self.optimizer.update_pieces(pieces)
+        for piece in pieces:
+            target = get_local_tensor(self._members[piece.name][0].detach())
+            if piece.first_element is not None:
+                start = piece.first_element
+                target = target.view(-1)[start : start + piece.local.numel()]
+            host_update.copy_back(piece.local.view(target.shape), target)
 
     def _is_updated(self, name: str) -> bool:
         parameter, group = self._members[name]
@@ -194,10 +241,14 @@ class OffloadedOptimizer(ShardedOptimizer):
 
     def _build_piece(self, piece: BucketPiece, parts: Sequence[Tensor]) -> ParameterPiece:
         parameter, group = self._members[piece.name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        local = get_local_tensor(parameter.detach())
-        gradient = get_local_tensor(parameter.grad)
+        if self._host_update is not None:
+            local = self._host_update.get_weights(piece.name)
+            gradient = self._host_update.get_gradient(piece.name)
+        else:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local = get_local_tensor(parameter.detach())
+            gradient = get_local_tensor(parameter.grad)
         state: dict[str, Any] = {key: view.read(parts) for key, view in piece.views.items()}
         state["step"] = self._step_counts[piece.name, piece.first_row]
         first_element = None
@@ -255,7 +306,7 @@ class OffloadedOptimizer(ShardedOptimizer):
 def offload_optimizer(
     optimizer: torch.optim.Optimizer,
     section: OffloadSection,
-    model: ShardedModel,
+    model: OffloadableModel,
     *,
     device: torch.device,
     default_folder: Path,
@@ -263,14 +314,17 @@ def offload_optimizer(
     """Move the states of an optimizer that has taken no step to the section's tier.
 
     Args:
+        section: Its `update_on` is `device` or `host`; `auto` is the device.
         default_folder: Folder of the scratch file if the section names none.
 
     Raises:
         OffloadFailed: the disk has not enough space, or cannot be written.
     """
 
+    has_host_update = device.type == "cuda" and section.update_on == "host"
+
     def create_store(partition: StatePartition) -> Store:
-        is_pinned = device.type == "cuda"
+        is_pinned = device.type == "cuda" and not has_host_update
         if section.optimizer == "host":
             return HostStore.allocate(partition.segment_bytes, is_pinned=is_pinned)
         return DiskStore(
@@ -281,9 +335,17 @@ def offload_optimizer(
         )
 
     piecewise: Any = optimizer
-    return OffloadedOptimizer(
-        piecewise, model, create_store, buffer_bytes=section.buffer_bytes, device=device
+    offloaded = OffloadedOptimizer(
+        piecewise,
+        model,
+        create_store,
+        buffer_bytes=section.buffer_bytes,
+        device=device,
+        has_host_update=has_host_update,
     )
+    if offloaded.host_update is not None:
+        model.watch_gradients(offloaded.host_update)
+    return offloaded
 
 
 def describe_offload(optimizer: OffloadedOptimizer, device: torch.device) -> str:
@@ -295,6 +357,11 @@ def describe_offload(optimizer: OffloadedOptimizer, device: torch.device) -> str
     )
     if optimizer.tier == "host" and device.type == "cpu":
         return f"{line}; the device is the CPU, so its memory is the host's and nothing moves"
+    if optimizer.host_update is not None:
+        return (
+            f"{line}; the host updates them, with {format_bytes(optimizer.host_update.num_bytes)} "
+            "of pinned copies of weights and gradients"
+        )
     return line
 
 

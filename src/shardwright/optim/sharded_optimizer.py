@@ -63,6 +63,18 @@ class ShardedModel(Protocol):
         ...
 
 
+class GradientListener(Protocol):
+    """Receiver of a step's gradients."""
+
+    def take_gradient(self, name: str) -> None:
+        """Use the gradient of a parameter on the current stream. It changes no more."""
+        ...
+
+    def end_gradients(self) -> None:
+        """End the step's gradients: all have been reported."""
+        ...
+
+
 @dataclass(frozen=True)
 class Moment:
     """One tensor of an optimizer's state, with its parameter and its sharding.

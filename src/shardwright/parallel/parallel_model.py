@@ -33,6 +33,7 @@ from shardwright.parallel.gradient_reduction import (
     narrow_to_box,
     reduce_gradients,
 )
+from shardwright.parallel.gradient_watch import GradientListener, GradientWatch
 from shardwright.parallel.matrix_exchange import DistributedMatrixExchange
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
@@ -83,6 +84,7 @@ class ParallelModel:
         self.trainable = trainable
         self.offloaded_names = offloaded_names
         self._gradient_hooks: list[Callable[[], None]] = []
+        self._gradient_watch: GradientWatch | None = None
         self._pending_reductions = [
             pending for pending in pending_reductions if pending.name in trainable
         ]
@@ -120,6 +122,8 @@ class ParallelModel:
         loss_sum: Tensor | None = None
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
+            if self._gradient_watch is not None:
+                self._gradient_watch.is_last_backward = is_last and not self._gradient_hooks
             waits_for_reduction = self._has_wrapper and (is_last or self.layout.zero_stage >= 2)
 
             def end_backward(waits_for_reduction: bool = waits_for_reduction) -> None:
@@ -213,6 +217,22 @@ class ParallelModel:
             )
         for call in self._gradient_hooks:
             call()
+        if self._gradient_watch is not None:
+            self._gradient_watch.end()
+
+    def watch_gradients(self, listener: GradientListener) -> None:
+        """Report each trained parameter's gradient of a step once it is complete.
+
+        That is in the step's last backward pass, on the stream that has computed or reduced it;
+        in `finish_gradients` if reductions of this model, DDP's or a pipeline's passes may follow.
+        """
+        assert self._gradient_watch is None
+        self._gradient_watch = GradientWatch(self._parameters, listener)
+        if self.pipeline is None and not isinstance(self.module, DistributedDataParallel):
+            pending_names = {pending.name for pending in self._pending_reductions}
+            self._gradient_watch.watch_last_backward(
+                name for name in self._parameters if name not in pending_names
+            )
 
     def overlap_reductions(self, stage_of_parameter: Mapping[str, int]) -> None:
         """Reduce gradients over data ranks as soon as their stage's last backward pass has ended.

@@ -78,6 +78,8 @@ class Candidate:
     optimizer: OptimizerKind = "adamw"
     adapter: LowRankAdapter | None = None
     offload: OffloadKind = "none"
+    is_updated_on_host: bool = False
+    """True if the host updates offloaded states: moments do not pass through the device."""
     activation_offload: OffloadTier = "none"
     """Tier to which blocks move what they save for the backward pass."""
     offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES

@@ -25,6 +25,7 @@ from shardwright.planner.candidate import (
     ReferenceKind,
 )
 from shardwright.planner.search.space import PlanningProblem
+from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import BatchPlan, Plan, PrecisionChoice, resolve_batch
 
 _MAX_LAYERS = 2048
@@ -109,6 +110,7 @@ def build_template(
         and low_precision.recipe == "rowwise_with_gw_hp",
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
         offload=OPTIMIZER_OFFLOADS[moved.optimizer],
+        is_updated_on_host=choose_update_place(recipe).place == "host",
         activation_offload=moved.activations,
         offload_buffer_bytes=moved.buffer_bytes,
         adapter=adapter,

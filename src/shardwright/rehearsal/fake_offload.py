@@ -68,10 +68,13 @@ def build_fake_offloaded_optimizer(
     section: OffloadSection,
     model: ParallelModel,
     live: LiveMemoryTracker,
+    *,
+    is_updated_on_host: bool = False,
 ) -> tuple[OffloadedOptimizer, Tensor]:
     """Build the optimizer with its states outside the counted memory, and its staging buffers.
 
-    The states are fake tensors of the parameters' device, so that their update runs there.
+    The states are fake tensors of the parameters' device, so that their update runs there; it
+    allocates nothing. An update on the host has no buffers on the device.
     """
     device = model.device
 
@@ -96,4 +99,6 @@ def build_fake_offloaded_optimizer(
         device=torch.device("cpu"),  # no copies: the segments are where the update runs
     )
     staging_bytes = min(NUM_BUFFERS * largest_bucket_bytes, offloaded.num_bytes)
+    if is_updated_on_host:
+        staging_bytes = 0
     return offloaded, torch.empty(staging_bytes, dtype=torch.uint8, device=device)

@@ -32,6 +32,7 @@ from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import create_state
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan
 from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
 from shardwright.rehearsal.fake_offload import (
@@ -128,7 +129,11 @@ def rehearse_rank(
                     create_state(optimizer)
                 else:
                     optimizer, _staging = build_fake_offloaded_optimizer(
-                        optimizer, offload, model, live
+                        optimizer,
+                        offload,
+                        model,
+                        live,
+                        is_updated_on_host=choose_update_place(recipe).place == "host",
                     )
                     offloaded_bytes = optimizer.num_bytes
             optimizer_bytes = live.live_bytes - bytes_before

@@ -44,6 +44,7 @@ from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.zero_mask import keep_zeros
+from shardwright.planner.update_place import choose_update_place
 from shardwright.training.checks.offload_checks import open_stored_weights
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
@@ -205,6 +206,9 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
     model = build_model(validated_run, device, weight_offload)
     if recipe.offload.parameters != "none":
         logger.info("%s", describe_weight_offload(weight_offload, recipe.offload))
+    update_device = device
+    if device.type == "cuda" and choose_update_place(recipe).place == "host":
+        update_device = torch.device("cpu")
     optimizer = build_optimizer(
         model.named_parameters(),
         recipe.optimizer,
@@ -216,7 +220,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         ),
         weight_decay=recipe.training.weight_decay,
         model=model,
-        compile_function=build_function_compiler(recipe.model.compile_functions, device),
+        compile_function=build_function_compiler(recipe.model.compile_functions, update_device),
     )
     activation_offload = offload_activations(
         model,
@@ -225,14 +229,19 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         RunFolder.from_recipe(recipe).path,
     )
     if recipe.offload.optimizer != "none":
+        choice = choose_update_place(recipe)
         optimizer = offload_optimizer(
             optimizer,
-            recipe.offload,
+            recipe.offload.model_copy(update={"update_on": choice.place}),
             model,
             device=device,
             default_folder=RunFolder.from_recipe(recipe).path,
         )
         logger.info("%s", describe_offload(optimizer, device))
+        if device.type == "cuda":
+            logger.info("offload.update_on: %s: %s", choice.place, choice.reason)
+        elif recipe.offload.update_on == "host":
+            logger.info("offload.update_on: the device is the CPU, so host and device are the same")
     if recipe.model.keep_zeros:
         zeros = keep_zeros(model, optimizer)
         logger.info(

@@ -25,6 +25,7 @@ from shardwright.numerics import (
     scale_,
     synchronise_norm,
 )
+from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import set_learning_rate
 from shardwright.parallel import ParallelModel
 from shardwright.training.metrics.expert_load import update_balance_biases
@@ -343,7 +344,6 @@ def update_parameters(
         times: Receives the mark of the optimizer.
     """
     loss_scale = 1.0 if scaler is None else scaler.scale
-    gradients = model.list_gradients()
     norm = (
         compute_global_norm(
             model.list_norm_gradients(),
@@ -367,7 +367,7 @@ def update_parameters(
         if max_grad_norm is not None:
             factor *= compute_clip_coefficient(gradient_norm, max_grad_norm)
         if factor != 1.0:
-            scale_([gradient for gradient, _ in gradients if gradient is not None], factor)
+            _scale_gradients(model, optimizer, factor)
         set_learning_rate(optimizer, learning_rate)
         optimizer.step()
         model.mark_weights_changed()
@@ -377,3 +377,11 @@ def update_parameters(
     if times is not None:
         times.mark("optimizer")
     return StepUpdate(gradient_norm, skipped, tuple(read_values))
+
+
+def _scale_gradients(model: ParallelModel, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the gradients of the update by a factor, where the update reads them."""
+    if isinstance(optimizer, OffloadedOptimizer) and optimizer.host_update is not None:
+        optimizer.host_update.scale_gradients(factor)
+        return
+    scale_([gradient for gradient, _ in model.list_gradients() if gradient is not None], factor)

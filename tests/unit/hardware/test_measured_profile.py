@@ -15,6 +15,7 @@ from shardwright.hardware import (
     ElementwiseRate,
     MatmulRate,
     MeasuredProfile,
+    TierRates,
     load_profile,
     parse_cluster,
     save_profile,
@@ -45,6 +46,7 @@ PROFILE = MeasuredProfile(
         ElementwiseRate("bf16", 8192, 4096, 3e12, 2e12),
     ),
     handoff_seconds=0.0,
+    tiers=TierRates(host_link_bytes_per_second=5e10, disk_read_bytes_per_second=3e9),
 )
 
 
@@ -114,6 +116,11 @@ def test_the_cluster_uses_measured_memory() -> None:
         ({"memory_bytes_per_second": None}, "profile.memory_bytes_per_second"),
         ({"accelerator": ""}, "profile.accelerator"),
         ({"matmuls": {}}, "profile.matmuls"),
+        ({"tiers": []}, "profile.tiers"),
+        (
+            {"tiers": {"disk_read_bytes_per_second": 0}},
+            "profile.tiers.disk_read_bytes_per_second",
+        ),
         (
             {"matmuls": [{"precision": "bf16", "m": 1, "n": 1, "k": True, "flops_per_second": 1}]},
             "profile.matmuls.k",

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwright.config import Recipe
+from shardwright.config.layout import ClusterSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import LayoutError
+from shardwright.hardware import MeasuredProfile, TierRates, save_profile
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
-from shardwright.planner.auto_layout import choose_layout
+from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_problem, build_template, read_planning_shape
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.rejections import find_rejections
+from shardwright.planner.update_place import choose_update_place
 
 NUM_PARAMETERS = 5_928_861_696
 STATE_BYTES = 8 * NUM_PARAMETERS
@@ -63,6 +68,76 @@ def test_states_move_from_the_device_to_another_tier_and_take_the_time_of_their_
     assert host.time.optimizer == pytest.approx(STATE_BYTES / 25e9, rel=0.01)
     assert disk.time.optimizer == pytest.approx(STATE_BYTES / 1e9, rel=0.01)
     assert host.time.compute == resident.time.compute
+
+
+RATES = TierRates(
+    host_link_bytes_per_second=20e9,
+    host_memory_bytes_per_second=200e9,
+    disk_both_bytes_per_second=4e9,
+)
+
+
+def save_rates(folder: Path, rates: TierRates) -> dict[str, str]:
+    """Write a profile; return the section `cluster` with it."""
+    path = folder / "profile.json"
+    save_profile(MeasuredProfile("H100", "H100-80GB-SXM", "today", 2**36, 3e12, tiers=rates), path)
+    return {"node": "1xH100-80GB", "profile": str(path)}
+
+
+def predict_update(recipe: Recipe) -> Prediction:
+    cluster = build_cluster(recipe.cluster or ClusterSection(node="1xH100-80GB"), 1)
+    facts = get_model_facts(read_planning_shape(recipe))
+    return Predictor(facts, cluster, Efficiency()).predict(build_template(recipe))
+
+
+def test_an_update_on_the_host_takes_the_time_of_host_memory_and_no_staging(
+    tmp_path: Path,
+) -> None:
+    cluster = save_rates(tmp_path, RATES)
+    by_place = {
+        (tier, place): predict_update(
+            build_recipe(cluster=cluster, offload={"optimizer": tier, "update_on": place})
+        )
+        for tier in ("host", "disk")
+        for place in ("device", "host")
+    }
+    for tier in ("host", "disk"):
+        assert by_place[tier, "host"].memory.optimizer == 0.0
+        assert by_place[tier, "host"].memory.offloaded == by_place[tier, "device"].memory.offloaded
+    host = by_place["host", "host"].time
+    update_seconds = 36 * NUM_PARAMETERS / 200e9 + 4 * NUM_PARAMETERS / 3e12
+    leaving_seconds = 8 * NUM_PARAMETERS / 20e9
+    backward_seconds = 2 / 3 * host.compute
+    assert host.optimizer == pytest.approx(
+        update_seconds + max(0.0, leaving_seconds - backward_seconds), rel=0.05
+    )
+    assert by_place["host", "device"].time.optimizer == pytest.approx(STATE_BYTES / 20e9, rel=0.01)
+    # Both places wait for the disk.
+    for place in ("device", "host"):
+        assert by_place["disk", place].time.optimizer >= STATE_BYTES / 4e9
+
+
+def test_update_on_auto_is_the_host_only_if_measured_rates_say_so(tmp_path: Path) -> None:
+    offload = {"optimizer": "host"}
+    assert choose_update_place(build_recipe()).place == "device"
+    choice = choose_update_place(build_recipe(offload=offload))
+    assert (choice.place, "no measured rates" in choice.reason) == ("device", True)
+    measured = {"cluster": save_rates(tmp_path, RATES), "offload": offload}
+    choice = choose_update_place(build_recipe(**measured))
+    assert choice.place == "host"
+    assert "0.4 s on the device and 0.2 s on the host" in choice.reason
+    muon = choose_update_place(build_recipe(**measured, optimizer={"name": "muon"}))
+    assert (muon.place, "muon" in muon.reason) == ("device", True)
+    slow = replace(RATES, host_memory_bytes_per_second=20e9)
+    save_rates(tmp_path, slow)
+    assert choose_update_place(build_recipe(**measured)).place == "device"
+    save_rates(tmp_path, TierRates())
+    assert "measure them again" in choose_update_place(build_recipe(**measured)).reason
+    explicit = build_recipe(offload={"optimizer": "host", "update_on": "host"})
+    assert choose_update_place(explicit).place == "host"
+    assert build_template(explicit).is_updated_on_host
+    on_cpu = explicit.model_copy(update={"run": explicit.run.model_copy(update={"device": "cpu"})})
+    assert not build_template(on_cpu).is_updated_on_host
 
 
 def test_offloading_to_the_host_frees_no_memory_of_a_cpu() -> None:

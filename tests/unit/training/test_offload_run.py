@@ -83,6 +83,10 @@ def test_an_update_waits_until_a_background_save_has_written_the_states(
     assert events == ["update", "saved"] * 3
 
 
+NUM_WRITES = 20
+"""Writes of the scratch file in a run of four steps."""
+
+
 class FailingDisk(Disk):
     """Disk that fails at the n-th write of a scratch file."""
 
@@ -98,7 +102,17 @@ class FailingDisk(Disk):
 
 
 @pytest.mark.parametrize(
-    ("num_writes", "code"), [(0, errno.ENOSPC), (9, errno.EIO), (14, errno.ENOSPC)]
+    ("num_writes", "code"),
+    [
+        (0, errno.ENOSPC),
+        (9, errno.EIO),
+        (14, errno.ENOSPC),
+        *(
+            pytest.param(number, errno.ENOSPC, marks=pytest.mark.long)
+            for number in range(NUM_WRITES)
+            if number not in (0, 14)
+        ),
+    ],
 )
 def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int, code: int
@@ -173,6 +187,18 @@ def test_events_state_the_bytes_of_each_tier_and_the_log_the_hidden_share(
     assert "of the transfer time was hidden" in lines[1]
 
 
+def test_host_and_device_are_the_same_on_a_cpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(build_run(tmp_path, "device", "disk", max_steps=2))
+    recipe = build_run(tmp_path, "host", "disk", max_steps=2)
+    offload = recipe.offload.model_copy(update={"update_on": "host"})
+    with caplog.at_level("INFO", logger="shardwright"):
+        train(recipe.model_copy(update={"offload": offload}))
+    assert any("so host and device are the same" in line for line in caplog.messages)
+    assert read_checkpoints(tmp_path / "host") == read_checkpoints(tmp_path / "device")
+
+
 def test_no_space_to_reserve_is_an_error_with_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +229,8 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         Recipe.model_validate(recipe | {"offload": {"optimizer": "host", "dir": "x"}})
     with pytest.raises(ValueError, match="multiple of 4096"):
         Recipe.model_validate(recipe | {"offload": {"optimizer": "host", "buffer_bytes": 5000}})
+    with pytest.raises(ValueError, match=r"`update_on: host` needs `optimizer: host`"):
+        Recipe.model_validate(recipe | {"offload": {"update_on": "host"}})
     stateless = Recipe.model_validate(recipe | {"optimizer": {"name": "sgd"}})
     with pytest.raises(RecipeError, match="sgd without momentum has no states to offload"):
         train(stateless)
@@ -223,6 +251,6 @@ def test_an_unsuitable_file_system_is_reported(
     kind: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(offload_checks, "_read_file_system", lambda folder: kind)
+    monkeypatch.setattr(offload_checks, "read_file_system", lambda folder: kind)
     train(build_run(tmp_path, "run", "disk", max_steps=1))
     assert any(words in record.getMessage() for record in caplog.records)

@@ -248,7 +248,7 @@ def test_an_unsuitable_file_system_of_the_model_is_reported(
     kind: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(offload_checks, "_read_file_system", lambda folder: kind)
+    monkeypatch.setattr(offload_checks, "read_file_system", lambda folder: kind)
     validate_run(build_run(tmp_path, "run", DISK), 1)
     assert any(line.startswith("model.path: ") and words in line for line in caplog.messages)
 

@@ -121,7 +121,11 @@ def compute_persistent_memory(
     offloaded = 0.0
     if candidate.offload in ("optimizer", "optimizer_disk"):
         offloaded = optimizer
-        optimizer = engine.compute_staging_bytes(offloaded, candidate.offload_buffer_bytes)
+        optimizer = (
+            0.0
+            if candidate.is_updated_on_host
+            else engine.compute_staging_bytes(offloaded, candidate.offload_buffer_bytes)
+        )
     elif candidate.offload == "parameters":
         weights = optimizer = gradients = reduced = updated = 0.0
     at_loss = weights + optimizer + compute_gradient_bytes_at_loss(candidate, gradients)

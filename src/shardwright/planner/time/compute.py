@@ -252,8 +252,13 @@ def compute_end_seconds(
 
 
 def compute_update_seconds(num_elements: float, candidate: Candidate, rates: DeviceRates) -> float:
-    """Compute seconds of norm, clip and update of the trained parameters on a rank: 40 bytes
-    each with AdamW's two moments.
+    """Compute seconds of norm, clip and update of the trained parameters on a rank."""
+    return count_update_bytes(num_elements, candidate) / rates.update_bytes_per_second
+
+
+def count_update_bytes(num_elements: float, candidate: Candidate) -> float:
+    """Count the bytes that norm, clip and update read and write: 40 per parameter with AdamW's two
+    moments, 4 of them for the norm.
 
     For Muon only memory traffic is counted, without the orthogonalisation's matmuls and
     communication.
@@ -266,4 +271,4 @@ def compute_update_seconds(num_elements: float, candidate: Candidate, rates: Dev
         "sgd": 24.0,
         "sgd_momentum": 32.0,
     }[candidate.optimizer]
-    return num_elements * per_element * candidate.master_bytes / 4 / rates.update_bytes_per_second
+    return num_elements * per_element * candidate.master_bytes / 4

@@ -226,6 +226,7 @@ class StepCosts:
                 activations.saved_bytes + size * layer.local_matrices,
                 seconds.forward + forward_traffic.exposed,
                 seconds.recompute + seconds.backward + backward_traffic.exposed,
+                self.network.cluster.profile,
             )
             forward += count * waits[0]
             backward += count * waits[1]

@@ -13,11 +13,11 @@ from math import log2
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.parameter_memory import StageLoad, compute_working_bytes
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.offload_costs import get_transfer_rate
+from shardwright.planner.offload_costs import compute_host_update_seconds, get_transfer_rate
 from shardwright.planner.prediction import TimeParts
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
-from shardwright.planner.time.compute import compute_update_seconds
+from shardwright.planner.time.compute import compute_update_seconds, count_update_bytes
 from shardwright.planner.time.data_parallel_time import (
     compute_data_seconds,
     compute_rank_traffic,
@@ -221,7 +221,8 @@ def _compute_rank_parts(
         expert=num_micro_batches * traffic.expert,
         data=exposed + slowdown,
         offload=num_micro_batches * sum(map(sum, (passes.offload_waits for passes in stages))),
-        optimizer=_compute_update_seconds(costs, num_elements) + _compute_cast_seconds(costs, load),
+        optimizer=_compute_update_seconds(costs, num_elements, backward)
+        + _compute_cast_seconds(costs, load),
         hidden_tensor=num_micro_batches * traffic.hidden_tensor,
         hidden_context=num_micro_batches * traffic.hidden_context,
         hidden_expert=num_micro_batches * traffic.hidden_expert,
@@ -237,16 +238,26 @@ def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
     return costs.rates.time_copy(read_bytes + num_bytes)
 
 
-def _compute_update_seconds(costs: StepCosts, num_elements: float) -> float:
+def _compute_update_seconds(
+    costs: StepCosts, num_elements: float, backward_seconds: float
+) -> float:
     """Compute the seconds of the update, with the transfers of offloaded states."""
     candidate = costs.candidate
+    profile = costs.network.cluster.profile
     seconds = compute_update_seconds(num_elements, candidate, costs.rates)
     if candidate.offload == "none":
         return seconds
+    if candidate.is_updated_on_host:
+        norm_bytes = num_elements * candidate.master_bytes
+        norm_seconds = norm_bytes / costs.rates.update_bytes_per_second
+        moved_bytes = count_update_bytes(num_elements, candidate) - norm_bytes
+        return norm_seconds + compute_host_update_seconds(
+            candidate, num_elements, moved_bytes, backward_seconds, profile
+        )
     state_bytes = candidate.engine.get_optimizer_bytes(candidate.optimizer, candidate.master_bytes)
     return candidate.engine.compute_offloaded_update_seconds(
         seconds,
         num_elements,
         num_elements * state_bytes,
-        get_transfer_rate("disk" if candidate.offload == "optimizer_disk" else "host"),
+        get_transfer_rate("disk" if candidate.offload == "optimizer_disk" else "host", profile),
     )

@@ -23,9 +23,11 @@ from shardwright.model.frozen_weights import list_frozen_matrices
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.numerics.precision import resolve_dtypes
+from shardwright.offload.file_systems import classify_file_system, read_file_system
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
 from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.problem import build_plan_candidate
+from shardwright.planner.update_place import HOST_UPDATED_OPTIMIZERS, choose_update_place
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
 from shardwright.training.preference_objective import has_frozen_reference
@@ -33,10 +35,6 @@ from shardwright.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_NETWORK_FILE_SYSTEMS = (
-    "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "gpfs", "beegfs", "afs", "fuse",
-)  # fmt: skip
-_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     (
@@ -79,7 +77,10 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
             _report_model_file_system(recipe.model.path)
         needed.add(section.parameters, _count_weight_bytes(recipe, plan))
     if section.optimizer != "none":
-        needed.add(section.optimizer, _count_moment_bytes(recipe, plan, trained_names))
+        num_elements = _count_trained_elements(plan, trained_names)
+        needed.add(section.optimizer, round(num_elements * _get_moment_bytes(recipe)))
+        if should_use_cuda(recipe.run.device, field="run.device"):
+            needed.host += _check_update_place(recipe, plan, num_elements)
     if "disk" in (section.optimizer, section.parameters):
         folder = _get_folder(recipe)
         _check_folder(folder)
@@ -88,8 +89,8 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
         _check_host_memory(recipe, needed.host)
 
 
-def _count_moment_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> int:
-    """Count the bytes of the moments of this node's ranks.
+def _get_moment_bytes(recipe: Recipe) -> float:
+    """Return the bytes of the moments per trained parameter.
 
     Raises:
         RecipeError: the optimizer has none.
@@ -104,14 +105,37 @@ def _count_moment_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[st
             allowed="none",
             remedy="Remove it, or set optimizer.momentum",
         )
-    bytes_per_element = OPTIMIZER_STATE_BYTES["sgd_momentum" if has_momentum else name]
-    num_elements = sum(
+    return OPTIMIZER_STATE_BYTES["sgd_momentum" if has_momentum else name]
+
+
+def _count_trained_elements(plan: Plan, trained_names: Collection[str]) -> int:
+    """Count the elements of trained parameters that this node's ranks update."""
+    return sum(
         math.prod(length for _, length in box.local_bounds)
         for coordinates in _list_node_coordinates(plan)
         for name in trained_names
         for box in compute_local_boxes(plan.placement.parameters[name], plan.layout, coordinates)
     )
-    return round(num_elements * bytes_per_element)
+
+
+def _check_update_place(recipe: Recipe, plan: Plan, num_elements: int) -> int:
+    """Return the bytes of weights and gradients in host memory for an update on the host.
+
+    Raises:
+        RecipeError: the optimizer cannot be updated on the host.
+    """
+    if choose_update_place(recipe).place == "device":
+        return 0
+    if recipe.optimizer.name not in HOST_UPDATED_OPTIMIZERS:
+        raise RecipeError(
+            f"the update of {recipe.optimizer.name} needs whole matrices of all ranks, which are "
+            "on their devices",
+            field="offload.update_on",
+            got="host",
+            allowed=f"auto or device; host with {', '.join(HOST_UPDATED_OPTIMIZERS)}",
+            remedy="Remove it, or choose another optimizer",
+        )
+    return 2 * num_elements * resolve_dtypes(plan.precision).param.itemsize
 
 
 def _check_parameters(recipe: Recipe, plan: Plan) -> None:
@@ -288,8 +312,8 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
             allowed=f"at least {format_bytes(needed_bytes)}",
             remedy="Free space, or choose a folder on another disk",
         )
-    kind = _read_file_system(folder)
-    if kind.partition(".")[0] in _NETWORK_FILE_SYSTEMS:
+    kind = read_file_system(folder)
+    if classify_file_system(kind) == "network":
         logger.warning(
             "offload.dir: %s is on a network file system (%s): every step reads and writes %s "
             "there. Choose a local disk",
@@ -297,7 +321,7 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
             kind,
             format_bytes(needed_bytes),
         )
-    elif kind in _MEMORY_FILE_SYSTEMS:
+    elif classify_file_system(kind) == "memory":
         logger.warning(
             "offload.dir: %s is in host memory (%s), so the states take %s of it. "
             "The tier `host` is faster",
@@ -309,8 +333,8 @@ def _check_disk(folder: Path, needed_bytes: int) -> None:
 
 def _report_model_file_system(path: str) -> None:
     """Warn about a model folder from which reads are slow, or take host memory."""
-    kind = _read_file_system(Path(path))
-    if kind.partition(".")[0] in _NETWORK_FILE_SYSTEMS:
+    kind = read_file_system(Path(path))
+    if classify_file_system(kind) == "network":
         logger.warning(
             "model.path: %s is on a network file system (%s): with `offload.parameters: disk` "
             "every forward and backward pass reads the frozen weights there. Copy the folder to "
@@ -318,7 +342,7 @@ def _report_model_file_system(path: str) -> None:
             path,
             kind,
         )
-    elif kind in _MEMORY_FILE_SYSTEMS:
+    elif classify_file_system(kind) == "memory":
         logger.warning(
             "model.path: %s is in host memory (%s), so `offload.parameters: disk` frees none of "
             "it. Copy the folder to a local disk",
@@ -334,10 +358,12 @@ def _check_host_memory(recipe: Recipe, needed_bytes: int) -> None:
         names = [f"offload.{name}" for name, tier in tiers.items() if tier == "host"]
         raise RecipeError(
             "this node has not enough host memory for the offloaded states of its ranks",
-            field=" and ".join(names),
+            field=" and ".join(names) or "offload.update_on",
             got=f"host, with {format_bytes(available_bytes)} available",
             allowed=f"at least {format_bytes(needed_bytes)}",
-            remedy=f"Use {' or '.join(f'`{name}: disk`' for name in names)}",
+            remedy=f"Use {' or '.join(f'`{name}: disk`' for name in names)}"
+            if names
+            else "Set offload.update_on: device, which needs no copies of weights and gradients",
         )
 
 
@@ -358,18 +384,3 @@ def read_available_memory() -> int | None:
         except (OSError, ValueError):  # no such cgroup, or the limit is `max`
             continue
     return min(limits, default=None)
-
-
-def _read_file_system(folder: Path) -> str:
-    """Return the type of the file system of a folder; empty if it is unknown."""
-    device = os.stat(folder).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2] == wanted:
-            return rest.split()[0]
-    return ""

@@ -1,0 +1,313 @@
+"""Offloaded optimizer states beside DeepSpeed's ZeRO-Offload and NVMe offload, on a CPU.
+
+    python -m benchmarks.offload --folder /scratch --out docs/benchmarks/offload-cpu.json
+
+Each run is a process of its own; the contenders take turns, round after round. All train the same
+random model on the same tokens with AdamW, in bf16 with fp32 master weights, on one rank. Between
+the runs of a round fio moves the bytes of our moments with direct I/O. `--folder` holds scratch
+files and DeepSpeed's swap files. DeepSpeed needs g++ and libaio's headers to build its extensions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import LLAMA_29M, Case
+from benchmarks.conditions import format_rows, read_conditions
+
+MODELS: dict[str, dict[str, Any]] = {
+    "29m": LLAMA_29M,
+    "137m": LLAMA_29M
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+}
+CONTENDERS = ("shardwright", "shardwright disk", "deepspeed host", "deepspeed nvme")
+NUM_STEPS = 6
+"""The first two are not counted."""
+_BLOCK_BYTES = 64 * 2**20
+
+
+def main() -> None:
+    """Run the rounds and write the numbers, or run one contender for the parent."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.offload", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="folder on the disk to use")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", choices=MODELS, default="137m")
+    parser.add_argument("--contender", choices=CONTENDERS, help="run this one and print its JSON")
+    options = parser.parse_args()
+    if options.contender:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            print(json.dumps(run_contender(options.contender, options.model, Path(folder))))
+        return
+    runs = run_rounds(options.folder, options.model, options.rounds)
+    result = {"conditions": read_conditions(), "config": MODELS[options.model], "runs": runs}
+    print(json.dumps(summarise(runs), indent=1))
+    if options.out is not None:
+        options.out.write_text(format_rows(result | {"summary": summarise(runs)}) + "\n")
+
+
+def run_rounds(folder: Path, model: str, num_rounds: int) -> list[dict[str, Any]]:
+    """Run every contender once a round, in turn; a failure is recorded with its last lines."""
+    runs: list[dict[str, Any]] = []
+    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
+    for number in range(num_rounds):
+        for contender in CONTENDERS:
+            command = [sys.executable, "-m", "benchmarks.offload", "--folder", str(folder)]
+            command += ["--model", model]
+            done = subprocess.run(
+                [*command, "--contender", contender],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=environment,
+            )
+            run: dict[str, Any] = {"round": number, "contender": contender}
+            if done.returncode == 0:
+                run |= json.loads(done.stdout.splitlines()[-1])
+            else:
+                run["error"] = done.stderr.splitlines()[-5:]
+            if contender == "shardwright disk" and "error" not in run:
+                run["fio"] = measure_with_fio(folder, int(run["read_bytes"]))
+            runs.append(run)
+            print(json.dumps(run), file=sys.stderr, flush=True)
+    return runs
+
+
+def run_contender(contender: str, model: str, folder: Path) -> dict[str, Any]:
+    """Train with one contender in this process; return times of its steps and its memory."""
+    import torch
+
+    torch.manual_seed(0)
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    case = Case(
+        contender,
+        0,
+        "bf16",
+        str(folder),
+        world_size=1,
+        sequence_length=256,
+        micro_batch_size=1,
+        random_weights=True,
+    )
+    name, _, tier = contender.partition(" ")
+    start: Callable[..., Any] = _start_shardwright if name == "shardwright" else _start_deepspeed
+    run_step, finish = start(case, folder, tier)
+    seconds: list[float] = []
+    losses: list[float] = []
+    for step in range(NUM_STEPS):
+        start_seconds = time.perf_counter()
+        losses.append(run_step(step))
+        seconds.append(time.perf_counter() - start_seconds)
+    return {
+        "step_seconds": seconds[2:],
+        "losses": losses,
+        "peak_resident_bytes": _read_peak_resident_bytes(),
+        "threads": torch.get_num_threads(),
+        **finish(),
+    }
+
+
+def _start_shardwright(case: Case, folder: Path, tier: str) -> tuple[Any, Any]:
+    import torch
+
+    from benchmarks.case import make_tokens, read_model_config, select_batch, shift_labels
+    from benchmarks.contenders.with_shardwright import build_recipe, build_validated_run
+    from shardwright.config.offload import OffloadSection
+    from shardwright.data.loader import MicroBatch
+    from shardwright.offload import OffloadedOptimizer
+    from shardwright.training.setup import build_state
+    from shardwright.training.step import accumulate_gradients, update_parameters
+
+    recipe = build_recipe(case)
+    if tier:
+        section = OffloadSection.model_validate({"optimizer": tier, "dir": str(folder)})
+        recipe = recipe.model_copy(update={"offload": section})
+    state = build_state(build_validated_run(recipe, 1), torch.device("cpu"))
+    tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
+    update_seconds: list[float] = []
+    transfers: list[dict[str, float]] = []
+
+    def run_step(step: int) -> float:
+        ids_BT = select_batch(tokens, case, step, 0)
+        batch = MicroBatch(
+            ids_BT,
+            shift_labels(ids_BT),
+            torch.arange(case.sequence_length).expand_as(ids_BT),
+            None,
+            torch.tensor([step]),
+            case.micro_batch_size * (case.sequence_length - 1),
+        )
+        loss = accumulate_gradients(state.model, [batch], seed=0, step=step)
+        start_seconds = time.perf_counter()
+        update_parameters(
+            state.model,
+            state.optimizer,
+            learning_rate=case.optimisation.learning_rate,
+            max_grad_norm=case.optimisation.max_grad_norm,
+        )
+        update_seconds.append(time.perf_counter() - start_seconds)
+        if isinstance(state.optimizer, OffloadedOptimizer):
+            transfers.append(vars(state.optimizer.take_counts()))
+        return loss.mean()
+
+    def finish() -> dict[str, Any]:
+        num_parameters = sum(tensor.numel() for _, tensor in state.model.named_parameters())
+        result: dict[str, Any] = {
+            "num_parameters": num_parameters,
+            "update_seconds": update_seconds[2:],
+        }
+        if transfers:
+            result["read_bytes"] = transfers[-1]["read_bytes"]
+            result["transfers"] = transfers[2:]
+        return result
+
+    return run_step, finish
+
+
+def _start_deepspeed(case: Case, folder: Path, tier: str) -> tuple[Any, Any]:
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617",
+    }  # fmt: skip
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from benchmarks.case import make_tokens, read_model_config, select_batch
+    from benchmarks.contenders.with_deepspeed import settings
+    from benchmarks.contenders.with_torch import build_adamw_settings, group_parameters
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case.weights_dir)).train()
+    adamw = build_adamw_settings(case)
+    config = settings(case)
+    # The optimizer's states can be on NVMe with stage 3 only.
+    zero: dict[str, Any] = {"stage": 3 if tier == "nvme" else 2}
+    zero["offload_optimizer"] = {"device": "nvme" if tier == "nvme" else "cpu"}
+    if tier == "nvme":
+        zero["offload_optimizer"] |= {"nvme_path": str(folder), "buffer_count": 4}
+        zero["sub_group_size"] = 16_777_216
+        config["aio"] = {"block_size": 8 * 2**20, "queue_depth": 16, "thread_count": 1}
+    config["zero_optimization"] = zero
+    optimizer = DeepSpeedCPUAdam(
+        group_parameters(case, model),
+        **{key: adamw[key] for key in ("lr", "betas", "eps") if key in adamw},
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
+
+    def run_step(step: int) -> float:
+        input_ids_BT = select_batch(tokens, case, step, 0)
+        loss = engine(input_ids=input_ids_BT, labels=input_ids_BT).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return run_step, lambda: {"stage": engine.zero_optimization_stage()}
+
+
+def measure_with_fio(folder: Path, num_bytes: int) -> dict[str, float]:
+    """Read and write this many bytes at once with fio: sequential direct I/O in blocks of ours.
+
+    Returns:
+        Bytes per second of each direction; the seconds of the slower one.
+    """
+    assert shutil.which("fio"), "install fio"
+    size = num_bytes // _BLOCK_BYTES * _BLOCK_BYTES
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        source = Path(name, "source")
+        with source.open("wb") as file:
+            for _ in range(size // _BLOCK_BYTES):
+                file.write(os.urandom(_BLOCK_BYTES))
+            os.fsync(file.fileno())
+        common = ["--ioengine=psync", "--direct=1", f"--bs={_BLOCK_BYTES}", f"--size={size}"]
+        command = ["fio", "--output-format=json", *common]
+        command += ["--name=read", "--rw=read", f"--filename={source}"]
+        command += ["--name=write", "--rw=write", "--fallocate=posix"]
+        command += [f"--filename={Path(name, 'target')}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    read, write = json.loads(done.stdout)["jobs"]
+    return {
+        "num_bytes": size,
+        "read_bytes_per_second": read["read"]["bw_bytes"],
+        "write_bytes_per_second": write["write"]["bw_bytes"],
+        "seconds": max(read["read"]["runtime"], write["write"]["runtime"]) / 1000,
+    }
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compute medians over all counted steps, and the ratios to compare."""
+    summary: dict[str, Any] = {}
+    for contender in CONTENDERS:
+        good = [run for run in runs if run["contender"] == contender and "error" not in run]
+        if not good:
+            continue
+        row: dict[str, Any] = {
+            "step_seconds": statistics.median(time for run in good for time in run["step_seconds"]),
+            "peak_resident_bytes": max(run["peak_resident_bytes"] for run in good),
+            "num_runs": len(good),
+        }
+        if contender == "shardwright disk":
+            row |= _summarise_transfers(good)
+        summary[contender] = row
+    for own, other in (("shardwright", "deepspeed host"), ("shardwright disk", "deepspeed nvme")):
+        if own in summary and other in summary:
+            summary[f"{other} / {own}"] = {
+                key: summary[other][key] / summary[own][key]
+                for key in ("step_seconds", "peak_resident_bytes")
+            }
+    if "transfer_seconds" in summary.get("shardwright disk", {}) and "shardwright" in summary:
+        disk = summary["shardwright disk"]
+        limit = max(summary["shardwright"]["step_seconds"], disk["transfer_seconds"])
+        disk["step_of_max_compute_transfer"] = disk["step_seconds"] / limit
+    return summary
+
+
+def _summarise_transfers(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Compare the transfers of each step with fio's, moved right after the run."""
+    shares = []
+    seconds = []
+    for run in runs:
+        fio = run["fio"]
+        fio_rate = 2 * fio["num_bytes"] / fio["seconds"]
+        for step in run["transfers"]:
+            both_seconds = max(step["reading_seconds"], step["writing_seconds"])
+            seconds.append(both_seconds)
+            shares.append((step["read_bytes"] + step["written_bytes"]) / both_seconds / fio_rate)
+    return {
+        "transfer_seconds": statistics.median(seconds),
+        "share_of_fio": statistics.median(shares),
+        "lowest_share_of_fio": min(shares),
+        "fio_bytes_per_second": statistics.median(
+            2 * run["fio"]["num_bytes"] / run["fio"]["seconds"] for run in runs
+        ),
+    }
+
+
+def _read_peak_resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return peak * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Update on the host of parameters that are on a CUDA device.
+
+[Note: order of copies] A gradient leaves the device when its reduction ends, beside the rest of
+the backward pass, with the weights it belongs to, on a stream of its own. Training's stream waits
+for the last of these copies before the gradient norm is computed. So the host, which has to read
+the norm, has all of them when it has the norm, and waits for no copy. Updated weights return
+piece by piece on another stream while the next piece is updated; training's stream waits for the
+last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwright.numerics import scale_
+from shardwright.optim.sharded_optimizer import get_local_tensor
+
+
+@dataclass(frozen=True)
+class _HostCopy:
+    """Pinned copies of one parameter's local weights and gradient."""
+
+    weights: Tensor
+    gradient: Tensor
+
+
+class HostUpdate:
+    """Weights and gradients of a rank in pinned host memory for the time of an update.
+
+    The weights come with every step, so whoever changes those on the device (a restored
+    checkpoint, kept zeros) need not know of the copies.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
+        """Allocate the copies. PyTorch rounds each pinned tensor up to a power of two."""
+        self._parameters = dict(parameters)
+        self._device = device
+        self._copies = {}
+        for name, parameter in self._parameters.items():
+            local = get_local_tensor(parameter.detach())
+            weights, gradient = (
+                torch.empty(local.shape, dtype=local.dtype, pin_memory=True) for _ in range(2)
+            )
+            self._copies[name] = _HostCopy(weights, gradient)
+        self._stream_out = torch.cuda.Stream(device)
+        self._stream_in = torch.cuda.Stream(device)
+        self._copied_event: torch.cuda.Event | None = None
+        self._copied_names: set[str] = set()
+        self._factor = 1.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies, without the rounding of pinned memory."""
+        return sum(copy.weights.nbytes + copy.gradient.nbytes for copy in self._copies.values())
+
+    @torch.no_grad()
+    def take_gradient(self, name: str) -> None:
+        """Launch the copies of a gradient and its weights to the host, after the current stream."""
+        parameter = self._parameters[name]
+        assert parameter.grad is not None
+        copy = self._copies[name]
+        self._stream_out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream_out):
+            copy.gradient.copy_(get_local_tensor(parameter.grad), non_blocking=True)
+            copy.weights.copy_(get_local_tensor(parameter.detach()), non_blocking=True)
+        self._copied_names.add(name)
+
+    def end_gradients(self) -> None:
+        """Let training's stream wait for the copies, so that whoever waits for it has them."""
+        self._copied_event = self._stream_out.record_event()
+        torch.cuda.current_stream(self._device).wait_event(self._copied_event)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the next update by a factor, as `numerics.scale_` does."""
+        self._factor = factor
+
+    def begin_update(self) -> None:
+        """Let copies back wait for what training has launched; gradients must have arrived."""
+        assert self._copied_event is not None, "no gradients have left since the last update"
+        if not self._copied_event.query():  # the norm was not read before
+            self._copied_event.synchronize()
+        self._copied_event = None
+        self._stream_in.wait_stream(torch.cuda.current_stream(self._device))
+
+    def get_weights(self, name: str) -> Tensor:
+        """Return a parameter's local weights in host memory."""
+        assert name in self._copied_names
+        return self._copies[name].weights
+
+    def get_gradient(self, name: str) -> Tensor:
+        """Return a parameter's local gradient in host memory, before `scale_piece`."""
+        assert name in self._copied_names
+        return self._copies[name].gradient
+
+    def scale_piece(self, gradient: Tensor) -> None:
+        """Scale a piece of a gradient in place, once per step."""
+        if self._factor != 1.0:
+            scale_([gradient], self._factor)
+
+    def copy_back(self, weights: Tensor, target: Tensor) -> None:
+        """Launch the copy of updated weights to their place on the device."""
+        with torch.cuda.stream(self._stream_in):
+            target.copy_(weights, non_blocking=True)
+
+    def end_update(self) -> None:
+        """Let training's stream wait for all weights."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream_in)
+        self._factor = 1.0
+
+    def discard_gradients(self) -> None:
+        """Forget which gradients were taken: the step is updated or skipped."""
+        self._copied_names.clear()
+        self._copied_event = None

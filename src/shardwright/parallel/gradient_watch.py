@@ -1,0 +1,80 @@
+"""Report of each gradient when it is complete, during the last backward pass where possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from torch import Tensor, nn
+
+from shardwright.optim.sharded_optimizer import GradientListener, get_local_tensor
+
+
+class GradientWatch:
+    """Reports the gradients of a step to a listener.
+
+    autograd calls the hooks when a gradient has been added to its parameter; FSDP2 calls them
+    for its shards, on the stream of the reduction, when that is launched. Shards of one reduction
+    share memory, and FSDP2 adds to one after another: they are reported when all are complete.
+    A gradient that changes after its report is reported again at the end.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], listener: GradientListener) -> None:
+        self.is_last_backward = False
+        """True while gradients become complete: in the backward pass of the last micro-batch."""
+        self._parameters = {
+            name: parameter for name, parameter in parameters.items() if parameter.requires_grad
+        }
+        self._listener = listener
+        self._versions: dict[str, tuple[int, int]] = {}
+        """Identity and version of each gradient that was reported."""
+        self._complete: list[str] = []
+        """Gradients in one storage that are complete, and not reported yet."""
+        self._storage_address = 0
+
+    def watch_last_backward(self, names: Iterable[str]) -> None:
+        """Report these parameters' gradients during the last backward pass."""
+        for name in names:
+            if name in self._parameters:
+                self._parameters[name].register_post_accumulate_grad_hook(
+                    partial(self._take_early, name)
+                )
+
+    def _take_early(self, name: str, _parameter: Tensor) -> None:
+        if not self.is_last_backward:
+            return
+        gradient = self._parameters[name].grad
+        assert gradient is not None
+        address = get_local_tensor(gradient).untyped_storage().data_ptr()
+        if address != self._storage_address:
+            self._take_complete()
+            self._storage_address = address
+        self._complete.append(name)
+
+    def _take_complete(self) -> None:
+        names, self._complete = self._complete, []
+        for name in names:
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        gradient = self._parameters[name].grad
+        assert gradient is not None
+        self._versions[name] = _identify(gradient)
+        self._listener.take_gradient(name)
+
+    def end(self) -> None:
+        """Report what has not been reported since, and the end."""
+        self._complete.clear()
+        self._storage_address = 0
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if gradient is not None and self._versions.get(name) != _identify(gradient):
+                self._take(name)
+        self._versions.clear()
+        self.is_last_backward = False
+        self._listener.end_gradients()
+
+
+def _identify(gradient: Tensor) -> tuple[int, int]:
+    """Return a value that differs once the gradient is another tensor, or is changed in place."""
+    return id(gradient), get_local_tensor(gradient)._version

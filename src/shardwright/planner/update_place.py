@@ -1,0 +1,82 @@
+"""Choice between device and host for the update of offloaded optimizer states.
+
+The choice follows from the recipe and its measured profile alone: the kernels of a CPU and of a GPU
+may round differently, so a run must not choose by what it measures itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.config.offload import OffloadTier
+from shardwright.config.recipe import Recipe
+from shardwright.config.training import OptimizerName
+from shardwright.hardware.measured_profile import TierRates, load_profile
+from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
+from shardwright.units import format_bytes
+
+HOST_UPDATED_OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit", "sgd")
+"""Optimizers whose update needs no other rank and no matrix products."""
+_HOST_UPDATE_BYTES = 20.0
+"""Bytes of host memory that clip and update read and write per parameter, besides its state."""
+
+
+@dataclass(frozen=True)
+class UpdateChoice:
+    """Place of the update, and why."""
+
+    place: Literal["device", "host"]
+    reason: str
+
+
+def choose_update_place(recipe: Recipe) -> UpdateChoice:
+    """Resolve `offload.update_on` for a run on GPUs; on CPUs the two are the same.
+
+    `auto` is the host only if rates were measured by which its update takes less time.
+
+    Raises:
+        InputError: the profile cannot be read.
+    """
+    section = recipe.moved_offload
+    if section.optimizer == "none":
+        return UpdateChoice("device", "no states are offloaded")
+    if section.update_on != "auto":
+        return UpdateChoice(section.update_on, "the recipe says so")
+    name = recipe.optimizer.name
+    if name not in HOST_UPDATED_OPTIMIZERS:
+        return UpdateChoice("device", f"{name} needs whole matrices of all ranks")
+    cluster = recipe.cluster
+    if cluster is None or cluster.profile is None:
+        return UpdateChoice(
+            "device", "cluster.profile names no measured rates of host memory and link"
+        )
+    tiers = load_profile(cluster.profile).tiers
+    rule = "sgd_momentum" if name == "sgd" else name
+    return _compare_rates(section.optimizer, OPTIMIZER_STATE_BYTES[rule], tiers, cluster.profile)
+
+
+def _compare_rates(
+    tier: OffloadTier, state_bytes: float, tiers: TierRates, profile: str
+) -> UpdateChoice:
+    """Compare the seconds per parameter of both places.
+
+    Copies of gradients and weights to the host run beside the backward pass and count nothing.
+    """
+    link = tiers.host_link_bytes_per_second
+    memory = tiers.host_memory_bytes_per_second
+    disk = tiers.disk_both_bytes_per_second
+    if link is None or memory is None or (tier == "disk" and disk is None):
+        return UpdateChoice(
+            "device", f"{profile} has no rates of host memory, link and disk; measure them again"
+        )
+    disk_seconds = state_bytes / disk if tier == "disk" and disk is not None else 0.0
+    device_seconds = max(state_bytes / link, disk_seconds)
+    host_seconds = max((_HOST_UPDATE_BYTES + 2 * state_bytes) / memory, 4.0 / link, disk_seconds)
+    place: Literal["device", "host"] = "host" if host_seconds < device_seconds else "device"
+    return UpdateChoice(
+        place,
+        f"{1e9 * device_seconds:.3g} s on the device and {1e9 * host_seconds:.3g} s on the host "
+        f"for 10^9 parameters, by {profile}: link {format_bytes(link)}/s, host memory "
+        f"{format_bytes(memory)}/s",
+    )
