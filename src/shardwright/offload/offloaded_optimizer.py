@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwright.config.offload import OffloadSection
 from shardwright.offload.device_buffers import DeviceBuffers
 from shardwright.offload.disk_store import DiskStore
+from shardwright.offload.parameter_offload import ParameterOffload
 from shardwright.offload.state_buckets import (
     BucketPiece,
     OffloadedParameter,
@@ -60,6 +61,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         *,
         buffer_bytes: int,
         device: torch.device,
+        parameters: ParameterOffload | None = None,
     ) -> None:
         """
         Args:
@@ -68,12 +70,14 @@ class OffloadedOptimizer(ShardedOptimizer):
             create_store: Function from the partition of this rank's state to a store of zeros.
             buffer_bytes: Size of a bucket. One matrix may need more (Adafactor: all its state).
             device: Device of parameters and gradients.
+            parameters: Brings parameters and gradients that are elsewhere.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
         super().__init__(optimizer.param_groups, {}, model)
         self.rule = get_rule(optimizer)
         self.optimizer: PiecewiseOptimizer = optimizer
         self.device = device
+        self._parameters = parameters
         self._members = {
             name: (parameter, group)
             for group in self.param_groups
@@ -179,17 +183,24 @@ class OffloadedOptimizer(ShardedOptimizer):
             if any(self._is_updated(piece.name) for piece in bucket.pieces)
         ]
         for bucket, parts in self._stream_buckets(order):
-            self.optimizer.update_pieces(
-                [
-                    self._build_piece(piece, parts)
-                    for piece in bucket.pieces
-                    if self._is_updated(piece.name)
-                ]
-            )
+            pieces = [piece for piece in bucket.pieces if self._is_updated(piece.name)]
+            if self._parameters is not None:
+                self._parameters.bring_for_update([piece.name for piece in pieces])
+            self.optimizer.update_pieces([self._build_piece(piece, parts) for piece in pieces])
         self.optimizer.finish_update()
+        if self._parameters is not None:
+            self._parameters.finish_update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, those that are elsewhere too."""
+        super().zero_grad(set_to_none)
+        if self._parameters is not None:
+            self._parameters.discard_gradients()
 
     def _is_updated(self, name: str) -> bool:
         parameter, group = self._members[name]
+        if self._parameters is not None and self._parameters.has_gradient(name):
+            return True
         return parameter.grad is not None or self.optimizer.is_updated_without_gradient(group)
 
     def _build_piece(self, piece: BucketPiece, parts: Sequence[Tensor]) -> ParameterPiece:
@@ -259,11 +270,13 @@ def offload_optimizer(
     *,
     device: torch.device,
     default_folder: Path,
+    parameters: ParameterOffload | None = None,
 ) -> OffloadedOptimizer:
     """Move the states of an optimizer that has taken no step to the section's tier.
 
     Args:
         default_folder: Folder of the scratch file if the section names none.
+        parameters: Brings parameters and gradients that are elsewhere.
 
     Raises:
         OffloadFailed: the disk has not enough space, or cannot be written.
@@ -282,7 +295,12 @@ def offload_optimizer(
 
     piecewise: Any = optimizer
     return OffloadedOptimizer(
-        piecewise, model, create_store, buffer_bytes=section.buffer_bytes, device=device
+        piecewise,
+        model,
+        create_store,
+        buffer_bytes=section.buffer_bytes,
+        device=device,
+        parameters=parameters,
     )
 
 

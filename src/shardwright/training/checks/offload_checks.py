@@ -19,7 +19,7 @@ from shardwright.errors import RecipeError
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
 from shardwright.layout import ZERO_AXES, RankGrid, compute_local_boxes, compute_local_shape
-from shardwright.model.frozen_weights import list_frozen_matrices
+from shardwright.model.block_weights import list_block_matrices, list_frozen_matrices
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.numerics.precision import resolve_dtypes
@@ -65,8 +65,8 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
     """Check, before any rank starts, that this node can hold what is offloaded.
 
     Raises:
-        RecipeError: the optimizer has no states, no weights are frozen, or disk or host memory is
-            too small; the message has the numbers.
+        RecipeError: the optimizer has no states, the layout cannot offload the weights, or disk or
+            host memory is too small; the message has the numbers.
     """
     section = recipe.offload
     needed = _NodeBytes()
@@ -75,9 +75,13 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
         _warn_of_little_space(recipe, plan)
     if section.parameters != "none":
         _check_parameters(recipe, plan)
-        if section.parameters == "disk" and recipe.model.path is not None:
+        if (
+            section.parameters == "disk"
+            and recipe.adapters is not None
+            and recipe.model.path is not None
+        ):
             _report_model_file_system(recipe.model.path)
-        needed.add(section.parameters, _count_weight_bytes(recipe, plan))
+        needed.add(section.parameters, _count_weight_bytes(recipe, plan, trained_names))
     if section.optimizer != "none":
         needed.add(section.optimizer, _count_moment_bytes(recipe, plan, trained_names))
     if "disk" in (section.optimizer, section.parameters):
@@ -117,16 +121,6 @@ def _count_moment_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[st
 def _check_parameters(recipe: Recipe, plan: Plan) -> None:
     tier = recipe.offload.parameters
     _refuse_hf_classes(plan, "parameters", tier, "weights")
-    if recipe.adapters is None:
-        raise RecipeError(
-            "only the frozen weights beside adapters can be offloaded, and this run has no "
-            "adapters: trained weights stay on the device",
-            field="offload.parameters",
-            got=tier,
-            allowed="none without adapters",
-            remedy="Train adapters (adapters: ...), or offload the optimizer's states "
-            "(offload.optimizer) and shard the weights (layout.zero_stage: 3)",
-        )
     if recipe.preference is not None and has_frozen_reference(recipe):
         raise RecipeError(
             "a frozen copy of the model as the reference would stay on the device",
@@ -135,6 +129,69 @@ def _check_parameters(recipe: Recipe, plan: Plan) -> None:
             allowed="none with preference.reference: frozen",
             remedy="Use preference.reference: adapter_off, which needs no copy",
         )
+    if recipe.adapters is None:
+        _check_trained_parameters(recipe, plan)
+
+
+def _check_trained_parameters(recipe: Recipe, plan: Plan) -> None:
+    """Refuse what trained weights in a slower tier do not cover."""
+    layout = plan.layout
+    uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
+    rules = ("adamw", "adamw_8bit", "sgd")
+    has_8bit_products = plan.precision.kind == "fp8" or plan.precision.low_precision is not None
+    refusals = (
+        (
+            recipe.offload.optimizer == "none",
+            "trained weights return for the update with the moments, bucket by bucket",
+            "none with offload.optimizer: none",
+            "Set offload.optimizer: disk",
+        ),
+        (
+            recipe.offload.parameters == "host" and uses_cuda,
+            "trained weights can be on disk only",
+            "none or disk without adapters",
+            "Use disk, or shard the weights (layout.zero_stage: 3)",
+        ),
+        (
+            layout.pp > 1,
+            "stages of a pipeline cannot offload trained weights",
+            "none with layout.pp > 1 without adapters",
+            "Use layout.tp or layout.dp_replicate, or train adapters",
+        ),
+        (
+            layout.zero_stage >= 1 and layout.fsdp > 1,
+            "weights that ZeRO shards over ranks cannot be offloaded while they are trained",
+            "none with layout.zero_stage 1 to 3 on several ranks without adapters",
+            "Use layout.zero_stage: 0 with dp_replicate, tp or cp, or train adapters",
+        ),
+        (
+            recipe.optimizer.name not in rules,
+            f"the update of {recipe.optimizer.name} needs all weights at once",
+            f"none with this optimizer; disk with {', '.join(rules)}",
+            "Choose one of these optimizers, or offload its states only (offload.optimizer)",
+        ),
+        (
+            has_8bit_products,
+            "products of 8-bit operands cannot read trained weights from a slower tier",
+            "none in this precision without adapters",
+            "Use precision: bf16",
+        ),
+        (
+            recipe.model.keep_zeros,
+            "zeros of weights that are not on the device cannot be kept",
+            "none with model.keep_zeros without adapters",
+            "Remove model.keep_zeros",
+        ),
+    )
+    for is_refused, message, allowed, remedy in refusals:
+        if is_refused:
+            raise RecipeError(
+                message,
+                field="offload.parameters",
+                got=recipe.offload.parameters,
+                allowed=allowed,
+                remedy=remedy,
+            )
 
 
 def _refuse_hf_classes(plan: Plan, key: str, tier: OffloadTier, content: str) -> None:
@@ -147,12 +204,14 @@ def _refuse_hf_classes(plan: Plan, key: str, tier: OffloadTier, content: str) ->
         )
 
 
-def _count_weight_bytes(recipe: Recipe, plan: Plan) -> int:
-    """Count the bytes that this node's ranks store of frozen weights.
+def _count_weight_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> int:
+    """Count the bytes that this node's ranks store of weights, and of gradients of trained ones.
 
-    On disk only what the model's own files do not have as it is needed.
+    On disk of frozen weights only what the model's own files do not have as it is needed.
     """
     section = recipe.offload
+    if recipe.adapters is None:
+        return _count_trained_bytes(plan, trained_names) if section.parameters == "disk" else 0
     stored = None
     if section.parameters == "disk":
         stored = open_stored_weights(recipe, plan.placement.shape)
@@ -173,6 +232,20 @@ def _count_weight_bytes(recipe: Recipe, plan: Plan) -> int:
                     plan.layout.degree(axis) for axis in layout.shard_axes if axis in ZERO_AXES
                 )
                 total += -(-math.prod(shape) * dtype.itemsize // num_ranks)
+    return total
+
+
+def _count_trained_bytes(plan: Plan, trained_names: Collection[str]) -> int:
+    """Count the bytes of block weights, in the parameters' precision, and of their gradients."""
+    itemsize = resolve_dtypes(plan.precision).param.itemsize
+    total = 0
+    for coordinates in _list_node_coordinates(plan):
+        for name in list_block_matrices(plan.placement.shape):
+            layout = plan.placement.parameters[name]
+            if compute_local_boxes(layout, plan.layout, coordinates):
+                shape = compute_local_shape(layout, plan.layout, coordinates)
+                num_copies = 2 if name in trained_names else 1
+                total += num_copies * math.prod(shape) * itemsize
     return total
 
 
