@@ -195,7 +195,8 @@ class ParameterOffload(BlockUses):
         layers = {self._layer_of_name[name] for name in names if name in self._layer_of_name}
         if not layers:
             return
-        self._release_others(layers)
+        following = self._layers[self._layers.index(max(layers)) + 1 :][:1]
+        self._release_others({*layers, *following})
         for layer in sorted(layers - self._updated_layers):
             block = self._blocks[layer]
             self._launch((layer, "backward"))
@@ -206,9 +207,8 @@ class ParameterOffload(BlockUses):
                 scale_([item for item in gradients if item is not None], self._gradient_factor)
             block.is_changed = True
         self._updated_layers |= layers
-        following = self._layers.index(max(layers)) + 1
-        if following < len(self._layers):
-            self._launch((self._layers[following], "backward"))
+        for layer in following:
+            self._launch((layer, "backward"))
 
     def finish_update(self) -> None:
         """Start to write the last blocks and to bring the first one, for the next pass."""
