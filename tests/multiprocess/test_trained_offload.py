@@ -4,11 +4,13 @@ and step counts are those of a run whose weights are resident, bit for bit, on e
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from shardwright.config import Recipe
@@ -21,6 +23,8 @@ from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
+from tests import forked
+from tests.multiprocess import limited_weights
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_offload import DENSE, NUM_STEPS, RATE, RULES, SPARSE, build_recipe
 
@@ -29,8 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"recompute": "full"},
     "one rank of zero3": {"layout": {"zero_stage": 3}, "recompute": "selective"},
     "frozen": {"model": {"config": DEEP, "freeze": ["*q_proj.weight", "*norm.weight"]}},
-    "sparse": {"model": {"config": SPARSE}},
-    "bf16": {"precision": "bf16", "training": {"label_smoothing": 0.1}},
+    "sparse": {"model": {"config": SPARSE | {"num_hidden_layers": 3}}},
+    "bf16": {"precision": "bf16"},
     "zero0": {"layout": {"dp_replicate": 2}},
     "tp2": {"layout": {"tp": 2}},
     "cp2": {"layout": {"cp": 2, "zero_stage": 0}, "recompute": "full"},
@@ -90,7 +94,7 @@ def find_differences(recipe: Recipe, world_size: int) -> list[str]:
     differences = [] if values == expected_values else [f"{expected_values} is not {values}"]
     if got.keys() != expected.keys():
         differences.append(f"names: {got.keys() ^ expected.keys()}")
-    if offload is None or len(offload.names) < 14:
+    if offload is None or len(offload.names) < 18:
         differences.append("nothing left the device")
     return differences + [
         key for key, tensor in expected.items() if not torch.equal(tensor, got[key])
@@ -110,14 +114,47 @@ def test_five_steps_have_the_bits_of_resident_weights(
 ) -> None:
     sections = {"model": {"config": DEEP}, "optimizer": RULES[rule]} | LAYOUTS[name]
     recipe = build_recipe(tmp_path, sections)
-    if "training" in LAYOUTS[name]:
-        training = build_recipe(tmp_path, {}).training.model_dump(mode="json", exclude_unset=True)
-        recipe = build_recipe(
-            tmp_path, sections | {"training": training | LAYOUTS[name]["training"]}
-        )
     world_size = WORLD_SIZES.get(name, 1)
     validate_run(recipe, world_size)  # tokenises once
     if world_size == 1:
         assert find_differences(recipe, 1) == []
     else:
         assert ranks.run(world_size, find_differences, recipe, world_size) == [[]] * world_size
+
+
+def train_within_limit(folder: Path, tier: str, limit_bytes: int) -> tuple[int, list[str], str]:
+    sections = {
+        "model": {"config": limited_weights.CONFIG},
+        "offload": {"optimizer": "disk"},
+        "recompute": "full",
+    }
+    path = folder / "recipe.yaml"
+    recipe = build_recipe(folder, sections)
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True)))
+    command = [sys.executable, "-m", "tests.multiprocess.limited_weights"]
+    done = forked.run(
+        [*command, str(path), tier, str(limit_bytes)], capture_output=True, text=True, timeout=200
+    )
+    return done.returncode, done.stdout.split(), done.stderr
+
+
+@pytest.mark.long
+def test_weights_and_gradients_on_disk_train_within_a_limit_that_resident_ones_exceed(
+    tmp_path: Path,
+) -> None:
+    """Both runs have their moments on disk. Resident weights and gradients are twelve blocks."""
+    status, (expected, resident_bytes), error = train_within_limit(tmp_path, "none", 0)
+    assert status == 0, error
+    status, (got, peak_bytes), error = train_within_limit(tmp_path, "disk", 0)
+    assert status == 0, error
+    assert got == expected
+    # On disk: the weights of two blocks, and the gradients of two.
+    saved_bytes = int(resident_bytes) - int(peak_bytes)
+    assert saved_bytes > (2 * limited_weights.NUM_BLOCKS - 5) * limited_weights.BLOCK_BYTES
+    limit_bytes = limited_weights.NUM_BLOCKS * limited_weights.BLOCK_BYTES * 5 // 3
+    status, _, error = train_within_limit(tmp_path, "none", limit_bytes)
+    assert status != 0
+    assert "can't allocate memory" in error
+    status, (got, _), error = train_within_limit(tmp_path, "disk", limit_bytes)
+    assert status == 0, error
+    assert got == expected

@@ -149,9 +149,7 @@ def _sum_squares(tensors: Sequence[Tensor | GradientSquares], like: Tensor) -> T
     return total
 
 
-def _compute_norms(
-    tensors: Sequence[Tensor | GradientSquares], dtype: torch.dtype
-) -> list[Tensor]:
+def _compute_norms(tensors: Sequence[Tensor | GradientSquares], dtype: torch.dtype) -> list[Tensor]:
     """Compute the L2 norm of each tensor in one fused pass; those that are known are kept."""
     remaining = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     sum_dtype = torch.promote_types(dtype, torch.float32)

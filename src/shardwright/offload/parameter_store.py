@@ -190,9 +190,7 @@ class DiskParameterStore:
             pages = buffer[: -(-count // PAGE_BYTES) * PAGE_BYTES]
             self._attempt(
                 "read",
-                partial(
-                    self._disk.read_at, self._descriptor, pages.numpy().data, position + start
-                ),
+                partial(self._disk.read_at, self._descriptor, pages.numpy().data, position + start),
             )
             _copy(target[start : start + count], buffer[:count], self._stream_in, ready)
             self.counts.read_bytes += count

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from shardwright.config.offload import OffloadSection, OffloadTier
 from shardwright.errors import OffloadFailed
-from shardwright.model.decoder import Decoder
 from shardwright.model.block_weights import (
     BlockWeight,
     BlockWeightSources,
     ShardGroup,
     read_rows,
 )
+from shardwright.model.decoder import Decoder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.block_uses import BlockUses, Use

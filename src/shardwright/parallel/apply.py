@@ -40,7 +40,6 @@ from shardwright.layout import (
     compute_local_boxes,
     compute_local_shape,
 )
-from shardwright.model.decoder import Decoder
 from shardwright.model.block_weights import (
     BlockWeightSources,
     SliceReader,
@@ -48,6 +47,7 @@ from shardwright.model.block_weights import (
     is_frozen_matrix,
     list_block_matrices,
 )
+from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.numerics.recompute import build_recompute_runner

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import ZERO_AXES, Layout, ParameterLayout, select_used_axes
-from shardwright.model.decoder import Decoder
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources, ShardGroup
+from shardwright.model.decoder import Decoder
 from shardwright.parallel.comm_timing import all_gather_single, time_wait
 from shardwright.parallel.mesh import Mesh
 

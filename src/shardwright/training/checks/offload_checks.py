@@ -28,6 +28,7 @@ from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.problem import build_plan_candidate
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
+from shardwright.training.checks.trained_offload_checks import check_trained_offload
 from shardwright.training.preference_objective import has_frozen_reference
 from shardwright.units import format_bytes
 
@@ -130,68 +131,7 @@ def _check_parameters(recipe: Recipe, plan: Plan) -> None:
             remedy="Use preference.reference: adapter_off, which needs no copy",
         )
     if recipe.adapters is None:
-        _check_trained_parameters(recipe, plan)
-
-
-def _check_trained_parameters(recipe: Recipe, plan: Plan) -> None:
-    """Refuse what trained weights in a slower tier do not cover."""
-    layout = plan.layout
-    uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
-    rules = ("adamw", "adamw_8bit", "sgd")
-    has_8bit_products = plan.precision.kind == "fp8" or plan.precision.low_precision is not None
-    refusals = (
-        (
-            recipe.offload.optimizer == "none",
-            "trained weights return for the update with the moments, bucket by bucket",
-            "none with offload.optimizer: none",
-            "Set offload.optimizer: disk",
-        ),
-        (
-            recipe.offload.parameters == "host" and uses_cuda,
-            "trained weights can be on disk only",
-            "none or disk without adapters",
-            "Use disk, or shard the weights (layout.zero_stage: 3)",
-        ),
-        (
-            layout.pp > 1,
-            "stages of a pipeline cannot offload trained weights",
-            "none with layout.pp > 1 without adapters",
-            "Use layout.tp or layout.dp_replicate, or train adapters",
-        ),
-        (
-            layout.zero_stage >= 1 and layout.fsdp > 1,
-            "weights that ZeRO shards over ranks cannot be offloaded while they are trained",
-            "none with layout.zero_stage 1 to 3 on several ranks without adapters",
-            "Use layout.zero_stage: 0 with dp_replicate, tp or cp, or train adapters",
-        ),
-        (
-            recipe.optimizer.name not in rules,
-            f"the update of {recipe.optimizer.name} needs all weights at once",
-            f"none with this optimizer; disk with {', '.join(rules)}",
-            "Choose one of these optimizers, or offload its states only (offload.optimizer)",
-        ),
-        (
-            has_8bit_products,
-            "products of 8-bit operands cannot read trained weights from a slower tier",
-            "none in this precision without adapters",
-            "Use precision: bf16",
-        ),
-        (
-            recipe.model.keep_zeros,
-            "zeros of weights that are not on the device cannot be kept",
-            "none with model.keep_zeros without adapters",
-            "Remove model.keep_zeros",
-        ),
-    )
-    for is_refused, message, allowed, remedy in refusals:
-        if is_refused:
-            raise RecipeError(
-                message,
-                field="offload.parameters",
-                got=recipe.offload.parameters,
-                allowed=allowed,
-                remedy=remedy,
-            )
+        check_trained_offload(recipe, plan)
 
 
 def _refuse_hf_classes(plan: Plan, key: str, tier: OffloadTier, content: str) -> None:
