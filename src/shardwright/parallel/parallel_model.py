@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.architecture.flop_count import EXPERT_ROLES
@@ -26,6 +25,7 @@ from shardwright.layout import (
 )
 from shardwright.model.decoder import Decoder
 from shardwright.numerics import GradientSquares, sum_gradient_squares
+from shardwright.optim.sharded_optimizer import get_local_tensor as get_local_tensor
 from shardwright.parallel.comm_timing import CommunicationTimer, begin_wait, end_wait
 from shardwright.parallel.gradient_reduction import (
     LaunchedReduction,
@@ -38,11 +38,6 @@ from shardwright.parallel.matrix_exchange import DistributedMatrixExchange
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.offloaded_weights import TrainedWeightStore
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
-
-
-def get_local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ParallelModel:
@@ -89,16 +84,9 @@ class ParallelModel:
         self.offloaded_names = offloaded_names
         self.trained_offload = trained_offload
         self._gradient_hooks: list[Callable[[], None]] = []
-        self._pending_reductions: list[PendingReduction] = []
-        self._offloaded_reductions: dict[str, list[PendingReduction]] = {}
-        """Reductions of gradients that leave with their block, by name."""
-        for pending in pending_reductions:
-            if pending.name not in trainable:
-                continue
-            if pending.name in offloaded_names:
-                self._offloaded_reductions.setdefault(pending.name, []).append(pending)
-            else:
-                self._pending_reductions.append(pending)
+        trained = [item for item in pending_reductions if item.name in trainable]
+        self._offloaded_reductions = [item for item in trained if item.name in offloaded_names]
+        self._pending_reductions = [item for item in trained if item.name not in offloaded_names]
         self._offloaded_squares: dict[str, list[GradientSquares]] = {}
         """Squares of offloaded gradients that count in the norm, by name."""
         self._stage_reductions: dict[int, list[PendingReduction]] = {}
@@ -238,9 +226,7 @@ class ParallelModel:
 
     def _finish_offloaded_gradients(self, names: Sequence[str]) -> None:
         """Reduce the gradients of a block, and sum their squares, before they leave the device."""
-        reductions = [
-            pending for name in names for pending in self._offloaded_reductions.get(name, ())
-        ]
+        reductions = [item for item in self._offloaded_reductions if item.name in names]
         if reductions:
             reduce_gradients(
                 reductions,
@@ -251,11 +237,6 @@ class ParallelModel:
             self._offloaded_squares[name] = [
                 sum_gradient_squares(part) for part in self._list_counted_parts(name)
             ]
-
-    def scale_offloaded_gradients(self, factor: float) -> None:
-        """Multiply the gradients that are not on the device, when they return for the update."""
-        if self.trained_offload is not None:
-            self.trained_offload.scale_gradients(factor)
 
     def read_parameter(self, name: str) -> Tensor | None:
         """Return this rank's part of a parameter; None if it is frozen and offloaded."""

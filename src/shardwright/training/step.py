@@ -368,7 +368,8 @@ def update_parameters(
             factor *= compute_clip_coefficient(gradient_norm, max_grad_norm)
         if factor != 1.0:
             scale_([gradient for gradient, _ in gradients if gradient is not None], factor)
-            model.scale_offloaded_gradients(factor)
+            if model.trained_offload is not None:
+                model.trained_offload.scale_gradients(factor)
         set_learning_rate(optimizer, learning_rate)
         optimizer.step()
         if router_table is not None:

@@ -213,7 +213,7 @@ def test_weights_are_read_and_compared_by_name(tmp_path: Path) -> None:
         (DISK, {"precision": "fp8"}, 1, "products of 8-bit operands"),
     ],
 )
-def test_what_is_not_covered_is_refused_with_a_remedy(
+def test_unsupported_runs_are_refused_with_a_remedy(
     tmp_path: Path, offload: dict[str, Any], sections: dict[str, Any], num_ranks: int, message: str
 ) -> None:
     recipe = build_run(tmp_path, "run", offload, **sections)
@@ -221,7 +221,7 @@ def test_what_is_not_covered_is_refused_with_a_remedy(
         validate_run(recipe, num_ranks)
 
 
-def test_zeros_cannot_be_kept(tmp_path: Path) -> None:
+def test_a_pruned_model_is_refused(tmp_path: Path) -> None:
     model = {"path": str(tmp_path / "base"), "keep_zeros": True}
     recipe = build_pretrained_run(tmp_path, "run", DISK, adapters=None, model=model)
     with pytest.raises(RecipeError, match=r"offload\.parameters: zeros .* cannot be kept"):
@@ -242,7 +242,7 @@ def test_host_is_refused_on_a_gpu_and_moves_nothing_on_a_cpu(
         )
 
 
-def test_the_disk_must_have_room_for_weights_and_gradients(
+def test_a_disk_too_small_for_weights_and_gradients_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed_bytes = 2 * WEIGHT_BYTES + 8 * (WEIGHT_BYTES // 4)
