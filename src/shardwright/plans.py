@@ -208,7 +208,9 @@ def complete_plan(
     plan = Plan(
         placement,
         batch,
-        settle_precision(recipe, choice).precision,
+        settle_precision(recipe, choice).precision.model_copy(
+            update={"working_weights": recipe.working_weights}
+        ),
         recipe.recompute,
         None if choice is None else choice.reason,
         recipe.model.compile is True if compilation is None else compilation.is_compiled,

@@ -23,7 +23,7 @@ from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.offloaded_weights import FrozenWeightStore
+from shardwright.parallel.offloaded_weights import BlockWeightStore
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import (
     accumulate_gradients,
@@ -97,7 +97,7 @@ def build_model(
     recipe: Recipe,
     layout: Layout,
     device: torch.device,
-    offload: FrozenWeightStore | None = None,
+    offload: BlockWeightStore | None = None,
 ) -> ParallelModel:
     shape = read_recipe_shape(recipe)
     precision = resolve_dtypes(recipe.precision)

@@ -1,6 +1,6 @@
-"""Program: adapter steps under a limit of the process's memory.
+"""Program: training steps under a limit of the process's memory.
 
-Prints a hash of the adapters, and the most bytes of anonymous memory that were resident.
+Prints a hash of the trained weights, and the most bytes of anonymous memory that were resident.
 
 `python -m tests.multiprocess.limited_weights RECIPE TIER LIMIT`: the limit is in bytes beyond the
 memory before the model is built, 0 for none.
@@ -60,9 +60,11 @@ def main(path: str, tier: str, limit_bytes: int) -> None:
         accumulate_gradients(state.model, batches, seed=0, step=step)
         update_parameters(state.model, state.optimizer, learning_rate=0.01, max_grad_norm=1.0)
     digest = hashlib.sha256()
-    for _, parameter in state.model.named_parameters():
+    for name, parameter in state.model.named_parameters():
         if parameter.requires_grad:
-            digest.update(parameter.detach().numpy())
+            values = state.model.read_parameter(name)
+            assert values is not None
+            digest.update(values.numpy())
     sys.stdout.write(f"{digest.hexdigest()} {max(resident_bytes)}")
     if state.weight_offload is not None:
         state.weight_offload.close()

@@ -14,7 +14,7 @@ DEFAULT_BUFFER_BYTES = 64 * 2**20
 
 
 class OffloadSection(RecipeSection):
-    """Optimizer states, frozen weights and saved tensors of blocks in host memory or on disk. The
+    """Optimizer states, weights and saved tensors of blocks in host memory or on disk. The
     results are the same bits; docs/offload.md has memory, transfers and requirements."""
 
     optimizer: OffloadTier = "none"
@@ -22,10 +22,10 @@ class OffloadSection(RecipeSection):
     memory (pinned with CUDA); `disk` in a scratch file per rank. They are moved to the device
     in buckets, beside the update of other buckets."""
     parameters: OffloadTier = "none"
-    """Tier of the frozen matrices of blocks beside adapters: they arrive before their block
-    computes, one block ahead, and leave after it. `disk` reads them from the model's own files
-    where these have the bytes that products read, otherwise from a scratch file. Trained
-    parameters stay on the device; a run without adapters is refused."""
+    """Tier of the matrices of blocks: they arrive before their block computes, one block ahead,
+    and leave after it. Beside adapters the frozen ones, which `disk` reads from the model's own
+    files where these have the bytes that products read, otherwise from a scratch file. Without
+    adapters all of them and their gradients, with `disk` and an offloaded `optimizer`."""
     activations: OffloadTier = "none"
     """Tier of the tensors that a block saves for its backward pass: they leave behind its forward
     pass and return one block ahead of its backward pass. Parameters, and what all blocks share,
@@ -42,7 +42,7 @@ class OffloadSection(RecipeSection):
     buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer, and so of a bucket of state: a multiple of 4096. `disk` has
     three in host memory per rank; with CUDA three more are in device memory. `activations: disk`
-    has two in host memory, `parameters: disk` has one."""
+    has two in host memory; `parameters: disk` has one, for trained weights two."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:

@@ -280,7 +280,7 @@ def read_fsdp(source: SourceDocument, draft: RecipeDraft, section: str = "fsdp_c
             draft.drop(
                 f"{section}.{key}",
                 True,
-                "offload.parameters is for the frozen weights beside adapters; trained ones stay",
+                "offload.parameters does not cover trained weights that ZeRO shards over ranks",
             )
     for key, value in source.pop_section(section).items():
         if value not in (None, False):

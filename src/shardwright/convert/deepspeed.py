@@ -251,7 +251,7 @@ def _read_zero(source: SourceDocument, draft: RecipeDraft) -> None:
         draft.drop(
             "zero_optimization.offload_param",
             offload["device"],
-            "offload.parameters is for the frozen weights beside adapters; trained ones stay",
+            "offload.parameters does not cover trained weights that ZeRO shards over ranks",
         )
     for key, value in source.pop_section("zero_optimization").items():
         reason = "a setting of DeepSpeed's engine; compare layout.prefetch_depth and related keys"

@@ -1,10 +1,12 @@
 """Numerical core: loss, precision, recomputation, gradient norm and clipping, matmul ceiling."""
 
 from shardwright.numerics.gradient_clip import (
+    GradientSquares,
     clip_,
     compute_clip_coefficient,
     compute_global_norm,
     scale_,
+    sum_gradient_squares,
     synchronise_norm,
 )
 from shardwright.numerics.loss import chunked_cross_entropy, compute_token_losses
@@ -20,6 +22,7 @@ from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.numerics.vocabulary_shard import VocabularyShard
 
 __all__ = [
+    "GradientSquares",
     "LossScaler",
     "PairLosses",
     "PrecisionDtypes",
@@ -36,5 +39,6 @@ __all__ = [
     "measure_matmul_flops_per_second",
     "resolve_dtypes",
     "scale_",
+    "sum_gradient_squares",
     "synchronise_norm",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import isfinite
 
 import torch
@@ -10,12 +11,26 @@ from torch import Tensor
 
 from shardwright.layout.parameter_layout import ParameterLayout
 
+
+@dataclass(frozen=True)
+class GradientSquares:
+    """Sums of a gradient's squares, for a gradient that is elsewhere when the norm is computed."""
+
+    row_squares: Tensor | None
+    """Sum over whole rows of `_ROW_ELEMENTS`, an fp64 scalar; None if there are none."""
+    norm: Tensor | None
+    """L2 norm of the other elements, a scalar; None if there are none."""
+    dtype: torch.dtype
+    """Dtype of the gradient."""
+    device: torch.device
+
+
 SumOver = Callable[[Tensor, tuple[str, ...]], Tensor]
 """Sums a tensor over the ranks of the named mesh axes."""
 
 
 def compute_global_norm(
-    gradients: Iterable[tuple[Tensor | None, ParameterLayout]],
+    gradients: Iterable[tuple[Tensor | GradientSquares | None, ParameterLayout]],
     sum_over: SumOver,
     *,
     stage_axes: tuple[str, ...] = (),
@@ -30,7 +45,8 @@ def compute_global_norm(
     Args:
         gradients: (local shard of the gradient, layout) of every parameter on this rank. The
             shard is None if there is no gradient; the layout must be listed even so, because
-            every rank of an axis has to enter the same collectives. Iterated once.
+            every rank of an axis has to enter the same collectives. `sum_gradient_squares` of a
+            shard may replace it, with the same bits. Iterated once.
         sum_over: sums a tensor over the named axes.
         stage_axes: axes whose ranks hold different parameters (pipeline stages). A parameter
             with a copy on several stages is listed on one of them only.
@@ -40,7 +56,7 @@ def compute_global_norm(
     `synchronise_norm` spreads it to the others. Such a step is skipped, never scaled. (An element
     above 1e19 overflows when squared in fp32 and counts as inf.)
     """
-    shards: dict[tuple[str, ...], list[Tensor]] = {}
+    shards: dict[tuple[str, ...], list[Tensor | GradientSquares]] = {}
     for gradient, layout in gradients:
         local = shards.setdefault(layout.shard_axes, [])
         if gradient is not None:
@@ -80,31 +96,70 @@ speed.
 """
 
 
-def _sum_squares(tensors: list[Tensor], like: Tensor) -> Tensor:
+def sum_gradient_squares(gradient: Tensor) -> GradientSquares:
+    """Sum a gradient's squares for a later `compute_global_norm`."""
+    rows, rest = _split_rows(gradient)
+    norm = None
+    if rest.numel():
+        (norm,) = torch._foreach_norm([rest], 2, dtype=_choose_sum_dtype(rest))
+    return GradientSquares(
+        None if rows is None else _sum_row_squares(rows), norm, gradient.dtype, gradient.device
+    )
+
+
+def _split_rows(tensor: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Split a tensor into whole rows `[N, _ROW_ELEMENTS]` and its other elements.
+
+    Without rows on CUDA, which adds in a tree: that is as exact.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() <= _ROW_ELEMENTS:
+        return None, tensor
+    flat = tensor.reshape(-1)
+    num_full = flat.numel() // _ROW_ELEMENTS * _ROW_ELEMENTS
+    return flat[:num_full].view(-1, _ROW_ELEMENTS), flat[num_full:]
+
+
+def _sum_row_squares(rows: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=_choose_sum_dtype(rows))
+    return norms.double().square().sum()
+
+
+def _sum_squares(tensors: Sequence[Tensor | GradientSquares], like: Tensor) -> Tensor:
     """Sum the squares of all elements as an fp64 scalar.
 
     One fused pass per dtype; partial sums are fp32 (fp64 for fp64 tensors).
     """
     total = torch.zeros_like(like)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor | GradientSquares]] = {}
     for tensor in tensors:
-        # CUDA adds in a tree, which is as exact as rows.
-        if tensor.device.type == "cpu" and tensor.numel() > _ROW_ELEMENTS:
-            flat = tensor.reshape(-1)
-            num_full = flat.numel() // _ROW_ELEMENTS * _ROW_ELEMENTS
-            norms = torch.linalg.vector_norm(
-                flat[:num_full].view(-1, _ROW_ELEMENTS), dim=1, dtype=_choose_sum_dtype(tensor)
-            )
-            total += norms.double().square().sum()
-            tensor = flat[num_full:]
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same_dtype in by_dtype.values():
-        norms = torch.stack(
-            torch._foreach_norm(same_dtype, 2, dtype=_choose_sum_dtype(same_dtype[0]))
-        )
+        if isinstance(tensor, GradientSquares):
+            if tensor.row_squares is not None:
+                total += tensor.row_squares
+            if tensor.norm is not None:
+                by_dtype.setdefault(tensor.dtype, []).append(tensor)
+            continue
+        rows, rest = _split_rows(tensor)
+        if rows is not None:
+            total += _sum_row_squares(rows)
+        if rest.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(rest)
+    for dtype, same_dtype in by_dtype.items():
+        norms = torch.stack(_compute_norms(same_dtype, dtype))
         total += norms.double().square().sum()
     return total
+
+
+def _compute_norms(tensors: Sequence[Tensor | GradientSquares], dtype: torch.dtype) -> list[Tensor]:
+    """Compute the L2 norm of each tensor in one fused pass; those that are known are kept."""
+    remaining = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    sum_dtype = torch.promote_types(dtype, torch.float32)
+    computed = iter(torch._foreach_norm(remaining, 2, dtype=sum_dtype) if remaining else ())
+    return [
+        tensor.norm
+        if isinstance(tensor, GradientSquares) and tensor.norm is not None
+        else next(computed)
+        for tensor in tensors
+    ]
 
 
 def _choose_sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -11,6 +11,11 @@ from shardwright.offload.offloaded_optimizer import (
     describe_transfers,
     offload_optimizer,
 )
+from shardwright.offload.parameter_offload import (
+    ParameterOffload,
+    build_parameter_offload,
+    describe_parameter_offload,
+)
 from shardwright.offload.store import TransferCounts
 from shardwright.offload.weight_offload import (
     WeightOffload,
@@ -21,12 +26,15 @@ from shardwright.offload.weight_offload import (
 __all__ = [
     "ActivationOffload",
     "OffloadedOptimizer",
+    "ParameterOffload",
     "TransferCounts",
     "WeightOffload",
     "build_activation_offload",
+    "build_parameter_offload",
     "build_weight_offload",
     "describe_activation_offload",
     "describe_offload",
+    "describe_parameter_offload",
     "describe_transfers",
     "describe_weight_offload",
     "offload_optimizer",

@@ -20,6 +20,7 @@ from shardwright.config.offload import OffloadSection
 from shardwright.offload.device_buffers import DeviceBuffers
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.host_update import HostUpdate
+from shardwright.offload.parameter_offload import ParameterOffload
 from shardwright.offload.state_buckets import (
     BucketPiece,
     OffloadedParameter,
@@ -71,6 +72,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         buffer_bytes: int,
         device: torch.device,
         has_host_update: bool = False,
+        parameters: ParameterOffload | None = None,
     ) -> None:
         """
         Args:
@@ -80,12 +82,14 @@ class OffloadedOptimizer(ShardedOptimizer):
             buffer_bytes: Size of a bucket. One matrix may need more (Adafactor: all its state).
             device: Device of parameters and gradients.
             has_host_update: True to update on the host what is on a CUDA device.
+            parameters: Brings parameters and gradients that are elsewhere.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
         super().__init__(optimizer.param_groups, {}, model)
         self.rule = get_rule(optimizer)
         self.optimizer: PiecewiseOptimizer = optimizer
         self.device = device
+        self._parameters = parameters
         self._members = {
             name: (parameter, group)
             for group in self.param_groups
@@ -204,11 +208,10 @@ class OffloadedOptimizer(ShardedOptimizer):
         if self._host_update is not None:
             self._host_update.begin_update()
         for bucket, parts in self._stream_buckets(order):
-            pieces = [
-                self._build_piece(piece, parts)
-                for piece in bucket.pieces
-                if self._is_updated(piece.name)
-            ]
+            planned = [piece for piece in bucket.pieces if self._is_updated(piece.name)]
+            if self._parameters is not None:
+                self._parameters.bring_for_update([piece.name for piece in planned])
+            pieces = [self._build_piece(piece, parts) for piece in planned]
             if self._host_update is None:
                 self.optimizer.update_pieces(pieces)
             else:
@@ -216,12 +219,16 @@ class OffloadedOptimizer(ShardedOptimizer):
         self.optimizer.finish_update()
         if self._host_update is not None:
             self._host_update.end_update()
+        if self._parameters is not None:
+            self._parameters.finish_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and their copies on the host."""
+        """Drop the gradients, those on the host and on disk too."""
         super().zero_grad(set_to_none)
         if self._host_update is not None:
             self._host_update.discard_gradients()
+        if self._parameters is not None:
+            self._parameters.discard_gradients()
 
     def _update_on_host(self, host_update: HostUpdate, pieces: Sequence[ParameterPiece]) -> None:
         """Update pieces in host memory and launch the copies of their weights to the device."""
@@ -237,6 +244,8 @@ class OffloadedOptimizer(ShardedOptimizer):
 
     def _is_updated(self, name: str) -> bool:
         parameter, group = self._members[name]
+        if self._parameters is not None and self._parameters.has_gradient(name):
+            return True
         return parameter.grad is not None or self.optimizer.is_updated_without_gradient(group)
 
     def _build_piece(self, piece: BucketPiece, parts: Sequence[Tensor]) -> ParameterPiece:
@@ -310,12 +319,14 @@ def offload_optimizer(
     *,
     device: torch.device,
     default_folder: Path,
+    parameters: ParameterOffload | None = None,
 ) -> OffloadedOptimizer:
     """Move the states of an optimizer that has taken no step to the section's tier.
 
     Args:
         section: Its `update_on` is `device` or `host`; `auto` is the device.
         default_folder: Folder of the scratch file if the section names none.
+        parameters: Brings parameters and gradients that are elsewhere.
 
     Raises:
         OffloadFailed: the disk has not enough space, or cannot be written.
@@ -342,6 +353,7 @@ def offload_optimizer(
         buffer_bytes=section.buffer_bytes,
         device=device,
         has_host_update=has_host_update,
+        parameters=parameters,
     )
     if offloaded.host_update is not None:
         model.watch_gradients(offloaded.host_update)

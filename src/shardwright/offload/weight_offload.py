@@ -4,12 +4,10 @@ The matrices of a block are views of one memory on the device (two, if its exper
 over other ranks), whose storage is freed while they are not needed. Autograd's saved tensors are
 views of it too, and see the values again when the storage returns.
 
-[Note: when weights move] A block's forward pass begins with a hook before it, its backward pass
-with a hook on the gradient of its output. Then all other blocks' weights leave, and those of the
-block that came next the last time begin to arrive. So two blocks bound the memory. The order of
-uses differs between schedules and is learnt: each use remembers its last successor. A wrong
-guess costs a transfer and changes no result. All ranks that gather together make the same uses
-and so the same guesses.
+When a block is used (`block_uses.py`), all other blocks' weights leave, and those of the block
+that came next the last time begin to arrive. So two blocks bound the memory. A wrong guess costs
+a transfer and changes no result. All ranks that gather together make the same uses and so the
+same guesses.
 """
 
 from __future__ import annotations
@@ -20,23 +18,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.config.offload import OffloadSection, OffloadTier
 from shardwright.errors import OffloadFailed
-from shardwright.model.block import Block
-from shardwright.model.decoder import Decoder
-from shardwright.model.frozen_weights import (
-    FrozenWeight,
-    FrozenWeightSources,
+from shardwright.model.block_weights import (
+    BlockWeight,
+    BlockWeightSources,
     ShardGroup,
     read_rows,
 )
+from shardwright.model.decoder import Decoder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.offload.activation_store import Wait
+from shardwright.offload.block_uses import BlockUses, Use
 from shardwright.offload.store import TransferCounts, TransferReporter
 from shardwright.offload.weight_store import (
     DiskWeightStore,
@@ -54,10 +52,6 @@ _TENSOR_BYTES = 256
 """Alignment of tensors, which CUDA's vector loads need."""
 _MAX_PIECE_BYTES = 1 << 26
 """Bytes of a weight that are read from the model at once to be stored elsewhere."""
-
-Phase = Literal["forward", "inference", "backward"]
-Use = tuple[int, Phase]
-"""Layer of a block and what it computes; `inference` is a forward pass without gradients."""
 
 
 @dataclass
@@ -110,7 +104,7 @@ class _BlockWeights:
         self.is_present = False
 
 
-class WeightOffload:
+class WeightOffload(BlockUses):
     """Frozen weights of all blocks of a rank."""
 
     def __init__(
@@ -125,6 +119,7 @@ class WeightOffload:
             stored: places of weights in the model's files, which are read in place; None stores
                 all values.
         """
+        super().__init__()
         self.store = store
         self.tier = tier
         self.device = device
@@ -136,21 +131,17 @@ class WeightOffload:
         """Bytes of weights that no file has as they are needed, by reason."""
         self._stored = stored
         self._blocks: dict[int, _BlockWeights] = {}
-        self._layers: list[int] = []
-        self._successors: dict[Use, Use] = {}
-        """Use that last followed each use."""
-        self._last_use: Use | None = None
         self._reporter = TransferReporter()
 
     def attach(
-        self, decoder: Decoder, weights: Iterable[FrozenWeight], sources: FrozenWeightSources
+        self, decoder: Decoder, weights: Iterable[BlockWeight], sources: BlockWeightSources
     ) -> None:
         """Store the weights and make them the decoder's parameters, absent from the device.
 
         Raises:
             OffloadFailed: the files cannot be read or written.
         """
-        by_layer: dict[int, list[FrozenWeight]] = defaultdict(list)
+        by_layer: dict[int, list[BlockWeight]] = defaultdict(list)
         for weight in weights:
             assert weight.spec.layer is not None
             by_layer[weight.spec.layer].append(weight)
@@ -158,15 +149,14 @@ class WeightOffload:
             found = by_layer.get(block.layer_index)
             if found:
                 self._blocks[block.layer_index] = self._store_block(found, sources)
-                self._layers.append(block.layer_index)
-                self._install_hooks(block)
+                self.install_hooks(block)
         self._stored = None  # closes the files' mappings
         self._log_places()
 
     def _store_block(
-        self, weights: Sequence[FrozenWeight], sources: FrozenWeightSources
+        self, weights: Sequence[BlockWeight], sources: BlockWeightSources
     ) -> _BlockWeights:
-        by_group: dict[int, list[FrozenWeight]] = defaultdict(list)
+        by_group: dict[int, list[BlockWeight]] = defaultdict(list)
         for weight in weights:
             by_group[id(sources.groups.get(weight.spec.name))].append(weight)
         block = _BlockWeights()
@@ -202,9 +192,9 @@ class WeightOffload:
 
     def _find_ranges(
         self,
-        weight: FrozenWeight,
+        weight: BlockWeight,
         offset: int,
-        sources: FrozenWeightSources,
+        sources: BlockWeightSources,
         first: int,
         num_bytes: int,
     ) -> list[WeightRange]:
@@ -224,29 +214,12 @@ class WeightOffload:
             return []
         self.written_bytes[found.reason] += high - low
         return [
-            WrittenRange(high - low, offset + low, lambda: _read_bytes(weight, sources, low, high))
+            WrittenRange(high - low, offset + low, lambda: read_bytes(weight, sources, low, high))
         ]
 
-    def _install_hooks(self, block: Block) -> None:
-        layer = block.layer_index
-
-        def begin_forward(_module: nn.Module, _arguments: Any) -> None:
-            self._use(layer, "forward" if torch.is_grad_enabled() else "inference")
-
-        def prepare_backward(_module: nn.Module, _arguments: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda _gradient: self._use(layer, "backward"))
-
-        # Before the hooks of others, which may read the weights' addresses.
-        block.register_forward_pre_hook(begin_forward, prepend=True)
-        block.register_forward_hook(prepare_backward)
-
-    def _use(self, layer: int, phase: Phase) -> None:
+    def _bring(self, use: Use, following: Use | None) -> None:
         """Bring a block's weights, start to bring the next one's, and free all others."""
-        use: Use = (layer, phase)
-        if self._last_use is not None:
-            self._successors[self._last_use] = use
-        self._last_use = use
+        layer, _ = use
         for other, weights in self._blocks.items():
             if other != layer:
                 weights.release()
@@ -254,17 +227,8 @@ class WeightOffload:
         if not block.is_present:
             block.launch(self.store)
             block.finish()
-        following = self._guess_next(use)
         if following is not None:
-            self._blocks[following].launch(self.store)
-
-    def _guess_next(self, use: Use) -> int | None:
-        """Return the layer that follows; the neighbour the first time, None at the ends."""
-        if use in self._successors:
-            return self._successors[use][0]
-        layer, phase = use
-        index = self._layers.index(layer) + (-1 if phase == "backward" else 1)
-        return self._layers[index] if 0 <= index < len(self._layers) else None
+            self._blocks[following[0]].launch(self.store)
 
     def take_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
@@ -290,7 +254,7 @@ class WeightOffload:
 
 
 def locate_in_files(
-    weight: FrozenWeight, sources: FrozenWeightSources, stored: StoredWeights | None
+    weight: BlockWeight, sources: BlockWeightSources, stored: StoredWeights | None
 ) -> Any:
     """Find a weight's bytes in the model's files, or the reason why they are not there."""
     if stored is None:
@@ -309,8 +273,8 @@ def _clip(part: WeightRange, first: int, num_bytes: int) -> WeightRange:
     return replace(part, target=low - first)
 
 
-def _read_bytes(
-    weight: FrozenWeight, sources: FrozenWeightSources, low: int, high: int
+def read_bytes(
+    weight: BlockWeight, sources: BlockWeightSources, low: int, high: int
 ) -> Iterator[Tensor]:
     """Read bytes `[low, high)` of a weight from the model, some rows at a time."""
     row_bytes = weight.num_bytes // weight.shape[0]

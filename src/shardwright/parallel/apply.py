@@ -9,8 +9,8 @@ On the meta device until step 6:
     4  compile      the block's function with recomputation inside: around compiled code,
                     selective recomputation sees no operations to save
     5  shard        FSDP2 over dp_shard (x dp_replicate), block groups first, the root last
-    6  storage      empty memory on the device, for this rank's shards only; not for frozen weights
-                    that are offloaded, which leave the model before 5
+    6  storage      empty memory on the device, for this rank's shards only; not for weights that
+                    are offloaded, which leave the model before 5
     7  weights      written by name, slice by slice; offloaded ones to their store; copies in the
                     compute precision of those that would be cast at each use
     8  replicate    DDP over dp_replicate: its buckets need real memory; not under a pipeline,
@@ -41,14 +41,14 @@ from shardwright.layout import (
     compute_local_boxes,
     compute_local_shape,
 )
-from shardwright.model.decoder import Decoder
-from shardwright.model.frozen_weights import (
-    FrozenWeightSources,
+from shardwright.model.block_weights import (
+    BlockWeightSources,
     SliceReader,
     detach_weights,
     is_frozen_matrix,
-    list_frozen_matrices,
+    list_block_matrices,
 )
+from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
@@ -61,7 +61,8 @@ from shardwright.parallel.gradient_reduction import list_pending_reductions, nar
 from shardwright.parallel.low_precision import install_low_precision
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.offloaded_weights import (
-    FrozenWeightStore,
+    BlockWeightStore,
+    TrainedWeightStore,
     drop_zero_shards,
     find_shard_groups,
 )
@@ -84,7 +85,7 @@ def apply_layout(
     read_slice: ParameterReader,
     compile_blocks: bool = False,
     storage: AbstractContextManager[Any] | None = None,
-    offload: FrozenWeightStore | None = None,
+    offload: BlockWeightStore | None = None,
 ) -> ParallelModel:
     """Apply a plan's parallelism to a decoder and load this rank's parameters.
 
@@ -96,8 +97,8 @@ def apply_layout(
         compile_blocks: torch.compile each block; for rows of any length if the plan's differ.
         storage: context entered while memory is allocated and filled; a rehearsal passes one in
             which tensors take no memory.
-        offload: keeps the frozen matrices of blocks, which then are neither allocated here nor
-            sharded by FSDP2.
+        offload: keeps the matrices of blocks, beside adapters the frozen ones, which then are
+            neither allocated here nor sharded by FSDP2. A `TrainedWeightStore` without adapters.
 
     Raises:
         LayoutError: the mesh has another number of ranks than the plan.
@@ -131,7 +132,7 @@ def apply_layout(
         # Rows of a length of their own would each be a graph. None lets torch assume that shapes
         # stay, and generalise only those that change after all (an evaluation's batch).
         decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True)
-    offloaded = {} if offload is None else list_frozen_matrices(decoder.shape)
+    offloaded = {} if offload is None else list_block_matrices(decoder.shape)
     weights = detach_weights(decoder, offloaded)
     groups = find_shard_groups(weights, layouts, mesh)
     layouts = {
@@ -155,7 +156,7 @@ def apply_layout(
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
             for weight in weights
         }
-        offload.attach(decoder, weights, FrozenWeightSources(read_slice, boxes, groups))
+        offload.attach(decoder, weights, BlockWeightSources(read_slice, boxes, groups))
     if plan.has_working_weights and trainable:
         with storage or nullcontext():
             decoder.working_weights = WorkingWeights(decoder, precision.compute)
@@ -174,6 +175,9 @@ def apply_layout(
     excluded_names = frozenset(
         name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded
     )
+    trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
+    if trained_offload is not None:
+        excluded_names |= trained_offload.names  # their gradients leave before DDP's buckets
     if replica_group is not None:
         with storage or nullcontext():  # DDP's buckets are memory too
             module = apply_ddp(
@@ -207,6 +211,7 @@ def apply_layout(
         trainable,
         reductions,
         frozenset(offloaded),
+        trained_offload,
     )
     if stages is not None:
         assert mesh is not None

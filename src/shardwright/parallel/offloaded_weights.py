@@ -1,34 +1,69 @@
-"""Frozen weights that an offloading keeps: their descriptors, and the ranks that share them."""
+"""Weights that an offloading keeps: their descriptors, and the ranks that share frozen ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import ZERO_AXES, Layout, ParameterLayout, select_used_axes
+from shardwright.model.block_weights import BlockWeight, BlockWeightSources, ShardGroup
 from shardwright.model.decoder import Decoder
-from shardwright.model.frozen_weights import FrozenWeight, FrozenWeightSources, ShardGroup
 from shardwright.parallel.comm_timing import all_gather_single, time_wait
 from shardwright.parallel.mesh import Mesh
 
 
-class FrozenWeightStore(Protocol):
-    """Store of frozen weights that brings them to the device when their block computes."""
+class BlockWeightStore(Protocol):
+    """Store of weights of blocks that brings them to the device when their block computes."""
 
     def attach(
-        self, decoder: Decoder, weights: Iterable[FrozenWeight], sources: FrozenWeightSources
+        self, decoder: Decoder, weights: Iterable[BlockWeight], sources: BlockWeightSources
     ) -> None:
         """Store the weights and make them the decoder's parameters."""
         ...
 
 
+@runtime_checkable
+class TrainedWeightStore(BlockWeightStore, Protocol):
+    """Store of trained weights, which also keeps the gradients of a block between its uses."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all weights in the store; those of `model.freeze` included."""
+        ...
+
+    def begin_backward(self, finish: Callable[[Sequence[str]], None] | None) -> None:
+        """Prepare for a micro-batch.
+
+        Args:
+            finish: Called with the names of a block's trained weights when their gradients are
+                complete, before they leave the device; None if more micro-batches follow.
+        """
+        ...
+
+    def end_backward(self) -> None:
+        """Let the gradients of the last block leave, after the backward pass."""
+        ...
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients by a factor when they return for the update."""
+        ...
+
+    def read_weight(self, name: str) -> Tensor:
+        """Return a copy of a weight on the device."""
+        ...
+
+    def view_weight(self, name: str) -> Tensor:
+        """Return a weight as a view of the store, valid until the next pass or update."""
+        ...
+
+
 def find_shard_groups(
-    weights: Iterable[FrozenWeight], layouts: dict[str, ParameterLayout], mesh: Mesh | None
+    weights: Iterable[BlockWeight], layouts: dict[str, ParameterLayout], mesh: Mesh | None
 ) -> dict[str, ShardGroup]:
     """Return the ranks over which ZeRO shards each weight; one value per group of ranks."""
     by_axis: dict[str, ShardGroup] = {}

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.architecture.flop_count import EXPERT_ROLES
@@ -25,6 +24,8 @@ from shardwright.layout import (
     compute_local_boxes,
 )
 from shardwright.model.decoder import Decoder
+from shardwright.numerics import GradientSquares, sum_gradient_squares
+from shardwright.optim.sharded_optimizer import get_local_tensor as get_local_tensor
 from shardwright.parallel.comm_timing import CommunicationTimer, begin_wait, end_wait
 from shardwright.parallel.gradient_reduction import (
     LaunchedReduction,
@@ -36,12 +37,8 @@ from shardwright.parallel.gradient_reduction import (
 from shardwright.parallel.gradient_watch import GradientListener, GradientWatch
 from shardwright.parallel.matrix_exchange import DistributedMatrixExchange
 from shardwright.parallel.mesh import Mesh, sum_over
+from shardwright.parallel.offloaded_weights import TrainedWeightStore
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
-
-
-def get_local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ParallelModel:
@@ -56,8 +53,10 @@ class ParallelModel:
         trainable: names of the parameters of the whole model that take gradients.
         mesh: None for one rank.
         device: device on which this rank computes.
-        offloaded_names: frozen parameters whose values are on the device only while their block
-            computes. Nothing else may read them.
+        offloaded_names: parameters whose values are on the device only while their block computes
+            or is updated. Nothing else may read them.
+        trained_offload: keeps those of `offloaded_names` if the run trains them; None if they are
+            frozen beside adapters.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class ParallelModel:
         trainable: frozenset[str],
         pending_reductions: list[PendingReduction],
         offloaded_names: frozenset[str] = frozenset(),
+        trained_offload: TrainedWeightStore | None = None,
     ) -> None:
         self.module = module
         self.decoder = decoder
@@ -83,11 +83,14 @@ class ParallelModel:
         self.pipeline: Pipeline | None = None
         self.trainable = trainable
         self.offloaded_names = offloaded_names
+        self.trained_offload = trained_offload
         self._gradient_hooks: list[Callable[[], None]] = []
         self._gradient_watch: GradientWatch | None = None
-        self._pending_reductions = [
-            pending for pending in pending_reductions if pending.name in trainable
-        ]
+        trained = [item for item in pending_reductions if item.name in trainable]
+        self._offloaded_reductions = [item for item in trained if item.name in offloaded_names]
+        self._pending_reductions = [item for item in trained if item.name not in offloaded_names]
+        self._offloaded_squares: dict[str, list[GradientSquares]] = {}
+        """Squares of offloaded gradients that count in the norm, by name."""
         self._stage_reductions: dict[int, list[PendingReduction]] = {}
         self._launched_reductions: list[LaunchedReduction] = []
         self._coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
@@ -120,10 +123,13 @@ class ParallelModel:
         if self.pipeline is not None:
             return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
         loss_sum: Tensor | None = None
+        offload = self.trained_offload
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             if self._gradient_watch is not None:
                 self._gradient_watch.is_last_backward = is_last and not self._gradient_hooks
+            if offload is not None:
+                offload.begin_backward(self._finish_offloaded_gradients if is_last else None)
             waits_for_reduction = self._has_wrapper and (is_last or self.layout.zero_stage >= 2)
 
             def end_backward(waits_for_reduction: bool = waits_for_reduction) -> None:
@@ -135,6 +141,8 @@ class ParallelModel:
                 loss = self.module(**arguments(batch.to(self.device)))
                 mark("forward")
                 loss.backward(scale.to(loss.dtype))
+            if offload is not None:
+                offload.end_backward()
             if waits_for_reduction:
                 end_wait("data")
             mark("reduction")
@@ -212,7 +220,9 @@ class ParallelModel:
         if self._pending_reductions:
             reduce_gradients(
                 self._pending_reductions,
-                self._complete_gradients(self._parameters),
+                self._complete_gradients(
+                    name for name in self._parameters if name not in self.offloaded_names
+                ),
                 bucket_size_bytes=self.layout.bucket_size_bytes,
             )
         for call in self._gradient_hooks:
@@ -233,6 +243,26 @@ class ParallelModel:
             self._gradient_watch.watch_last_backward(
                 name for name in self._parameters if name not in pending_names
             )
+
+    def _finish_offloaded_gradients(self, names: Sequence[str]) -> None:
+        """Reduce the gradients of a block, and sum their squares, before they leave the device."""
+        reductions = [item for item in self._offloaded_reductions if item.name in names]
+        if reductions:
+            reduce_gradients(
+                reductions,
+                self._complete_gradients({pending.name for pending in reductions}),
+                bucket_size_bytes=self.layout.bucket_size_bytes,
+            )
+        for name in names:
+            self._offloaded_squares[name] = [
+                sum_gradient_squares(part) for part in self._list_counted_parts(name)
+            ]
+
+    def read_parameter(self, name: str) -> Tensor | None:
+        """Return this rank's part of a parameter; None if it is frozen and offloaded."""
+        if name not in self.offloaded_names:
+            return get_local_tensor(self._parameters[name].detach())
+        return None if self.trained_offload is None else self.trained_offload.read_weight(name)
 
     def overlap_reductions(self, stage_of_parameter: Mapping[str, int]) -> None:
         """Reduce gradients over data ranks as soon as their stage's last backward pass has ended.
@@ -307,30 +337,36 @@ class ParallelModel:
             if parameter.requires_grad
         ]
 
-    def list_norm_gradients(self) -> list[tuple[Tensor | None, ParameterLayout]]:
+    def list_norm_gradients(self) -> list[tuple[Tensor | GradientSquares | None, ParameterLayout]]:
         """List the local gradients that count in the model's norm; copies count once.
 
         Every rank lists every trainable parameter, with None where it has nothing to count, so
-        that all ranks reduce over the same axes.
+        that all ranks reduce over the same axes. Of an offloaded gradient the squares are listed.
         """
-        counted: list[tuple[Tensor | None, ParameterLayout]] = []
-        for name in self.layouts:
+        counted: list[tuple[Tensor | GradientSquares | None, ParameterLayout]] = []
+        for name, parameter_layout in self.layouts.items():
             if name in self.trainable:
-                parameter = self._parameters.get(name)
-                parameter_layout = self.layouts[name]
                 counted.append((None, parameter_layout))
-                if (
-                    parameter is not None
-                    and parameter.grad is not None
-                    and self._coordinates["pp"] == parameter_layout.pp_ranks[0]
-                ):
-                    gradient = get_local_tensor(parameter.grad)
-                    counted += [
-                        (narrow_to_box(gradient, box.local_bounds), parameter_layout)
-                        for box in self.local_boxes(name)
-                        if box.is_first_copy
-                    ]
+                parts: Sequence[Tensor | GradientSquares] = (
+                    self._offloaded_squares.get(name, ())
+                    if name in self.offloaded_names
+                    else self._list_counted_parts(name)
+                )
+                counted += [(part, parameter_layout) for part in parts]
         return counted
+
+    def _list_counted_parts(self, name: str) -> list[Tensor]:
+        """List the parts of a local gradient that count in the norm on this rank."""
+        parameter = self._parameters.get(name)
+        is_counted = self._coordinates["pp"] == self.layouts[name].pp_ranks[0]
+        if parameter is None or parameter.grad is None or not is_counted:
+            return []
+        gradient = get_local_tensor(parameter.grad)
+        return [
+            narrow_to_box(gradient, box.local_bounds)
+            for box in self.local_boxes(name)
+            if box.is_first_copy
+        ]
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
@@ -393,9 +429,11 @@ class ParallelModel:
 
     def gather_parameter(self, name: str) -> Tensor:
         """Gather a whole parameter on every rank (a collective)."""
-        assert name not in self.offloaded_names, f"{name} is offloaded"
-        parameter = self._parameters.get(name)
-        return self._gather_full(name, None if parameter is None else parameter.detach())
+        if name not in self._parameters:
+            return self._gather_full(name, None)
+        local = self.read_parameter(name)
+        assert local is not None, f"{name} is offloaded"
+        return self._gather_full(name, local)
 
     def gather_gradient(self, name: str) -> Tensor | None:
         """Gather a whole gradient on every rank (a collective); None for a frozen parameter.

@@ -115,7 +115,7 @@ def build_template(
         offload_buffer_bytes=moved.buffer_bytes,
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
-        working_weights=recipe.precision.working_weights,
+        working_weights=recipe.working_weights,
         # `auto` is decided by the device and, under a split backward pass, by the schedule. Without
         # compilation a step needs no less memory and time.
         compile=recipe.model.compile is True,

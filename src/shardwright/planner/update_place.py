@@ -43,6 +43,8 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
         return UpdateChoice("device", "no states are offloaded")
     if section.update_on != "auto":
         return UpdateChoice(section.update_on, "the recipe says so")
+    if recipe.has_offloaded_trained_weights:
+        return UpdateChoice("device", "weights return to the device for their update")
     name = recipe.optimizer.name
     if name not in HOST_UPDATED_OPTIMIZERS:
         return UpdateChoice("device", f"{name} needs whole matrices of all ranks")

@@ -290,7 +290,7 @@ def _list_assumptions(recipe: Recipe, plan: Plan, device: RehearsalDevice) -> It
         yield "ranks run on GPUs; on CPUs, `offload: host` moves nothing (run.device: cpu)"
     if recipe.offload.parameters != "none":
         yield (
-            "frozen weights stay on the device (offload.parameters: "
+            "weights stay on the device (offload.parameters: "
             f"{recipe.offload.parameters} is not rehearsed)"
         )
     yield "every token is supervised and every gradient is finite"

@@ -110,9 +110,13 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             runs,
             axis,
             "parameter-bytes",
-            "Transfers of frozen weights",
+            "Transfers of weights",
             "GB per step on rank 0",
-            lambda s: None if s.parameter_read_bytes is None else s.parameter_read_bytes / 1e9,
+            lambda s: (
+                None
+                if s.parameter_read_bytes is None
+                else (s.parameter_read_bytes + (s.parameter_written_bytes or 0)) / 1e9
+            ),
             should_start_at_zero=True,
         ),
         build_temperature_chart(runs, axis),

@@ -90,8 +90,8 @@ def build_memory_panel(run: Run, key: str, title: str) -> Panel | None:
         left = format_bytes(max(events[-1].offloaded_activation_bytes))
         note += f"Up to {left} of saved tensors are offloaded, beside these bytes. "
     if events and events[-1].offloaded_parameter_bytes is not None:
-        frozen = format_bytes(max(events[-1].offloaded_parameter_bytes))
-        note += f"{frozen} of frozen weights are offloaded, beside these bytes. "
+        weights = format_bytes(max(events[-1].offloaded_parameter_bytes))
+        note += f"{weights} of weights are offloaded, beside these bytes. "
     pictures = draw_bars(
         bars,
         unit=unit,

@@ -109,10 +109,14 @@ class StepEvent(Event):
     activation_waiting_seconds: float | None = None
     """Activations on disk: time that forward and backward passes waited for transfers."""
     parameter_read_bytes: int | None = None
-    """Offloaded frozen weights: bytes that came to the device since the step before."""
+    """Offloaded weights: bytes that came to the device since the step before, those of gradients
+    of trained weights included."""
+    parameter_written_bytes: int | None = None
+    """Offloaded trained weights: bytes of them and of gradients that left the device since the
+    step before. None for frozen weights, which are only read."""
     parameter_waiting_seconds: float | None = None
-    """Frozen weights on disk: time that forward and backward passes waited for reads, those of an
-    evaluation before the step included."""
+    """Weights on disk: time that passes and the update waited for transfers, those of an evaluation
+    before the step included."""
     loss_scale: float | None = None
     """Loss scale, fp16 only."""
     fp8_saturated: dict[str, int] | None = None
@@ -203,7 +207,8 @@ class MemoryEvent(Event):
     offloaded_activation_bytes: tuple[int, ...] | None = None
     """Offloading: most bytes of saved tensors that were in host memory or on disk at once."""
     offloaded_parameter_bytes: tuple[int, ...] | None = None
-    """Offloading: frozen weights of each rank in host memory or on disk; not in weights_bytes."""
+    """Offloading: weights of each rank in host memory or on disk, which are not in weights_bytes;
+    of trained ones their gradients too."""
 
 
 @dataclass(frozen=True, kw_only=True)

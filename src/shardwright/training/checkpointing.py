@@ -158,8 +158,11 @@ class RunCheckpointer:
         model = self.state.model
         adapted = self.context.validated_run.shape.adapters is not None
         named = dict(model.named_parameters())
+        offload = model.trained_offload
         moments = {
             f"model.{name}": Moment(parameter.detach(), name)
+            if offload is None or name not in offload.names
+            else Moment(offload.view_weight(name), name, is_offloaded=True)
             for name, parameter in named.items()
             if not adapted or name in model.trainable
         }

@@ -79,7 +79,7 @@ class StepResult:
     activation_transfers: TransferCounts | None = None
     """Transfers of saved tensors. None if none are offloaded."""
     parameter_transfers: TransferCounts | None = None
-    """Transfers of frozen weights. None if none are offloaded."""
+    """Transfers of weights. None if none are offloaded."""
 
 
 class TrainingLoop:
@@ -355,7 +355,11 @@ class TrainingLoop:
             **({} if result.rounding is None else self._collect_rounding(step, result.rounding)),
             **_collect_offload_fields("offload", result.transfers),
             **_collect_offload_fields("activation", result.activation_transfers),
-            **_collect_offload_fields("parameter", result.parameter_transfers, is_read_only=True),
+            **_collect_offload_fields(
+                "parameter",
+                result.parameter_transfers,
+                is_read_only=self.state.model.trained_offload is None,
+            ),
         )
         log_every = self.context.recipe.run.log_every_steps
         self.rank_metrics.log_events(

@@ -205,7 +205,8 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
             logger.info("%s", describe_transfers(counts, state.step - first_step, "activations"))
         if state.weight_offload is not None and state.step > first_step:
             counts = state.weight_offload.store.counts
-            logger.info("%s", describe_transfers(counts, state.step - first_step, "frozen weights"))
+            subject = "frozen weights" if state.model.trained_offload is None else "weights"
+            logger.info("%s", describe_transfers(counts, state.step - first_step, subject))
     except Preempted:
         checkpointer.close()
         log_end("preempted")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
 from shardwright.config.recipe import RecomputeKind
 from shardwright.model.hf.hf_decoder import build_decoder
@@ -31,11 +32,14 @@ from shardwright.numerics.precision import LossScaler
 from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.offload import (
     ActivationOffload,
+    ParameterOffload,
     WeightOffload,
     build_activation_offload,
+    build_parameter_offload,
     build_weight_offload,
     describe_activation_offload,
     describe_offload,
+    describe_parameter_offload,
     describe_weight_offload,
     offload_optimizer,
 )
@@ -77,8 +81,8 @@ class TrainingState:
     """True if a stop prevented the evaluation of this step; the resumed run starts with it."""
     activation_offload: ActivationOffload | None = None
     """Saved tensors of blocks in a slower tier; None if none move."""
-    weight_offload: WeightOffload | None = None
-    """Frozen weights of blocks in a slower tier; None if none move."""
+    weight_offload: WeightOffload | ParameterOffload | None = None
+    """Weights of blocks in a slower tier, beside adapters the frozen ones; None if none move."""
 
 
 def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Objective:
@@ -100,12 +104,14 @@ def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Object
 
 
 def build_model(
-    validated_run: ValidatedRun, device: torch.device, offload: WeightOffload | None = None
+    validated_run: ValidatedRun,
+    device: torch.device,
+    offload: WeightOffload | ParameterOffload | None = None,
 ) -> ParallelModel:
     """Build the recipe's decoder under the plan; each rank reads only its own shards.
 
     Args:
-        offload: keeps the frozen weights of blocks; None leaves them on the device.
+        offload: keeps the weights of blocks; None leaves them on the device.
     """
     recipe = validated_run.recipe
     plan = validated_run.plan
@@ -139,19 +145,39 @@ def build_model(
     )
 
 
-def offload_weights(validated_run: ValidatedRun, device: torch.device) -> WeightOffload | None:
-    """Build the recipe's offloading of frozen weights; None if none move.
+def offload_weights(
+    validated_run: ValidatedRun, device: torch.device
+) -> WeightOffload | ParameterOffload | None:
+    """Build the recipe's offloading of weights, beside adapters of the frozen ones.
+
+    None if none move.
 
     Raises:
         OffloadFailed: the scratch file cannot be created.
     """
     recipe = validated_run.recipe
+    section = recipe.offload
+    folder = RunFolder.from_recipe(recipe).path
+    if section.parameters == "none":
+        return None
+    if recipe.adapters is None:
+        return build_parameter_offload(section, device=device, default_folder=folder)
     return build_weight_offload(
-        recipe.offload,
+        section,
         device=device,
-        default_folder=RunFolder.from_recipe(recipe).path,
+        default_folder=folder,
         open_stored=partial(open_stored_weights, recipe, validated_run.shape),
     )
+
+
+def _describe_offloaded_weights(
+    offload: WeightOffload | ParameterOffload | None, recipe: Recipe
+) -> str:
+    if recipe.adapters is None:
+        assert not isinstance(offload, WeightOffload)
+        return describe_parameter_offload(offload)
+    assert not isinstance(offload, ParameterOffload)
+    return describe_weight_offload(offload, recipe.offload)
 
 
 def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> ParameterReader:
@@ -205,7 +231,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
     weight_offload = offload_weights(validated_run, device)
     model = build_model(validated_run, device, weight_offload)
     if recipe.offload.parameters != "none":
-        logger.info("%s", describe_weight_offload(weight_offload, recipe.offload))
+        logger.info("%s", _describe_offloaded_weights(weight_offload, recipe))
     update_device = device
     if device.type == "cuda" and choose_update_place(recipe).place == "host":
         update_device = torch.device("cpu")
@@ -236,6 +262,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
             model,
             device=device,
             default_folder=RunFolder.from_recipe(recipe).path,
+            parameters=weight_offload if isinstance(weight_offload, ParameterOffload) else None,
         )
         logger.info("%s", describe_offload(optimizer, device))
         if device.type == "cuda":

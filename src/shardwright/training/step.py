@@ -385,3 +385,5 @@ def _scale_gradients(model: ParallelModel, optimizer: torch.optim.Optimizer, fac
         optimizer.host_update.scale_gradients(factor)
         return
     scale_([gradient for gradient, _ in model.list_gradients() if gradient is not None], factor)
+    if model.trained_offload is not None:
+        model.trained_offload.scale_gradients(factor)

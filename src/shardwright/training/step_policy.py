@@ -11,7 +11,7 @@ from shardwright.errors import Preempted, RankFailed
 from shardwright.launch.stop_signals import describe_cause
 from shardwright.parallel.gradient_reduction import narrow_to_box
 from shardwright.parallel.mesh import get_host_group
-from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
+from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.evaluation import evaluate
 from shardwright.training.metrics.rank_metrics import RankMetrics
@@ -159,10 +159,10 @@ def find_differing_replicas(model: ParallelModel) -> str | None:
     places = []
     hashes = []
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in model.offloaded_names:
+        for name, _ in model.named_parameters():
+            local = model.read_parameter(name)
+            if local is None:
                 continue
-            local = get_local_tensor(parameter.detach())
             for box in model.local_boxes(name):
                 part = narrow_to_box(local, box.local_bounds)
                 if part.numel():

@@ -13,7 +13,7 @@ from shardwright.config import Recipe
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.offload import WeightOffload
-from shardwright.offload.weight_offload import Phase
+from shardwright.offload.block_uses import Phase
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import TrainingState, build_state
 from shardwright.training.step import accumulate_gradients

@@ -253,13 +253,9 @@ def test_an_unsuitable_file_system_of_the_model_is_reported(
     assert any(line.startswith("model.path: ") and words in line for line in caplog.messages)
 
 
-def test_runs_without_offloadable_weights_are_refused(
+def test_a_full_disk_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        RecipeError, match=r"offload.parameters: .* no adapters.* allowed: none without adapters"
-    ):
-        train(build_run(tmp_path, "run", DISK, adapters=None))
     full = os.statvfs_result((4096, 4096, 10, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(offload_checks.os, "statvfs", lambda path: full)
     with pytest.raises(RecipeError, match=r"offload.dir: .*0 B free"):

@@ -19,7 +19,7 @@ from shardwright.errors import RecipeError
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
 from shardwright.layout import ZERO_AXES, RankGrid, compute_local_boxes, compute_local_shape
-from shardwright.model.frozen_weights import list_frozen_matrices
+from shardwright.model.block_weights import list_block_matrices, list_frozen_matrices
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.numerics.precision import resolve_dtypes
@@ -30,6 +30,7 @@ from shardwright.planner.problem import build_plan_candidate
 from shardwright.planner.update_place import HOST_UPDATED_OPTIMIZERS, choose_update_place
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
+from shardwright.training.checks.trained_offload_checks import check_trained_offload
 from shardwright.training.preference_objective import has_frozen_reference
 from shardwright.units import format_bytes
 
@@ -63,8 +64,8 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
     """Check, before any rank starts, that this node can hold what is offloaded.
 
     Raises:
-        RecipeError: the optimizer has no states, no weights are frozen, or disk or host memory is
-            too small; the message has the numbers.
+        RecipeError: the optimizer has no states, the layout cannot offload the weights, or disk or
+            host memory is too small; the message has the numbers.
     """
     section = recipe.offload
     needed = _NodeBytes()
@@ -73,9 +74,13 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
         _warn_of_little_space(recipe, plan)
     if section.parameters != "none":
         _check_parameters(recipe, plan)
-        if section.parameters == "disk" and recipe.model.path is not None:
+        if (
+            section.parameters == "disk"
+            and recipe.adapters is not None
+            and recipe.model.path is not None
+        ):
             _report_model_file_system(recipe.model.path)
-        needed.add(section.parameters, _count_weight_bytes(recipe, plan))
+        needed.add(section.parameters, _count_weight_bytes(recipe, plan, trained_names))
     if section.optimizer != "none":
         num_elements = _count_trained_elements(plan, trained_names)
         needed.add(section.optimizer, round(num_elements * _get_moment_bytes(recipe)))
@@ -141,16 +146,6 @@ def _check_update_place(recipe: Recipe, plan: Plan, num_elements: int) -> int:
 def _check_parameters(recipe: Recipe, plan: Plan) -> None:
     tier = recipe.offload.parameters
     _refuse_hf_classes(plan, "parameters", tier, "weights")
-    if recipe.adapters is None:
-        raise RecipeError(
-            "only the frozen weights beside adapters can be offloaded, and this run has no "
-            "adapters: trained weights stay on the device",
-            field="offload.parameters",
-            got=tier,
-            allowed="none without adapters",
-            remedy="Train adapters (adapters: ...), or offload the optimizer's states "
-            "(offload.optimizer) and shard the weights (layout.zero_stage: 3)",
-        )
     if recipe.preference is not None and has_frozen_reference(recipe):
         raise RecipeError(
             "a frozen copy of the model as the reference would stay on the device",
@@ -159,6 +154,8 @@ def _check_parameters(recipe: Recipe, plan: Plan) -> None:
             allowed="none with preference.reference: frozen",
             remedy="Use preference.reference: adapter_off, which needs no copy",
         )
+    if recipe.adapters is None:
+        check_trained_offload(recipe, plan)
 
 
 def _refuse_hf_classes(plan: Plan, key: str, tier: OffloadTier, content: str) -> None:
@@ -171,12 +168,14 @@ def _refuse_hf_classes(plan: Plan, key: str, tier: OffloadTier, content: str) ->
         )
 
 
-def _count_weight_bytes(recipe: Recipe, plan: Plan) -> int:
-    """Count the bytes that this node's ranks store of frozen weights.
+def _count_weight_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> int:
+    """Count the bytes that this node's ranks store of weights, and of gradients of trained ones.
 
-    On disk only what the model's own files do not have as it is needed.
+    On disk of frozen weights only what the model's own files do not have as it is needed.
     """
     section = recipe.offload
+    if recipe.adapters is None:
+        return _count_trained_bytes(plan, trained_names) if section.parameters == "disk" else 0
     stored = None
     if section.parameters == "disk":
         stored = open_stored_weights(recipe, plan.placement.shape)
@@ -197,6 +196,20 @@ def _count_weight_bytes(recipe: Recipe, plan: Plan) -> int:
                     plan.layout.degree(axis) for axis in layout.shard_axes if axis in ZERO_AXES
                 )
                 total += -(-math.prod(shape) * dtype.itemsize // num_ranks)
+    return total
+
+
+def _count_trained_bytes(plan: Plan, trained_names: Collection[str]) -> int:
+    """Count the bytes of block weights, in the parameters' precision, and of their gradients."""
+    itemsize = resolve_dtypes(plan.precision).param.itemsize
+    total = 0
+    for coordinates in _list_node_coordinates(plan):
+        for name in list_block_matrices(plan.placement.shape):
+            layout = plan.placement.parameters[name]
+            if compute_local_boxes(layout, plan.layout, coordinates):
+                shape = compute_local_shape(layout, plan.layout, coordinates)
+                num_copies = 2 if name in trained_names else 1
+                total += num_copies * math.prod(shape) * itemsize
     return total
 
 

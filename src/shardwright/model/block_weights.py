@@ -1,4 +1,4 @@
-"""Frozen matrices of blocks as parts of their modules, for a store that keeps them elsewhere."""
+"""Matrices of blocks as parts of their modules, for a store that keeps them elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ def is_frozen_matrix(spec: ParameterSpec) -> bool:
 
 def list_frozen_matrices(shape: ModelShape) -> dict[str, ParameterSpec]:
     """List the frozen matrices of all blocks by name; none without adapters."""
-    if shape.adapters is None or isinstance(shape, HFShape):
+    return {} if shape.adapters is None else list_block_matrices(shape)
+
+
+def list_block_matrices(shape: ModelShape) -> dict[str, ParameterSpec]:
+    """List the matrices of blocks that can be offloaded, by name.
+
+    Beside adapters the frozen ones, otherwise all. None of a model of transformers' own classes.
+    """
+    if isinstance(shape, HFShape):
         return {}
     return {
         spec.name: spec
@@ -41,23 +49,26 @@ def list_frozen_matrices(shape: ModelShape) -> dict[str, ParameterSpec]:
 
 
 @dataclass(frozen=True, eq=False)
-class FrozenWeight:
-    """Frozen matrix of a block, as this rank computes with it, and its place in the model."""
+class BlockWeight:
+    """Matrix of a block, as this rank computes with it, and its place in the model."""
 
     spec: ParameterSpec
     module: nn.Module
     attribute: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_trained: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def install(self, values: Tensor) -> None:
-        """Make a tensor the module's parameter."""
-        setattr(self.module, self.attribute, nn.Parameter(values, requires_grad=False))
+    def install(self, values: Tensor) -> nn.Parameter:
+        """Make a tensor the module's parameter and return it."""
+        parameter = nn.Parameter(values, requires_grad=self.is_trained)
+        setattr(self.module, self.attribute, parameter)
+        return parameter
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,8 @@ class ShardGroup:
 
 
 @dataclass(frozen=True)
-class FrozenWeightSources:
-    """Values of frozen weights, and the ranks that share their storage."""
+class BlockWeightSources:
+    """Values of weights of blocks, and the ranks that share their storage."""
 
     read_slice: SliceReader
     boxes: Mapping[str, Sequence[ParameterBox]]
@@ -81,8 +92,8 @@ class FrozenWeightSources:
     """Ranks that divide a weight's bytes (ZeRO), by name; a weight that is left out is whole."""
 
 
-def detach_weights(decoder: Decoder, specs: Mapping[str, ParameterSpec]) -> list[FrozenWeight]:
-    """Remove weights from a decoder on the meta device; `FrozenWeight.install` returns them.
+def detach_weights(decoder: Decoder, specs: Mapping[str, ParameterSpec]) -> list[BlockWeight]:
+    """Remove weights from a decoder on the meta device; `BlockWeight.install` returns them.
 
     In their place are parameters without elements, which have the same names.
     """
@@ -92,8 +103,13 @@ def detach_weights(decoder: Decoder, specs: Mapping[str, ParameterSpec]) -> list
         for attribute, parameter in list(module.named_parameters(recurse=False)):
             spec = specs.get(names.get(parameter, ""))
             if spec is not None:
-                weight = FrozenWeight(
-                    spec, module, attribute, tuple(parameter.shape), parameter.dtype
+                weight = BlockWeight(
+                    spec,
+                    module,
+                    attribute,
+                    tuple(parameter.shape),
+                    parameter.dtype,
+                    parameter.requires_grad,
                 )
                 weight.install(parameter.new_empty(0))
                 found.append(weight)
@@ -101,8 +117,8 @@ def detach_weights(decoder: Decoder, specs: Mapping[str, ParameterSpec]) -> list
 
 
 def read_rows(
-    weight: FrozenWeight,
-    sources: FrozenWeightSources,
+    weight: BlockWeight,
+    sources: BlockWeightSources,
     rows: tuple[int, int],
 ) -> Tensor:
     """Read rows `[start, stop)` of dim 0 of the tensor that this rank computes with."""

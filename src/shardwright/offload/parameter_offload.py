@@ -1,0 +1,296 @@
+"""Trained matrices of blocks, and their gradients, in a slower tier between uses of their block.
+
+The matrices of a block are views of one memory on the device, whose storage is freed while they
+are away. They arrive before the block's forward and backward pass and before its update, and
+leave after it; only the update changes them, so only then are they written. Gradients leave when
+the block's backward pass has ended, and return for the next micro-batch, which adds to them, and
+for the update (docs/decisions/0102-offloaded-trained-parameters.md).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwright.config.offload import OffloadSection, OffloadTier
+from shardwright.errors import OffloadFailed
+from shardwright.model.block_weights import BlockWeight, BlockWeightSources
+from shardwright.model.decoder import Decoder
+from shardwright.numerics import scale_
+from shardwright.offload.block_uses import BlockUses, Use
+from shardwright.offload.parameter_store import DiskParameterStore
+from shardwright.offload.state_buckets import PAGE_BYTES
+from shardwright.offload.store import TransferCounts, TransferReporter
+from shardwright.offload.trained_block import BlockMember, TrainedBlock
+from shardwright.offload.weight_offload import read_bytes
+from shardwright.units import format_bytes
+
+FinishGradients = Callable[[Sequence[str]], None]
+"""Called with the names of a block's trained weights before their gradients leave the device."""
+
+
+class ParameterOffload(BlockUses):
+    """Matrices of all blocks of a rank, trained or frozen, with the gradients of the trained."""
+
+    tier: OffloadTier = "disk"
+
+    def __init__(self, store: DiskParameterStore, device: torch.device) -> None:
+        super().__init__()
+        self.store = store
+        self.device = device
+        self.num_bytes = 0
+        """Bytes of the weights of this rank's blocks."""
+        self.names: frozenset[str] = frozenset()
+        """Names of all offloaded weights."""
+        self._blocks: dict[int, TrainedBlock] = {}
+        self._layer_of_name: dict[str, int] = {}
+        self._reporter = TransferReporter()
+        self._finish_gradients: FinishGradients | None = None
+        self._backward_layer: int | None = None
+        """Layer whose backward pass is running."""
+        self._gradient_factor: float | Tensor = 1.0
+        self._updated_layers: set[int] = set()
+        """Layers that the running update has brought."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the tier: weights and gradients."""
+        return self.store.num_bytes
+
+    def attach(
+        self, decoder: Decoder, weights: Iterable[BlockWeight], sources: BlockWeightSources
+    ) -> None:
+        """Store the weights and make them the decoder's parameters, absent from the device.
+
+        Raises:
+            OffloadFailed: the disk is too small or fails.
+        """
+        by_layer: dict[int, list[BlockWeight]] = defaultdict(list)
+        for weight in weights:
+            assert weight.spec.layer is not None
+            assert weight.spec.name not in sources.groups, "ZeRO shards it"
+            by_layer[weight.spec.layer].append(weight)
+        for block in decoder.blocks:
+            found = by_layer.get(block.layer_index)
+            if found:
+                self._blocks[block.layer_index] = self._store_block(found, sources)
+                self.install_hooks(block)
+        self._layer_of_name = {
+            member.name: layer for layer, block in self._blocks.items() for member in block.members
+        }
+        self.names = frozenset(self._layer_of_name)
+
+    def _store_block(
+        self, weights: Sequence[BlockWeight], sources: BlockWeightSources
+    ) -> TrainedBlock:
+        offsets = []
+        size = 0
+        for weight in weights:
+            offsets.append(size)
+            size += _round_to_pages(weight.num_bytes)
+        gradient_bytes = sum(_round_to_pages(item.num_bytes) for item in weights if item.is_trained)
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        block = TrainedBlock(memory, self.store.add(size), self.store.add(gradient_bytes))
+        gradient_offset = 0
+        for weight, offset in zip(weights, offsets, strict=True):
+            values = memory[offset : offset + weight.num_bytes].view(weight.dtype)
+            # `data` has a version counter of its own: autograd must not take the return of the
+            # same values for a change of a saved tensor.
+            parameter = weight.install(values.view(weight.shape).data)
+            block.members.append(
+                BlockMember(weight.spec.name, parameter, offset, weight.num_bytes, gradient_offset)
+            )
+            if weight.is_trained:
+                gradient_offset += _round_to_pages(weight.num_bytes)
+            self.num_bytes += weight.num_bytes
+        memory.untyped_storage().resize_(0)
+        for weight, offset in zip(weights, offsets, strict=True):
+            pieces = read_bytes(weight, sources, 0, weight.num_bytes)
+            self.store.fill(block.weight_place + offset, pieces)
+        return block
+
+    # Forward and backward passes
+
+    def begin_backward(self, finish: FinishGradients | None) -> None:
+        """Prepare for the backward pass of a micro-batch.
+
+        Args:
+            finish: Called with the gradients of each block when its backward pass has ended;
+                None if more micro-batches follow.
+        """
+        self._finish_gradients = finish
+
+    def end_backward(self) -> None:
+        """Let the gradients of the last block leave, after the backward pass."""
+        self._store_gradients()
+
+    def _bring(self, use: Use, following: Use | None) -> None:
+        """Bring a block's weights, start to bring the next one's, and free all others."""
+        layer, phase = use
+        last = self._backward_layer
+        if last is not None and last != layer:
+            self._store_gradients()
+            self._blocks[last].free_weights()  # `release` would wait for the gradients' writes
+        self._release_others({layer})
+        self._launch(use)
+        self._blocks[layer].finish()
+        if phase == "backward":
+            self._backward_layer = layer
+        if following is not None:
+            self._launch(following)
+
+    def _launch(self, use: Use) -> None:
+        layer, phase = use
+        self._blocks[layer].launch(self.store)
+        if phase == "backward":
+            self._blocks[layer].launch_gradients(self.store)
+
+    def _release_others(self, layers: Collection[int]) -> None:
+        """Free blocks; those that are being written are freed the next time."""
+        for layer, block in self._blocks.items():
+            if layer in layers:
+                continue
+            if block.is_changed:
+                block.store_weights(self.store)
+                block.drop_gradients()
+            elif block.is_present or block.reads is not None:
+                block.release()
+
+    def _store_gradients(self) -> None:
+        """Start to write the gradients of the block whose backward pass has ended."""
+        if self._backward_layer is None:
+            return
+        block = self._blocks[self._backward_layer]
+        self._backward_layer = None
+        if self._finish_gradients is not None:
+            self._finish_gradients(
+                [member.name for member in block.members if member.parameter.requires_grad]
+            )
+        for other in self._blocks.values():
+            other.finish_writes()
+        block.store_gradients(self.store)
+
+    # Update
+
+    def has_gradient(self, name: str) -> bool:
+        """Return True if the store has a gradient of an offloaded parameter."""
+        layer = self._layer_of_name.get(name)
+        return layer is not None and name in self._blocks[layer].stored_gradients
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the gradients of this step by a factor, when they return for the update."""
+        self._gradient_factor = factor
+
+    def bring_for_update(self, names: Iterable[str]) -> None:
+        """Bring weights and gradients of the blocks of parameters that are updated next.
+
+        Blocks of other parameters leave: the caller goes through the parameters in the model's
+        order. `finish_update` ends the update.
+        """
+        layers = {self._layer_of_name[name] for name in names if name in self._layer_of_name}
+        if not layers:
+            return
+        following = self._layers[self._layers.index(max(layers)) + 1 :][:1]
+        self._release_others({*layers, *following})
+        for layer in sorted(layers - self._updated_layers):
+            block = self._blocks[layer]
+            self._launch((layer, "backward"))
+            block.finish_writes()
+            block.finish()
+            gradients = [item.parameter.grad for item in block.members]
+            if self._gradient_factor != 1.0:
+                scale_([item for item in gradients if item is not None], self._gradient_factor)
+            block.is_changed = True
+        self._updated_layers |= layers
+        for layer in following:
+            self._launch((layer, "backward"))
+
+    def finish_update(self) -> None:
+        """Start to write the last blocks and to bring the first one, for the next pass."""
+        self._updated_layers.clear()
+        self._release_others(())
+        if self._layers:
+            self._launch((self._layers[0], "forward"))
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients of all blocks, after an update or instead of it."""
+        for block in self._blocks.values():
+            block.drop_gradients()
+            block.stored_gradients.clear()
+        self._gradient_factor = 1.0
+
+    # Reading and writing by name
+
+    def read_weight(self, name: str) -> Tensor:
+        """Return a copy of a weight on the device."""
+        block, member = self._find(name)
+        memory = torch.empty(member.num_bytes, dtype=torch.uint8, device=self.device)
+        self.store.read(block.weight_place + member.offset, memory)()
+        return memory.view(member.parameter.dtype).view(member.parameter.shape)
+
+    def view_weight(self, name: str) -> Tensor:
+        """Return a weight as a view of the file, valid until the next use.
+
+        Reading it saves, and writing into it loads, without a copy in memory.
+        """
+        for other in self._blocks.values():
+            other.release()
+        block, member = self._find(name)
+        view = self.store.view(block.weight_place + member.offset, member.num_bytes)
+        return view.view(member.parameter.dtype).view(member.parameter.shape)
+
+    def _find(self, name: str) -> tuple[TrainedBlock, BlockMember]:
+        block = self._blocks[self._layer_of_name[name]]
+        return block, next(member for member in block.members if member.name == name)
+
+    def take_counts(self) -> TransferCounts:
+        """Return bytes and times since the previous call."""
+        return self._reporter.take(self.store.counts)
+
+    def close(self) -> None:
+        """Free store and memory. No pass may follow."""
+        for block in self._blocks.values():
+            block.is_changed = False
+            with suppress(OffloadFailed):  # the run has failed by it already
+                block.release()
+        self._blocks.clear()
+        self.store.close()
+
+
+def _round_to_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def build_parameter_offload(
+    section: OffloadSection, *, device: torch.device, default_folder: Path
+) -> ParameterOffload | None:
+    """Build the offloading of trained weights; None with `host` on a CPU, where nothing moves.
+
+    Args:
+        default_folder: folder of the scratch file if the section names none.
+
+    Raises:
+        OffloadFailed: the folder cannot be written.
+    """
+    if section.parameters != "disk":
+        return None
+    folder = default_folder if section.dir is None else Path(section.dir)
+    return ParameterOffload(DiskParameterStore(folder, section.buffer_bytes, device), device)
+
+
+def describe_parameter_offload(offload: ParameterOffload | None) -> str:
+    """Describe in one line where the weights and gradients of a rank's blocks are."""
+    if offload is None:
+        return (
+            "offload: weights stay: the device is the CPU, so its memory is the host's and "
+            "nothing moves"
+        )
+    return (
+        f"offload: {format_bytes(offload.num_bytes)} of weights of this rank's blocks, and their "
+        f"gradients, are in a scratch file of {format_bytes(offload.stored_bytes)}"
+    )

@@ -1,0 +1,87 @@
+"""Checks of runs that offload trained weights (`offload.parameters` without adapters)."""
+
+from __future__ import annotations
+
+from shardwright.config import Recipe
+from shardwright.errors import RecipeError
+from shardwright.launch.devices import should_use_cuda
+from shardwright.plans import Plan
+
+_OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
+"""Optimizers whose update of some parameters does not depend on others."""
+
+
+def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
+    """Check that a run without adapters can have its weights in a slower tier.
+
+    Raises:
+        RecipeError: something of the recipe is not covered; the message has what to do instead.
+    """
+    layout = plan.layout
+    uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
+    has_8bit_products = plan.precision.kind == "fp8" or plan.precision.low_precision is not None
+    refusals = (
+        (
+            recipe.offload.optimizer == "none",
+            "trained weights return for the update with the moments, bucket by bucket",
+            "none with offload.optimizer: none",
+            "Set offload.optimizer: disk",
+        ),
+        (
+            recipe.offload.parameters == "host" and uses_cuda,
+            "trained weights can be on disk only",
+            "none or disk without adapters",
+            "Use disk, or shard the weights (layout.zero_stage: 3)",
+        ),
+        (
+            recipe.offload.update_on == "host" and uses_cuda,
+            "trained weights that are on disk are updated on the device",
+            "none with offload.update_on: host without adapters",
+            "Remove offload.update_on",
+        ),
+        (
+            plan.precision.working_weights is True,
+            "copies of trained weights in the compute precision would stay on the device",
+            "none with precision.working_weights: true without adapters",
+            "Remove precision.working_weights",
+        ),
+        (
+            layout.pp > 1,
+            "stages of a pipeline cannot offload trained weights",
+            "none with layout.pp > 1 without adapters",
+            "Use layout.tp or layout.dp_replicate, or train adapters",
+        ),
+        (
+            layout.zero_stage >= 1 and layout.fsdp > 1,
+            "weights that ZeRO shards over ranks cannot be offloaded while they are trained",
+            "none with layout.zero_stage 1 to 3 on several ranks without adapters",
+            "Use layout.zero_stage: 0 with dp_replicate, tp or cp, or train adapters",
+        ),
+        (
+            recipe.optimizer.name not in _OPTIMIZERS,
+            f"the update of {recipe.optimizer.name} needs all weights at once",
+            f"none with this optimizer; disk with {', '.join(_OPTIMIZERS)}",
+            "Choose one of these optimizers, or offload its states only (offload.optimizer)",
+        ),
+        (
+            has_8bit_products,
+            "products of 8-bit operands cannot read trained weights from a slower tier",
+            "none in this precision without adapters",
+            "Use precision: bf16",
+        ),
+        (
+            recipe.model.keep_zeros,
+            "zeros of weights that are not on the device cannot be kept",
+            "none with model.keep_zeros without adapters",
+            "Remove model.keep_zeros",
+        ),
+    )
+    for is_refused, message, allowed, remedy in refusals:
+        if is_refused:
+            raise RecipeError(
+                message,
+                field="offload.parameters",
+                got=recipe.offload.parameters,
+                allowed=allowed,
+                remedy=remedy,
+            )

@@ -1,0 +1,160 @@
+"""Offloaded trained weights under every covered layout: after five steps weights, moments, losses
+and step counts are those of a run whose weights are resident, bit for bit, on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from shardwright.config import Recipe
+from shardwright.data.loader import read_step_micro_batches
+from shardwright.data.sample_order import SampleOrder
+from shardwright.layout import RankGrid
+from shardwright.offload import OffloadedOptimizer, ParameterOffload
+from shardwright.optim import collect_optimizer_moments, collect_optimizer_values
+from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.training.checks.run_checks import validate_run
+from shardwright.training.setup import build_state
+from shardwright.training.step import accumulate_gradients, update_parameters
+from tests import forked
+from tests.multiprocess import limited_weights
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_offload import DENSE, NUM_STEPS, RATE, RULES, SPARSE, build_recipe
+
+DEEP = DENSE | {"num_hidden_layers": 4}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"recompute": "full"},
+    "one rank of zero3": {"layout": {"zero_stage": 3}, "recompute": "selective"},
+    "frozen": {"model": {"config": DEEP, "freeze": ["*q_proj.weight", "*norm.weight"]}},
+    "sparse": {"model": {"config": SPARSE | {"num_hidden_layers": 3}}},
+    "bf16": {"precision": "bf16"},
+    "zero0": {"layout": {"dp_replicate": 2}},
+    "tp2": {"layout": {"tp": 2}},
+    "cp2": {"layout": {"cp": 2, "zero_stage": 0}, "recompute": "full"},
+    "tp2 x dp2": {"layout": {"tp": 2, "dp_replicate": 2}},
+}
+WORLD_SIZES = {"zero0": 2, "tp2": 2, "cp2": 2, "tp2 x dp2": 4}
+SHORT = (
+    ("one rank", "adamw"),
+    ("sparse", "adamw_8bit"),
+    ("zero0", "adamw"),
+    ("tp2", "sgd"),
+)
+
+
+def train_steps(
+    recipe: Recipe, world_size: int
+) -> tuple[dict[str, Tensor], list[Any], ParameterOffload | None]:
+    """Return this rank's weights and moments, its losses, norms and step counts."""
+    validated_run = validate_run(recipe, world_size)
+    state = build_state(validated_run, torch.device("cpu"))
+    model = state.model
+    plan = validated_run.plan
+    order = SampleOrder(recipe.seed, len(validated_run.data.train))
+    rank = torch.distributed.get_rank() if world_size > 1 else 0
+    data_rank = RankGrid(plan.layout).data_rank(rank)
+    values: list[Any] = []
+    for step in range(NUM_STEPS):
+        batches = read_step_micro_batches(
+            validated_run.data.train, order, plan.batch, step, data_rank
+        )
+        loss = accumulate_gradients(model, batches, seed=0, step=step)
+        update = update_parameters(model, state.optimizer, learning_rate=RATE, max_grad_norm=0.5)
+        values.append((loss.mean(), update.gradient_norm))
+    named = dict(model.named_parameters())
+    moments = collect_optimizer_moments(state.optimizer, named.items())
+    tensors = {key: get_local_tensor(moment.tensor).clone() for key, moment in moments.items()}
+    for name in named:
+        local = model.read_parameter(name)
+        assert local is not None
+        tensors[name] = local.clone()
+    values.append(collect_optimizer_values(state.optimizer))
+    offload = state.weight_offload
+    assert offload is None or isinstance(offload, ParameterOffload)
+    if isinstance(state.optimizer, OffloadedOptimizer):
+        state.optimizer.close()
+    if offload is not None:
+        offload.close()
+    return tensors, values, offload
+
+
+def find_differences(recipe: Recipe, world_size: int) -> list[str]:
+    """Train with resident and with offloaded weights; list what differs."""
+    expected, expected_values, _ = train_steps(recipe, world_size)
+    section = {"optimizer": "disk", "parameters": "disk", "buffer_bytes": 8192}
+    offloaded = Recipe.model_validate(recipe.model_dump(mode="json") | {"offload": section})
+    got, values, offload = train_steps(offloaded, world_size)
+    differences = [] if values == expected_values else [f"{expected_values} is not {values}"]
+    if got.keys() != expected.keys():
+        differences.append(f"names: {got.keys() ^ expected.keys()}")
+    if offload is None or len(offload.names) < 18:
+        differences.append("nothing left the device")
+    return differences + [
+        key for key, tensor in expected.items() if not torch.equal(tensor, got[key])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        pytest.param(name, rule, marks=[] if (name, rule) in SHORT else pytest.mark.long)
+        for name in LAYOUTS
+        for rule in ("adamw", "adamw_8bit", "sgd")
+    ],
+)
+def test_five_steps_have_the_bits_of_resident_weights(
+    ranks: RankPool, tmp_path: Path, name: str, rule: str
+) -> None:
+    sections = {"model": {"config": DEEP}, "optimizer": RULES[rule]} | LAYOUTS[name]
+    recipe = build_recipe(tmp_path, sections)
+    world_size = WORLD_SIZES.get(name, 1)
+    validate_run(recipe, world_size)  # tokenises once
+    if world_size == 1:
+        assert find_differences(recipe, 1) == []
+    else:
+        assert ranks.run(world_size, find_differences, recipe, world_size) == [[]] * world_size
+
+
+def train_within_limit(folder: Path, tier: str, limit_bytes: int) -> tuple[int, list[str], str]:
+    sections = {
+        "model": {"config": limited_weights.CONFIG},
+        "offload": {"optimizer": "disk"},
+        "recompute": "full",
+    }
+    path = folder / "recipe.yaml"
+    recipe = build_recipe(folder, sections)
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True)))
+    command = [sys.executable, "-m", "tests.multiprocess.limited_weights"]
+    done = forked.run(
+        [*command, str(path), tier, str(limit_bytes)], capture_output=True, text=True, timeout=200
+    )
+    return done.returncode, done.stdout.split(), done.stderr
+
+
+@pytest.mark.long
+def test_weights_and_gradients_on_disk_train_within_a_limit_that_resident_ones_exceed(
+    tmp_path: Path,
+) -> None:
+    """Both runs have their moments on disk. Resident weights and gradients are twelve blocks."""
+    status, (expected, resident_bytes), error = train_within_limit(tmp_path, "none", 0)
+    assert status == 0, error
+    status, (got, peak_bytes), error = train_within_limit(tmp_path, "disk", 0)
+    assert status == 0, error
+    assert got == expected
+    # On disk: the weights of two blocks, and the gradients of two.
+    saved_bytes = int(resident_bytes) - int(peak_bytes)
+    assert saved_bytes > (2 * limited_weights.NUM_BLOCKS - 5) * limited_weights.BLOCK_BYTES
+    limit_bytes = limited_weights.NUM_BLOCKS * limited_weights.BLOCK_BYTES * 5 // 3
+    status, _, error = train_within_limit(tmp_path, "none", limit_bytes)
+    assert status != 0
+    assert "can't allocate memory" in error
+    status, (got, _), error = train_within_limit(tmp_path, "disk", limit_bytes)
+    assert status == 0, error
+    assert got == expected
