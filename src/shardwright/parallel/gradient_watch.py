@@ -1,13 +1,40 @@
-"""Report of each gradient when it is complete, during the last backward pass where possible."""
+"""Events of a backward pass: the end of the blocks, and complete gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from shardwright.optim.sharded_optimizer import GradientListener, get_local_tensor
+
+
+@contextmanager
+def call_at_backward_end(first_block: nn.Module, callback: Callable[[], None]) -> Iterator[None]:
+    """Call `callback` when the gradient of the first block's input is computed.
+
+    Wrap forward and backward passes in this context. After that call only the embedding's
+    gradient and waiting for reductions remain. If that input takes no gradient (frozen
+    embeddings), `callback` runs when the context ends.
+    """
+    is_hooked = False
+
+    def hook_input(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        nonlocal is_hooked
+        if arguments and isinstance(arguments[0], Tensor) and arguments[0].requires_grad:
+            is_hooked = True
+            arguments[0].register_hook(lambda _gradient: callback())
+
+    handle = first_block.register_forward_pre_hook(hook_input)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not is_hooked:
+        callback()
 
 
 class GradientWatch:

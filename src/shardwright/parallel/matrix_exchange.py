@@ -1,4 +1,4 @@
-"""Assembly of whole matrices from the ranks' shards, for an optimizer that needs them: Muon.
+"""Assembly of whole tensors from the ranks' shards: of matrices for an optimizer, Muon.
 
 Each matrix (each of a stack) is assembled on one of the ranks that hold a piece of it, the one
 with the least work so far, which sends every rank its piece of the result: two all-to-alls per
@@ -8,16 +8,55 @@ rank holds whole is not sent. Every rank computes the same assignment from the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout import Bounds, Layout, ParameterLayout, RankGrid, compute_local_boxes
+from shardwright.architecture import ModelShape
+from shardwright.architecture.flop_count import EXPERT_ROLES
+from shardwright.layout import (
+    Bounds,
+    Layout,
+    ParameterBox,
+    ParameterLayout,
+    RankGrid,
+    compute_local_boxes,
+)
 from shardwright.parallel.gradient_reduction import narrow_to_box
 from shardwright.parallel.mesh import Mesh
+
+
+def list_exchanged_matrices(shape: ModelShape) -> frozenset[str]:
+    """List the names of matrices, and of experts' stacks of them, of all blocks."""
+    return frozenset(
+        spec.name
+        for spec in shape.list_parameters()
+        if spec.layer is not None
+        and not spec.is_bias
+        and (len(spec.shape) == 2 or (len(spec.shape) == 3 and spec.role in EXPERT_ROLES))
+    )
+
+
+def assemble_tensor(local: Tensor | None, boxes: Iterable[ParameterBox], zeros: Tensor) -> Tensor:
+    """Assemble a tensor of all ranks' boxes on every rank (a collective).
+
+    Args:
+        local: this rank's part of the tensor; None for nan in its boxes.
+        boxes: boxes of `local` that this rank contributes; those of all ranks cover the tensor
+            once.
+        zeros: memory of the result.
+    """
+    for box in boxes:
+        part = narrow_to_box(zeros, box.global_bounds)
+        if local is None:
+            part.fill_(torch.nan)
+        else:
+            part.copy_(narrow_to_box(local, box.local_bounds))
+    dist.all_reduce(zeros)
+    return zeros
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.architecture.flop_count import EXPERT_ROLES
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import (
     BATCH_AXES,
@@ -34,8 +33,16 @@ from shardwright.parallel.gradient_reduction import (
     narrow_to_box,
     reduce_gradients,
 )
-from shardwright.parallel.gradient_watch import GradientListener, GradientWatch
-from shardwright.parallel.matrix_exchange import DistributedMatrixExchange
+from shardwright.parallel.gradient_watch import (
+    GradientListener,
+    GradientWatch,
+    call_at_backward_end,
+)
+from shardwright.parallel.matrix_exchange import (
+    DistributedMatrixExchange,
+    assemble_tensor,
+    list_exchanged_matrices,
+)
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.offloaded_weights import TrainedWeightStore
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
@@ -137,7 +144,10 @@ class ParallelModel:
                 if waits_for_reduction:  # only the embedding's gradient and this wait remain
                     begin_wait()
 
-            with self.synchronise_gradients(is_last), self.call_at_backward_end(end_backward):
+            with (
+                self.synchronise_gradients(is_last),
+                call_at_backward_end(self.decoder.blocks[0], end_backward),
+            ):
                 loss = self.module(**arguments(batch.to(self.device)))
                 mark("forward")
                 loss.backward(scale.to(loss.dtype))
@@ -185,30 +195,6 @@ class ParallelModel:
             else:
                 root.set_requires_all_reduce(is_last)
         return nullcontext()
-
-    @contextmanager
-    def call_at_backward_end(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call `callback` when the gradient of the first block's input is computed.
-
-        Wrap forward and backward passes in this context. After that call only the embedding's
-        gradient and waiting for reductions remain. If that input takes no gradient (frozen
-        embeddings), `callback` runs when the context ends.
-        """
-        is_hooked = False
-
-        def hook_input(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            nonlocal is_hooked
-            if arguments and isinstance(arguments[0], Tensor) and arguments[0].requires_grad:
-                is_hooked = True
-                arguments[0].register_hook(lambda _gradient: callback())
-
-        handle = self.decoder.blocks[0].register_forward_pre_hook(hook_input)
-        try:
-            yield
-        finally:
-            handle.remove()
-        if not is_hooked:
-            callback()
 
     def finish_gradients(self) -> None:
         """Complete gradient reduction and reshard parameters, after the last backward pass."""
@@ -385,17 +371,7 @@ class ParallelModel:
 
     def block_matrices(self) -> frozenset[str]:
         """Return the names of trained matrices, and of experts' stacks of them, of all blocks."""
-        specs = [
-            spec
-            for spec in self.decoder.shape.list_parameters()
-            if spec.layer is not None and not spec.is_bias
-        ]
-        matrices = (
-            spec.name
-            for spec in specs
-            if len(spec.shape) == 2 or (len(spec.shape) == 3 and spec.role in EXPERT_ROLES)
-        )
-        return frozenset(matrices) & self.trainable
+        return list_exchanged_matrices(self.decoder.shape) & self.trainable
 
     def build_matrix_exchange(self, names: Collection[str]) -> DistributedMatrixExchange:
         """Build the exchange that assembles these parameters' matrices.
@@ -457,15 +433,11 @@ class ParallelModel:
             (p.dtype for p in self._parameters.values() if p.is_floating_point()),
             key=lambda dtype: dtype.itemsize,
         )
-        whole = torch.zeros(parameter_layout.shape, dtype=dtype, device=self.device)
         is_first_rank = self._coordinates["pp"] == parameter_layout.pp_ranks[0] and not any(
             self._coordinates[axis] for axis in parameter_layout.replicated_axes
         )
-        for box in self.local_boxes(name) if is_first_rank else ():
-            if box.is_first_copy:
-                part = narrow_to_box(whole, box.global_bounds)
-                part.fill_(torch.nan) if tensor is None else part.copy_(
-                    narrow_to_box(get_local_tensor(tensor), box.local_bounds)
-                )
-        dist.all_reduce(whole)
-        return whole
+        return assemble_tensor(
+            None if tensor is None else get_local_tensor(tensor),
+            [box for box in self.local_boxes(name) if is_first_rank and box.is_first_copy],
+            torch.zeros(parameter_layout.shape, dtype=dtype, device=self.device),
+        )
