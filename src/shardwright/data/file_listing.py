@@ -218,6 +218,8 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
             allowed=", ".join(FORMAT_BY_SUFFIX) if not source.glob else None,
             remedy=f"It contains {', '.join(sorted(skipped)[:8])} files: set `glob`"
             if skipped
+            else "It has no regular file"
+            if irregular
             else "The folder is empty",
         )
     if skipped and not source.glob and source.format == "auto":
