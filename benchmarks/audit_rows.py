@@ -23,7 +23,7 @@ is the mean of the micro-batches' means. If all micro-batches have equally many 
 both definitions agree; otherwise tokens of micro-batches with few of them weigh more. The rows
 `-counted` show loops that divide by the tokens of the global batch.
 
-"defect": two rows. `axolotl`: its check for a model that takes the count of tokens never passes
+"defect": two rows. `axolotl`: its check for a model that takes the count of tokens fails for Llama
 (reported: https://github.com/axolotl-ai-cloud/axolotl/pull/3982), so micro-batches are averaged
 although the class of transformers takes the count. With the flag set back to true by hand the audit
 names the mean over ranks, as `average_tokens_across_devices=False` asks
