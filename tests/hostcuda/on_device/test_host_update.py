@@ -67,8 +67,18 @@ def count_early_gradients(outcome: Outcome) -> Iterator[None]:
 def train(case: Case, folder: Path, tier: str, *, max_grad_norm: float | None = 0.5) -> Outcome:
     """Train this rank's steps; the third one is skipped, because its gradient is infinite."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.cuda.set_device(rank)
-    cuda = torch.device("cuda", rank)
+    with torch.cuda.device(rank):  # the ranks' processes run other tests too
+        return _train_on(torch.device("cuda", rank), case, folder, tier, rank, max_grad_norm)
+
+
+def _train_on(
+    cuda: torch.device,
+    case: Case,
+    folder: Path,
+    tier: str,
+    rank: int,
+    max_grad_norm: float | None,
+) -> Outcome:
     recipe = case.make_recipe()
     model = build_model(case, recipe, case.layout, cuda)
     optimizer = build_optimizer(

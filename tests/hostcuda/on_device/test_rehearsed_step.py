@@ -200,9 +200,11 @@ LAYOUTS = [
 def test_every_layout_takes_a_step_with_the_bytes_and_collectives_of_a_cpu(
     layout: Layout, checked_operators: set[str]
 ) -> None:
-    on_cuda = rehearse("llama", layout)
+    # Copies of weights would make the norms' temporaries a larger share of the peak.
+    precision = {"kind": "bf16", "working_weights": False}
+    on_cuda = rehearse("llama", layout, precision=precision)
     assert list_attention(checked_operators) == {"flash"}
-    on_cpu = rehearse("llama", layout, device_type="cpu")
+    on_cpu = rehearse("llama", layout, device_type="cpu", precision=precision)
     assert on_cuda.collectives == on_cpu.collectives
     assert on_cuda.weights_bytes == on_cpu.weights_bytes
     assert on_cuda.optimizer_bytes == on_cpu.optimizer_bytes

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loader import MicroBatch
-from shardwright.model import Decoder
+from shardwright.model import Decoder, decoder
 from shardwright.parallel import ParallelModel, ddp
 from shardwright.training import step
 from shardwright.verification import cell
@@ -179,11 +179,8 @@ def reduce_before_last_micro_batch() -> Iterator[None]:
 @contextmanager
 def drop_gradient_of_tied_head() -> Iterator[None]:
     """Drop one of the two gradients of a tied weight."""
-    original = Decoder.head_weight
-    assert isinstance(original, property)
-    read_weight = original.fget
-    assert read_weight is not None
-    with patch.object(Decoder, "head_weight", property(lambda self: read_weight(self).detach())):
+    read_weight = decoder.read_weight
+    with patch.object(decoder, "read_weight", lambda *arguments: read_weight(*arguments).detach()):
         yield
 
 
