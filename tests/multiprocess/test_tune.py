@@ -230,7 +230,9 @@ def test_a_budget_too_small_for_one_candidate_is_refused(workplace: Workplace) -
     workplace.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_a_stop_ends_the_trial_and_keeps_the_results(
     workplace: Workplace, number: signal.Signals
 ) -> None:

@@ -30,10 +30,11 @@ def build(folder: Path, run: str, offload: dict[str, object], **sections: object
     return Recipe.model_validate(recipe | changed | sections)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "recompute"), [("fp32", "none"), ("bf16", "selective"), ("fp32", "full")]
+)
 def test_a_run_writes_the_checkpoints_of_the_resident_run(
-    tmp_path: Path, recompute: str, precision: str
+    tmp_path: Path, precision: str, recompute: str
 ) -> None:
     sections = {"recompute": recompute, "precision": precision}
     train(build(tmp_path, "resident", {}, **sections))
