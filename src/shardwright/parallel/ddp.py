@@ -34,10 +34,10 @@ def apply_ddp(
     excluded = {
         parameter for name, parameter in module.named_parameters() if name in excluded_names
     }
-    # PyTorch has no public way to exclude parameters; DDP's own tests use this one. Buffers,
-    # which only models run by transformers have, are computed equally on every rank: DDP need
-    # not broadcast them. DDP reads both the names that our decoder gives its parameters and
-    # their paths in the module.
+    # PyTorch has no public way to exclude parameters; DDP's own tests use this one. Buffers, which
+    # are working weights or belong to models run by transformers, are computed equally on every
+    # rank: DDP need not broadcast them. DDP reads both the names that our decoder gives its
+    # parameters and their paths in the module.
     ignored = [name for name, _ in module.named_buffers()]
     ignored += [name for name, parameter in module.named_parameters() if parameter in excluded]
     ignored += [
