@@ -7,10 +7,9 @@ Both copy whole storages. `PinnedStore` uses host memory and two copy streams of
 from __future__ import annotations
 
 import os
-import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
-from shardwright.errors import OffloadFailed
-from shardwright.offload.disk_store import allocate_buffer
+from shardwright.offload.scratch_transfers import ScratchTransfers
 from shardwright.offload.state_buckets import PAGE_BYTES
 from shardwright.offload.store import TransferCounts
 
@@ -111,8 +109,11 @@ class _Region:
     """Its transfers, in their order."""
 
 
-class ScratchStore:
+class ScratchStore(ScratchTransfers):
     """Scratch file without a name on a local disk; direct I/O through one buffer per direction."""
+
+    _FILE = "offload.activations: the scratch file"
+    _REMEDY = "The last checkpoint is intact: resume from it"
 
     def __init__(
         self, folder: Path, buffer_bytes: int, device: torch.device, *, disk: Disk = LOCAL_DISK
@@ -122,19 +123,10 @@ class ScratchStore:
         Raises:
             OffloadFailed: the folder cannot be written.
         """
-        self.counts = TransferCounts()
-        self._folder = folder
-        self._disk = disk
-        self._device = device
-        self._descriptor = -1
+        super().__init__(folder, buffer_bytes, device, disk, "activation")
         self._size_bytes = 0
         self._free: dict[int, list[int]] = {}
         """Offsets of free regions by size."""
-        is_pinned = device.type == "cuda"
-        self._buffers = [allocate_buffer(buffer_bytes, is_pinned=is_pinned) for _ in range(2)]
-        self._streams = [torch.cuda.Stream(device) if is_pinned else None for _ in range(2)]
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="activation-write")
         self._attempt("created", self._create)
 
     def _create(self) -> None:
@@ -154,14 +146,13 @@ class ScratchStore:
             self._attempt(
                 "enlarged", lambda: os.posix_fallocate(self._descriptor, offset_bytes, size_bytes)
             )
-        ready = self._record_event()
-        job = self._writer.submit(self._write, data, offset_bytes, ready)
+        job = self._start_write(offset_bytes, data)
         return _Region(offset_bytes, size_bytes, [job]), lambda: self._wait(job)
 
     def read(self, place: _Region, num_bytes: int) -> tuple[Tensor, Wait]:
         """Read a region whose write has been waited for."""
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        job = self._reader.submit(self._read, data, place.offset_bytes, self._record_event())
+        job = self._start_read(place.offset_bytes, data)
         place.jobs.append(job)
         return data, lambda: self._wait(job)
 
@@ -170,81 +161,3 @@ class ScratchStore:
         place.jobs[-1].add_done_callback(
             lambda _job: self._free.setdefault(place.size_bytes, []).append(place.offset_bytes)
         )
-
-    def close(self) -> None:
-        """Stop the threads and free the file."""
-        self._reader.shutdown(wait=True, cancel_futures=True)
-        self._writer.shutdown(wait=True, cancel_futures=True)
-        if self._descriptor >= 0:
-            self._disk.close(self._descriptor)
-            self._descriptor = -1
-
-    def _record_event(self) -> torch.cuda.Event | None:
-        if self._device.type != "cuda":
-            return None
-        return torch.cuda.current_stream(self._device).record_event()
-
-    def _wait(self, job: Future[None]) -> None:
-        start_seconds = time.perf_counter()
-        job.result()
-        self.counts.waiting_seconds += time.perf_counter() - start_seconds
-
-    def _write(self, data: Tensor, offset_bytes: int, ready: torch.cuda.Event | None) -> None:
-        start_seconds = time.perf_counter()
-        buffer = self._buffers[0]
-        for start in range(0, data.numel(), buffer.numel()):
-            piece = data[start : start + buffer.numel()]
-            self._copy(buffer[: piece.numel()], piece, self._streams[0], ready)
-            part = buffer[: -(-piece.numel() // PAGE_BYTES) * PAGE_BYTES].numpy().data
-            position = offset_bytes + start
-            self._attempt(
-                "written",
-                lambda part=part, position=position: self._disk.write_at(  # type: ignore[misc]
-                    self._descriptor, part, position
-                ),
-            )
-        self.counts.written_bytes += data.numel()
-        self.counts.writing_seconds += time.perf_counter() - start_seconds
-
-    def _read(self, data: Tensor, offset_bytes: int, ready: torch.cuda.Event | None) -> None:
-        start_seconds = time.perf_counter()
-        buffer = self._buffers[1]
-        for start in range(0, data.numel(), buffer.numel()):
-            piece = data[start : start + buffer.numel()]
-            part = buffer[: -(-piece.numel() // PAGE_BYTES) * PAGE_BYTES].numpy().data
-            position = offset_bytes + start
-            self._attempt(
-                "read",
-                lambda part=part, position=position: self._disk.read_at(  # type: ignore[misc]
-                    self._descriptor, part, position
-                ),
-            )
-            self._copy(piece, buffer[: piece.numel()], self._streams[1], ready)
-        self.counts.read_bytes += data.numel()
-        self.counts.reading_seconds += time.perf_counter() - start_seconds
-
-    @staticmethod
-    def _copy(
-        target: Tensor,
-        source: Tensor,
-        stream: torch.cuda.Stream | None,
-        ready: torch.cuda.Event | None,
-    ) -> None:
-        """Copy on a store's thread, which waits for the copy."""
-        if stream is None or ready is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            target.copy_(source, non_blocking=True)
-        stream.synchronize()
-
-    def _attempt(self, verb: str, operation: Callable[[], None]) -> None:
-        """Run a file operation; raise one error that names the folder."""
-        try:
-            operation()
-        except OSError as error:
-            raise OffloadFailed(
-                f"offload.activations: the scratch file in {self._folder} could not be {verb}: "
-                f"{error.strerror or error}. The last checkpoint is intact: resume from it"
-            ) from error

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwright.config import Recipe
 from shardwright.errors import RecipeError
-from shardwright.offload import parameter_store
+from shardwright.offload import scratch_transfers
 from shardwright.training.run import train
 from tests.hostcuda import device
 from tests.unit.training.test_offload_run import build_run, read_checkpoints
@@ -48,14 +48,14 @@ def test_a_run_writes_the_checkpoints_of_the_resident_run(
 def test_transfers_that_do_not_wait_for_the_computation_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = parameter_store._copy
+    original = scratch_transfers._copy
 
     def copy_without_wait(
         target: Tensor, source: Tensor, stream: torch.cuda.Stream, _ready: torch.cuda.Event
     ) -> None:
         original(target, source, stream, torch.cuda.Event())  # nothing was recorded in it
 
-    monkeypatch.setattr(parameter_store, "_copy", copy_without_wait)
+    monkeypatch.setattr(scratch_transfers, "_copy", copy_without_wait)
     with pytest.raises(RuntimeError, match="missing event"):
         train(build(tmp_path, "run", ON_DISK))
     device.list_violations()  # those of the interrupted run
