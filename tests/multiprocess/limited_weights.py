@@ -3,7 +3,7 @@
 Prints a hash of the trained weights, and the most bytes of anonymous memory that were resident.
 
 `python -m tests.multiprocess.limited_weights RECIPE TIER LIMIT`: the limit is in bytes beyond the
-memory before the model is built, 0 for none.
+memory of a process that has trained a small model, 0 for none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.config import load_recipe
+from shardwright.config import Recipe, load_recipe
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.training.checks.run_checks import validate_run
@@ -41,14 +41,10 @@ def read_status(name: str) -> int:
     return int(kibibytes) * 1024
 
 
-def main(path: str, tier: str, limit_bytes: int) -> None:
-    torch.set_num_threads(1)
-    recipe = load_recipe(path, [f"offload.parameters={tier}", "offload.buffer_bytes=1048576"])
+def train(recipe: Recipe) -> tuple[str, int]:
+    """Return a hash of the trained weights, and the most resident bytes at the end of a block."""
     validated_run = validate_run(recipe, 1)
     order = SampleOrder(recipe.seed, len(validated_run.data.train))
-    if limit_bytes:
-        limit_bytes += read_status("VmData")
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     state = build_state(validated_run, torch.device("cpu"))
     resident_bytes = []
     for block in state.model.decoder.blocks:
@@ -65,9 +61,21 @@ def main(path: str, tier: str, limit_bytes: int) -> None:
             values = state.model.read_parameter(name)
             assert values is not None
             digest.update(values.numpy())
-    sys.stdout.write(f"{digest.hexdigest()} {max(resident_bytes)}")
     if state.weight_offload is not None:
         state.weight_offload.close()
+    return digest.hexdigest(), max(resident_bytes)
+
+
+def main(path: str, tier: str, limit_bytes: int) -> None:
+    torch.set_num_threads(1)
+    offload = [f"offload.parameters={tier}", "offload.buffer_bytes=1048576"]
+    if limit_bytes:
+        # A step loads modules and libraries, which are not what the limit is for.
+        train(load_recipe(path, [*offload, "model.config.hidden_size=64"]))
+        limit_bytes += read_status("VmData")
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    digest, resident_bytes = train(load_recipe(path, offload))
+    sys.stdout.write(f"{digest} {resident_bytes}")
 
 
 if __name__ == "__main__":
