@@ -50,6 +50,7 @@ def plan(
     should_explain: bool = False,
     step_profile: StepProfile | None = None,
     should_read_data: bool = False,
+    expert_load_run: str | Path | None = None,
 ) -> PlanningResult:
     """Rank a recipe's layouts by predicted tokens/s, with memory and time by part.
 
@@ -68,17 +69,29 @@ def plan(
             (`planner.step_profile`).
         should_read_data: predict times with the row lengths and documents of the recipe's data,
             which is prepared unless it is in the cache. Measured step times are then not used.
+        expert_load_run: folder of an earlier run of a sparse model, whose logged loads of experts
+            are used instead of even ones. Measured step times are then not used.
 
     Raises:
-        InputError: unknown devices, link or precision, an unsupported model, or, with
-            `should_read_data`, data that cannot be prepared.
+        InputError: unknown devices, link or precision, an unsupported model, data that cannot be
+            prepared (with `should_read_data`), or a run without loads of this model's experts.
     """
     from shardwright.planner.cluster_choice import choose_cluster
+    from shardwright.planner.expert_loads import read_expert_loads
     from shardwright.planner.planning_result import plan_recipe
-    from shardwright.planner.problem import build_low_rank_adapter, parse_precision
+    from shardwright.planner.problem import (
+        build_low_rank_adapter,
+        parse_precision,
+        read_planning_shape,
+    )
 
     loaded = load_recipe(recipe)
     target = choose_cluster(loaded, cluster, num_nodes=num_nodes, link=link, profile=profile)
+    expert_loads = (
+        None
+        if expert_load_run is None
+        else read_expert_loads(expert_load_run, loaded, read_planning_shape(loaded))
+    )
     rows = _read_rows(loaded, target.num_gpus) if should_read_data else None
     return plan_recipe(
         loaded,
@@ -88,8 +101,9 @@ def plan(
         adapter=build_low_rank_adapter(lora_rank, is_quantised=is_quantised),
         gpu_counts=gpu_counts,
         should_explain=should_explain,
-        step_profile=None if should_read_data else step_profile,
+        step_profile=None if should_read_data or expert_loads is not None else step_profile,
         rows=rows,
+        expert_loads=expert_loads,
     )
 
 

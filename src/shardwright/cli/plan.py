@@ -121,6 +121,18 @@ DataOption = Annotated[
         ),
     ),
 ]
+ExpertLoadOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--expert-load",
+        metavar="RUN",
+        help=(
+            "Predict with the loads of experts that this run of the model logged, instead of even "
+            "ones. Measured step times are not used."
+        ),
+        show_default=False,
+    ),
+]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Explain the choice, with numbers.")]
 
 
@@ -140,6 +152,7 @@ def plan_command(
     out: EmitOutput = None,
     measured_steps: MeasuredStepsOption = True,
     data: DataOption = False,
+    expert_load: ExpertLoadOption = None,
     why: ExplainOption = False,
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
@@ -169,10 +182,19 @@ def plan_command(
         should_explain=why,
         step_profile=step_profile,
         should_read_data=data,
+        expert_load_run=expert_load,
     )
-    correction = describe_correction(result, step_profile) or result.row_summary
-    if correction is not None and (json_output or (emit is not None and out is None)):
-        sys.stderr.write(f"{correction}\n")
+    corrections = [
+        line
+        for line in (
+            describe_correction(result, step_profile),
+            result.row_summary,
+            result.expert_summary,
+        )
+        if line is not None
+    ]
+    if json_output or (emit is not None and out is None):
+        sys.stderr.writelines(f"{line}\n" for line in corrections)
     seconds = time.perf_counter() - started
     _print_uncounted_offload(loaded_recipe)
     if html is not None:
@@ -206,7 +228,7 @@ def plan_command(
             target,
             num_layouts=top,
             seconds=seconds,
-            correction=correction,
+            corrections=corrections,
         )
     if result.chosen is None:
         raise LayoutError(
@@ -356,6 +378,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "interval_share": INTERVAL_SHARE,
         "evidence": result.uncertainty.evidence,
         "rows": result.row_summary,
+        "expert_loads": result.expert_summary,
         "min_fit_probability": MIN_FIT_PROBABILITY,
         "memory_error_share": result.uncertainty.memory_margin,
         "alternatives": [prediction.candidate.describe() for prediction in result.alternatives],

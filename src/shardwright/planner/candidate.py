@@ -11,6 +11,7 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import should_cast_once
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
+from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.schedule.registry import has_split_backward
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
@@ -100,6 +101,8 @@ class Candidate:
     """With `nvfp4`: number of layers, from the first, that use it; the others use bf16. None:
     all layers."""
     loss_chunk_tokens: int | None = 1024
+    expert_loads: ExpertRankLoads | None = None
+    """Loads of expert-parallel ranks that a run logged. None: even loads."""
     engine: EngineModel = SHARDWRIGHT_ENGINE
     """Formulas of the framework that runs the step."""
 
@@ -143,6 +146,11 @@ class Candidate:
     def residual_tokens(self) -> float:
         """Tokens of the residual stream on one rank."""
         return self.micro_batch_tokens / (self.layout.tp if self.layout.sequence_parallel else 1)
+
+    @property
+    def expert_load(self) -> float:
+        """Tokens of the experts of the busiest expert-parallel rank, divided by the even share."""
+        return 1.0 if self.expert_loads is None else self.expert_loads.get_ratio(self.layout.ep)
 
     @property
     def is_sharded(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from shardwright.config.recipe import Recipe
 from shardwright.hardware import Cluster
 from shardwright.planner.candidate import LowRankAdapter, Precision
+from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.explanation import explain
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import Prediction
@@ -74,6 +75,8 @@ class PlanningResult:
     those of other workloads do. None if nothing was measured on this cluster."""
     row_summary: str | None = None
     """Description of the rows of the data that the times are predicted with. None: full rows."""
+    expert_summary: str | None = None
+    """Description of the loads of experts that times and memory are predicted with. None: even."""
     recipe_conflict: str | None = None
     """Reason why the recipe's layout cannot run on this number of devices, whatever their
     memory."""
@@ -121,6 +124,7 @@ def plan_recipe(
     should_explain: bool = False,
     step_profile: StepProfile | None = None,
     rows: TrainingRows | None = None,
+    expert_loads: ExpertRankLoads | None = None,
 ) -> PlanningResult:
     """Plan a recipe.
 
@@ -129,6 +133,7 @@ def plan_recipe(
             times of the layouts, and the choice among them.
         rows: rows of the data. The layouts that the search finds for full rows are predicted with
             them, ordered and chosen anew.
+        expert_loads: loads that a run of this model logged, instead of even ones.
 
     Raises:
         InputError: the model is unsupported or its size is unknown, or the device lacks the
@@ -142,7 +147,9 @@ def plan_recipe(
     recipe = settle_precision(recipe, choice)
     facts = get_model_facts(read_planning_shape(recipe))
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
-    template = build_template(recipe, precision=precision, adapter=adapter)
+    template = replace(
+        build_template(recipe, precision=precision, adapter=adapter), expert_loads=expert_loads
+    )
     predictor = Predictor(facts, cluster, efficiency)
     # Raise for an unsupported precision before the search starts.
     predictor.get_rates(template.precision)
@@ -182,6 +189,7 @@ def plan_recipe(
         else correction.num_steps,
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),
+        expert_summary=None if expert_loads is None else expert_loads.describe(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -71,13 +72,14 @@ def print_plan(
     *,
     num_layouts: int,
     seconds: float,
-    correction: str | None = None,
+    corrections: Sequence[str] = (),
     console: Console | None = None,
 ) -> None:
     """Print the complete result.
 
     Args:
-        correction: line about the measured step times that correct the predictions.
+        corrections: lines about what corrects the predictions: measured step times, rows of the
+            data, loads of experts.
     """
     console = console or open_console()
     shown = result.predictions or ((result.recipe_prediction,) if result.recipe_prediction else ())
@@ -96,8 +98,8 @@ def print_plan(
     console.print(headline, highlight=False)
     if cluster.profile is not None:
         console.print(f"rates {cluster.rates_source}; data sheets for all others", highlight=False)
-    if correction is not None:
-        console.print(correction, highlight=False)
+    for line in corrections:
+        console.print(line, highlight=False)
     if result.predictions:
         _print_layouts(console, result, recipe)
         _print_parts(

@@ -77,6 +77,7 @@ def get_layer_activations(
         candidate.has_fused_norms,
         candidate.compile,
         candidate.adapted_roles,
+        candidate.expert_load,
         candidate.engine,
     )
     cached = facts.activation_cache.get(key)
@@ -164,7 +165,7 @@ def _build_block_tensors(
     rows = float(tokens)
     width = float(shape.intermediate_size)
     if experts is not None:
-        rows = float(tokens * experts.experts_per_token)
+        rows = tokens * experts.experts_per_token * candidate.expert_load
         width = float(experts.intermediate_size)
     inner = rows * width / layout.tp * size
     heads = shape.num_heads / layout.tp
@@ -285,9 +286,9 @@ def _compute_feed_forward_bytes(
     if experts is None:
         wide = tokens * shape.intermediate_size / tp * size
         return tensors * wide, num_projections * wide, (num_projections + 1) * wide
-    # Rows that the rank's experts process, assuming an even load. They are saved as inputs, as
-    # outputs, and in token order.
-    rows = tokens * experts.experts_per_token
+    # Rows that the experts of the busiest rank process. They are saved as inputs, as outputs, and
+    # in token order.
+    rows = tokens * experts.experts_per_token * candidate.expert_load
     wide = rows * experts.intermediate_size / tp * size
     dispatched = rows * shape.hidden_size * size
     shared = tokens * experts.shared_intermediate_size / tp * size

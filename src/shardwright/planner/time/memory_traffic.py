@@ -11,12 +11,14 @@ from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
 
 
 def count_dispatched_rows(facts: ModelFacts, candidate: Candidate) -> float:
-    """Count the rows that the rank sends to experts, equal to those it receives."""
+    """Count the rows that the busiest rank receives for its experts; with even loads, as many as
+    it sends."""
     experts = facts.shape.experts
     assert experts is not None
     return (
         candidate.micro_batch_tokens
         * experts.experts_per_token
+        * candidate.expert_load
         / candidate.engine.count_expert_tensor_ranks(candidate.layout.tp)
     )
 
@@ -31,10 +33,10 @@ def list_matmuls(
         experts = facts.shape.experts
         assert experts is not None
         local_experts = experts.num_experts / candidate.layout.ep
-        # Rows of all ranks that share the experts, spread evenly over the local ones. If
-        # tensor-parallel ranks hold whole experts, each rank has fewer experts with the same
-        # number of rows each.
-        rows = tokens * experts.experts_per_token / local_experts
+        # Rows of all ranks that share the experts, spread evenly over the local ones of the
+        # busiest rank. If tensor-parallel ranks hold whole experts, each rank has fewer experts
+        # with the same number of rows each.
+        rows = tokens * experts.experts_per_token * candidate.expert_load / local_experts
         products += [(product, rows) for product in kind.expert_matmuls]
     return products
 
@@ -73,7 +75,7 @@ def count_elementwise_bytes(
     inner = tokens * shape.intermediate_size / tp
     dispatched = 0.0
     if experts is not None:
-        rows = tokens * experts.experts_per_token
+        rows = tokens * experts.experts_per_token * candidate.expert_load
         inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
         # Rows are gathered, weighted and added back.
         dispatched = count_dispatched_rows(facts, candidate) * shape.hidden_size

@@ -180,14 +180,15 @@ def _compute_expert_seconds(
     network: NetworkModel,
     groups: dict[str, StridedGroup],
 ) -> float:
-    """Compute seconds of one direction: rows sent to their experts, and results sent back."""
+    """Compute seconds of one direction, for the busiest rank: rows sent to their experts, and
+    results sent back."""
     experts = facts.shape.experts
     spread = candidate.engine.count_expert_tensor_ranks(candidate.layout.tp)
     if experts is None or not kind.shape.sparse or groups["ep"].num_ranks * spread == 1:
         return 0.0
     group = StridedGroup(groups["ep"].num_ranks * spread, groups["ep"].stride // spread)
     per_row = facts.shape.hidden_size * candidate.activation_bytes
-    tokens = candidate.micro_batch_tokens / spread
+    tokens = candidate.micro_batch_tokens * candidate.expert_load / spread
     sequence_group = groups["tp"] if candidate.layout.sequence_parallel and spread == 1 else None
     return candidate.engine.time_expert_exchange(
         network, group, experts, tokens, per_row, sequence_group
