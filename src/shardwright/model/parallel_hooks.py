@@ -33,8 +33,8 @@ class ContextParallelHooks(Protocol):
 
     has_whole_rows: bool
 
-    def local_token_indices(self, num_tokens: int) -> Tensor:
-        """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""
+    def count_local_tokens(self, num_tokens: int) -> int:
+        """Count this rank's tokens of a row of `num_tokens`."""
         ...
 
     def split_rows(
@@ -43,15 +43,18 @@ class ContextParallelHooks(Protocol):
         document_ids_BT: Tensor | None,
         host_document_ids_BT: np.ndarray | None = None,
     ) -> Any:
-        """Return what `attend` needs to know of the rows of a forward pass, in
-        `ForwardContext.row_chunks`.
+        """Return the split of the rows of a forward pass over ranks, `ForwardContext.row_chunks`.
 
         Called outside compiled code. Without `host_document_ids_BT`, the same ids in host memory,
         it reads those of the device.
         """
         ...
 
-    def select_local_tokens(self, x_BT: np.ndarray) -> np.ndarray:
+    def find_local_tokens(self, row_chunks: Any) -> Tensor:
+        """Return the indices in a row of this rank's tokens, `[L]`."""
+        ...
+
+    def select_local_tokens(self, x_BT: np.ndarray, row_chunks: Any) -> np.ndarray:
         """Select this rank's tokens of rows in host memory, `[B, L]`, in the same order."""
         ...
 
