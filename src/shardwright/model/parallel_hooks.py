@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.model.attention.fused_attention import AttentionSettings
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
@@ -134,6 +135,29 @@ class ParallelHooks:
     tensor: TensorParallelHooks | None = None
     context: ContextParallelHooks | None = None
     expert: ExpertParallelHooks | None = None
+
+    def split_rows(
+        self,
+        num_tokens: int,
+        document_ids_BT: Tensor | None,
+        host_document_ids_BT: np.ndarray | None,
+    ) -> Any:
+        """Split rows over the context ranks that share them; None if no ranks do."""
+        if self.context is None:
+            return None
+        return self.context.split_rows(num_tokens, document_ids_BT, host_document_ids_BT)
+
+    def find_local_tokens(self, row_chunks: Any) -> Tensor | None:
+        """Return the indices in the row of this rank's tokens, `[L]`; None for all."""
+        return None if self.context is None else self.context.find_local_tokens(row_chunks)
+
+    def count_supervised(self, host_labels_BT: np.ndarray | None, row_chunks: Any) -> int | None:
+        """Count the supervised tokens of this rank; None if the host does not have the labels."""
+        if host_labels_BT is None:
+            return None
+        if self.context is not None:
+            host_labels_BT = self.context.select_local_tokens(host_labels_BT, row_chunks)
+        return int(np.count_nonzero(host_labels_BT != IGNORED_LABEL))
 
 
 NO_PARALLEL_HOOKS = ParallelHooks()
