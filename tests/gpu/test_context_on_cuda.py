@@ -128,7 +128,7 @@ def test_a_row_on_one_rank_equals_dense_attention(
     leaves = [part.requires_grad_() for part in (q, k, v)]
     ids_BT = (torch.arange(96, device=device) // 31).expand(2, -1) if documents else None
     settings = RowAttentionSettings(
-        RowRanks(None, ((0, 1, 2, 3),)), RowChunks.from_documents(96, 4, ids_BT), SCORES
+        RowRanks(None), RowChunks.from_documents(96, ((0, 1, 2, 3),), ids_BT), SCORES
     )
     got = attend_row(q, k, v, None, settings)
     exact = [part.detach().double().requires_grad_() for part in leaves]

@@ -15,17 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout.context_method import assign_chunks, count_chunks
+from shardwright.layout.context_method import assign_chunks
 from shardwright.model.dropout import Dropout, DropoutKey
 from shardwright.parallel import ring_attention
 from shardwright.parallel.attention_kernels import CpuFlashKernel, ScoreSettings
 from shardwright.parallel.block_mask import RowChunks
 from shardwright.parallel.ring_attention import RowAttentionSettings, RowRanks
 from shardwright.parallel.row_attention import attend_row
+from shardwright.parallel.row_split import assign_chunks_by_work, count_visible_keys
 from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 from shardwright.rehearsal.collective_recorder import CollectiveRecorder
 
 RATE = 0.25
+
+
+NUM_CHUNKS_BY_WORK = 12
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Sample:
     dropout: bool = False
     sinks: bool = False
     explicit: bool = False
+    by_work: bool = False
     value_width: int = 8
     dtype: torch.dtype = torch.float64
 
@@ -124,8 +129,14 @@ def compute_on_ranks(sample: Sample, method: str) -> list[Tensor]:
     assert group is not None
     degree = group.size()
     chunks = assign_chunks(method, degree)  # type: ignore[arg-type]
-    num_chunks = count_chunks(method, degree)  # type: ignore[arg-type]
-    row = RowChunks.from_documents(sample.tokens, num_chunks, sample.document_ids())
+    ids_BT = sample.document_ids()
+    if sample.by_work:
+        assert ids_BT is not None
+        work_C = count_visible_keys(ids_BT.numpy(), (sample.window,), NUM_CHUNKS_BY_WORK)
+        by_work = assign_chunks_by_work(work_C, degree)
+        assert by_work != chunks
+        chunks = by_work
+    row = RowChunks.from_documents(sample.tokens, chunks, ids_BT)
     positions = row.token_indices(chunks[dist.get_rank()], torch.device("cpu"))
     q, k, v, sinks, d_out = sample.draw_inputs()
     leaves = [part[:, :, positions].requires_grad_() for part in (q, k, v)] + [
@@ -156,7 +167,7 @@ def _attend(
 ) -> Tensor:
     q, k, v, sinks = leaves
     settings = RowAttentionSettings(
-        RowRanks(group, chunks, method == "all_gather"),
+        RowRanks(group, method == "all_gather"),
         row,
         sample.scores(positions),
         sample.window,
@@ -166,10 +177,10 @@ def _attend(
         return attend_row(q, k, v, sinks if sample.sinks else None, settings)
     heads = sample.heads // group.size()
     first = heads * dist.get_rank()
-    whole = RowChunks.from_documents(sample.tokens, 1, sample.document_ids())
+    whole = RowChunks.from_documents(sample.tokens, ((0,),), sample.document_ids())
     settings = replace(
         settings,
-        ranks=RowRanks(None, ((0,),)),
+        ranks=RowRanks(None),
         row_chunks=whole,
         scores=sample.scores(torch.arange(sample.tokens), first),
     )
@@ -271,8 +282,7 @@ def _attend_on_rank(sample: Sample, method: str) -> Tensor:
     group = dist.group.WORLD
     assert group is not None
     chunks = assign_chunks(method, group.size())  # type: ignore[arg-type]
-    num_chunks = count_chunks(method, group.size())  # type: ignore[arg-type]
-    row = RowChunks.from_documents(sample.tokens, num_chunks, None)
+    row = RowChunks.from_documents(sample.tokens, chunks, None)
     positions = row.token_indices(chunks[dist.get_rank()], torch.device("cpu"))
     leaves = [part[:, :, positions].requires_grad_() for part in sample.draw_inputs()[:3]] + [
         torch.zeros(sample.heads)

@@ -20,7 +20,7 @@ from shardwright.model import KeyValueCache
 from shardwright.training.step import accumulate_gradients
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.verification import verify
-from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
+from tests.multiprocess.models import GPT2, LLAMA, MIXTRAL, QWEN3, build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import SEED, TOKENS, build, distance, micro_batches
 
@@ -60,6 +60,7 @@ MODELS = {
     "mistral": MISTRAL,
     "gemma2": GEMMA2,
     "longrope": LONGROPE,
+    "mixtral": MIXTRAL,
 }
 
 
@@ -104,6 +105,7 @@ LONG = [
         for model in MODELS
         for method in METHODS
         for case in (PLAIN, SELECTIVE, DROPPING)
+        if model != "mixtral"
     ),
     *(
         build_cell("llama", method, case, zero_stage=stage)
@@ -155,6 +157,29 @@ def test_gradients_are_those_of_one_process(ranks: RankPool, cell: Cell) -> None
         if not result.passed
     ]
     assert not failed
+
+
+SPLIT_BY_WORK = [
+    Cell("mistral", Layout(cp=2, cp_method="ring", cp_split="work", zero_stage=3), DOCUMENTS),
+    Cell(
+        "llama",
+        Layout(cp=2, cp_method="all_gather", cp_split="work", dp_shard=2, zero_stage=1),
+        SELECTIVE,
+    ),
+    Cell("even", Layout(tp=2, pp=2, cp=2, cp_method="ring", cp_split="work"), DOCUMENTS),
+    Cell("mixtral", Layout(cp=2, ep=2, cp_method="ring", cp_split="work", zero_stage=1), DOCUMENTS),
+]
+
+
+@pytest.mark.parametrize("cell", SPLIT_BY_WORK, ids=str)
+def test_rows_split_by_work(ranks: RankPool, cell: Cell) -> None:
+    """Rows of 64 tokens have eight chunks."""
+    recipe = build_recipe(MODELS[cell.model])
+    shape = read_recipe_shape(recipe)
+    report = verify(
+        recipe, shape, [cell.layout], [cell.case], ["float64"], sequence_length=64, pool=ranks
+    )
+    assert report.passed, [result.failure or result.findings for result in report.cells]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -278,7 +303,8 @@ def compute_compiled_gradients(layout: Layout) -> float:
     model = build(layout, PrecisionSection(kind="fp64"))
     model.decoder.compile_blocks()
     ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS)
-    loss = model.module(ids_BT, labels_BT=ids_BT)
+    document_ids_BT = (torch.arange(TOKENS) >= TOKENS // 3).long().expand(2, TOKENS)
+    loss = model.module(ids_BT, labels_BT=ids_BT, document_ids_BT=document_ids_BT)
     loss.backward()
     model.finish_gradients()
     gradients = [model.gather_gradient(name) for name, _ in model.named_parameters()]
@@ -287,10 +313,11 @@ def compute_compiled_gradients(layout: Layout) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
-def test_compiled_blocks(ranks: RankPool, method: Any) -> None:
+@pytest.mark.parametrize(
+    ("method", "split"), [*((method, "zigzag") for method in METHODS), ("ring", "work")]
+)
+def test_compiled_blocks(ranks: RankPool, method: Any, split: Any) -> None:
     (expected,) = ranks.run(1, compute_compiled_gradients, Layout(), timeout_seconds=280)
-    got = ranks.run(
-        2, compute_compiled_gradients, Layout(cp=2, cp_method=method), timeout_seconds=280
-    )
+    layout = Layout(cp=2, cp_method=method, cp_split=split)
+    got = ranks.run(2, compute_compiled_gradients, layout, timeout_seconds=280)
     assert got == pytest.approx([expected] * 2, rel=1e-10)

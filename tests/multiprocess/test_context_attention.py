@@ -36,6 +36,8 @@ SAMPLES = [
     Sample(sinks=True, window=6, dropout=True),
     Sample(explicit=True, documents=True),
     Sample(value_width=4),
+    Sample(by_work=True, documents=True, dropout=True),
+    Sample(by_work=True, documents=True, broken=True, window=5, sinks=True),
 ]
 
 
@@ -45,6 +47,8 @@ SAMPLES = [
 def test_output_and_gradients_equal_dense_attention(
     ranks: RankPool, num_ranks: int, method: str, sample: Sample
 ) -> None:
+    if method == "ulysses" and sample.by_work:
+        pytest.skip("ranks of ulysses have whole rows")
     if method == "ulysses" and sample.heads % num_ranks:
         sample = replace(sample, heads=12, kv_heads={1: 1, 4: 12}.get(sample.kv_heads, 3))
     for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 3e-7)):

@@ -52,6 +52,7 @@ REFUSED = [
     (DEEPSEEK, Layout(tp=2), 32, "rowwise_with_gw_hp", r"latent projections"),
     (DENSE, Layout(), 100, "mxfp8", r"sequence_length.*multiples of 32.*Use 96"),
     (DENSE, RING, 96, "mxfp8", r"one rank's part.*multiples of 128"),
+    (DENSE, replace(RING, cp_split="work"), 128, "mxfp8", r"multiples of 512"),
     (DENSE, Layout(), 128, "blockwise", r"not whole blocks of 128 x 128"),
     (WIDE | {"num_key_value_heads": 4, "head_dim": 32}, Layout(tp=2), 128, "blockwise",
      r"inside blocks of 128 of blockwise.*Use tp=1"),

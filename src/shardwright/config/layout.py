@@ -34,6 +34,10 @@ class LayoutSection(RecipeSection):
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     """Method by which attention under `cp` accesses the tokens of other ranks: `ring` passes
     keys and values around, `all_gather` gathers them, `ulysses` exchanges heads."""
+    cp_split: Literal["zigzag", "work"] = "zigzag"
+    """Tokens of each rank under `cp` by `ring` or `all_gather`. `zigzag`: a chunk from the front of
+    the row and one from the back, the same work for one document per row. `work`: chunks with the
+    same attention work for the documents of each packed micro-batch."""
     schedule: PathText = "1f1b"
     """Pipeline schedule, with `pp`: gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, or a
     file that contains a schedule."""

@@ -15,6 +15,7 @@ from shardwright.errors import LayoutError
 
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
+CpSplit = Literal["zigzag", "work"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: adjacent ranks differ in tp, so the group that communicates most
@@ -54,6 +55,7 @@ class Layout:
     zero_stage: ZeroStage = 0
     sequence_parallel: bool = True
     cp_method: CpMethod = "auto"
+    cp_split: CpSplit = "zigzag"
     schedule: str = "1f1b"
     virtual_stages: int | None = None
     wrap_blocks: int = 1
@@ -157,6 +159,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         zero_stage=stage,
         sequence_parallel=section.sequence_parallel,
         cp_method=section.cp_method,
+        cp_split=section.cp_split,
         schedule=section.schedule,
         virtual_stages=section.virtual_stages,
         wrap_blocks=section.wrap_blocks,

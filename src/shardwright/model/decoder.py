@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ModelShape
-from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import AttentionSetting
 from shardwright.layout import PipelineStage
 from shardwright.model.attention.attention import describe_attention
@@ -249,6 +248,9 @@ class Decoder(nn.Module):
         `labels_BT` and `document_ids_BT`; without them the host reads those of the device, and
         waits for it.
         """
+        row_chunks = self.parallel_hooks.split_rows(
+            input_ids_BT.shape[1], document_ids_BT, host_document_ids_BT
+        )
         x_BTD = self.compute_hidden(
             input_ids_BT,
             positions_BT=positions_BT,
@@ -259,10 +261,11 @@ class Decoder(nn.Module):
             hidden_BTD=hidden_BTD,
             row_weight=row_weight,
             host_document_ids_BT=host_document_ids_BT,
+            row_chunks=row_chunks,
         )
         if stage is not None and not stage.has_head:
             return x_BTD
-        token_indices_T = self._find_local_token_indices(input_ids_BT)
+        token_indices_T = self.parallel_hooks.find_local_tokens(row_chunks)
         loss = (
             None
             if row_loss is None
@@ -276,7 +279,7 @@ class Decoder(nn.Module):
             cached=cache is not None,
             loss=loss,
             weights_BT=weights_BT,
-            num_supervised=self._count_supervised(host_labels_BT),
+            num_supervised=self.parallel_hooks.count_supervised(host_labels_BT, row_chunks),
         )
 
     def compute_hidden(
@@ -291,8 +294,16 @@ class Decoder(nn.Module):
         hidden_BTD: Tensor | None = None,
         row_weight: Tensor | float | None = None,
         host_document_ids_BT: np.ndarray | None = None,
+        row_chunks: Any = None,
     ) -> Tensor:
-        """Compute the final norm's output, `[B, T, D]`; without the norm, the last block's."""
+        """Compute the final norm's output, `[B, T, D]`; without the norm, the last block's.
+
+        `row_chunks` is the split of the rows over context ranks, which is computed without it.
+        """
+        if row_chunks is None:
+            row_chunks = self.parallel_hooks.split_rows(
+                input_ids_BT.shape[1], document_ids_BT, host_document_ids_BT
+            )
         if self.working_weights is not None:
             self.working_weights.update()
         num_tokens = input_ids_BT.shape[1]
@@ -300,7 +311,7 @@ class Decoder(nn.Module):
             positions_BT = build_default_positions(
                 input_ids_BT, document_ids_BT, 0 if cache is None else cache.num_tokens
             )
-        token_indices_T = self._find_local_token_indices(input_ids_BT)
+        token_indices_T = self.parallel_hooks.find_local_tokens(row_chunks)
         is_first_stage = hidden_BTD is None
         tensor = self._get_tensor_parallel(cached=cache is not None)
         shared_rows = self.parallel_hooks.context
@@ -323,9 +334,7 @@ class Decoder(nn.Module):
             attention=self.attention,
             cache=cache,
             routing=self._build_routing_context(row_weight),
-            row_chunks=None
-            if shared_rows is None
-            else shared_rows.split_rows(num_tokens, document_ids_BT, host_document_ids_BT),
+            row_chunks=row_chunks,
             tensor_parallel=tensor,
             host_document_ids_BT=host_document_ids_BT,
             has_whole_rows=shared_rows is None or shared_rows.has_whole_rows,
@@ -360,23 +369,6 @@ class Decoder(nn.Module):
             return None
         num_sparse_layers = sum(layer.sparse for layer in self.shape.layers)
         return RoutingContext(self.expert_rules, row_weight, num_sparse_layers)
-
-    def _find_local_token_indices(self, input_ids_BT: Tensor) -> Tensor | None:
-        """Return the indices in the row of this rank's tokens; None for all."""
-        return (
-            None
-            if self.parallel_hooks.context is None
-            else self.parallel_hooks.context.local_token_indices(input_ids_BT.shape[1])
-        )
-
-    def _count_supervised(self, host_labels_BT: np.ndarray | None) -> int | None:
-        """Count the supervised tokens of this rank; None if the host does not have the labels."""
-        if host_labels_BT is None:
-            return None
-        context = self.parallel_hooks.context
-        if context is not None:
-            host_labels_BT = context.select_local_tokens(host_labels_BT)
-        return int(np.count_nonzero(host_labels_BT != IGNORED_LABEL))
 
     def _get_tensor_parallel(self, *, cached: bool) -> TensorParallelHooks | None:
         """Return the tensor-parallel hooks; with a cache, without sequence parallelism."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from shardwright.config.data import IGNORED_LABEL
 from shardwright.model.attention.fused_attention import AttentionSettings
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
@@ -33,8 +34,8 @@ class ContextParallelHooks(Protocol):
 
     has_whole_rows: bool
 
-    def local_token_indices(self, num_tokens: int) -> Tensor:
-        """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""
+    def count_local_tokens(self, num_tokens: int) -> int:
+        """Count this rank's tokens of a row of `num_tokens`."""
         ...
 
     def split_rows(
@@ -43,15 +44,18 @@ class ContextParallelHooks(Protocol):
         document_ids_BT: Tensor | None,
         host_document_ids_BT: np.ndarray | None = None,
     ) -> Any:
-        """Return what `attend` needs to know of the rows of a forward pass, in
-        `ForwardContext.row_chunks`.
+        """Return the split of the rows of a forward pass over ranks, `ForwardContext.row_chunks`.
 
         Called outside compiled code. Without `host_document_ids_BT`, the same ids in host memory,
         it reads those of the device.
         """
         ...
 
-    def select_local_tokens(self, x_BT: np.ndarray) -> np.ndarray:
+    def find_local_tokens(self, row_chunks: Any) -> Tensor:
+        """Return the indices in a row of this rank's tokens, `[L]`."""
+        ...
+
+    def select_local_tokens(self, x_BT: np.ndarray, row_chunks: Any) -> np.ndarray:
         """Select this rank's tokens of rows in host memory, `[B, L]`, in the same order."""
         ...
 
@@ -131,6 +135,29 @@ class ParallelHooks:
     tensor: TensorParallelHooks | None = None
     context: ContextParallelHooks | None = None
     expert: ExpertParallelHooks | None = None
+
+    def split_rows(
+        self,
+        num_tokens: int,
+        document_ids_BT: Tensor | None,
+        host_document_ids_BT: np.ndarray | None,
+    ) -> Any:
+        """Split rows over the context ranks that share them; None if no ranks do."""
+        if self.context is None:
+            return None
+        return self.context.split_rows(num_tokens, document_ids_BT, host_document_ids_BT)
+
+    def find_local_tokens(self, row_chunks: Any) -> Tensor | None:
+        """Return the indices in the row of this rank's tokens, `[L]`; None for all."""
+        return None if self.context is None else self.context.find_local_tokens(row_chunks)
+
+    def count_supervised(self, host_labels_BT: np.ndarray | None, row_chunks: Any) -> int | None:
+        """Count the supervised tokens of this rank; None if the host does not have the labels."""
+        if host_labels_BT is None:
+            return None
+        if self.context is not None:
+            host_labels_BT = self.context.select_local_tokens(host_labels_BT, row_chunks)
+        return int(np.count_nonzero(host_labels_BT != IGNORED_LABEL))
 
 
 NO_PARALLEL_HOOKS = ParallelHooks()

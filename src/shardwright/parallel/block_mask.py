@@ -49,12 +49,13 @@ class AttentionTile(NamedTuple):
 
 @dataclass(eq=False)
 class RowChunks:
-    """The rows of one forward pass, split into equal chunks.
+    """The rows of one forward pass, split into equal chunks that ranks share.
 
     Not frozen: the compiler would specialise compiled code to every field of a frozen dataclass.
 
     Attributes:
         chunk_tokens: tokens of a chunk.
+        chunks_RN: chunks of each rank, in its order, on the host.
         document_ids_BT: document ids of whole rows; None if each row is one document.
         shared_documents_2CC: by chunk of queries and earlier (or the same) chunk of keys, on the
             host: do they share a document in any row, are they one document in every row. None
@@ -62,24 +63,29 @@ class RowChunks:
     """
 
     chunk_tokens: int
+    chunks_RN: Tensor
     document_ids_BT: Tensor | None = None
     shared_documents_2CC: Tensor | None = None
 
     @staticmethod
     def from_documents(
         num_tokens: int,
-        num_chunks: int,
+        chunks: Sequence[Sequence[int]],
         document_ids_BT: Tensor | None,
         host_document_ids_BT: np.ndarray | None = None,
     ) -> RowChunks:
         """Build the chunks of rows and compare the documents at their ends.
 
         Args:
+            chunks: chunks of each rank, as many for each.
             host_document_ids_BT: the same ids in host memory; None reads them from the device.
         """
-        chunk_tokens = num_tokens // num_chunks
+        by_rank = tuple(tuple(chunks_of_rank) for chunks_of_rank in chunks)
+        chunk_tokens = num_tokens // sum(map(len, by_rank))
         if document_ids_BT is None:
-            return RowChunks(chunk_tokens)
+            row = RowChunks(chunk_tokens, torch.tensor(by_rank))
+            row.chunks_by_rank = by_rank
+            return row
         if host_document_ids_BT is None:
             host_document_ids_BT = document_ids_BT.cpu().numpy()
         first_BC = host_document_ids_BT[:, ::chunk_tokens]
@@ -88,10 +94,21 @@ class RowChunks:
         np.fill_diagonal(share_CC, True)  # whatever ends within a chunk, its tokens see themselves
         same_CC = (last_BC[:, :, None] == first_BC[:, None, :]).all(0)
         shared_documents_2CC = torch.from_numpy(np.stack((share_CC, same_CC)))
-        row = RowChunks(chunk_tokens, document_ids_BT, shared_documents_2CC)
-        # Not read back from the tensor, which has no values in a rehearsal on fake tensors.
+        row = RowChunks(chunk_tokens, torch.tensor(by_rank), document_ids_BT, shared_documents_2CC)
+        # Not read back from the tensors, which have no values in a rehearsal on fake tensors.
+        row.chunks_by_rank = by_rank
         row._shared_documents = (share_CC.tolist(), same_CC.tolist())
         return row
+
+    @cached_property
+    def chunks_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """Chunks of each rank, in its order."""
+        return tuple(map(tuple, self.chunks_RN.tolist()))
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks of a row."""
+        return self.chunks_RN.numel()
 
     @cached_property
     def _shared_documents(self) -> tuple[list[list[bool]], list[list[bool]]] | None:

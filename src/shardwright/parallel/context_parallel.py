@@ -20,7 +20,7 @@ from shardwright.layout.context_method import (
     ContextMethod,
     assign_chunks,
     check_row_length,
-    count_chunks,
+    count_chunks_by_work,
 )
 from shardwright.model.attention.fused_attention import AttentionSettings, LayerKernel, attend_fused
 from shardwright.model.dropout import Dropout
@@ -30,6 +30,7 @@ from shardwright.parallel.block_mask import RowChunks
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.ring_attention import RowAttentionSettings, RowRanks
 from shardwright.parallel.row_attention import attend_row
+from shardwright.parallel.row_split import assign_chunks_by_work, count_visible_keys
 from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 from shardwright.placement import Placement
 
@@ -46,15 +47,19 @@ def build_context_parallel(placement: Placement, mesh: Mesh | None) -> ContextPa
     if mesh is None or choice is None or group is None:
         return None
     logger.info(
-        "context parallelism: %s over %d ranks: %s",
+        "context parallelism: %s over %d ranks: %s%s",
         choice.method,
         placement.layout.cp,
         choice.reason,
+        "; rows are split by the work of their documents"
+        if placement.layout.cp_split == "work"
+        else "",
     )
     return ContextParallel(
         placement.layout,
         choice.method,
         group,
+        windows=placement.shape.windows,
         tensor_rank=mesh.coordinates["tp"],
         device_type=mesh.device_type,
     )
@@ -72,6 +77,7 @@ class ContextParallel:
         method: ContextMethod,
         group: dist.ProcessGroup,
         *,
+        windows: tuple[int | None, ...],
         tensor_rank: int,
         device_type: str,
     ) -> None:
@@ -83,24 +89,21 @@ class ContextParallel:
         self.rank = dist.get_rank(group)
         self.degree = group.size()
         self.chunks = assign_chunks(method, self.degree)
+        self.windows = windows
         self.device = torch.device(device_type)
         # Under Ulysses each rank attends over whole rows, of its share of the heads.
         self.row_ranks = (
-            RowRanks(None, ((0,),))
-            if method == "ulysses"
-            else RowRanks(group, self.chunks, method == "all_gather")
+            RowRanks(None) if method == "ulysses" else RowRanks(group, method == "all_gather")
         )
 
-    def local_token_indices(self, num_tokens: int) -> Tensor:
-        """Return this rank's positions in a row of `num_tokens`, in its order, `[L]`.
+    def count_local_tokens(self, num_tokens: int) -> int:
+        """Count this rank's tokens of a row of `num_tokens`.
 
         Raises:
             LayoutError: the row cannot be split into equal chunks.
         """
         check_row_length(self.method, self.layout, num_tokens)
-        return RowChunks.from_documents(
-            num_tokens, count_chunks(self.method, self.degree), None
-        ).token_indices(self.chunks[self.rank], self.device)
+        return num_tokens // self.degree
 
     def split_rows(
         self,
@@ -108,15 +111,35 @@ class ContextParallel:
         document_ids_BT: Tensor | None,
         host_document_ids_BT: np.ndarray | None = None,
     ) -> RowChunks:
-        """Split the rows of a forward pass into chunks, and read which share documents."""
-        return RowChunks.from_documents(
-            num_tokens, self.row_ranks.num_chunks, document_ids_BT, host_document_ids_BT
-        )
+        """Split the rows of a forward pass into chunks, and read which share documents.
 
-    def select_local_tokens(self, x_BT: np.ndarray) -> np.ndarray:
+        Raises:
+            LayoutError: the rows cannot be split into equal chunks.
+        """
+        check_row_length(self.method, self.layout, num_tokens)
+        chunks = ((0,),) if self.has_whole_rows else self.chunks
+        if document_ids_BT is not None and host_document_ids_BT is None:
+            host_document_ids_BT = document_ids_BT.cpu().numpy()
+        if self.layout.cp_split == "work" and host_document_ids_BT is not None:
+            num_chunks = count_chunks_by_work(self.degree, num_tokens)
+            work_C = count_visible_keys(host_document_ids_BT, self.windows, num_chunks)
+            chunks = assign_chunks_by_work(work_C, self.degree)
+        return RowChunks.from_documents(num_tokens, chunks, document_ids_BT, host_document_ids_BT)
+
+    def find_local_tokens(self, row_chunks: RowChunks) -> Tensor:
+        """Return this rank's positions in a row, in its order, `[L]`."""
+        if self.has_whole_rows:
+            num_tokens = row_chunks.chunk_tokens // self.degree
+            return torch.arange(num_tokens, device=self.device) + self.rank * num_tokens
+        return row_chunks.token_indices(row_chunks.chunks_by_rank[self.rank], self.device)
+
+    def select_local_tokens(self, x_BT: np.ndarray, row_chunks: RowChunks) -> np.ndarray:
         """Select this rank's tokens of rows in host memory, `[B, L]`, in its order."""
-        pieces = np.split(x_BT, count_chunks(self.method, self.degree), axis=1)
-        return np.concatenate([pieces[chunk] for chunk in self.chunks[self.rank]], axis=1)
+        if self.has_whole_rows:
+            return np.split(x_BT, self.degree, axis=1)[self.rank]
+        pieces = np.split(x_BT, row_chunks.num_chunks, axis=1)
+        own = row_chunks.chunks_by_rank[self.rank]
+        return np.concatenate([pieces[chunk] for chunk in own], axis=1)
 
     def attend(
         self,

@@ -173,7 +173,7 @@ class Pipeline:
         num_rows, num_tokens = batch.input_ids_BT.shape
         parallelism = self.decoder.parallel_hooks
         if parallelism.context is not None:
-            num_tokens = len(parallelism.context.local_token_indices(num_tokens))
+            num_tokens = parallelism.context.count_local_tokens(num_tokens)
         if parallelism.tensor is not None and parallelism.tensor.sequence_parallel:
             num_tokens //= parallelism.tensor.degree
         return num_rows, num_tokens, self.decoder.shape.hidden_size

@@ -44,34 +44,22 @@ class RowRanks:
 
     Attributes:
         group: context-parallel ranks; None for one rank that has the whole row.
-        chunks: chunk indices of each rank of the group.
         is_all_gather: fetch all keys and values at once instead of passing them around a ring.
         name: identifies equal ranks of this process; compiled code finds them by it.
     """
 
     by_name: ClassVar[dict[str, RowRanks]] = {}
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        chunks: tuple[tuple[int, ...], ...],
-        is_all_gather: bool = False,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, is_all_gather: bool = False) -> None:
         self.group = group
-        self.chunks = chunks
         self.is_all_gather = is_all_gather
-        self.name = f"{None if group is None else group.group_name} {chunks} {is_all_gather}"
+        self.name = f"{None if group is None else group.group_name} {is_all_gather}"
         self.by_name[self.name] = self
 
     @property
     def rank(self) -> int:
         """This rank's position in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks of a row."""
-        return sum(map(len, self.chunks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +148,8 @@ def _iterate_key_values(
     ranks = settings.ranks
     row = settings.row_chunks
     current = (k_BKLE, v_BKLV)
-    own = ranks.chunks[ranks.rank]
+    by_rank = row.chunks_by_rank
+    own = by_rank[ranks.rank]
     device = k_BKLE.device
     if ranks.is_all_gather and ranks.group is not None:
         gather = _KeyValueGather(current, ranks.group)
@@ -169,8 +158,8 @@ def _iterate_key_values(
             row.token_indices(own, device),
             row.list_diagonal_tiles(own, own, settings.window),
         )
-        all_chunks = tuple(range(ranks.num_chunks))
-        k_BKTE, v_BKTV = (_reorder_to_row(stacked, ranks.chunks) for stacked in gather.wait())
+        all_chunks = tuple(range(row.num_chunks))
+        k_BKTE, v_BKTV = (_reorder_to_row(stacked, by_rank) for stacked in gather.wait())
         yield KeyValueShard(
             k_BKTE,
             v_BKTV,
@@ -178,13 +167,13 @@ def _iterate_key_values(
             row.list_off_diagonal_tiles(own, all_chunks, settings.window),
         )
         return
-    for step in range(len(ranks.chunks)):
+    for step in range(len(by_rank)):
         transfer = None
-        if step < len(ranks.chunks) - 1:
+        if step < len(by_rank) - 1:
             assert ranks.group is not None
             transfer = _RingPass(current, ranks.group)
         # Chunks of the rank that is `step` positions before this one.
-        chunks = ranks.chunks[ranks.rank - step]
+        chunks = by_rank[ranks.rank - step]
         yield KeyValueShard(
             *current,
             row.token_indices(chunks, device),
@@ -220,9 +209,10 @@ def _attend(
 def _prepare_kernel(
     q_BHLE: Tensor, key_values: KeyValueShard, tile: AttentionTile, settings: RowAttentionSettings
 ) -> tuple[TileVisibility, AttentionKernel]:
-    ranks = settings.ranks
-    own_places_L = settings.row_chunks.token_indices(ranks.chunks[ranks.rank], q_BHLE.device)
-    visibility = settings.row_chunks.build_visibility(
+    row = settings.row_chunks
+    own = row.chunks_by_rank[settings.ranks.rank]
+    own_places_L = row.token_indices(own, q_BHLE.device)
+    visibility = row.build_visibility(
         tile, own_places_L, key_values.token_indices_S, settings.window
     )
     has_mask = visibility.visible_BLS is not None
@@ -312,7 +302,7 @@ def _gather_backward(back: _RowBackward, k_BKLE: Tensor, v_BKLV: Tensor) -> KeyV
     ]
     return _add_pairs(
         own_gradients,
-        *(_scatter_gradients(gradients, back.settings.ranks) for gradients in others),
+        *(_scatter_gradients(gradients, back.settings) for gradients in others),
     )
 
 
@@ -379,16 +369,18 @@ def _reorder_to_row(stacked_RBKLE: Tensor, chunks: Sequence[Sequence[int]]) -> T
     return torch.cat([pieces[chunk] for chunk in range(len(pieces))], dim=2)
 
 
-def _scatter_gradients(gradients: KeyValuePair, ranks: RowRanks) -> KeyValuePair:
+def _scatter_gradients(gradients: KeyValuePair, settings: RowAttentionSettings) -> KeyValuePair:
     """Sum gradients of the whole row over the ranks; return those of this rank's tokens."""
+    row = settings.row_chunks
+    group = settings.ranks.group
+    assert group is not None
     own = []
     for gradient_BKTE in gradients:
-        pieces = gradient_BKTE.chunk(ranks.num_chunks, dim=2)
+        pieces = gradient_BKTE.chunk(row.num_chunks, dim=2)
         by_rank = torch.stack(
-            [torch.cat([pieces[chunk] for chunk in chunks], dim=2) for chunks in ranks.chunks]
+            [torch.cat([pieces[chunk] for chunk in chunks], dim=2) for chunks in row.chunks_by_rank]
         )
         own.append(torch.empty_like(by_rank[0]))
-        assert ranks.group is not None
         with time_wait("context"):
-            reduce_scatter_single(own[-1], by_rank.flatten(0, 1), group=ranks.group)
+            reduce_scatter_single(own[-1], by_rank.flatten(0, 1), group=group)
     return own[0], own[1]

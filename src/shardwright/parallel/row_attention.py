@@ -47,6 +47,7 @@ def attend_row(
         k_BKLE,
         v_BKLV,
         sinks_H,
+        settings.row_chunks.chunks_RN,
         settings.row_chunks.document_ids_BT,
         settings.row_chunks.shared_documents_2CC,
         None if scores.dropout is None else scores.dropout.keys_BT,
@@ -92,14 +93,16 @@ class _RowAttentionFunction(torch.autograd.Function):
 
 
 _SETTINGS_SCHEMA = (
-    "Tensor? documents, Tensor? shared_documents, Tensor? dropout_keys, str ranks, float scale, "
-    "float? soft_cap, float dropout_rate, int first_head, int? window, bool is_explicit"
+    "Tensor chunks, Tensor? documents, Tensor? shared_documents, Tensor? dropout_keys, str ranks, "
+    "float scale, float? soft_cap, float dropout_rate, int first_head, int? window, "
+    "bool is_explicit"
 )
 """Row attention settings as arguments of an operator; `ranks` is the name of `RowRanks`."""
 
 
 def _build_settings(
     q_BHLE: Tensor,
+    chunks_RN: Tensor,
     documents_BT: Tensor | None,
     shared_documents_2CC: Tensor | None,
     dropout_keys_BT: Tensor | None,
@@ -111,11 +114,10 @@ def _build_settings(
     window: int | None,
     is_explicit: bool,
 ) -> RowAttentionSettings:
-    ranks = RowRanks.by_name[ranks_name]
-    num_tokens = q_BHLE.shape[2] * len(ranks.chunks)
+    chunk_tokens = q_BHLE.shape[2] // chunks_RN.shape[1]
     return RowAttentionSettings(
-        ranks,
-        RowChunks(num_tokens // ranks.num_chunks, documents_BT, shared_documents_2CC),
+        RowRanks.by_name[ranks_name],
+        RowChunks(chunk_tokens, chunks_RN, documents_BT, shared_documents_2CC),
         ScoreSettings(
             scale,
             soft_cap,
@@ -222,7 +224,7 @@ def _differentiate(ctx: Any, d_out_BHLV: Tensor, _d_lse: Tensor) -> tuple[Any, .
         ctx.window,
         ctx.explicit,
     )
-    return *gradients, None if sinks is None else d_sinks, *[None] * 10
+    return *gradients, None if sinks is None else d_sinks, *[None] * 11
 
 
 _attend.register_autograd(_differentiate, setup_context=_save_for_backward)

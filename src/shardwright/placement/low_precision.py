@@ -9,7 +9,7 @@ from shardwright.architecture.parameter_spec import ParameterRole
 from shardwright.config.low_precision import FP8Recipe, FP8Section, FP8Target
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import RankGrid, compute_local_boxes
-from shardwright.layout.context_method import count_chunks
+from shardwright.layout.context_method import MAX_CHUNKS_PER_RANK, count_chunks
 from shardwright.placement.model_placement import Placement
 
 TARGET_OF_ROLE: dict[ParameterRole, FP8Target] = {
@@ -182,7 +182,14 @@ def compute_token_multiple(placement: Placement, section: FP8Section | None) -> 
     if section is None or section.recipe not in BLOCK_OF_RECIPE:
         return 1
     context = placement.context
-    chunks = 1 if context is None else count_chunks(context.method, placement.layout.cp)
+    layout = placement.layout
+    chunks = 1
+    if context is not None:
+        chunks = (
+            count_chunks(context.method, layout.cp)
+            if layout.cp_split == "zigzag"
+            else MAX_CHUNKS_PER_RANK * layout.cp
+        )
     return BLOCK_OF_RECIPE[section.recipe] * chunks
 
 

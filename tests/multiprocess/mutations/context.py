@@ -25,9 +25,9 @@ from shardwright.training import step
 def _count_local_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """Count the supervised tokens at the positions of this context rank."""
     assert model.decoder.parallel_hooks.context is not None
-    positions = model.decoder.parallel_hooks.context.local_token_indices(
-        micro_batches[0].labels_BT.shape[1]
-    )
+    context = model.decoder.parallel_hooks.context
+    num_tokens = micro_batches[0].labels_BT.shape[1]
+    positions = context.find_local_tokens(context.split_rows(num_tokens, None))
     return torch.stack(
         [(batch.labels_BT[:, positions] != -100).sum() for batch in micro_batches]
     ).sum()
@@ -208,7 +208,7 @@ def ignore_document_boundaries() -> Iterator[None]:
     with patch.object(
         RowChunks,
         "from_documents",
-        lambda num_tokens, num_chunks, *_ids: original(num_tokens, num_chunks, None),
+        lambda num_tokens, chunks, *_ids: original(num_tokens, chunks, None),
     ):
         yield
 

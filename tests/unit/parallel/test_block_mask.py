@@ -44,9 +44,9 @@ def test_every_visible_pair_is_in_one_tile(
 ) -> None:
     chunk, count, window, ids_BT = row
     tokens = chunk * count
-    chunks = RowChunks.from_documents(tokens, count, ids_BT)
+    chunks = RowChunks.from_documents(tokens, (range(count),), ids_BT)
     if ids_BT is not None:
-        from_host = RowChunks.from_documents(tokens, count, ids_BT, ids_BT.numpy())
+        from_host = RowChunks.from_documents(tokens, (range(count),), ids_BT, ids_BT.numpy())
         assert from_host.shared_documents_2CC is not None
         assert chunks.shared_documents_2CC is not None
         assert torch.equal(from_host.shared_documents_2CC, chunks.shared_documents_2CC)
@@ -71,7 +71,7 @@ def test_every_visible_pair_is_in_one_tile(
 
 
 def test_invisible_tiles_are_omitted_and_full_tiles_have_no_mask() -> None:
-    row = RowChunks.from_documents(32, 8, None)
+    row = RowChunks.from_documents(32, (range(8),), None)
     (diagonal,) = row.list_tiles((1, 6), (1, 6), None)
     assert (diagonal.visibility, diagonal.query_slice) == (Visibility.CAUSAL, slice(0, 8))
     (before,) = row.list_tiles((1, 6), (0, 7), None)
@@ -87,7 +87,7 @@ def test_invisible_tiles_are_omitted_and_full_tiles_have_no_mask() -> None:
         slice(0, 8),
     )
     assert row.list_tiles((1, 6), (2, 4), 5) == []
-    documents = RowChunks.from_documents(32, 8, (torch.arange(32) // 8)[None])
+    documents = RowChunks.from_documents(32, (range(8),), (torch.arange(32) // 8)[None])
     assert documents.list_tiles((1, 6), (2, 5), None) == []
     (diagonal_1, diagonal_6, whole) = documents.list_tiles((1, 6), (0, 1, 5, 6), None)
     assert [diagonal_1.visibility, diagonal_6.visibility, whole.visibility] == [

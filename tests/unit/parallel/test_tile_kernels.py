@@ -170,9 +170,9 @@ def test_a_row_of_tiles_equals_dense_attention(monkeypatch: pytest.MonkeyPatch) 
     # The chunks of a rank are in another order than in the row, so that none is one tile.
     q, k, v = (draw(1, heads, 16, 8).requires_grad_() for heads in (4, 2, 2))
     settings = RowAttentionSettings(
-        RowRanks(None, ((2, 0, 3, 1),)), RowChunks.from_documents(16, 4, None), SCORES
+        RowRanks(None), RowChunks.from_documents(16, ((2, 0, 3, 1),), None), SCORES
     )
-    places_T = settings.row_chunks.token_indices(settings.ranks.chunks[0], q.device)
+    places_T = settings.row_chunks.token_indices((2, 0, 3, 1), q.device)
     visible_TT = places_T[:, None] >= places_T
     module = "shardwright.parallel.ring_attention"
     monkeypatch.setattr(f"{module}.choose_kernel", lambda *_, **__: CudnnKernel())

@@ -141,6 +141,17 @@ def test_windows_are_not_assigned_by_work(tmp_path: Path) -> None:
         validate_run(recipe.model_copy(update={"data": sources}), 2)
 
 
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_only_rows_of_documents_are_split_by_work(tmp_path: Path, packing: str) -> None:
+    layout = {"cp": 2, "cp_method": "ring", "cp_split": "work"}
+    recipe = build_recipe(tmp_path, layout=layout, data={"packing": packing})
+    if packing == "documents":
+        assert validate_run(recipe, 2).plan.layout.cp_split == "work"
+        return
+    with pytest.raises(RecipeError, match=r"layout\.cp_split: .*data\.packing: documents"):
+        validate_run(recipe, 2)
+
+
 def test_a_run_with_short_rows_has_equal_losses_with_fewer_tokens(tmp_path: Path) -> None:
     runs = []
     for padding in ("longest", "max_length"):

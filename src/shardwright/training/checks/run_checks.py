@@ -180,6 +180,14 @@ def validate_run(
             )
         has_documents = data.train.get_sample(0).document_ids is not None
         plan = balance_work(plan, has_documents=has_documents)
+    if layout.cp_split == "work" and data.train.get_sample(0).document_ids is None:
+        raise RecipeError(
+            "rows of one document have the same work in every zigzag",
+            field="layout.cp_split",
+            got="work",
+            allowed="zigzag",
+            remedy="Remove it, or use data.packing: documents",
+        )
     if recipe.model.keep_zeros and shape.adapters is not None:
         raise RecipeError(
             "adapters leave the model's zeros unchanged, but merging them makes the zeros nonzero",
