@@ -86,6 +86,11 @@ class Evidence:
         self.compute_pieces(reading)
         return self._counts[reading]
 
+    def forget(self, reading: BatchReading) -> None:
+        """Free the gradients of a reading that is not needed again."""
+        for kept in (self._pieces, self._losses, self._counts):
+            kept.pop(reading, None)
+
     @property
     def has_router_loss(self) -> bool:
         """True if the trainer adds an auxiliary loss of the routers."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwright.audit.batch_reading import BatchReading
 from shardwright.audit.candidates import GradientCandidate, find_wrong
+from shardwright.audit.computation_mistakes import iterate_faults
 from shardwright.audit.evidence import Evidence
 from shardwright.audit.mistakes import MISTAKES, Mistake
 from shardwright.audit.parameter_mistakes import iterate_parameter_mistakes
@@ -164,6 +165,7 @@ def diagnose(evidence: Evidence) -> list[MistakeDiagnosis]:
         iterate_parameter_mistakes(evidence, evidence.reading, expected, ()),
         _iterate_wrong_readings(evidence),
         iterate_context_means(evidence, evidence.reading),
+        iterate_faults(evidence),
         _iterate_structures_of_weightings(evidence),
         _iterate_common_factor(evidence, expected),
     ):

@@ -21,6 +21,7 @@ _REPOSITORIES = {
     "SkyRL": "NovaSky-AI/SkyRL",
     "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
     "prime-rl": "PrimeIntellect-ai/prime-rl",
+    "ms-swift": "modelscope/ms-swift",
     "verl": "volcengine/verl",
 }
 
@@ -227,6 +228,51 @@ MISTAKES: dict[str, Mistake] = {
     "targets_cross_documents": Mistake(
         "the last token of a document is trained to predict the first of the next",
         "Ignore the label of each document's first token",
+    ),
+    "key_gradients_lost": Mistake(
+        "keys and values get no gradient from queries of some context parallel ranks",
+        "Send the gradients of keys and values back to the ranks that own them",
+        ("M 1464",),
+    ),
+    "query_gradients_lost": Mistake(
+        "queries get no gradient from keys of some context parallel ranks",
+        "Sum the gradient of the queries over all blocks of keys",
+        ("M 1464",),
+    ),
+    "heads_mixed": Mistake(
+        "heads are in a wrong order after an all-to-all of sequence parallelism",
+        "Join heads with the rank as the first of the two dims",
+        ("DS 5664",),
+    ),
+    "heads_and_tokens_mixed": Mistake(
+        "heads of other ranks are read as tokens after an all-to-all of sequence parallelism",
+        "Transpose the ranks' dim to the heads before the reshape",
+        ("DS 5664",),
+    ),
+    "head_gradient_not_summed": Mistake(
+        "the gradient of the head's input covers one rank's part of the vocabulary",
+        "Sum the gradient of the head's input over the tensor parallel ranks",
+        ("titan 3412",),
+    ),
+    "vocabulary_gradients_lost": Mistake(
+        "only the part of the vocabulary that has the target gets a gradient",
+        "Give the sum of the parts' log-probabilities a backward pass",
+        ("ms-swift 9947",),
+    ),
+    "tokens_dropped": Mistake(
+        "experts drop tokens above a capacity",
+        "Set no capacity, or say that tokens are dropped; the model's class drops none",
+    ),
+    "tokens_dropped_by_logits": Mistake(
+        "experts choose the tokens within their capacity by logits, and prefer tokens of other "
+        "experts to negative ones",
+        "Choose them by probability",
+        ("DS 7986",),
+    ),
+    "tokens_dropped_by_parts": Mistake(
+        "every rank that shares rows fills its part of an expert's capacity by itself",
+        "Choose the tokens within the capacity from the whole row",
+        ("DS 8195",),
     ),
     "dropout_on": Mistake(
         "dropout is active",

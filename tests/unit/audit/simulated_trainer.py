@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from shardwright.audit.recorder import Recorder
+from tests.unit.audit.wrong_computations import COMPUTATIONS, compute_loss, number_owners
 
 VOCABULARY = 31
 IGNORED = -100
@@ -62,6 +63,8 @@ class Run:
     """Ranks that read different rows."""
     num_sharing: int = 1
     """Ranks that read the same rows, as tensor, context and pipeline parallel ones do."""
+    is_mirrored: bool = False
+    """True if such a rank has a piece of the columns and its mirror image."""
     num_batches: int = 3
     num_rows: int = 2
     length: int = 10
@@ -165,6 +168,10 @@ def compute_gradients(
     """Return the gradient of the summed loss, the loss and the number of its terms."""
     torch.manual_seed(seed)
     targets = build_targets(run, batch)
+    if COMPUTATIONS & set(run.mistakes):
+        owners = number_owners(run.length, run.num_sharing, run.is_mirrored)
+        loss = compute_loss(model, batch["input_ids"], targets, run.mistakes, owners)
+        return differentiate(model, loss), float(loss.detach()), int((targets != IGNORED).sum())
     logits = model(**build_forward_arguments(run, batch)).logits.float()
     losses = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
@@ -172,9 +179,7 @@ def compute_gradients(
     if "mean_of_context_means" in run:
         losses = losses * compute_context_factors(run)
     loss = losses.sum()
-    parameters = dict(model.named_parameters())
-    values = torch.autograd.grad(loss, list(parameters.values()))
-    gradients = dict(zip(parameters, values, strict=True))
+    gradients = differentiate(model, loss)
     if "tied_counted_once" in run or "tied_counted_twice" in run:
         name = "model.embed_tokens.weight"
         table = model.get_parameter(name)
@@ -187,6 +192,12 @@ def compute_gradients(
         is_once = "tied_counted_once" in run
         gradients[name] = head_gradient if is_once else gradients[name] + head_gradient
     return gradients, float(loss.detach()), int((targets != IGNORED).sum())
+
+
+def differentiate(model: nn.Module, loss: Tensor) -> Gradients:
+    parameters = dict(model.named_parameters())
+    values = torch.autograd.grad(loss, list(parameters.values()))
+    return dict(zip(parameters, values, strict=True))
 
 
 def compute_context_factors(run: Run) -> Tensor:
