@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.config.data import IGNORED_LABEL
+from shardwright.model.hf.hf_module import replace_attention
 
 
 class FaultNotApplicable(Exception):
@@ -26,7 +27,7 @@ class FaultNotApplicable(Exception):
 
 
 class TokenPlaces(NamedTuple):
-    """Where the tokens of the rows that the class gets are in the recorded rows.
+    """Places, in the recorded rows, of the tokens of the rows that the class gets.
 
     Attributes:
         rows: Recorded row of each of the class's rows, [B].
@@ -142,40 +143,31 @@ def change_logits(logits: Tensor, targets: Tensor, fault: ComputationFault) -> T
         return logits
     part_size = -(-logits.shape[-1] // fault.degree)
     parts = torch.arange(logits.shape[-1]) // part_size
-    is_kept = parts == (targets.clamp(min=0) // part_size)[..., None]
-    is_kept &= (targets != IGNORED_LABEL)[..., None]
-    return _mask_gradient(logits, is_kept)
+    is_passed = parts == (targets.clamp(min=0) // part_size)[..., None]
+    is_passed &= (targets != IGNORED_LABEL)[..., None]
+    return _mask_gradient(logits, is_passed)
 
 
-def _mask_gradient(values: Tensor, is_kept: Tensor) -> Tensor:
-    """Return the values; their gradient is lost where `is_kept` is false."""
-    return torch.where(is_kept, values, values.detach())
+def _mask_gradient(values: Tensor, is_passed: Tensor) -> Tensor:
+    """Return the values; their gradient is lost where `is_passed` is false."""
+    return torch.where(is_passed, values, values.detach())
 
 
 @contextlib.contextmanager
 def _change_attention(fault: ComputationFault, places: TokenPlaces) -> Iterator[None]:
-    """Replace the attention of transformers' classes by one that computes with a fault."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    interface: Any = ALL_ATTENTION_FUNCTIONS
+    """Make the attention of transformers' classes compute with a fault."""
     change = {
         "heads": _mix_heads,
         "heads and tokens": _mix_heads_and_tokens,
     }.get(fault.kind, _lose_gradients)
     num_calls = [0]
 
-    def choose(_name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        def attend(module: nn.Module, *tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
-            num_calls[0] += 1
-            return change(fault, places, default, module, *tensors, **options), None
+    def attend(default: Callable[..., Any], *arguments: Any, **options: Any) -> Tensor:
+        num_calls[0] += 1
+        return change(fault, places, default, *arguments, **options)
 
-        return attend
-
-    interface.get_interface = choose
-    try:
+    with replace_attention(attend):
         yield
-    finally:
-        del interface.get_interface
     if not num_calls[0]:
         raise FaultNotApplicable
 
@@ -203,16 +195,16 @@ def _lose_gradients(
     for part in range(fault.degree):
         is_own = (parts == part)[:, None, :, None]
         is_chosen = (parts - part - fault.offset) % fault.degree == 0
-        is_kept = (is_chosen != fault.loses_offset)[:, None, :, None]
+        is_passed = (is_chosen != fault.loses_offset)[:, None, :, None]
         keys = key
         values = value
         queries = query
         if "keys" in fault.kind:
-            keys = _mask_gradient(key, is_kept)
-            values = _mask_gradient(value, is_kept)
+            keys = _mask_gradient(key, is_passed)
+            values = _mask_gradient(value, is_passed)
         if "queries" in fault.kind:
             zero = torch.zeros_like(keys)
-            keys = torch.cat([keys.where(is_kept, zero), zero.where(is_kept, keys)], -1)
+            keys = torch.cat([keys.where(is_passed, zero), zero.where(is_passed, keys)], -1)
             queries = torch.cat([query, query.detach()], -1)
         output = attend(module, queries, keys, values, *rest, **options)[0]
         output = output * is_own.transpose(1, 2)

@@ -88,8 +88,8 @@ class Evidence:
 
     def forget(self, reading: BatchReading) -> None:
         """Free the gradients of a reading that is not needed again."""
-        for kept in (self._pieces, self._losses, self._counts):
-            kept.pop(reading, None)
+        for values in (self._pieces, self._losses, self._counts):
+            values.pop(reading, None)
 
     @property
     def has_router_loss(self) -> bool:

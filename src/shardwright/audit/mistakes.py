@@ -5,45 +5,8 @@ Numbers are those of docs/silent-bugs.md; links are issues and pull requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-_REPOSITORIES = {
-    "HF": "huggingface/transformers",
-    "M": "NVIDIA/Megatron-LM",
-    "DS": "deepspeedai/DeepSpeed",
-    "titan": "pytorch/torchtitan",
-    "torchtune": "pytorch/torchtune",
-    "trl": "huggingface/trl",
-    "accelerate": "huggingface/accelerate",
-    "gpt-neox": "EleutherAI/gpt-neox",
-    "Automodel": "NVIDIA-NeMo/Automodel",
-    "AReaL": "inclusionAI/AReaL",
-    "SkyRL": "NovaSky-AI/SkyRL",
-    "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
-    "prime-rl": "PrimeIntellect-ai/prime-rl",
-    "ms-swift": "modelscope/ms-swift",
-    "verl": "volcengine/verl",
-}
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A known mistake, as it is reported."""
-
-    title: str
-    remedy: str
-    bugs: tuple[str, ...] = ()
-    """Issues where it was seen, as "HF 34191"."""
-
-    @property
-    def links(self) -> tuple[str, ...]:
-        """Addresses of the issues."""
-        addresses = []
-        for bug in self.bugs:
-            project, _, number = bug.rpartition(" ")
-            addresses.append(f"https://github.com/{_REPOSITORIES[project]}/issues/{number}")
-        return tuple(addresses)
-
+from shardwright.audit.known_mistake import Mistake
+from shardwright.audit.model_mistakes import MODEL_MISTAKES
 
 _SUM_TOKENS = (
     "Count the supervised tokens of all micro-batches on all ranks first, and divide every summed "
@@ -229,84 +192,9 @@ MISTAKES: dict[str, Mistake] = {
         "the last token of a document is trained to predict the first of the next",
         "Ignore the label of each document's first token",
     ),
-    "key_gradients_lost": Mistake(
-        "keys and values get no gradient from queries of some context parallel ranks",
-        "Send the gradients of keys and values back to the ranks that own them",
-        ("M 1464",),
-    ),
-    "query_gradients_lost": Mistake(
-        "queries get no gradient from keys of some context parallel ranks",
-        "Sum the gradient of the queries over all blocks of keys",
-        ("M 1464",),
-    ),
-    "heads_mixed": Mistake(
-        "heads are in a wrong order after an all-to-all of sequence parallelism",
-        "Join heads with the rank as the first of the two dims",
-        ("DS 5664",),
-    ),
-    "heads_and_tokens_mixed": Mistake(
-        "heads of other ranks are read as tokens after an all-to-all of sequence parallelism",
-        "Transpose the ranks' dim to the heads before the reshape",
-        ("DS 5664",),
-    ),
-    "head_gradient_not_summed": Mistake(
-        "the gradient of the head's input covers one rank's part of the vocabulary",
-        "Sum the gradient of the head's input over the tensor parallel ranks",
-        ("titan 3412",),
-    ),
-    "vocabulary_gradients_lost": Mistake(
-        "only the part of the vocabulary that has the target gets a gradient",
-        "Give the sum of the parts' log-probabilities a backward pass",
-        ("ms-swift 9947",),
-    ),
-    "tokens_dropped": Mistake(
-        "experts drop tokens above a capacity",
-        "Set no capacity, or say that tokens are dropped; the model's class drops none",
-    ),
-    "tokens_dropped_by_logits": Mistake(
-        "experts choose the tokens within their capacity by logits, and prefer tokens of other "
-        "experts to negative ones",
-        "Choose them by probability",
-        ("DS 7986",),
-    ),
-    "tokens_dropped_by_parts": Mistake(
-        "every rank that shares rows fills its part of an expert's capacity by itself",
-        "Choose the tokens within the capacity from the whole row",
-        ("DS 8195",),
-    ),
     "dropout_on": Mistake(
         "dropout is active",
         "Switch dropout off for the recorded step; it is no mistake in training",
-    ),
-    "router_loss_multiplied_by_ranks": Mistake(
-        "the router's auxiliary loss is too large by the number of ranks",
-        "Multiply only the token loss by the ranks, not the sum with the auxiliary loss: the "
-        "reduction averages the latter already",
-        ("HF 48690", "M 2237"),
-    ),
-    "router_loss_multiplied_by_accumulation": Mistake(
-        "the router's auxiliary loss is too large by the number of micro-batches",
-        "Divide the auxiliary loss of each micro-batch by their number",
-        ("Automodel 3359",),
-    ),
-    "router_loss_divided_by_ranks": Mistake(
-        "the router's auxiliary loss is divided by the number of ranks once too often",
-        "Average the auxiliary loss over ranks once",
-        ("Automodel 1408",),
-    ),
-    "router_loss_divided_by_accumulation": Mistake(
-        "the router's auxiliary loss is divided by the number of micro-batches once too often",
-        "Average the auxiliary loss over micro-batches once",
-    ),
-    "router_loss_missing": Mistake(
-        "the router's auxiliary loss has no gradient",
-        "Add aux_loss x router_aux_loss_coef to the loss, or set output_router_logits to false",
-        ("Automodel 1408", "Automodel 2995"),
-    ),
-    "router_detached": Mistake(
-        "no gradient flows through the routers' probabilities",
-        "Use a collective with a backward pass where router outputs are gathered or sent",
-        ("Automodel 2995",),
     ),
     "pairs_swapped": Mistake(
         "the rejected responses are trained as the chosen ones",
@@ -324,22 +212,6 @@ MISTAKES: dict[str, Mistake] = {
         "the reference of the preference loss is the trained model itself",
         "Keep a copy of the weights before training, or switch the adapters off for the reference",
     ),
-    "tied_counted_once": Mistake(
-        "the tied embedding gets the gradient of one of its two uses only",
-        "Sum the gradients of the table and of the head",
-        (
-            "M 6164",
-            "DS 7534",
-        ),
-    ),
-    "tied_counted_twice": Mistake(
-        "a gradient of the tied embedding is counted twice",
-        "Reduce a tied parameter once",
-        (
-            "M 6164",
-            "DS 7534",
-        ),
-    ),
     "some_scaled": Mistake(
         "the gradients of these parameters have another factor than the rest",
         "Check which group reduces and divides them",
@@ -350,11 +222,6 @@ MISTAKES: dict[str, Mistake] = {
             "DS 6546",
             "M 3023",
         ),
-    ),
-    "experts_mixed": Mistake(
-        "experts' gradients are summed over ranks that have other experts",
-        "Reduce expert parameters over the ranks that have the same experts only",
-        ("M 5916", "M 6080"),
     ),
     "gradients_exchanged": Mistake(
         "these parameters have the gradients of others of the same size",
@@ -456,4 +323,5 @@ MISTAKES: dict[str, Mistake] = {
         "the update uses the optimizer's states before this gradient",
         "Update the moments before the parameters",
     ),
+    **MODEL_MISTAKES,
 }

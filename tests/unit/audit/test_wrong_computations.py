@@ -51,7 +51,7 @@ def test_experts_that_drop_tokens_are_named(
     assert report.diagnoses[0].residual_after < 1e-4 * report.diagnoses[0].residual_before
 
 
-def test_experts_with_room_for_every_token_are_not_accused(tmp_path: Path) -> None:
+def test_experts_that_admit_every_token_are_not_accused(tmp_path: Path) -> None:
     record_step(tmp_path, 4.0, "position", renormalises=True)
     report = check_recorded_step(tmp_path, objective="mean_micro_batches")
     assert report.passed, report.worst_parameters[0]

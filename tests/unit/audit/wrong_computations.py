@@ -38,7 +38,7 @@ class _RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
         (gradient,) = gradients
         q, k, v, chances, output, owners = ctx.saved_tensors
         of_chances = gradient @ v.transpose(2, 3)
@@ -132,7 +132,7 @@ class _SplitHead(torch.autograd.Function):
         return -(chances.gather(-1, chosen[..., None]).log()[..., 0] * is_target).sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
         x, weight, chosen, is_target, chances = ctx.saved_tensors
         of_logits = (chances - F.one_hot(chosen, len(weight))) * is_target[..., None]
         size = -(-len(weight) // ctx.num_ranks)
@@ -185,27 +185,27 @@ def limit_experts(block: nn.Module, factor: float, policy: str, *, renormalises:
         chosen = chances.topk(2, 1).indices
         mask = F.one_hot(chosen, logits.shape[1]).sum(1)
         capacity = -(-int(factor * tokens.shape[0] * 2) // logits.shape[1])
-        kept = torch.zeros_like(mask)
+        fits = torch.zeros_like(mask)
         for expert in range(logits.shape[1]):
             takers = mask[:, expert].nonzero().flatten().tolist()
             if policy == "position":
-                taken = takers[:capacity]
+                admitted = takers[:capacity]
             elif policy == "parts":
                 halves = [0, 0]
-                taken = []
+                admitted = []
                 for token in takers:
                     half = int(token % x_BTE.shape[1] >= x_BTE.shape[1] // 2)
                     halves[half] += 1
                     if halves[half] <= -(-capacity // 2):
-                        taken.append(token)
+                        admitted.append(token)
             else:
                 values = (logits if policy == "logits" else chances).detach()
                 scores = {token: float(values[token, expert]) for token in takers}
                 others = {t: 0.0 for t in range(len(tokens)) if t not in scores}
                 ranked = sorted({**scores, **others}.items(), key=lambda pair: -pair[1])
-                taken = [token for token, _ in ranked[:capacity] if token in scores]
-            kept[taken, expert] = 1
-        weights = chances * mask / (chances * mask).sum(1, keepdim=True) * kept
+                admitted = [token for token, _ in ranked[:capacity] if token in scores]
+            fits[admitted, expert] = 1
+        weights = chances * mask / (chances * mask).sum(1, keepdim=True) * fits
         if renormalises:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-9)
         total = torch.zeros_like(tokens)
