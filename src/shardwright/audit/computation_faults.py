@@ -101,6 +101,7 @@ FAULT_MISTAKES = {
     "heads and tokens": ("heads_and_tokens_mixed",),
     "head input": ("head_gradient_not_summed",),
     "logits": ("vocabulary_gradients_lost",),
+    "smoothing": ("labels_smoothed_by_parts",),
     "capacity by position": ("tokens_dropped",),
     "capacity by probability": ("tokens_dropped",),
     "capacity by logit": ("tokens_dropped_by_logits",),
@@ -124,7 +125,7 @@ def inject_fault(
     elif fault.kind == "head input":
         with _split_head(module, fault, places):
             yield
-    elif fault.kind == "logits":
+    elif fault.kind in ("logits", "smoothing"):
         yield
     else:
         with _change_attention(fault, places):
@@ -146,6 +147,21 @@ def change_logits(logits: Tensor, targets: Tensor, fault: ComputationFault) -> T
     is_passed = parts == (targets.clamp(min=0) // part_size)[..., None]
     is_passed &= (targets != IGNORED_LABEL)[..., None]
     return _mask_gradient(logits, is_passed)
+
+
+def sum_smoothing_terms(logits: Tensor, targets: Tensor, degree: int) -> Tensor:
+    """Sum what label smoothing adds to the losses of all tokens, for a smoothing of 1.
+
+    It is the target's logit minus `degree` times the mean of all logits: smoothing replaces the
+    target's share by that of each element of a part of the vocabulary, of `degree` parts.
+
+    Args:
+        logits: [B, T, V].
+        targets: [B, T].
+        degree: Number of parts.
+    """
+    chosen = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return ((chosen - degree * logits.mean(-1)) * (targets != IGNORED_LABEL)).sum()
 
 
 def _mask_gradient(values: Tensor, is_passed: Tensor) -> Tensor:

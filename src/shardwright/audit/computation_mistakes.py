@@ -79,3 +79,26 @@ def iterate_faults(evidence: Evidence) -> Iterator[GradientCandidate]:
                 mistakes = (*own, *normaliser.mistakes)
                 yield GradientCandidate(mistakes, (vector,), fault.describe())
         evidence.forget(reading)
+
+
+def iterate_smoothing(evidence: Evidence) -> Iterator[GradientCandidate]:
+    """Yield gradients of smoothed labels, whose smoothing is fitted."""
+    if evidence.model.preference is not None or len(evidence.copies) > 1:
+        return
+    right = compute_objective_weights(evidence.objective, evidence.count(evidence.reading))
+    weightings = [((), right)]
+    for normaliser in iterate_normalisers(evidence.count(evidence.reading), evidence.objective):
+        if len(normaliser.mistakes) == 1:
+            weightings.append((normaliser.mistakes, normaliser.weights))
+    for degree in (1, *list_sharing_degrees(evidence)):
+        own = "labels_smoothed" if degree == 1 else "labels_smoothed_by_parts"
+        reading = replace(evidence.reading, fault=ComputationFault("smoothing", degree))
+        for mistakes, weights in weightings:
+            base = evidence.combine(evidence.reading, weights)
+            added = evidence.combine(reading, weights, 0.0)
+            square = float(added @ added)
+            share = float((evidence.recorded - base) @ added) / square if square else 0.0
+            if 0.0 < share < 1.0:
+                subject = f"smoothing {share:.6g}" + (f", {degree} parts" if degree > 1 else "")
+                yield GradientCandidate((own, *mistakes), (base + share * added,), subject)
+        evidence.forget(reading)

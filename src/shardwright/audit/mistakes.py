@@ -228,6 +228,25 @@ MISTAKES: dict[str, Mistake] = {
         "Check offsets in gradient buckets, and that no buffer is reused before it is read",
         ("DS 5606", "DS 7965", "DS 8080", "M 4609"),
     ),
+    "gradients_are_parameters": Mistake(
+        "the gradients of these parameters are the parameters' own values",
+        "Give gradients a buffer that gathered parameters do not share",
+        ("M 4609",),
+    ),
+    "stages_rescaled": Mistake(
+        "every pipeline stage divides by the number of micro-batches again",
+        "Divide in the last stage only",
+        ("DS 8154",),
+    ),
+    "labels_smoothed": Mistake(
+        "labels are smoothed",
+        "Set label smoothing to 0, or take this difference for a setting of the trainer",
+    ),
+    "labels_smoothed_by_parts": Mistake(
+        "labels are smoothed over each rank's part of the vocabulary as if it were the whole",
+        "Divide by the size of the whole vocabulary",
+        ("M 737", "M 7464"),
+    ),
     "some_lost": Mistake(
         "these parameters have no gradient",
         "Check that they are in the forward pass, not detached, and in the optimizer",
@@ -293,6 +312,11 @@ MISTAKES: dict[str, Mistake] = {
         "Take the root of the sum of squares before the clip",
         ("DS 7171",),
     ),
+    "not_finite_applied": Mistake(
+        "gradients with inf or nan were applied: parameters are not finite after the step",
+        "Skip the update on all ranks if the norm is not finite",
+        ("DS 5150", "DS 7171"),
+    ),
     "clipped_twice": Mistake("gradients are clipped twice", "Clip once per step"),
     "parameter_not_updated": Mistake(
         "parameters with a gradient are not updated",
@@ -308,7 +332,6 @@ MISTAKES: dict[str, Mistake] = {
         (
             "M 4705",
             "DS 7969",
-            "accelerate 2142",
         ),
     ),
     "decay_differs": Mistake(

@@ -70,6 +70,16 @@ MODEL_MISTAKES: dict[str, Mistake] = {
         "the router's auxiliary loss is divided by the number of micro-batches once too often",
         "Average the auxiliary loss over micro-batches once",
     ),
+    "router_loss_multiplied_by_sharing_ranks": Mistake(
+        "the router's auxiliary loss is too large by the number of ranks that share rows",
+        "Add the auxiliary loss of a row once, not on every tensor or context parallel rank",
+        ("M 2237", "M 5798", "M 7452"),
+    ),
+    "router_loss_divided_by_sharing_ranks": Mistake(
+        "the router's auxiliary loss is too small by the number of ranks that share rows",
+        "Sum the auxiliary loss over ranks that have parts of the same rows; do not average",
+        ("M 5047",),
+    ),
     "router_loss_missing": Mistake(
         "the router's auxiliary loss has no gradient",
         "Add aux_loss x router_aux_loss_coef to the loss, or set output_router_logits to false",

@@ -28,7 +28,11 @@ from shardwright.audit.batch_reading import (
     locate_tokens,
     pad_segments,
 )
-from shardwright.audit.computation_faults import change_logits, inject_fault
+from shardwright.audit.computation_faults import (
+    change_logits,
+    inject_fault,
+    sum_smoothing_terms,
+)
 from shardwright.audit.decoder_reference import compute_decoder_gradients
 from shardwright.audit.errors import AuditInputError
 from shardwright.audit.parameter_places import ParameterPlaces
@@ -230,6 +234,8 @@ class ReferenceModel:
         logits, targets = self._forward(batch, reading, weights, rounding)
         if self.preference is None:
             loss = sum_token_losses(logits, targets)
+            if reading.fault is not None and reading.fault.kind == "smoothing":
+                loss = sum_smoothing_terms(logits, targets, reading.fault.degree)
             num_terms = int((targets != IGNORED_LABEL).sum())
         else:
             reference = self._compute_reference_log_probs(batch, reading, rounding)

@@ -178,6 +178,8 @@ def compute_gradients(
     ).view(targets.shape)
     if "mean_of_context_means" in run:
         losses = losses * compute_context_factors(run)
+    if "labels_smoothed" in run or "labels_smoothed_by_parts" in run:
+        losses = smooth_losses(run, logits, targets)
     loss = losses.sum()
     gradients = differentiate(model, loss)
     if "tied_counted_once" in run or "tied_counted_twice" in run:
@@ -192,6 +194,20 @@ def compute_gradients(
         is_once = "tied_counted_once" in run
         gradients[name] = head_gradient if is_once else gradients[name] + head_gradient
     return gradients, float(loss.detach()), int((targets != IGNORED).sum())
+
+
+def smooth_losses(run: Run, logits: Tensor, targets: Tensor) -> Tensor:
+    """Smooth the labels, or add up the losses of ranks that smooth over their own vocabulary."""
+    is_target = (targets != IGNORED).float()
+    log_probs = logits.log_softmax(-1)
+    chosen = -log_probs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    if "labels_smoothed" in run:
+        return (0.9 * chosen - 0.1 * log_probs.mean(-1)) * is_target
+    # Each rank's gradient of its own logits: probabilities less targets less a uniform share.
+    share = 0.1 * run.num_sharing / VOCABULARY
+    with torch.no_grad():
+        of_logits = log_probs.exp() - 0.9 * F.one_hot(targets.clamp(min=0), VOCABULARY) - share
+    return (logits * of_logits).sum(-1) * is_target
 
 
 def differentiate(model: nn.Module, loss: Tensor) -> Gradients:
@@ -324,6 +340,14 @@ def reduce_gradients(
                 reduced[rank][name] = mean[name] / 2
             if "some_lost" in run and "layers.1.mlp.up" in name:
                 reduced[rank][name] = torch.zeros_like(mean[name])
+            if "stages_rescaled" in run:
+                # Three stages: the embedding and layer 0, layer 1, the norm and the head.
+                later = 2 if "embed" in name or "layers.0" in name else int("layers.1" in name)
+                reduced[rank][name] = mean[name] / run.num_batches**later
+            if "gradients_are_parameters" in run and "mlp.up" in name:
+                reduced[rank][name] = model.get_parameter(name).detach().clone()
+            if "not_finite_applied" in run and "mlp.up" in name:
+                reduced[rank][name] = torch.full_like(mean[name], torch.inf)
             if "gradients_exchanged" in run and "mlp.up" in name:
                 other = name.replace("layers.0", "layers.9").replace("layers.1", "layers.0")
                 reduced[rank][name] = mean[other.replace("layers.9", "layers.1")]

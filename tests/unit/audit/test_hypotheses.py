@@ -12,7 +12,8 @@ from shardwright.audit.check import AuditReport, check_recorded_step
 from shardwright.audit.mistakes import MISTAKES
 from tests.unit.audit.simulated_trainer import Run, simulate
 from tests.unit.audit.test_preference_pairs import PAIR_MISTAKES
-from tests.unit.audit.test_router_losses import FACTORS
+from tests.unit.audit.test_router_losses import FACTORS, SHARED_FACTORS
+from tests.unit.audit.test_wrong_computations import CAPACITIES
 
 PLANTED = [
     Run(("mean_of_rank_means",)),
@@ -36,6 +37,11 @@ PLANTED = [
     Run(("tokens_not_counted",)),
     Run(("all_scaled",)),
     Run(("gradients_exchanged",)),
+    Run(("gradients_are_parameters",)),
+    Run(("labels_smoothed",)),
+    Run(("labels_smoothed_by_parts",), num_sharing=2),
+    Run(("stages_rescaled",)),
+    Run(("not_finite_applied",), max_norm=0.5),
     Run(("log_ranks_added",), num_sharing=2),
     Run(("clipped_by_squared_norm",), max_norm=0.1),
     Run(("final_scaling_missing",)),
@@ -114,7 +120,7 @@ def test_a_pair_of_mistakes_is_named(tmp_path: Path, run: Run) -> None:
 
 def test_every_mistake_of_the_table_is_planted() -> None:
     planted = {mistake for run in PLANTED for mistake in run.mistakes}
-    planted |= {*PAIR_MISTAKES, *FACTORS}
+    planted |= {*PAIR_MISTAKES, *FACTORS, *SHARED_FACTORS, *CAPACITIES}
     planted.add("experts_mixed")  # in test_parameter_places.py
     # Planted in tests/multiprocess/test_audit.py, where ranks have shards or parts of rows.
     others = {"own_norm_reported", "context_not_divided", "router_detached"}

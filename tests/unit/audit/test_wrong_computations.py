@@ -14,6 +14,7 @@ from tests.unit.audit.test_router_losses import build_batch, build_model
 from tests.unit.audit.wrong_computations import limit_experts
 
 NUM_SHARING = 2
+CAPACITIES = {"tokens_dropped", "tokens_dropped_by_logits", "tokens_dropped_by_parts"}
 
 
 def record_step(folder: Path, factor: float, policy: str, *, renormalises: bool) -> None:
