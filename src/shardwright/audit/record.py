@@ -126,7 +126,7 @@ class StepRecord:
                     parts[number % len(parts)]
                 )
             copies.append(whole)
-        if all(torch.equal(copies[0], copy) for copy in copies[1:]):
+        if all(_are_same(copies[0], copy) for copy in copies[1:]):
             return copies[:1]
         return copies
 
@@ -144,7 +144,7 @@ class StepRecord:
             torch.stack([parts[number % len(parts)] for parts in by_box.values()]).sum(0)
             for number in range(num_copies)
         ]
-        if all(torch.equal(copies[0], copy) for copy in copies[1:]):
+        if all(_are_same(copies[0], copy) for copy in copies[1:]):
             return copies[:1]
         return copies
 
@@ -214,6 +214,11 @@ def load_step(folder: Path, step: int | None = None) -> StepRecord:
         ranks.append(RankRecord(values, tensors))
     _check_ranks(step_folder, ranks)
     return StepRecord(step_folder, tuple(sorted(ranks, key=lambda rank: rank.values["rank"])))
+
+
+def _are_same(first: Tensor, second: Tensor) -> bool:
+    """Return True if all elements are equal; nan equals nan."""
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def _decode_numbers(values: Any) -> Any:

@@ -110,6 +110,11 @@ def test_a_planted_mistake_is_named(tmp_path: Path, run: Run) -> None:
     assert diagnosis.residual_after < 0.5 * diagnosis.residual_before
 
 
+def test_nothing_else_is_named_where_gradients_are_not_finite(tmp_path: Path) -> None:
+    report = audit(tmp_path, Run(("not_finite_applied",), max_norm=0.5))
+    assert [diagnosis.keys for diagnosis in report.diagnoses] == [("not_finite_applied",)]
+
+
 @pytest.mark.parametrize("run", PAIRS, ids=lambda run: "-".join(run.mistakes))
 def test_a_pair_of_mistakes_is_named(tmp_path: Path, run: Run) -> None:
     report = audit(tmp_path, run)
