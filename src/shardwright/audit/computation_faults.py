@@ -149,7 +149,18 @@ def change_logits(logits: Tensor, targets: Tensor, fault: ComputationFault) -> T
     return _mask_gradient(logits, is_passed)
 
 
-def sum_smoothing_terms(logits: Tensor, targets: Tensor, degree: int) -> Tensor:
+def sum_token_losses(
+    logits: Tensor, targets: Tensor, fault: ComputationFault | None = None
+) -> Tensor:
+    """Sum the losses of all tokens that have a target, or what smoothing adds to them."""
+    if fault is not None and fault.kind == "smoothing":
+        return _sum_smoothing_terms(logits, targets, fault.degree)
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+
+
+def _sum_smoothing_terms(logits: Tensor, targets: Tensor, degree: int) -> Tensor:
     """Sum what label smoothing adds to the losses of all tokens, for a smoothing of 1.
 
     It is the target's logit minus `degree` times the mean of all logits: smoothing replaces the

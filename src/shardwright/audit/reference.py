@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -31,7 +30,7 @@ from shardwright.audit.batch_reading import (
 from shardwright.audit.computation_faults import (
     change_logits,
     inject_fault,
-    sum_smoothing_terms,
+    sum_token_losses,
 )
 from shardwright.audit.decoder_reference import compute_decoder_gradients
 from shardwright.audit.errors import AuditInputError
@@ -233,9 +232,7 @@ class ReferenceModel:
         rounding = _Rounding(noise, torch.Generator().manual_seed(seed))
         logits, targets = self._forward(batch, reading, weights, rounding)
         if self.preference is None:
-            loss = sum_token_losses(logits, targets)
-            if reading.fault is not None and reading.fault.kind == "smoothing":
-                loss = sum_smoothing_terms(logits, targets, reading.fault.degree)
+            loss = sum_token_losses(logits, targets, reading.fault)
             num_terms = int((targets != IGNORED_LABEL).sum())
         else:
             reference = self._compute_reference_log_probs(batch, reading, rounding)
@@ -444,10 +441,3 @@ class ReferenceModel:
             loss = sum_token_losses(output.logits, targets)
         parts = torch.autograd.grad(loss, [leaves[owner], copies[tied[0]]])
         return TiedGradients(recorded, *(self.to_values(recorded, part) for part in parts))
-
-
-def sum_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum the losses of all tokens that have a target."""
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
