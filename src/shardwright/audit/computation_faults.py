@@ -183,10 +183,11 @@ def _mask_gradient(values: Tensor, is_passed: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _change_attention(fault: ComputationFault, places: TokenPlaces) -> Iterator[None]:
     """Make the attention of transformers' classes compute with a fault."""
-    change = {
+    changes: dict[str, Callable[..., Tensor]] = {
         "heads": _mix_heads,
         "heads and tokens": _mix_heads_and_tokens,
-    }.get(fault.kind, _lose_gradients)
+    }
+    change = changes.get(fault.kind, _lose_gradients)
     num_calls = [0]
 
     def attend(default: Callable[..., Any], *arguments: Any, **options: Any) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from torch import Tensor
+
 from shardwright.audit.candidates import GradientCandidate
 from shardwright.audit.computation_faults import (
     FAULT_MISTAKES,
@@ -86,7 +88,7 @@ def iterate_smoothing(evidence: Evidence) -> Iterator[GradientCandidate]:
     if evidence.model.preference is not None or len(evidence.copies) > 1:
         return
     right = compute_objective_weights(evidence.objective, evidence.count(evidence.reading))
-    weightings = [((), right)]
+    weightings: list[tuple[tuple[str, ...], Tensor]] = [((), right)]
     for normaliser in iterate_normalisers(evidence.count(evidence.reading), evidence.objective):
         if len(normaliser.mistakes) == 1:
             weightings.append((normaliser.mistakes, normaliser.weights))
