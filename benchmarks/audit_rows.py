@@ -136,7 +136,7 @@ _AXOLOTL = (
     "inner model has a parameter named `num_items_in_batch` (axolotl/core/trainers/base.py:118-131)"
     "; those of transformers take it through `**kwargs` of the outer model. The Trainer then "
     "averages over the tokens of each micro-batch (transformers/trainer.py:2009) and divides by "
-    "the accumulation (transformers/trainer.py:1961), DDP averages over ranks."
+    "the accumulation (transformers/trainer.py:1963), DDP averages over ranks."
 )
 _DEEPSPEED_PLACES = {
     0: "`allreduce_bucket` (deepspeed/runtime/engine.py:3813)",

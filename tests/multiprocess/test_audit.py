@@ -128,6 +128,25 @@ def run_engine_with_bug(patch: MutationContext, folder: str, layout: Layout) -> 
             ("multiplied_by_sharing_ranks",),
             "loss as reported, 2 ranks",
         ),
+        (
+            context.drop_key_gradients_of_other_ranks,
+            RING,
+            ("key_gradients_lost",),
+            "rows in 2 pairs of mirrored pieces: of queries in pair n, gradients with keys in pair "
+            "n + 1 are left",
+        ),
+        (
+            context.overwrite_query_gradients,
+            GATHER,
+            ("query_gradients_lost",),
+            "rows in 4 pieces: of queries in piece n, gradients with keys in piece n are lost",
+        ),
+        (
+            tensor.skip_backward_sum_of_head,
+            Layout(tp=2),
+            ("head_gradient_not_summed",),
+            "2 ranks",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.audit.computation_faults import ComputationFault, TokenPlaces
 from shardwright.audit.recorded_batch import RecordedBatch
 from shardwright.config.data import IGNORED_LABEL
 
@@ -61,6 +62,8 @@ class BatchReading:
     """True if the reference is the trained model itself."""
     context_part: ContextPart | None = None
     """Part of the rows whose tokens count; None for all."""
+    fault: ComputationFault | None = None
+    """Wrong computation inside the model."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Segment:
     ids: Tensor
     positions: Tensor
     targets: Tensor
+    columns: Tensor
+    row: int
     mask: Tensor | None = None
 
 
@@ -155,7 +160,10 @@ def _build_row_segments(batch: RecordedBatch, row: int, reading: BatchReading) -
         chosen = (number == index) & is_valid
         if bool(chosen.any()):
             visible = None if mask is None else mask[chosen]
-            segments.append(Segment(ids[chosen], positions[chosen], targets[chosen], visible))
+            columns = chosen.nonzero().flatten()
+            segments.append(
+                Segment(ids[chosen], positions[chosen], targets[chosen], columns, row, visible)
+            )
     return segments
 
 
@@ -192,3 +200,14 @@ def pad_segments(segments: list[Segment]) -> PaddedRows:
         if segment.mask is not None:
             mask[row, :size] = segment.mask
     return PaddedRows(ids, positions, targets, mask)
+
+
+def locate_tokens(batch: RecordedBatch, segments: list[Segment]) -> TokenPlaces:
+    """Say where the tokens of padded segments are in the recorded rows."""
+    num_rows, num_columns = batch.input_ids.shape
+    columns = torch.full((len(segments), max(len(s.ids) for s in segments)), -1)
+    for row, segment in enumerate(segments):
+        columns[row, : len(segment.columns)] = segment.columns
+    rows = torch.tensor([segment.row for segment in segments])
+    has_padding = batch.attention_mask is not None and not bool(batch.attention_mask.all())
+    return TokenPlaces(rows, columns, num_rows, num_columns, has_padding)

@@ -6,6 +6,7 @@ Shapes: R data ranks, M micro-batches of a rank, P numbers of all compared gradi
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +86,11 @@ class Evidence:
         """Count the tokens of every micro-batch."""
         self.compute_pieces(reading)
         return self._counts[reading]
+
+    def forget(self, reading: BatchReading) -> None:
+        """Free the gradients of a reading that is not needed again."""
+        for values in (self._pieces, self._losses, self._counts):
+            values.pop(reading, None)
 
     @property
     def has_router_loss(self) -> bool:
@@ -189,6 +195,11 @@ class Evidence:
                 _SAFETY_FACTOR * deviations[name] / norm if norm else 0.0,
                 storage,
             )
+
+    def find_layer(self, name: str) -> int | None:
+        """Return the number of a parameter's layer; None outside of the layers."""
+        match = re.search(r"\.(\d+)\.", name)
+        return int(match[1]) if match else None
 
     def compute_error(self, name: str, recorded: Tensor, expected: Tensor) -> float:
         """Return the relative error of one parameter of two vectors [P]."""

@@ -16,10 +16,15 @@ from torch import Tensor
 
 from shardwright.audit.batch_reading import BatchReading
 from shardwright.audit.candidates import GradientCandidate, find_wrong
+from shardwright.audit.computation_mistakes import iterate_faults, iterate_smoothing
 from shardwright.audit.evidence import Evidence
 from shardwright.audit.mistakes import MISTAKES, Mistake
 from shardwright.audit.parameter_mistakes import iterate_parameter_mistakes
-from shardwright.audit.shared_rows import iterate_context_means, iterate_shared_factors
+from shardwright.audit.shared_rows import (
+    iterate_context_means,
+    iterate_shared_factors,
+    iterate_shared_router_losses,
+)
 from shardwright.audit.weightings import (
     compute_objective_weights,
     iterate_normalisers,
@@ -164,6 +169,8 @@ def diagnose(evidence: Evidence) -> list[MistakeDiagnosis]:
         iterate_parameter_mistakes(evidence, evidence.reading, expected, ()),
         _iterate_wrong_readings(evidence),
         iterate_context_means(evidence, evidence.reading),
+        iterate_smoothing(evidence),
+        iterate_faults(evidence),
         _iterate_structures_of_weightings(evidence),
         _iterate_common_factor(evidence, expected),
     ):
@@ -185,6 +192,7 @@ def diagnose(evidence: Evidence) -> list[MistakeDiagnosis]:
 def _iterate_singles(evidence: Evidence) -> Iterator[GradientCandidate]:
     for hypothesis in HYPOTHESES:
         yield from hypothesis(evidence, evidence.reading)
+    yield from iterate_shared_router_losses(evidence)
 
 
 def _iterate_wrong_readings(evidence: Evidence) -> Iterator[GradientCandidate]:

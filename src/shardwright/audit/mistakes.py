@@ -5,44 +5,8 @@ Numbers are those of docs/silent-bugs.md; links are issues and pull requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-_REPOSITORIES = {
-    "HF": "huggingface/transformers",
-    "M": "NVIDIA/Megatron-LM",
-    "DS": "deepspeedai/DeepSpeed",
-    "titan": "pytorch/torchtitan",
-    "torchtune": "pytorch/torchtune",
-    "trl": "huggingface/trl",
-    "accelerate": "huggingface/accelerate",
-    "gpt-neox": "EleutherAI/gpt-neox",
-    "Automodel": "NVIDIA-NeMo/Automodel",
-    "AReaL": "inclusionAI/AReaL",
-    "SkyRL": "NovaSky-AI/SkyRL",
-    "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
-    "prime-rl": "PrimeIntellect-ai/prime-rl",
-    "verl": "volcengine/verl",
-}
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A known mistake, as it is reported."""
-
-    title: str
-    remedy: str
-    bugs: tuple[str, ...] = ()
-    """Issues where it was seen, as "HF 34191"."""
-
-    @property
-    def links(self) -> tuple[str, ...]:
-        """Addresses of the issues."""
-        addresses = []
-        for bug in self.bugs:
-            project, _, number = bug.rpartition(" ")
-            addresses.append(f"https://github.com/{_REPOSITORIES[project]}/issues/{number}")
-        return tuple(addresses)
-
+from shardwright.audit.known_mistake import Mistake
+from shardwright.audit.model_mistakes import MODEL_MISTAKES
 
 _SUM_TOKENS = (
     "Count the supervised tokens of all micro-batches on all ranks first, and divide every summed "
@@ -232,36 +196,6 @@ MISTAKES: dict[str, Mistake] = {
         "dropout is active",
         "Switch dropout off for the recorded step; it is no mistake in training",
     ),
-    "router_loss_multiplied_by_ranks": Mistake(
-        "the router's auxiliary loss is too large by the number of ranks",
-        "Multiply only the token loss by the ranks, not the sum with the auxiliary loss: the "
-        "reduction averages the latter already",
-        ("HF 48690", "M 2237"),
-    ),
-    "router_loss_multiplied_by_accumulation": Mistake(
-        "the router's auxiliary loss is too large by the number of micro-batches",
-        "Divide the auxiliary loss of each micro-batch by their number",
-        ("Automodel 3359",),
-    ),
-    "router_loss_divided_by_ranks": Mistake(
-        "the router's auxiliary loss is divided by the number of ranks once too often",
-        "Average the auxiliary loss over ranks once",
-        ("Automodel 1408",),
-    ),
-    "router_loss_divided_by_accumulation": Mistake(
-        "the router's auxiliary loss is divided by the number of micro-batches once too often",
-        "Average the auxiliary loss over micro-batches once",
-    ),
-    "router_loss_missing": Mistake(
-        "the router's auxiliary loss has no gradient",
-        "Add aux_loss x router_aux_loss_coef to the loss, or set output_router_logits to false",
-        ("Automodel 1408", "Automodel 2995"),
-    ),
-    "router_detached": Mistake(
-        "no gradient flows through the routers' probabilities",
-        "Use a collective with a backward pass where router outputs are gathered or sent",
-        ("Automodel 2995",),
-    ),
     "pairs_swapped": Mistake(
         "the rejected responses are trained as the chosen ones",
         "Check the order of rows and columns: chosen first",
@@ -278,22 +212,6 @@ MISTAKES: dict[str, Mistake] = {
         "the reference of the preference loss is the trained model itself",
         "Keep a copy of the weights before training, or switch the adapters off for the reference",
     ),
-    "tied_counted_once": Mistake(
-        "the tied embedding gets the gradient of one of its two uses only",
-        "Sum the gradients of the table and of the head",
-        (
-            "M 6164",
-            "DS 7534",
-        ),
-    ),
-    "tied_counted_twice": Mistake(
-        "a gradient of the tied embedding is counted twice",
-        "Reduce a tied parameter once",
-        (
-            "M 6164",
-            "DS 7534",
-        ),
-    ),
     "some_scaled": Mistake(
         "the gradients of these parameters have another factor than the rest",
         "Check which group reduces and divides them",
@@ -305,15 +223,29 @@ MISTAKES: dict[str, Mistake] = {
             "M 3023",
         ),
     ),
-    "experts_mixed": Mistake(
-        "experts' gradients are summed over ranks that have other experts",
-        "Reduce expert parameters over the ranks that have the same experts only",
-        ("M 5916", "M 6080"),
-    ),
     "gradients_exchanged": Mistake(
         "these parameters have the gradients of others of the same size",
         "Check offsets in gradient buckets, and that no buffer is reused before it is read",
         ("DS 5606", "DS 7965", "DS 8080", "M 4609"),
+    ),
+    "gradients_are_parameters": Mistake(
+        "the gradients of these parameters are the parameters' own values",
+        "Give gradients a buffer that gathered parameters do not share",
+        ("M 4609",),
+    ),
+    "stages_rescaled": Mistake(
+        "every pipeline stage divides by the number of micro-batches again",
+        "Divide in the last stage only",
+        ("DS 8154",),
+    ),
+    "labels_smoothed": Mistake(
+        "labels are smoothed",
+        "Set label smoothing to 0, or take this difference for a setting of the trainer",
+    ),
+    "labels_smoothed_by_parts": Mistake(
+        "labels are smoothed over each rank's part of the vocabulary as if it were the whole",
+        "Divide by the size of the whole vocabulary",
+        ("M 737", "M 7464"),
     ),
     "some_lost": Mistake(
         "these parameters have no gradient",
@@ -380,6 +312,11 @@ MISTAKES: dict[str, Mistake] = {
         "Take the root of the sum of squares before the clip",
         ("DS 7171",),
     ),
+    "not_finite_applied": Mistake(
+        "gradients with inf or nan were applied: parameters are not finite after the step",
+        "Skip the update on all ranks if the norm is not finite",
+        ("DS 5150", "DS 7171"),
+    ),
     "clipped_twice": Mistake("gradients are clipped twice", "Clip once per step"),
     "parameter_not_updated": Mistake(
         "parameters with a gradient are not updated",
@@ -395,7 +332,6 @@ MISTAKES: dict[str, Mistake] = {
         (
             "M 4705",
             "DS 7969",
-            "accelerate 2142",
         ),
     ),
     "decay_differs": Mistake(
@@ -410,4 +346,5 @@ MISTAKES: dict[str, Mistake] = {
         "the update uses the optimizer's states before this gradient",
         "Update the moments before the parameters",
     ),
+    **MODEL_MISTAKES,
 }

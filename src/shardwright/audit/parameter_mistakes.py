@@ -5,6 +5,7 @@ Shapes: P numbers of all compared gradients, E experts.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -53,6 +54,8 @@ def iterate_parameter_mistakes(
     yield from _iterate_tied(evidence, reading, base, mistakes, wrong)
     yield from _iterate_mixed_experts(evidence, base, mistakes, wrong)
     yield from _iterate_exchanged(evidence, base, mistakes, wrong)
+    yield from _iterate_aliases(evidence, base, mistakes, wrong)
+    yield from _iterate_rescaled_stages(evidence, base, mistakes, wrong)
     scales = [float(recorded[p] @ base[p] / (base[p] @ base[p])) for p in slices if base[p].any()]
     if scales and max(scales) - min(scales) <= 1e-3 * abs(scales[0]):
         vector = base.clone()
@@ -165,3 +168,49 @@ def _iterate_exchanged(
         else:
             return
     yield GradientCandidate((*mistakes, "gradients_exchanged"), (vector,), "; ".join(subjects[:3]))
+
+
+def _iterate_aliases(
+    evidence: Evidence, base: Tensor, mistakes: tuple[str, ...], wrong: Sequence[str]
+) -> Iterator[GradientCandidate]:
+    """Yield the parameters' own values where gradients are expected."""
+    if evidence.model.num_projections is not None:
+        return
+    vector = base.clone()
+    for name in wrong:
+        values = evidence.record.join("before", name)
+        if not values:
+            return
+        vector[evidence.model.slices[name]] = values[0].flatten().to(vector.dtype)
+    subject = describe_subset(wrong, evidence.model.names)
+    yield GradientCandidate((*mistakes, "gradients_are_parameters"), (vector,), subject)
+
+
+def _iterate_rescaled_stages(
+    evidence: Evidence, base: Tensor, mistakes: tuple[str, ...], wrong: Sequence[str]
+) -> Iterator[GradientCandidate]:
+    """Yield gradients that every pipeline stage divides by the number of micro-batches again.
+
+    Stages after a parameter's own count, so the exponent falls from the embedding to the head.
+    """
+    num_batches = max(map(len, evidence.data))
+    if num_batches == 1 or not any(evidence.find_layer(name) is not None for name in wrong):
+        return
+    exponents: dict[int, int] = {}
+    vector = base.clone()
+    for name in evidence.model.names:
+        part = evidence.model.slices[name]
+        square = float(base[part] @ base[part])
+        factor = float(evidence.recorded[part] @ base[part]) / square if square else 0.0
+        layer = evidence.find_layer(name)
+        if not 0.0 < factor < math.inf or (layer is None and name not in wrong):
+            continue
+        exponent = round(-math.log(factor) / math.log(num_batches))
+        if exponents.setdefault(-1 if layer is None else layer, exponent) != exponent:
+            return
+        vector[part] *= float(num_batches) ** -exponent
+    by_depth = [exponents[layer] for layer in sorted(exponents)]
+    if by_depth == sorted(by_depth, reverse=True) and by_depth[-1] >= 0:
+        num_stages = len(set(by_depth))
+        subject = f"{num_stages} stages, {num_batches} micro-batches"
+        yield GradientCandidate((*mistakes, "stages_rescaled"), (vector,), subject)

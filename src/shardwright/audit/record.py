@@ -126,7 +126,7 @@ class StepRecord:
                     parts[number % len(parts)]
                 )
             copies.append(whole)
-        if all(torch.equal(copies[0], copy) for copy in copies[1:]):
+        if all(_are_same(copies[0], copy) for copy in copies[1:]):
             return copies[:1]
         return copies
 
@@ -144,7 +144,7 @@ class StepRecord:
             torch.stack([parts[number % len(parts)] for parts in by_box.values()]).sum(0)
             for number in range(num_copies)
         ]
-        if all(torch.equal(copies[0], copy) for copy in copies[1:]):
+        if all(_are_same(copies[0], copy) for copy in copies[1:]):
             return copies[:1]
         return copies
 
@@ -194,7 +194,7 @@ def load_step(folder: Path, step: int | None = None) -> StepRecord:
     ranks = []
     for path in sorted(step_folder.glob("rank-*.json")):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = _decode_numbers(json.loads(path.read_text(encoding="utf-8")))
             tensors = load_file(path.with_suffix(".safetensors"))
             version = values["format_version"]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -214,6 +214,22 @@ def load_step(folder: Path, step: int | None = None) -> StepRecord:
         ranks.append(RankRecord(values, tensors))
     _check_ranks(step_folder, ranks)
     return StepRecord(step_folder, tuple(sorted(ranks, key=lambda rank: rank.values["rank"])))
+
+
+def _are_same(first: Tensor, second: Tensor) -> bool:
+    """Return True if all elements are equal; nan equals nan."""
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+def _decode_numbers(values: Any) -> Any:
+    """Replace the names of numbers that JSON lacks by the numbers, but not in the configuration."""
+    if isinstance(values, str) and values in ("inf", "-inf", "nan"):
+        return float(values)
+    if isinstance(values, dict):
+        return {k: each if k == "config" else _decode_numbers(each) for k, each in values.items()}
+    if isinstance(values, list):
+        return [_decode_numbers(each) for each in values]
+    return values
 
 
 def _choose_step(folder: Path, step: int | None) -> Path:

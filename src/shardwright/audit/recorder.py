@@ -365,6 +365,14 @@ class _StepRecord:
         given = self.recorder.shard_of and self.recorder.shard_of(name, parameter)
         if given:
             return given
+        # Before every other kind: a DTensor or an engine of DeepSpeed does not know either that
+        # ranks have other experts under this name.
+        if getattr(parameter, "allreduce", True) is False:
+            raise RecorderError(
+                f"{name} has allreduce=False: it is an expert's, and ranks have different experts "
+                "under one name. Pass Recorder(shard_of=...), which returns ShardInfo(shape of "
+                "all experts, boxes of them in the local tensor)"
+            )
         if hasattr(parameter, "device_mesh"):
             return describe_dtensor(name, parameter)
         if self.is_deepspeed:
@@ -374,12 +382,6 @@ class _StepRecord:
             raise RecorderError(
                 f"{name} belongs to a DeepSpeed engine; give before_step the engine, not the "
                 "model, and a Hugging Face Trainer's callback the trainer: build_callback(trainer)"
-            )
-        if getattr(parameter, "allreduce", True) is False:
-            raise RecorderError(
-                f"{name} has allreduce=False: it is an expert's, and ranks have different experts "
-                "under one name. Pass Recorder(shard_of=...), which returns ShardInfo(shape of "
-                "all experts, boxes of them in the local tensor)"
             )
         if getattr(parameter, "tensor_model_parallel", False):
             return self._describe_megatron(name, parameter)

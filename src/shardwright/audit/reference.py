@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -25,7 +24,13 @@ from shardwright.audit.batch_reading import (
     build_segments,
     build_targets,
     build_token_mask,
+    locate_tokens,
     pad_segments,
+)
+from shardwright.audit.computation_faults import (
+    change_logits,
+    inject_fault,
+    sum_token_losses,
 )
 from shardwright.audit.decoder_reference import compute_decoder_gradients
 from shardwright.audit.errors import AuditInputError
@@ -227,7 +232,7 @@ class ReferenceModel:
         rounding = _Rounding(noise, torch.Generator().manual_seed(seed))
         logits, targets = self._forward(batch, reading, weights, rounding)
         if self.preference is None:
-            loss = sum_token_losses(logits, targets)
+            loss = sum_token_losses(logits, targets, reading.fault)
             num_terms = int((targets != IGNORED_LABEL).sum())
         else:
             reference = self._compute_reference_log_probs(batch, reading, rounding)
@@ -289,18 +294,23 @@ class ReferenceModel:
         """Return logits and targets of a micro-batch's rows."""
         if reading.replays_dropout:
             return self._forward_as_received(batch, reading, weights)
-        ids, positions, targets, mask = pad_segments(self._build_rows(batch, reading))
-        with detach_outputs(self.routers if reading.detaches_routers else ()):
-            output = self._call(
-                weights, rounding, input_ids=ids, position_ids=positions, attention_mask=mask
-            )
-        logits: Tensor = output.logits
-        return logits, targets
+        segments = self._build_rows(batch, reading)
+        ids, positions, targets, mask = pad_segments(segments)
+        arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        fault = reading.fault
+        if fault is None:
+            with detach_outputs(self.routers if reading.detaches_routers else ()):
+                logits: Tensor = self._call(weights, rounding, **arguments).logits
+            return logits, targets
+        places = locate_tokens(batch, segments)
+        with inject_fault(self.module, self.routers, fault, places):
+            logits = self._call(weights, rounding, **arguments).logits
+        return change_logits(logits, targets, fault), targets
 
     def _build_rows(self, batch: RecordedBatch, reading: BatchReading) -> list[Segment]:
         """Build the rows of single documents; one per response if the loss is of pairs."""
         if self.preference is None:
-            return build_segments(batch, reading)
+            return build_segments(batch, reading, keeps_all=reading.fault is not None)
         num_rows = len(batch.input_ids)
         segments = build_segments(batch, reading, keeps_all=True)
         if num_rows % 2 or len(segments) != num_rows:
@@ -431,10 +441,3 @@ class ReferenceModel:
             loss = sum_token_losses(output.logits, targets)
         parts = torch.autograd.grad(loss, [leaves[owner], copies[tied[0]]])
         return TiedGradients(recorded, *(self.to_values(recorded, part) for part in parts))
-
-
-def sum_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum the losses of all tokens that have a target."""
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )

@@ -47,6 +47,20 @@ def iterate_shared_factors(
             yield GradientCandidate(("tokens_not_counted",), (vector,), subject)
 
 
+def iterate_shared_router_losses(evidence: Evidence) -> Iterator[GradientCandidate]:
+    """Yield routers' auxiliary losses that ranks with the same rows add more or less than once."""
+    if not evidence.has_router_loss:
+        return
+    weights = compute_objective_weights(evidence.objective, evidence.count(evidence.reading))
+    for degree in list_sharing_degrees(evidence):
+        for key, factor in (
+            ("router_loss_multiplied_by_sharing_ranks", float(degree)),
+            ("router_loss_divided_by_sharing_ranks", 1.0 / degree),
+        ):
+            vector = evidence.combine(evidence.reading, weights, factor)
+            yield GradientCandidate((key,), (vector,), f"{degree} ranks")
+
+
 def iterate_context_means(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
     """Yield means over context parallel ranks of each one's mean over its part of the rows.
 

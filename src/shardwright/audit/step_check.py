@@ -31,10 +31,14 @@ def check_step(evidence: Evidence) -> StepChecks:
     checks = StepChecks([], [], [])
     _check_data(evidence, checks)
     _check_replicas(evidence, checks)
+    is_finite = _check_finite(evidence, checks)
+    num_diagnoses = len(checks.diagnoses)
     check_loss(evidence, checks)
     _check_norm(evidence, checks)
     _check_clip(evidence, checks)
     _check_updates(evidence, checks)
+    if not is_finite:  # norms, factors and updates of nan fit any mistake
+        del checks.diagnoses[num_diagnoses:]
     return checks
 
 
@@ -63,6 +67,26 @@ def _check_replicas(evidence: Evidence, checks: StepChecks) -> None:
             checks.diagnoses.append(
                 MistakeDiagnosis(("replicas_differ",), f"{subject}, {kind}", 1.0, 0.0)
             )
+
+
+def _check_finite(evidence: Evidence, checks: StepChecks) -> bool:
+    """Name an update by gradients that are not finite, where parameters were finite before.
+
+    Returns:
+        False if it is named.
+    """
+    broken = []
+    for name in evidence.model.names:
+        values = [evidence.record.join(kind, name) for kind in ("before", "after")]
+        if not all(values):
+            continue
+        before, after = (bool(copies[0].isfinite().all()) for copies in values)
+        if before and not after:
+            broken.append(name)
+    if broken:
+        subject = describe_subset(broken, evidence.model.names)
+        checks.diagnoses.append(MistakeDiagnosis(("not_finite_applied",), subject, math.inf, 0.0))
+    return not broken
 
 
 def _check_norm(evidence: Evidence, checks: StepChecks) -> None:

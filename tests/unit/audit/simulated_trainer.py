@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from shardwright.audit.recorder import Recorder
+from tests.unit.audit.wrong_computations import COMPUTATIONS, compute_loss, number_owners
 
 VOCABULARY = 31
 IGNORED = -100
@@ -62,6 +63,8 @@ class Run:
     """Ranks that read different rows."""
     num_sharing: int = 1
     """Ranks that read the same rows, as tensor, context and pipeline parallel ones do."""
+    is_mirrored: bool = False
+    """True if such a rank has a piece of the columns and its mirror image."""
     num_batches: int = 3
     num_rows: int = 2
     length: int = 10
@@ -165,16 +168,20 @@ def compute_gradients(
     """Return the gradient of the summed loss, the loss and the number of its terms."""
     torch.manual_seed(seed)
     targets = build_targets(run, batch)
+    if COMPUTATIONS & set(run.mistakes):
+        owners = number_owners(run.length, run.num_sharing, run.is_mirrored)
+        loss = compute_loss(model, batch["input_ids"], targets, run.mistakes, owners)
+        return differentiate(model, loss), float(loss.detach()), int((targets != IGNORED).sum())
     logits = model(**build_forward_arguments(run, batch)).logits.float()
     losses = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
     ).view(targets.shape)
     if "mean_of_context_means" in run:
         losses = losses * compute_context_factors(run)
+    if "labels_smoothed" in run or "labels_smoothed_by_parts" in run:
+        losses = smooth_losses(run, logits, targets)
     loss = losses.sum()
-    parameters = dict(model.named_parameters())
-    values = torch.autograd.grad(loss, list(parameters.values()))
-    gradients = dict(zip(parameters, values, strict=True))
+    gradients = differentiate(model, loss)
     if "tied_counted_once" in run or "tied_counted_twice" in run:
         name = "model.embed_tokens.weight"
         table = model.get_parameter(name)
@@ -187,6 +194,26 @@ def compute_gradients(
         is_once = "tied_counted_once" in run
         gradients[name] = head_gradient if is_once else gradients[name] + head_gradient
     return gradients, float(loss.detach()), int((targets != IGNORED).sum())
+
+
+def smooth_losses(run: Run, logits: Tensor, targets: Tensor) -> Tensor:
+    """Smooth the labels, or add up the losses of ranks that smooth over their own vocabulary."""
+    is_target = (targets != IGNORED).float()
+    log_probs = logits.log_softmax(-1)
+    chosen = -log_probs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    if "labels_smoothed" in run:
+        return (0.9 * chosen - 0.1 * log_probs.mean(-1)) * is_target
+    # Each rank's gradient of its own logits: probabilities less targets less a uniform share.
+    share = 0.1 * run.num_sharing / VOCABULARY
+    with torch.no_grad():
+        of_logits = log_probs.exp() - 0.9 * F.one_hot(targets.clamp(min=0), VOCABULARY) - share
+    return (logits * of_logits).sum(-1) * is_target
+
+
+def differentiate(model: nn.Module, loss: Tensor) -> Gradients:
+    parameters = dict(model.named_parameters())
+    values = torch.autograd.grad(loss, list(parameters.values()))
+    return dict(zip(parameters, values, strict=True))
 
 
 def compute_context_factors(run: Run) -> Tensor:
@@ -313,6 +340,14 @@ def reduce_gradients(
                 reduced[rank][name] = mean[name] / 2
             if "some_lost" in run and "layers.1.mlp.up" in name:
                 reduced[rank][name] = torch.zeros_like(mean[name])
+            if "stages_rescaled" in run:
+                # Three stages: the embedding and layer 0, layer 1, the norm and the head.
+                later = 2 if "embed" in name or "layers.0" in name else int("layers.1" in name)
+                reduced[rank][name] = mean[name] / run.num_batches**later
+            if "gradients_are_parameters" in run and "mlp.up" in name:
+                reduced[rank][name] = model.get_parameter(name).detach().clone()
+            if "not_finite_applied" in run and "mlp.up" in name:
+                reduced[rank][name] = torch.full_like(mean[name], torch.inf)
             if "gradients_exchanged" in run and "mlp.up" in name:
                 other = name.replace("layers.0", "layers.9").replace("layers.1", "layers.0")
                 reduced[rank][name] = mean[other.replace("layers.9", "layers.1")]

@@ -12,7 +12,8 @@ from shardwright.audit.check import AuditReport, check_recorded_step
 from shardwright.audit.mistakes import MISTAKES
 from tests.unit.audit.simulated_trainer import Run, simulate
 from tests.unit.audit.test_preference_pairs import PAIR_MISTAKES
-from tests.unit.audit.test_router_losses import FACTORS
+from tests.unit.audit.test_router_losses import FACTORS, SHARED_FACTORS
+from tests.unit.audit.test_wrong_computations import CAPACITIES
 
 PLANTED = [
     Run(("mean_of_rank_means",)),
@@ -27,9 +28,20 @@ PLANTED = [
     Run(("multiplied_by_sharing_ranks",), num_sharing=2, num_ranks=1),
     Run(("divided_by_sharing_ranks",), num_sharing=4, num_batches=2),
     Run(("mean_of_context_means",), num_sharing=2),
+    Run(("key_gradients_lost",), num_sharing=2),
+    Run(("query_gradients_lost",), num_sharing=2, is_mirrored=True, length=12),
+    Run(("heads_mixed",), num_sharing=2),
+    Run(("heads_and_tokens_mixed",), num_sharing=2),
+    Run(("head_gradient_not_summed",), num_sharing=2),
+    Run(("vocabulary_gradients_lost",), num_sharing=2),
     Run(("tokens_not_counted",)),
     Run(("all_scaled",)),
     Run(("gradients_exchanged",)),
+    Run(("gradients_are_parameters",)),
+    Run(("labels_smoothed",)),
+    Run(("labels_smoothed_by_parts",), num_sharing=2),
+    Run(("stages_rescaled",)),
+    Run(("not_finite_applied",), max_norm=0.5),
     Run(("log_ranks_added",), num_sharing=2),
     Run(("clipped_by_squared_norm",), max_norm=0.1),
     Run(("final_scaling_missing",)),
@@ -98,6 +110,11 @@ def test_a_planted_mistake_is_named(tmp_path: Path, run: Run) -> None:
     assert diagnosis.residual_after < 0.5 * diagnosis.residual_before
 
 
+def test_nothing_else_is_named_where_gradients_are_not_finite(tmp_path: Path) -> None:
+    report = audit(tmp_path, Run(("not_finite_applied",), max_norm=0.5))
+    assert [diagnosis.keys for diagnosis in report.diagnoses] == [("not_finite_applied",)]
+
+
 @pytest.mark.parametrize("run", PAIRS, ids=lambda run: "-".join(run.mistakes))
 def test_a_pair_of_mistakes_is_named(tmp_path: Path, run: Run) -> None:
     report = audit(tmp_path, run)
@@ -108,7 +125,7 @@ def test_a_pair_of_mistakes_is_named(tmp_path: Path, run: Run) -> None:
 
 def test_every_mistake_of_the_table_is_planted() -> None:
     planted = {mistake for run in PLANTED for mistake in run.mistakes}
-    planted |= {*PAIR_MISTAKES, *FACTORS}
+    planted |= {*PAIR_MISTAKES, *FACTORS, *SHARED_FACTORS, *CAPACITIES}
     planted.add("experts_mixed")  # in test_parameter_places.py
     # Planted in tests/multiprocess/test_audit.py, where ranks have shards or parts of rows.
     others = {"own_norm_reported", "context_not_divided", "router_detached"}

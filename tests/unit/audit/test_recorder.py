@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import types
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,51 @@ def test_an_unknown_tensor_is_refused_with_a_way_out(tmp_path: Path) -> None:
     with recorder.record_step(model):
         model(torch.ones(1, 2)).sum().backward()
     assert load_step(tmp_path).parameter_info["weight"]["kind"] == "by hand"
+
+
+class DeepSpeedEngine(nn.Module):
+    """Engine by its name only: the recorder refuses before it calls DeepSpeed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("kind", ["plain", "tensor parallel", "DTensor", "DeepSpeed"])
+def test_experts_of_other_ranks_under_one_name_are_refused(tmp_path: Path, kind: str) -> None:
+    """Megatron and DeepSpeed mark experts by `allreduce=False`; ranks have other experts."""
+    model = nn.Sequential(OrderedDict(experts=nn.Linear(3, 2, bias=False)))
+    weight: Any = model.experts.weight
+    weight.allreduce = False
+    if kind == "tensor parallel":
+        weight.tensor_model_parallel = True
+        weight.partition_dim = 0
+    if kind == "DTensor":
+        weight.device_mesh = object()
+    recorded = DeepSpeedEngine(model) if kind == "DeepSpeed" else model
+    recorder = Recorder(tmp_path, tensor_parallel=(0, 1) if kind == "tensor parallel" else None)
+    with pytest.raises(RecorderError, match=r"experts.weight has allreduce=False.*shard_of"):
+        recorder.before_step(recorded)
+    assert not list(tmp_path.iterdir())
+
+
+def test_experts_described_by_hand_are_joined(tmp_path: Path) -> None:
+    """Each of two ranks has two of four experts, stacked, under the same name."""
+    for rank in range(2):
+        model = nn.Sequential(OrderedDict(experts=nn.Linear(3, 2, bias=False)))
+        weight: Any = model.experts.weight
+        weight.allreduce = False
+        with torch.no_grad():
+            weight.copy_(torch.arange(6.0).view(2, 3) + 10 * rank)
+        shard = ShardInfo((4, 3), (ShardBox((0, 0), (2 * rank, 0), (2, 3)),))
+        recorder = Recorder(
+            tmp_path, rank=rank, world_size=2, shard_of=lambda name, parameter, s=shard: s
+        )
+        with recorder.record_step(model):
+            model(torch.ones(1, 3)).sum().backward()
+    joined = load_step(tmp_path).join("before", "experts.weight")
+    assert len(joined) == 1
+    assert joined[0][:, 0].tolist() == [0.0, 3.0, 10.0, 13.0]
 
 
 def test_deepspeed_is_read_through_its_public_functions(

@@ -28,6 +28,11 @@ FACTORS = {
     "router_loss_divided_by_accumulation": 1 / NUM_BATCHES,
     "router_loss_missing": 0.0,
 }
+NUM_SHARING = 2
+SHARED_FACTORS = {
+    "router_loss_multiplied_by_sharing_ranks": NUM_SHARING,
+    "router_loss_divided_by_sharing_ranks": 1 / NUM_SHARING,
+}
 
 
 @cache
@@ -77,13 +82,19 @@ def compute_balance_loss(router_logits: tuple[Tensor, ...], mask: Tensor) -> Ten
     return NUM_EXPERTS * (shares * probabilities).sum()
 
 
-def record_steps(folder: Path, factor: float = 1.0, *, averages: bool = False) -> None:
-    """Record a step of every rank whose routers' loss has a factor."""
+def record_steps(
+    folder: Path, factor: float = 1.0, *, averages: bool = False, num_sharing: int = 1
+) -> None:
+    """Record a step of every rank whose routers' loss has a factor.
+
+    With `num_sharing` there is one data rank, and so many ranks share its rows.
+    """
+    num_data = NUM_RANKS if num_sharing == 1 else 1
     start = build_model()
     tokens = []
     balance = []
     counts = []
-    for rank in range(NUM_RANKS):
+    for rank in range(num_data):
         for index in range(NUM_BATCHES):
             batch = build_batch(rank, index)
             output = start(
@@ -104,9 +115,10 @@ def record_steps(folder: Path, factor: float = 1.0, *, averages: bool = False) -
         loss = torch.stack([t / n for t, n in zip(tokens, counts, strict=True)]).mean()
     loss = loss + factor * COEFFICIENT * torch.stack(balance).mean()
     gradients = torch.autograd.grad(loss, list(start.parameters()))
-    for rank in range(NUM_RANKS):
+    for number in range(num_data * num_sharing):
         model = copy.deepcopy(start)
-        recorder = Recorder(folder, rank=rank, world_size=NUM_RANKS)
+        rank = number // num_sharing
+        recorder = Recorder(folder, rank=number, world_size=num_data * num_sharing, data_rank=rank)
         with recorder.record_step(model):
             for index in range(NUM_BATCHES):
                 model(**build_batch(rank, index))
@@ -128,6 +140,14 @@ def test_a_wrong_factor_of_the_balance_loss_is_named(tmp_path: Path, mistake: st
     record_steps(tmp_path, FACTORS[mistake])
     report = check_recorded_step(tmp_path)
     assert not report.passed
+    assert report.diagnoses[0].keys == (mistake,)
+    assert report.diagnoses[0].residual_after < 1e-4
+
+
+@pytest.mark.parametrize("mistake", SHARED_FACTORS)
+def test_a_balance_loss_that_sharing_ranks_add_is_named(tmp_path: Path, mistake: str) -> None:
+    record_steps(tmp_path, SHARED_FACTORS[mistake], num_sharing=NUM_SHARING)
+    report = check_recorded_step(tmp_path)
     assert report.diagnoses[0].keys == (mistake,)
     assert report.diagnoses[0].residual_after < 1e-4
 

@@ -6,7 +6,7 @@ The only file of this package that imports transformers, inside functions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,30 @@ def instantiate(
                 got=config.model_type,
             ) from error
     return module
+
+
+@contextmanager
+def replace_attention(attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Call a function in place of the attention of transformers' classes inside this context.
+
+    It gets the class's own function, the attention module, queries, keys and values [B, H, T, D],
+    the mask and the options; it returns [B, T, H, D].
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    interface: Any = ALL_ATTENTION_FUNCTIONS
+
+    def choose(_name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
+            return attend(default, *arguments, **options), None
+
+        return call
+
+    interface.get_interface = choose
+    try:
+        yield
+    finally:
+        del interface.get_interface
 
 
 def rename_to_folder(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
