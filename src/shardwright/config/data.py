@@ -36,7 +36,7 @@ class DataSource(RecipeSection):
         "auto"
     )
     """`auto` decides by file name: .jsonl/.ndjson, .json, .parquet, .arrow; any other file is
-    text (one document per file). `mds`: uncompressed shards of MosaicML Streaming (.mds), with
+    text (one document per file). `mds`: shards of MosaicML Streaming (.mds, .mds.zstd), with
     the package mosaicml-streaming. `webdataset`: tar files with .json or .txt members, with the
     package webdataset."""
     records: RecordsKind = "auto"

@@ -15,6 +15,7 @@ from shardwright.data.file_listing import (
     build_source_file,
     is_hidden,
     list_files,
+    reject_repeated_shards,
 )
 from shardwright.data.remote_sources import (
     RemoteFile,
@@ -182,6 +183,7 @@ def _list_remote_shards(
                 file.tag,
             )
         )
+    reject_repeated_shards([shard.file.name for shard in shards], field)
     if not shards:
         raise DataError("the URL has no files to read", field=field, got=source.path)
     return shards
