@@ -23,6 +23,7 @@ from shardwright.data.records.sample_archives import (
     detect_archive_format,
     strip_compression,
 )
+from shardwright.data.records.token_files import SUFFIX as TOKEN_SUFFIX
 from shardwright.data.sources import COLUMNAR_FORMATS, SourceFile
 from shardwright.errors import DataError
 from shardwright.files import FileKind, detect_file_kind, read_text
@@ -49,6 +50,7 @@ UNSUPPORTED_SUFFIXES = {
     **dict.fromkeys((".zip", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"),
     ".tar": "unpack it and use the folder as the path, or set `format: webdataset`",
     ".mds": "set `format: mds`",
+    TOKEN_SUFFIX: "set `format: tokens`",
     **dict.fromkeys(
         (".csv", ".tsv"), "convert it to JSON lines, or read it as plain text by `format: text`"
     ),
@@ -320,7 +322,9 @@ def build_source_file(source: DataSource, path: Path, name: str, field: str) -> 
             got=str(path),
             allowed=".mds, or .mds with a compression of MosaicML Streaming, e.g. .mds.zstd"
             if kind == "mds"
-            else ".tar",
+            else ".tar"
+            if kind == "webdataset"
+            else TOKEN_SUFFIX,
             remedy="Name the folder of the shards, or decompress the file",
         )
     if kind in COLUMNAR_FORMATS and compression_suffix:

@@ -137,7 +137,7 @@ def test_compressed_mds_shards_have_the_samples_of_uncompressed_ones(
     assert 0 < one.report.train.counts.num_documents < len(TEXTS)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "foreign", "changed"])
+@pytest.mark.parametrize("damage", ["truncated", "another format", "changed"])
 def test_a_damaged_compressed_mds_shard_is_an_error(tmp_path: Path, damage: str) -> None:
     samples = [{"text": text} for text in TEXTS]
     shard = min(write_mds(tmp_path, {"text": "str"}, samples, "gz").glob("*.mds.gz"))
@@ -145,7 +145,7 @@ def test_a_damaged_compressed_mds_shard_is_an_error(tmp_path: Path, damage: str)
     shard.write_bytes(
         {
             "truncated": content[:-20],
-            "foreign": b"not compressed",
+            "another format": b"not compressed",
             "changed": content[:90] + bytes([content[90] ^ 1]) + content[91:],
         }[damage]
     )

@@ -1,7 +1,8 @@
-"""Rows of shards that other libraries wrote: MosaicML's MDS files and WebDataset's tar files.
+"""Rows of shards: MosaicML's MDS files, WebDataset's tar files, our own files of token ids.
 
-Both are read through their own packages, which are optional. A sample becomes a row: the columns of
-an MDS sample; the fields of a tar sample's `.json` member, and its `.txt` member as `text`.
+Those of other libraries are read through their packages, which are optional. A sample becomes a
+row: the columns of an MDS sample; the fields of a tar sample's `.json` member, and its `.txt`
+member as `text`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.data.records.token_files import SUFFIX, read_token_file
 from shardwright.errors import DataError
 from shardwright.files import open_regular_file
 
-ARCHIVE_FORMATS = ("mds", "webdataset")
-_FORMAT_BY_SUFFIX = {".mds": "mds", ".tar": "webdataset"}
+ARCHIVE_FORMATS = ("mds", "webdataset", "tokens")
+_FORMAT_BY_SUFFIX = {".mds": "mds", ".tar": "webdataset", SUFFIX: "tokens"}
 _MDS_COMPRESSIONS = ("br", "bz2", "gz", "snappy", "zstd")
 """Compressions of the MDS writer, which are the last suffix of its files."""
 _TEXT_MEMBERS = {"txt": "text", "text": "text"}
@@ -52,11 +54,13 @@ def _find_mds_compression(path: Path) -> str | None:
 
 
 def read_archive(path: Path, file_format: str) -> Iterator[ArchiveRow]:
-    """Yield every sample of an MDS shard or of a WebDataset tar file, in order.
+    """Yield every sample of a shard, in order.
 
     Raises:
         DataError: the package is missing, the file is damaged, or a column needs pickle.
     """
+    if file_format == "tokens":
+        return ((row, "") for row in read_token_file(path))
     return _read_mds(path) if file_format == "mds" else _read_tar(path)
 
 
