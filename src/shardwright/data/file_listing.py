@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from shardwright.data.records.sample_archives import (
     strip_compression,
 )
 from shardwright.data.records.token_files import SUFFIX as TOKEN_SUFFIX
+from shardwright.data.records.token_files import find_missing_files
 from shardwright.data.sources import COLUMNAR_FORMATS, SourceFile
 from shardwright.errors import DataError
 from shardwright.files import FileKind, detect_file_kind, read_text
@@ -233,15 +234,29 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
             field,
             counts,
         )
-    reject_repeated_shards([file.name for file in files], field)
+    check_shard_names(source, [file.name for file in files], field)
     return sorted(files, key=lambda file: Path(file.name).parts)
 
 
-def reject_repeated_shards(names: Iterable[str], field: str) -> None:
-    """Raise a `DataError` if a source has a shard twice, compressed and uncompressed.
+def check_shard_names(source: DataSource, names: Collection[str], field: str) -> None:
+    """Check that a folder has every shard, and each once.
 
-    Loaders of MosaicML Streaming keep both in their folders if `keep_zip` is set.
+    Loaders of MosaicML Streaming keep shards compressed and uncompressed if `keep_zip` is set.
+    A copy of token files that was interrupted lacks some of them.
+
+    Raises:
+        DataError: a shard is there twice, or files of token ids are missing that neither `glob`
+            nor `exclude` leaves out.
     """
+    missing = [] if source.glob or source.exclude else find_missing_files(names)
+    if missing:
+        raise DataError(
+            "a file of token ids is missing",
+            field=field,
+            got=f"no {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""),
+            allowed=f"the {len(missing) + len(names)} files that were written",
+            remedy="Copy or write them again; select files with `glob` to read only some",
+        )
     seen: dict[Path, str] = {}
     for name in sorted(names):
         other = seen.setdefault(strip_compression(Path(name)), name)

@@ -15,7 +15,7 @@ from shardwright.data.prepared_data import PreparedData
 from shardwright.data.records.token_files import (
     MAX_DOCUMENT_TOKENS,
     NO_TOKENIZER,
-    SUFFIX,
+    format_file_name,
     write_token_file,
 )
 from shardwright.data.remote_sources import is_remote
@@ -71,8 +71,9 @@ def write_prepared_tokens(
     for side, store in prepared.stores.items():
         useful = _find_useful_documents(store)
         num_left_out += len(store.documents) - 1 - len(useful)
-        for number, documents in enumerate(_group_documents(store, useful, max_file_tokens)):
-            name = f"{side}/{number:05}{SUFFIX}"
+        groups = list(_group_documents(store, useful, max_file_tokens))
+        for number, documents in enumerate(groups):
+            name = f"{side}/{format_file_name(number, len(groups))}"
             with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
                 path = Path(folder) / "tokens"
                 num_tokens += _write_documents(path, store, documents, prepared.tokenizer)

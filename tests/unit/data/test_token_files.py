@@ -120,7 +120,7 @@ def test_the_bytes_are_those_of_the_documentation(
     source = write_json_lines(tmp_path / "texts.jsonl", TEXTS[:2])
     data = prepare_data(build(tmp_path, source, tokenizer))
     write_prepared_tokens(data, str(tmp_path / "tokens"))
-    content = (tmp_path / "tokens/train/00000.swtokens").read_bytes()
+    content = (tmp_path / "tokens/train/00000-of-00001.swtokens").read_bytes()
     store = data.stores["train"]
     assert content[:8] == b"SWTOKENS"
     assert struct.unpack("<IIIIQQ", content[8:40]) == (
@@ -194,6 +194,23 @@ def test_damaged_files_and_other_formats_are_errors(
             prepare_data(recipe)
 
 
+def test_a_missing_file_is_an_error_unless_files_are_selected(
+    tmp_path: Path, tokenizer: dict[str, str]
+) -> None:
+    _, folder = write_sources(tmp_path, tokenizer)
+    first, second, *_ = sorted(folder.iterdir())
+    second.unlink()
+    source = {"path": str(folder), "format": "tokens"}
+    for recipe in (
+        build(tmp_path, source, tokenizer),
+        build_streamed(tmp_path, source, packing="documents"),
+    ):
+        with pytest.raises(DataError, match=f"is missing.*no {second.name};"):
+            prepare_data(recipe)
+    selected = prepare_data(build(tmp_path, source | {"glob": first.name}, tokenizer))
+    assert 0 < selected.report.train.counts.num_documents < len(TEXTS)
+
+
 def test_the_format_is_named_and_data_that_it_cannot_express_is_refused(
     tmp_path: Path, tokenizer: dict[str, str]
 ) -> None:
@@ -238,8 +255,8 @@ def test_the_command_writes_a_folder_and_an_object_store(
         output = capsys.readouterr()
         assert json.loads(output.out)["written_tokens"]["num_documents"] == len(TEXTS)
         assert "60 documents" in output.err
-    content = (tmp_path / "out/train/00000.swtokens").read_bytes()
-    with fsspec.open(f"{url}/train/00000.swtokens", "rb") as stream:
+    content = (tmp_path / "out/train/00000-of-00001.swtokens").read_bytes()
+    with fsspec.open(f"{url}/train/00000-of-00001.swtokens", "rb") as stream:
         assert stream.read() == content
     assert run([*command, "--write-tokens", url]) == ExitCode.WRONG_INPUT
     assert "the folder is not empty" in capsys.readouterr().err

@@ -20,6 +20,7 @@ All numbers are little-endian. docs/token-files.md describes the format byte by 
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ _HASH_BYTES = 32
 HEADER_BYTES = _FIELDS.size + _HASH_BYTES
 _BLOCK_BYTES = 1 << 20
 NO_TOKENIZER = "0" * 32
+_FILE_NAME = re.compile(r"(\d{5,})-of-(\d{5,})" + re.escape(SUFFIX))
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,31 @@ def read_token_file(path: Path) -> Iterator[dict[str, Any]]:
             if header.has_mask:
                 row["loss_mask"] = list(mask_stream.read(length))
             yield row
+
+
+def format_file_name(number: int, num_files: int) -> str:
+    """Return the name of a file of several, numbered from 0.
+
+    >>> format_file_name(0, 12)
+    '00000-of-00012.swtokens'
+    """
+    return f"{number:05}-of-{num_files:05}{SUFFIX}"
+
+
+def find_missing_files(names: Iterable[str]) -> list[str]:
+    """Return the names of files that others with their folder and number of files imply.
+
+    >>> find_missing_files(["train/00001-of-00002.swtokens"])
+    ['train/00000-of-00002.swtokens']
+    """
+    present = set(names)
+    implied: dict[str, None] = {}
+    for name in sorted(present):
+        folder, slash, last = name.rpartition("/")
+        if match := _FILE_NAME.fullmatch(last):
+            for number in range(int(match[2])):
+                implied[f"{folder}{slash}{format_file_name(number, int(match[2]))}"] = None
+    return [name for name in implied if name not in present]
 
 
 def check_tokenizers(paths: Iterable[Path], tokenizer_hash: str | None) -> None:
