@@ -22,7 +22,7 @@ from shardwright.data.remote_sources import is_remote
 from shardwright.data.token_store import TokenStore
 from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
 from shardwright.errors import DataError
-from shardwright.store_requests import convert_error, open_file_system, send_request
+from shardwright.store_requests import convert_error, has_buckets, open_file_system, send_request
 
 MAX_FILE_TOKENS = 1 << 26
 """Most tokens of a file, unless a single document has more: 128 or 256 MiB of ids."""
@@ -166,7 +166,8 @@ def _publish(path: Path, target: str, name: str) -> None:
         if is_remote(target):
             file_system, base = open_file_system(target)
             remote = f"{base.rstrip('/')}/{name}"
-            file_system.makedirs(remote.rpartition("/")[0], exist_ok=True)
+            if not has_buckets(file_system):  # there it would create a misspelled bucket
+                file_system.makedirs(remote.rpartition("/")[0], exist_ok=True)
             send_request(f"writing {target}", lambda: file_system.put_file(str(path), remote))
             return
         place = Path(target) / name
