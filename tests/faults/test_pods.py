@@ -22,13 +22,12 @@ import yaml
 from shardwright.cli.main import run
 from shardwright.errors import ExitCode
 from shardwright.telemetry.event_log import CheckpointEvent, read_events
-from tests.faults.conftest import assert_same_end, run_alone
+from tests.faults.conftest import assert_same_end
 from tests.slurm.slow_rank import PAUSE
 from tests.unit.cluster.job_set_rules import decide
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-STEPS = 40
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,7 +57,7 @@ class Pods:
                 self.processes.append(
                     subprocess.Popen(
                         program,
-                        env=environment | {PAUSE: "0.2"},
+                        env=environment | {PAUSE: "0.4"},
                         stdout=log,
                         stderr=log,
                         start_new_session=True,
@@ -113,24 +112,22 @@ def _wait_for_saved_steps(folder: Path, steps: int, pods: Pods) -> None:
 
 
 def test_pods_are_stopped_killed_and_restarted_to_the_same_end(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = ("--set", f"training.max_steps={STEPS}")
-    run_alone(recipe, tmp_path / "undisturbed", *steps)
     folder = tmp_path / "run"
     words = ["launch", "kubernetes", str(recipe), "--job-kind", "jobset", "--image", "lab/sw:1"]
-    words += ["--nodes", "2", "--gpus-per-node", "0", "--run-dir", str(folder), *steps]
+    words += ["--nodes", "2", "--gpus-per-node", "0", "--run-dir", str(folder)]
     assert run([*words, "--set", "name=pods", "--set", "elastic.max_restarts=1"]) == ExitCode.DONE
     pods = Pods(yaml.safe_load(capsys.readouterr().out)["spec"], tmp_path)
     try:
         pods.start()
-        _wait_for_saved_steps(folder, 4, pods)
+        _wait_for_saved_steps(folder, 2, pods)
         pods.processes[1].send_signal(signal.SIGTERM)  # one node is drained
         assert pods.finish() == "free restart", (tmp_path / "pod-0.log").read_text()[-3000:]
         saved = _count_saved_steps(folder)
 
         pods.start()
-        _wait_for_saved_steps(folder, saved + 4, pods)
+        _wait_for_saved_steps(folder, saved + 2, pods)
         os.killpg(pods.processes[0].pid, signal.SIGKILL)  # the node of rank 0 is lost
         assert pods.finish() == "restart"
 
@@ -138,7 +135,7 @@ def test_pods_are_stopped_killed_and_restarted_to_the_same_end(
         assert pods.finish() == "complete", (tmp_path / "pod-0.log").read_text()[-3000:]
     finally:
         pods.kill()
-    assert_same_end(folder, tmp_path / "undisturbed", steps=STEPS)
+    assert_same_end(folder, undisturbed)
 
     pods.spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"][
         -1:
