@@ -59,6 +59,8 @@ class Proxy:
     requests: list[Request] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     """Sizes in bytes of the objects that were written through the proxy, by bucket/key."""
+    etags: dict[str, str] = field(default_factory=dict)
+    """ETags that the server gave these objects; only for those of one part."""
     frozen_sizes: dict[str, int] | None = None
     """Objects that listings show; None shows the present ones."""
 
@@ -124,7 +126,8 @@ class Proxy:
                 folders.add(prefix + head + delimiter)
             else:
                 contents.append(
-                    f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size><ETag>x</ETag>"
+                    f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size>"
+                    f"<ETag>{escape(self.etags.get(name, 'x'))}</ETag>"
                     "<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
                     "<StorageClass>STANDARD</StorageClass></Contents>"
                 )
@@ -140,11 +143,12 @@ class Proxy:
             f"{''.join(contents)}{shown}</ListBucketResult>"
         ).encode()
 
-    def note_change(self, request: Request) -> None:
-        """Update the sizes after a request that the server accepted."""
+    def note_change(self, request: Request, etag: str) -> None:
+        """Update sizes and ETags after a request that the server accepted."""
         name = f"{request.bucket}/{request.key}"
         if request.method == "PUT" and request.key and not request.query:
             self.sizes[name] = request.num_body_bytes
+            self.etags[name] = etag
         elif request.method == "POST" and "uploadId" in request.query:
             self.sizes[name] = sum(
                 part.num_body_bytes
@@ -180,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             return self._reset()
         if status < 300:
-            self.owner.note_change(request)
+            self.owner.note_change(request, dict(headers).get("ETag", "x"))
         if fault == "lost":
             return self._reset()
         return self._reply(status, headers, content)

@@ -17,7 +17,7 @@ from shardwright.telemetry.event_log import (
     select_surviving_steps,
 )
 from tests import forked
-from tests.object_store.conftest import ROOT, SECRET_KEY, Server, get_client
+from tests.object_store.conftest import ACCESS_KEY, ROOT, SECRET_KEY, Server, get_client
 
 
 def write_recipe(folder: Path) -> Path:
@@ -84,8 +84,14 @@ def test_a_run_resumes_under_another_layout(store: Server, tmp_path: Path) -> No
     assert [step.step for step in again] == [1, 2, 3, 4]
     for step, former in zip(again, steps, strict=True):
         assert step.loss == pytest.approx(former.loss, rel=2e-5), step.step
-    for path in (tmp_path / "run").rglob("*"):
-        assert not path.is_file() or SECRET_KEY.encode() not in path.read_bytes()
+    for path in tmp_path.rglob("*"):  # the run, its recipe copies and logs, and the data cache
+        content = path.read_bytes() if path.is_file() else b""
+        assert not any(secret.encode() in content for secret in (ACCESS_KEY, SECRET_KEY)), path
+    for name in client.find("bucket"):
+        content = client.cat_file(name)
+        assert not any(secret.encode() in content for secret in (ACCESS_KEY, SECRET_KEY)), name
+    for output in (first.stdout, first.stderr, second.stdout, second.stderr):
+        assert not any(secret in output for secret in (ACCESS_KEY, SECRET_KEY))
 
 
 def test_a_missing_bucket_ends_the_command_before_training(store: Server, tmp_path: Path) -> None:

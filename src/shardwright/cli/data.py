@@ -25,6 +25,8 @@ from shardwright.data.preview import (
     compute_training_length,
     decode_samples,
 )
+from shardwright.data.token_export import write_prepared_tokens
+from shardwright.masking import mask_secrets
 
 SCHEMA_VERSION = 1
 
@@ -48,6 +50,14 @@ def data_command(
         int | None,
         typer.Option("--nproc", min=1, help="Ranks of the run, to compute its batch size."),
     ] = None,
+    write_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--write-tokens",
+            metavar="FOLDER",
+            help="Write the token ids to a folder or URL, as sources of `format: tokens`.",
+        ),
+    ] = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Show the data as the model will see it: counts, lengths, broken records, decoded samples.
@@ -68,11 +78,14 @@ def data_command(
         samples,
         length.global_batch_size,
     )
+    written = None if write_tokens is None else write_prepared_tokens(prepared, write_tokens)
+    if written is not None:
+        sys.stderr.write(f"{mask_secrets(write_tokens or '')}: {written.describe()}\n")
     if json_output:
-        sys.stdout.write(
-            json.dumps(build_json(loaded_recipe, prepared, length, decoded), ensure_ascii=False)
-            + "\n"
-        )
+        content = build_json(loaded_recipe, prepared, length, decoded)
+        if written is not None:
+            content["written_tokens"] = written._asdict()
+        sys.stdout.write(json.dumps(content, ensure_ascii=False) + "\n")
     else:
         open_console(highlight=False).print(render_report(loaded_recipe, prepared, length, decoded))
 

@@ -120,6 +120,15 @@ Volume = Annotated[
         "--volume", "Volume claim of shared storage to mount. Repeatable.", "CLAIM:/PATH"
     ),
 ]
+JobKind = Annotated[
+    OptionalText,
+    _build_option(
+        "--job-kind",
+        "Kind of job: pytorchjob (Kubeflow's training operator v1; default), trainjob (Kubeflow "
+        "Trainer v2) or jobset.",
+        "KIND",
+    ),
+]
 WorkingDir = Annotated[
     OptionalText, _build_option("--working-dir", "Working directory of the ranks.")
 ]
@@ -137,7 +146,7 @@ Submit = Annotated[bool, typer.Option("--submit", help="Submit with sbatch or ku
 
 _OWN_OPTIONS: dict[str, tuple[str, ...]] = {
     "slurm": ("partition", "account", "time", "sweep", "sbatch", "image", "submit"),
-    "kubernetes": ("namespace", "volume", "working_dir", "image", "submit"),
+    "kubernetes": ("job_kind", "namespace", "volume", "working_dir", "image", "submit"),
     "torchrun": ("hosts",),
 }
 """Parameters of `_launch` that only some launchers have, by launcher."""
@@ -165,6 +174,7 @@ def _launch(
     sweep: SweepValues = None,
     sbatch: Sbatch = None,
     image: Image = None,
+    job_kind: JobKind = None,
     namespace: Namespace = None,
     volume: Volume = None,
     working_dir: WorkingDir = None,
@@ -206,7 +216,9 @@ def _launch(
     if kind == "slurm":
         text = _build_script(job, partition, account, time, image, sbatch)
     elif kind == "kubernetes":
-        text, volume_warnings = _build_manifest(job, image, namespace, volume, working_dir)
+        text, volume_warnings = _build_manifest(
+            job, job_kind, image, namespace, volume, working_dir
+        )
     else:
         text = _build_commands(job, addresses)
     notes = [
@@ -245,16 +257,14 @@ def _build_script(
 
 def _build_manifest(
     job: Job,
+    job_kind: OptionalText,
     image: OptionalText,
     namespace: OptionalText,
     volume: list[str] | None,
     working_dir: OptionalText,
 ) -> tuple[str, list[str]]:
-    from shardwright.cluster.kubernetes import (
-        KubernetesOptions,
-        build_manifest,
-        list_volume_warnings,
-    )
+    from shardwright.cluster.kubernetes import DEFAULT_JOB_KIND, build_manifest
+    from shardwright.cluster.pods import KubernetesOptions, list_volume_warnings
 
     if not image:
         raise InputError(
@@ -263,7 +273,8 @@ def _build_manifest(
             remedy="Name an image with shardwright, e.g. --image registry/shardwright:1.0",
         )
     options = KubernetesOptions(image, namespace, tuple(volume or ()), working_dir)
-    return build_manifest(job, options), list_volume_warnings(job, options)
+    text = build_manifest(job, options, job_kind or DEFAULT_JOB_KIND)
+    return text, list_volume_warnings(job, options)
 
 
 def _build_commands(job: Job, addresses: list[str]) -> str:
@@ -404,7 +415,7 @@ app = typer.Typer(
 )
 for _kind, _output in (
     ("slurm", "an sbatch script that starts a recipe on Slurm"),
-    ("kubernetes", "a PyTorchJob that starts a recipe with Kubeflow's training operator"),
+    ("kubernetes", "a PyTorchJob, TrainJob or JobSet that starts a recipe on Kubernetes"),
     ("torchrun", "one torchrun command per node that starts a recipe"),
 ):
     _others = set().union(*_OWN_OPTIONS.values()) - set(_OWN_OPTIONS[_kind])

@@ -32,13 +32,14 @@ class DataSource(RecipeSection):
     """A file, a folder (read recursively, in name order), a folder saved by Hugging Face
     `datasets`, or an fsspec URL (`s3://...`), which is downloaded once into the cache.
     `${NAME}` is replaced by the environment variable."""
-    format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow", "mds", "webdataset"] = (
-        "auto"
-    )
+    format: Literal[
+        "auto", "text", "jsonl", "json", "parquet", "arrow", "mds", "webdataset", "tokens"
+    ] = "auto"
     """`auto` decides by file name: .jsonl/.ndjson, .json, .parquet, .arrow; any other file is
-    text (one document per file). `mds`: uncompressed shards of MosaicML Streaming (.mds), with
+    text (one document per file). `mds`: shards of MosaicML Streaming (.mds, .mds.zstd), with
     the package mosaicml-streaming. `webdataset`: tar files with .json or .txt members, with the
-    package webdataset."""
+    package webdataset. `tokens`: files of token ids (.swtokens) that `shardwright data
+    --write-tokens` has written."""
     records: RecordsKind = "auto"
     """Kind of records in jsonl, json, parquet and arrow files; `auto` detects it from their
     columns and reports the result. `prompt_response` is rendered with the chat template if

@@ -7,11 +7,26 @@ from collections.abc import Mapping, Sequence
 
 from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import RecordStatistics, Side
+from shardwright.data.records.token_files import check_tokenizers
+from shardwright.data.sources import SourceFile
 from shardwright.data.token_store import TokenCounts
 from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
 from shardwright.errors import DataError, TokenizerError
 
 logger = logging.getLogger(__name__)
+
+
+def check_token_files(files: Sequence[SourceFile], tokenizer: Tokenizer | None) -> None:
+    """Check that the sources' files of token ids were written with the recipe's tokenizer.
+
+    Raises:
+        DataError, TokenizerError: as `check_tokenizers`.
+    """
+    is_known = tokenizer is not None and not isinstance(tokenizer, AbsentTokenizer)
+    check_tokenizers(
+        (file.path for file in files if file.format == "tokens"),
+        tokenizer.content_hash if tokenizer is not None and is_known else None,
+    )
 
 
 def check_records(records: Sequence[RecordStatistics], recipe: Recipe) -> None:

@@ -12,13 +12,19 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from shardwright.config.data import DataSource
 from shardwright.data.records.record_formats import build_text_schema
-from shardwright.data.records.sample_archives import ARCHIVE_FORMATS
+from shardwright.data.records.sample_archives import (
+    ARCHIVE_FORMATS,
+    detect_archive_format,
+    strip_compression,
+)
+from shardwright.data.records.token_files import SUFFIX as TOKEN_SUFFIX
+from shardwright.data.records.token_files import find_missing_files
 from shardwright.data.sources import COLUMNAR_FORMATS, SourceFile
 from shardwright.errors import DataError
 from shardwright.files import FileKind, detect_file_kind, read_text
@@ -35,8 +41,6 @@ FORMAT_BY_SUFFIX = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-ARCHIVE_FORMAT_BY_SUFFIX = {".mds": "mds", ".tar": "webdataset"}
-"""Formats of other libraries, read only if the source's `format` names them."""
 METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Metadata files that Hugging Face `datasets` writes next to the records."""
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd"}
@@ -47,6 +51,7 @@ UNSUPPORTED_SUFFIXES = {
     **dict.fromkeys((".zip", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"),
     ".tar": "unpack it and use the folder as the path, or set `format: webdataset`",
     ".mds": "set `format: mds`",
+    TOKEN_SUFFIX: "set `format: tokens`",
     **dict.fromkeys(
         (".csv", ".tsv"), "convert it to JSON lines, or read it as plain text by `format: text`"
     ),
@@ -229,7 +234,39 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
             field,
             counts,
         )
+    check_shard_names(source, [file.name for file in files], field)
     return sorted(files, key=lambda file: Path(file.name).parts)
+
+
+def check_shard_names(source: DataSource, names: Collection[str], field: str) -> None:
+    """Check that a folder has every shard, and each once.
+
+    Loaders of MosaicML Streaming keep shards compressed and uncompressed if `keep_zip` is set.
+    A copy of token files that was interrupted lacks some of them.
+
+    Raises:
+        DataError: a shard is there twice, or files of token ids are missing that neither `glob`
+            nor `exclude` leaves out.
+    """
+    missing = [] if source.glob or source.exclude else find_missing_files(names)
+    if missing:
+        raise DataError(
+            "a file of token ids is missing",
+            field=field,
+            got=f"no {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""),
+            allowed=f"the {len(missing) + len(names)} files that were written",
+            remedy="Copy or write them again; select files with `glob` to read only some",
+        )
+    seen: dict[Path, str] = {}
+    for name in sorted(names):
+        other = seen.setdefault(strip_compression(Path(name)), name)
+        if other != name:
+            raise DataError(
+                "a shard is there twice, compressed and uncompressed",
+                field=field,
+                got=f"{other} and {name}",
+                remedy="Select one of them with `glob` or `exclude`",
+            )
 
 
 def is_hidden(source: DataSource, relative_path: Path) -> bool:
@@ -256,8 +293,7 @@ def is_selected(source: DataSource, relative_path: Path) -> bool:
         )
     known = FORMAT_BY_SUFFIX.get(_split_suffixes(relative_path)[0])
     if source.format in ARCHIVE_FORMATS:
-        known = ARCHIVE_FORMAT_BY_SUFFIX.get(relative_path.suffix.lower())
-        return known == source.format
+        return detect_archive_format(relative_path) == source.format
     return known is not None and source.format in ("auto", known)
 
 
@@ -287,15 +323,24 @@ def build_source_file(source: DataSource, path: Path, name: str, field: str) -> 
                 remedy=UNSUPPORTED_SUFFIXES[suffix][0].upper() + UNSUPPORTED_SUFFIXES[suffix][1:],
             )
         kind = FORMAT_BY_SUFFIX.get(suffix, "text")
-    if kind in ARCHIVE_FORMATS and ARCHIVE_FORMAT_BY_SUFFIX.get(path.suffix.lower()) != kind:
+    if kind == "text" and source.format == "auto" and detect_archive_format(path) == "mds":
         raise DataError(
-            f"the name is not that of an uncompressed file of `format: {kind}`",
+            "compressed MDS shards are not text",
             field=field,
             got=str(path),
-            allowed=", ".join(
-                name for name, value in ARCHIVE_FORMAT_BY_SUFFIX.items() if value == kind
-            ),
-            remedy="Decompress it, or name the folder of the shards",
+            remedy="Set `format: mds`",
+        )
+    if kind in ARCHIVE_FORMATS and detect_archive_format(path) != kind:
+        raise DataError(
+            f"the name is not that of a file of `format: {kind}`",
+            field=field,
+            got=str(path),
+            allowed=".mds, or .mds with a compression of MosaicML Streaming, e.g. .mds.zstd"
+            if kind == "mds"
+            else ".tar"
+            if kind == "webdataset"
+            else TOKEN_SUFFIX,
+            remedy="Name the folder of the shards, or decompress the file",
         )
     if kind in COLUMNAR_FORMATS and compression_suffix:
         raise DataError(
@@ -307,6 +352,6 @@ def build_source_file(source: DataSource, path: Path, name: str, field: str) -> 
         path,
         name,
         kind,
-        COMPRESSION_BY_SUFFIX.get(compression_suffix),
+        None if kind in ARCHIVE_FORMATS else COMPRESSION_BY_SUFFIX.get(compression_suffix),
         build_text_schema(source.text_field),
     )

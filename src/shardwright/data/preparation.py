@@ -11,6 +11,7 @@ from shardwright.data.data_cache import build_once, compute_key
 from shardwright.data.data_checks import (
     check_records,
     check_supervision,
+    check_token_files,
     check_vocabulary,
     sum_statistics,
 )
@@ -56,6 +57,7 @@ def prepare_data(
         return prepare_streamed_data(recipe, vocab_size, progress)
     sources = SourceFiles(recipe, progress)
     given_tokenizer = load_given_tokenizer(recipe, sources.canonical_kinds, vocab_size)
+    check_token_files((*sources.training, *sources.validation), given_tokenizer)
     packing = choose_packing(recipe, sources.canonical_kinds)
     template = load_template(recipe, given_tokenizer) if sources.has_records else None
     key = compute_tokens_key(recipe, sources, given_tokenizer, template)
@@ -120,7 +122,7 @@ def prepare_data(
         ]
     )
     return PreparedData(
-        datasets["train"], datasets.get("validation"), tokenizer, report, content_hash
+        datasets["train"], datasets.get("validation"), tokenizer, report, content_hash, stores
     )
 
 

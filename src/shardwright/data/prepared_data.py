@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from shardwright.data.corpus import Side
 from shardwright.data.data_report import DataReport
 from shardwright.data.dataset import TokenDataset
+from shardwright.data.token_store import TokenStore
 from shardwright.data.tokenizer import Tokenizer
 
 
@@ -18,3 +21,5 @@ class PreparedData:
     tokenizer: Tokenizer
     report: DataReport
     content_hash: str
+    stores: Mapping[Side, TokenStore] = field(default_factory=dict)
+    """Tokens of each side in the cache; empty if the sources are streamed."""

@@ -91,9 +91,15 @@ def test_a_truncated_tar_file_is_an_error(tmp_path: Path) -> None:
         prepare_data(build_recipe(tmp_path, {"path": str(path), "format": "webdataset"}))
 
 
-def write_mds(folder: Path, columns: dict[str, str], samples: list[dict[str, Any]]) -> Path:
+def write_mds(
+    folder: Path,
+    columns: dict[str, str],
+    samples: list[dict[str, Any]],
+    compression: str | None = None,
+) -> Path:
     writer = need("streaming", "mosaicml-streaming").MDSWriter
-    with writer(out=str(folder), columns=columns, size_limit=2_000) as output:
+    settings = {"columns": columns, "size_limit": 2_000, "compression": compression}
+    with writer(out=str(folder), **settings) as output:
         for sample in samples:
             output.write(sample)
     return folder
@@ -108,6 +114,58 @@ def test_texts_of_mds_shards_are_documents(tmp_path: Path) -> None:
     assert data.report.train.counts.num_characters == sum(map(len, TEXTS))
     streamed = prepare_data(build_streamed(tmp_path, source, 100_000))
     assert streamed.report.train.counts.num_documents == len(TEXTS)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "zstd:7", "gz", "bz2", "br", "snappy"])
+def test_compressed_mds_shards_have_the_samples_of_uncompressed_ones(
+    tmp_path: Path, compression: str
+) -> None:
+    samples = [{"text": text} for text in TEXTS]
+    folder = write_mds(tmp_path / "set", {"text": "str"}, samples, compression)
+    shards = list(folder.glob(f"*.mds.{compression.partition(':')[0]}"))
+    assert len(shards) > 1
+    assert not list(folder.glob("*.mds"))
+    plain = write_mds(tmp_path / "plain", {"text": "str"}, samples)
+    source = {"path": str(folder), "format": "mds"}
+    expected = prepare_data(build_recipe(tmp_path, {"path": str(plain), "format": "mds"}))
+    data = prepare_data(build_recipe(tmp_path, source))
+    assert data.report.train.counts.num_documents == len(TEXTS)
+    assert decode_all(data) == decode_all(expected)
+    streamed = prepare_data(build_streamed(tmp_path, source, 100_000))
+    assert streamed.report.train.counts.num_documents == len(TEXTS)
+    one = prepare_data(build_recipe(tmp_path, {"path": str(min(shards)), "format": "mds"}))
+    assert 0 < one.report.train.counts.num_documents < len(TEXTS)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "another format", "changed"])
+def test_a_damaged_compressed_mds_shard_is_an_error(tmp_path: Path, damage: str) -> None:
+    samples = [{"text": text} for text in TEXTS]
+    shard = min(write_mds(tmp_path, {"text": "str"}, samples, "gz").glob("*.mds.gz"))
+    content = shard.read_bytes()
+    shard.write_bytes(
+        {
+            "truncated": content[:-20],
+            "another format": b"not compressed",
+            "changed": content[:90] + bytes([content[90] ^ 1]) + content[91:],
+        }[damage]
+    )
+    with pytest.raises(DataError, match="the file is damaged"):
+        prepare_data(build_recipe(tmp_path, {"path": str(shard), "format": "mds"}))
+
+
+def test_a_shard_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+    samples = [{"text": text} for text in TEXTS]
+    folder = write_mds(tmp_path / "set", {"text": "str"}, samples, "zstd")
+    write_mds(folder / "raw", {"text": "str"}, samples)
+    for shard in (folder / "raw").glob("*.mds"):
+        shard.rename(folder / shard.name)
+    source = {"path": str(folder), "format": "mds"}
+    with pytest.raises(DataError, match=r"there twice.*shard\.00000\.mds and .*\.mds\.zstd"):
+        prepare_data(build_recipe(tmp_path, source))
+    with pytest.raises(DataError, match="there twice"):
+        prepare_data(build_streamed(tmp_path, source, 100_000))
+    data = prepare_data(build_recipe(tmp_path, source | {"exclude": ["*.zstd"]}))
+    assert data.report.train.counts.num_documents == len(TEXTS)
 
 
 def test_token_ids_of_mds_shards_are_read_as_they_are(tmp_path: Path) -> None:
@@ -155,5 +213,9 @@ def test_the_format_is_named_for_files_of_other_libraries(tmp_path: Path) -> Non
         prepare_data(build_recipe(tmp_path, str(path)))
     compressed = tmp_path / "a.mds.zstd"
     compressed.write_bytes(b"")
-    with pytest.raises(DataError, match="uncompressed"):
-        prepare_data(build_recipe(tmp_path, {"path": str(compressed), "format": "mds"}))
+    with pytest.raises(DataError, match="Set `format: mds`"):
+        prepare_data(build_recipe(tmp_path, str(compressed)))
+    unknown = tmp_path / "a.mds.xz"
+    unknown.write_bytes(b"")
+    with pytest.raises(DataError, match=r"not that of a file of `format: mds`.*\.mds\.zstd"):
+        prepare_data(build_recipe(tmp_path, {"path": str(unknown), "format": "mds"}))

@@ -285,6 +285,21 @@ def test_a_file_that_changes_during_the_run_is_an_error(tmp_path: Path, bucket: 
         read_positions(data, range(len(data.train)))
 
 
+def test_a_truncated_answer_is_an_error(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(fsspec.filesystem("memory"))
+    read = kind.cat_file
+
+    def read_less(store: Any, path: str, **options: Any) -> bytes:
+        content = bytes(read(store, path, **options))
+        return content[:-7] if path.endswith("part-3.jsonl") else content
+
+    monkeypatch.setattr(kind, "cat_file", read_less)
+    with pytest.raises(DataError, match=r"shorter than its store reported.*part-3\.jsonl"):
+        prepare_data(build_streamed(tmp_path, bucket, 20_000))
+
+
 def build_file(num_bytes: int) -> Any:
     def build(folder: Path, reservation: Reservation) -> None:
         reservation.grow_to(num_bytes)

@@ -48,7 +48,7 @@ def read_rows(
     """Yield every row of a file of records, in order.
 
     Args:
-        file_format: jsonl, json, parquet, arrow, mds or webdataset.
+        file_format: jsonl, json, parquet, arrow, mds, webdataset or tokens.
         columns: columns to read from a Parquet or Arrow file; missing ones are ignored. None
             reads all.
 

@@ -1,22 +1,29 @@
-"""Rows of shards that other libraries wrote: MosaicML's MDS files and WebDataset's tar files.
+"""Rows of shards: MosaicML's MDS files, WebDataset's tar files, our own files of token ids.
 
-Both are read through their own packages, which are optional. A sample becomes a row: the columns of
-an MDS sample; the fields of a tar sample's `.json` member, and its `.txt` member as `text`.
+Those of other libraries are read through their packages, which are optional. A sample becomes a
+row: the columns of an MDS sample; the fields of a tar sample's `.json` member, and its `.txt`
+member as `text`.
 """
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
+from shardwright.data.records.token_files import SUFFIX, read_token_file
 from shardwright.errors import DataError
 from shardwright.files import open_regular_file
 
-ARCHIVE_FORMATS = ("mds", "webdataset")
+ARCHIVE_FORMATS = ("mds", "webdataset", "tokens")
+_FORMAT_BY_SUFFIX = {".mds": "mds", ".tar": "webdataset", SUFFIX: "tokens"}
+_MDS_COMPRESSIONS = ("br", "bz2", "gz", "snappy", "zstd")
+"""Compressions of the MDS writer, which are the last suffix of its files."""
 _TEXT_MEMBERS = {"txt": "text", "text": "text"}
 _UINT32_BYTES = 4
 _MAX_CONFIG_BYTES = 1 << 20
@@ -25,12 +32,35 @@ ArchiveRow = tuple[dict[str, Any] | None, str]
 """Values of a sample by column, or None and the reason why it cannot be read."""
 
 
+def detect_archive_format(path: Path) -> str | None:
+    """Return the format that the file's name has in the library that writes it, or None.
+
+    >>> detect_archive_format(Path("shard.00000.mds.zstd")), detect_archive_format(Path("a.zstd"))
+    ('mds', None)
+    """
+    name = path if _find_mds_compression(path) is None else Path(path.stem)
+    return _FORMAT_BY_SUFFIX.get(name.suffix.lower())
+
+
+def strip_compression(path: Path) -> Path:
+    """Return the path of the uncompressed shard of a compressed one, else the path itself."""
+    return path if _find_mds_compression(path) is None else path.with_suffix("")
+
+
+def _find_mds_compression(path: Path) -> str | None:
+    compression = path.suffix.lower().removeprefix(".")
+    is_shard = Path(path.stem).suffix.lower() == ".mds"
+    return compression if is_shard and compression in _MDS_COMPRESSIONS else None
+
+
 def read_archive(path: Path, file_format: str) -> Iterator[ArchiveRow]:
-    """Yield every sample of an MDS shard or of a WebDataset tar file, in order.
+    """Yield every sample of a shard, in order.
 
     Raises:
         DataError: the package is missing, the file is damaged, or a column needs pickle.
     """
+    if file_format == "tokens":
+        return ((row, "") for row in read_token_file(path))
     return _read_mds(path) if file_format == "mds" else _read_tar(path)
 
 
@@ -43,47 +73,82 @@ def _read_mds(path: Path) -> Iterator[ArchiveRow]:
     except ImportError as error:
         raise _build_import_error(path, "mosaicml-streaming", "mds", error) from error
 
-    num_bytes = path.stat().st_size
-    with open_regular_file(path) as stream:
-        head = stream.read(_UINT32_BYTES)
-        num_samples = int.from_bytes(head, "little")
-        first_offset = _UINT32_BYTES * (num_samples + 2)
-        if len(head) < _UINT32_BYTES or first_offset > num_bytes:
-            raise _build_damage_error(path, "its header is not that of an MDS shard")
-        offsets = np.frombuffer(stream.read(first_offset - _UINT32_BYTES), "<u4").astype(np.int64)
-        config_bytes = int(offsets[0]) - first_offset
-        if (
-            not 0 < config_bytes <= _MAX_CONFIG_BYTES
-            or int(offsets[-1]) != num_bytes
-            or np.any(np.diff(offsets) < 0)
-        ):
-            raise _build_damage_error(path, f"it has {num_bytes} bytes, not {int(offsets[-1])}")
+    with _open_mds(path) as stream:
+        num_bytes = stream.seek(0, io.SEEK_END)
+        offsets, columns = _read_mds_head(path, stream, num_bytes)
+        for name, encoding in zip(columns["names"], columns["encodings"], strict=True):
+            if not is_mds_encoding_safe(encoding):
+                raise DataError(
+                    "a column of the MDS shard contains pickled objects, which can execute code",
+                    field=str(path),
+                    got=f"{name}: {encoding}",
+                    remedy="Write the dataset with other encodings, such as str, json or ndarray",
+                )
+        reader = MDSReader(
+            str(path.parent),
+            "",
+            columns["encodings"],
+            columns["names"],
+            columns["sizes"],
+            None,
+            [],
+            FileInfo(path.name, num_bytes, {}),
+            len(offsets) - 1,
+            None,
+            None,
+        )
+        for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            stream.seek(begin)
+            try:
+                sample = reader.decode_sample(stream.read(end - begin))
+            except (ValueError, IndexError, UnicodeDecodeError, TypeError) as error:
+                yield None, f"not a sample: {error}"
+                continue
+            yield {name: _convert(value) for name, value in sample.items()}, ""
+
+
+def _open_mds(path: Path) -> IO[bytes]:
+    """Open a shard; one that is compressed is decompressed in memory, by the library that wrote it.
+
+    Offsets are 32-bit, so a shard has less than 4 GiB.
+    """
+    compression = _find_mds_compression(path)
+    stream = open_regular_file(path)
+    if compression is None:
+        return stream
+    from streaming.base.compression import decompress
+
+    with stream:
         try:
-            config = json.loads(stream.read(config_bytes))
-            names = list(config["column_names"])
-            encodings = list(config["column_encodings"])
-            sizes = list(config["column_sizes"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise _build_damage_error(path, f"its columns cannot be read: {error}") from error
-    for name, encoding in zip(names, encodings, strict=True):
-        if not is_mds_encoding_safe(encoding):
-            raise DataError(
-                "a column of the MDS shard contains pickled objects, which can execute code",
-                field=str(path),
-                got=f"{name}: {encoding}",
-                remedy="Write the dataset with other encodings, such as str, json or ndarray",
-            )
-    info = FileInfo(path.name, num_bytes, {})
-    reader = MDSReader(
-        str(path.parent), "", encodings, names, sizes, None, [], info, num_samples, None, None
-    )
-    for index in range(num_samples):
-        try:
-            sample = reader.get_item(index)
-        except (ValueError, IndexError, UnicodeDecodeError, TypeError) as error:
-            yield None, f"not a sample: {error}"
-            continue
-        yield {name: _convert(value) for name, value in sample.items()}, ""
+            return io.BytesIO(decompress(compression, stream.read()))
+        except Exception as error:  # every compression library has its own exceptions
+            raise _build_damage_error(path, f"{compression} cannot read it: {error}") from error
+
+
+def _read_mds_head(
+    path: Path, stream: IO[bytes], num_bytes: int
+) -> tuple[npt.NDArray[np.int64], dict[str, list[Any]]]:
+    """Return the samples' offsets and the end of the last one, and the columns."""
+    stream.seek(0)
+    head = stream.read(_UINT32_BYTES)
+    num_samples = int.from_bytes(head, "little")
+    first_offset = _UINT32_BYTES * (num_samples + 2)
+    if len(head) < _UINT32_BYTES or first_offset > num_bytes:
+        raise _build_damage_error(path, "its header is not that of an MDS shard")
+    offsets = np.frombuffer(stream.read(first_offset - _UINT32_BYTES), "<u4").astype(np.int64)
+    config_bytes = int(offsets[0]) - first_offset
+    if (
+        not 0 < config_bytes <= _MAX_CONFIG_BYTES
+        or int(offsets[-1]) != num_bytes
+        or np.any(np.diff(offsets) < 0)
+    ):
+        raise _build_damage_error(path, f"it has {num_bytes} bytes, not {int(offsets[-1])}")
+    try:
+        config = json.loads(stream.read(config_bytes))
+        columns = {part: list(config[f"column_{part}"]) for part in ("names", "encodings", "sizes")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _build_damage_error(path, f"its columns cannot be read: {error}") from error
+    return offsets, columns
 
 
 def _convert(value: Any) -> Any:

@@ -13,6 +13,7 @@ from shardwright.data.data_cache import compute_key
 from shardwright.data.file_listing import (
     METADATA_FILES,
     build_source_file,
+    check_shard_names,
     is_hidden,
     list_files,
 )
@@ -182,6 +183,8 @@ def _list_remote_shards(
                 file.tag,
             )
         )
+    if not is_file:
+        check_shard_names(source, [shard.file.name for shard in shards], field)
     if not shards:
         raise DataError("the URL has no files to read", field=field, got=source.path)
     return shards

@@ -23,6 +23,7 @@ from shardwright.data.corpus import (
     RecordStatistics,
     scan_records,
 )
+from shardwright.data.data_checks import check_token_files
 from shardwright.data.dataset import WindowDataset
 from shardwright.data.dataset_assembly import PackingKind
 from shardwright.data.encoding_workers import encode_in_order
@@ -112,6 +113,7 @@ class ShardBuilder:
             DataError: the file cannot be fetched or read, or does not fit into the cache.
         """
         file = shard.fetch(folder)
+        check_token_files([file], self.tokenizer)
         scan = scan_records([file], lambda num_characters: None)
         counts, broken = self._write_tokens(scan, folder, reservation, shard.fetched_bytes)
         shutil.rmtree(folder / "fetched", ignore_errors=True)
