@@ -6,6 +6,7 @@ import operator
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def _seed_generators() -> None:
     for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
         if name in sys.modules:  # importing it would take seconds from tests that need none
             operator.attrgetter(seed)(sys.modules[name])(0)
+
+
+@pytest.fixture(autouse=True)
+def _restore_environment() -> Iterator[None]:
+    """Undo what a test, or a command that it calls, changes in the environment.
+
+    tests/forked.py starts a program instead of forking it once a variable that is read on import
+    has changed, so that the tests of forks would depend on the tests before them.
+    """
+    before = dict(os.environ)
+    yield
+    if before != os.environ:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 SEVERAL_PROCESSES = (
