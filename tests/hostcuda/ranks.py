@@ -69,6 +69,8 @@ class Case:
     recompute: RecomputeKind = "none"
     has_documents: bool = False
     is_partly_supervised: bool = True
+    is_compiled: bool = False
+    """Compile the blocks on the test device; their graphs run operation by operation."""
     sections: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -160,6 +162,10 @@ def run_steps(
     """
     recipe = case.make_recipe()
     model = build_model(case, recipe, layout, device)
+    if case.is_compiled and device.type == "cuda":
+        torch._dynamo.reset()  # graphs of an earlier case in this process
+        # Of sparse blocks `fullgraph` would allow what a run must allow itself (`compile_forward`).
+        model.decoder.compile_blocks(backend="aot_eager", fullgraph=case.model == "llama")
     optimizer = build_optimizer(
         model.named_parameters(),
         recipe.optimizer,
