@@ -283,7 +283,8 @@ def test_devices_have_generators_of_their_own() -> None:
 
 def test_a_state_of_a_generator_is_shared_and_a_copy_is_not() -> None:
     generator = torch.cuda.default_generators[2].manual_seed(1)
-    shared, copy = generator.graphsafe_get_state(), generator.clone_state()
+    shared = generator.graphsafe_get_state()
+    copy = generator.clone_state()
     assert shared.device == copy.device == torch.device("cuda", 2)
     first = torch.rand(4, device="cuda:2")
     assert torch.equal(torch.rand(4, device="cuda:2", generator=copy), first)

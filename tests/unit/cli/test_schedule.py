@@ -175,7 +175,7 @@ RECIPE = {
     [["train", "--nproc", "2"], ["rehearse", "--world-size", "2"], ["plan", "--cluster", "2xH100"]],
     ids=lambda command: str(command[0]),
 )
-def test_a_recipe_whose_schedule_file_would_deadlock_is_refused(
+def test_a_schedule_file_that_would_deadlock_is_refused_in_a_recipe(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     schedule = tmp_path / "own.csv"
