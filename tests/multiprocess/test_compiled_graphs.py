@@ -123,8 +123,9 @@ def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
 def test_layers_of_a_kind_share_one_graph(
     ranks: RankPool, ordered_ranks: OrderedRankPool, case: CompiledCase
 ) -> None:
-    # Compiled tensor parallelism calls torch's functional collectives, which need a C++ backend.
-    pool = ranks if case.layout.tp > 1 else ordered_ranks
+    # Traced code of these calls torch's functional collectives, which need a C++ backend.
+    has_shared_capacity = case.layout.cp > 1 and case.rules.capacity_factor is not None
+    pool = ranks if case.layout.tp > 1 or has_shared_capacity else ordered_ranks
     num_kinds = NUM_KINDS.get(case.model, 1)
     results = pool.run(case.layout.world_size, compare_with_eager, case)
     assert results == [(num_kinds, num_kinds)] * case.layout.world_size
