@@ -8,7 +8,7 @@ D features.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -49,7 +49,7 @@ def _attend(
     lse_BHT = torch.logsumexp(scores_BHTS, -1)
     lse_BHT = lse_BHT.masked_fill(lse_BHT == float("-inf"), 0.0)
     out_BHTE = (torch.exp(scores_BHTS - lse_BHT[..., None]) @ _expand(v, q)).to(q.dtype)
-    return out_BHTE.transpose(1, 2).contiguous().transpose(1, 2), lse_BHT
+    return _copy_to_rows(out_BHTE), lse_BHT
 
 
 def _differentiate(
@@ -79,6 +79,18 @@ def _differentiate(
     )
 
 
+def _copy_to_layout_of(parts: Iterable[Tensor], like: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Copy tensors to the strides of others: flash attention allocates what it returns so."""
+    return tuple(
+        torch.empty_like(tensor).copy_(part) for part, tensor in zip(parts, like, strict=True)
+    )
+
+
+def _copy_to_rows(x_BHTE: Tensor) -> Tensor:
+    """Copy to a tensor whose tokens come before its heads in memory."""
+    return x_BHTE.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _run_flash(
     q: Tensor,
     k: Tensor,
@@ -94,6 +106,7 @@ def _run_flash(
     assert q.shape[-1] % 8 == 0, "FlashAttention needs head_dim to be a multiple of 8"
     assert q.shape[-1] <= 256, "FlashAttention supports head_dim up to 256"
     out, lse = _attend(q, k, v, None, is_causal, scale)
+    (out,) = _copy_to_layout_of([out], [q])
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = q.new_empty(0)
     return out, lse, None, None, q.shape[2], k.shape[2], seed, seed[:0].clone(), unused
@@ -116,9 +129,10 @@ def _run_flash_backward(
     philox_offset: Tensor,
     *,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     assert logsumexp.is_contiguous()
-    return _differentiate(d_out, q, k, v, None, out, logsumexp, is_causal, scale)
+    gradients = _differentiate(d_out, q, k, v, None, out, logsumexp, is_causal, scale)
+    return _copy_to_layout_of(gradients, (q, k, v))
 
 
 def _run_efficient(
@@ -164,7 +178,8 @@ def _run_efficient_backward(
     assert not grad_input_mask[3], "the gradient of the mask is not supported"
     assert logsumexp.shape[-1] % _LSE_ALIGNMENT == 0, "logsumexp is not padded to a multiple of 32"
     lse = logsumexp[..., : q.shape[2]]
-    return (*_differentiate(d_out, q, k, v, attn_bias, out, lse, is_causal, scale), None)
+    gradients = _differentiate(d_out, q, k, v, attn_bias, out, lse, is_causal, scale)
+    return (*map(_copy_to_rows, gradients), None)
 
 
 def _list_documents(
@@ -223,7 +238,7 @@ def _run_varlen(
     bounds = _read_integers(cum_seq_q)
     assert max(end - start for start, end in pairwise(bounds)) <= max_q == max_k
     window = _get_window(is_causal, window_size_left, window_size_right)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q)
     lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
     for tokens, bias in _list_documents(cum_seq_q, window, q.device):
         parts = (_select_document(part, tokens) for part in (q, k, v))
@@ -257,9 +272,7 @@ def _run_varlen_backward(
     assert d_out.dtype == q.dtype == out.dtype
     assert logsumexp.shape == (q.shape[1], q.shape[0])
     window = _get_window(is_causal, window_size_left, window_size_right)
-    gradients = [
-        torch.zeros_like(part, memory_format=torch.contiguous_format) for part in (q, k, v)
-    ]
+    gradients = [torch.zeros_like(part) for part in (q, k, v)]
     for tokens, bias in _list_documents(cum_seq_q, window, q.device):
         d_out_part, q_part, k_part, v_part, out_part = (
             _select_document(part, tokens) for part in (d_out, q, k, v, out)

@@ -56,6 +56,7 @@ def load_library() -> ctypes.CDLL:
     for name in ("live_bytes", "peak_bytes", "count_attention"):
         getattr(library, f"hostcuda_{name}").restype = ctypes.c_int64
     library.hostcuda_resize.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.hostcuda_set_default_generator.argtypes = [ctypes.c_int, ctypes.c_void_p]
     library.hostcuda_count_attention.argtypes = [ctypes.c_int64]
     library.hostcuda_has_kernel.argtypes = [ctypes.c_char_p]
     return library

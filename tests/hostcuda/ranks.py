@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
@@ -69,6 +70,8 @@ class Case:
     recompute: RecomputeKind = "none"
     has_documents: bool = False
     is_partly_supervised: bool = True
+    is_compiled: bool = False
+    """Compile the blocks on the test device; their graphs run operation by operation."""
     sections: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -160,6 +163,11 @@ def run_steps(
     """
     recipe = case.make_recipe()
     model = build_model(case, recipe, layout, device)
+    if case.is_compiled and device.type == "cuda":
+        torch._dynamo.reset()  # graphs of an earlier case in this process
+        counters.clear()
+        # Of sparse blocks `fullgraph` would allow what a run must allow itself (`compile_forward`).
+        model.decoder.compile_blocks(backend="aot_eager", fullgraph=case.model == "llama")
     optimizer = build_optimizer(
         model.named_parameters(),
         recipe.optimizer,
@@ -188,6 +196,9 @@ def run_steps(
     for _ in range(NUM_STEPS - 1):
         run_step()
     measure(run_step)
+    if case.is_compiled and device.type == "cuda":
+        assert counters["stats"]["unique_graphs"] > 0
+        assert not counters["graph_break"], counters["graph_break"]
     return losses
 
 

@@ -20,20 +20,38 @@ SESSIONS = {
     # The device has no NCCL.
     "GPU tests": ["tests/gpu", "-m", "gpu", "--ignore=tests/gpu/test_layouts_on_nccl.py"],
 }
+LONG_SESSIONS = {
+    "all families, optimizers and axes": [f"{ON_DEVICE}/test_rehearsed_step.py", "-m", "long"],
+    "other long tests": [
+        ON_DEVICE, f"--ignore={ON_DEVICE}/test_rehearsed_step.py", "-m", "long"
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.timeout(900)  # the longest takes one minute on an idle machine
 @pytest.mark.parametrize("name", SESSIONS)
 def test_the_session_passes_on_the_test_device(name: str) -> None:
+    run_session(["-m", "not long", *SESSIONS[name]], timeout_seconds=850)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", LONG_SESSIONS)
+def test_the_long_session_passes_on_the_test_device(name: str) -> None:
+    run_session(LONG_SESSIONS[name], timeout_seconds=3550)
+
+
+def run_session(arguments: list[str], *, timeout_seconds: float) -> None:
+    """Run pytest with the test device; the last `-m` of the arguments selects the tests."""
     obstacle = find_obstacle()
     if obstacle is not None:
         pytest.skip(obstacle)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.hostcuda.plugin"]
-    command += ["-p", "no:cacheprovider", *SESSIONS[name]]
+    command += ["-p", "no:cacheprovider", *arguments]
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
     }
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_seconds
     )
     assert result.returncode == 0, result.stdout[-20_000:] + result.stderr[-4000:]

@@ -20,6 +20,7 @@ _C: Any = torch._C
 _GIB = 1024**3
 NAME = "NVIDIA H200"
 MEMORY_BYTES = 139 * _GIB
+NUM_DEVICES = 8
 _PROPERTIES = SimpleNamespace(
     name=NAME,
     major=9,
@@ -138,7 +139,9 @@ def install(library: ctypes.CDLL) -> None:
     """Replace the functions of `torch.cuda` for the rest of this process."""
     live = library.hostcuda_live_bytes
     peak = library.hostcuda_peak_bytes
-    no_state = torch.zeros(16, dtype=torch.uint8)
+    generators = tuple(torch.Generator(f"cuda:{index}") for index in range(NUM_DEVICES))
+    for index, generator in enumerate(generators):
+        library.hostcuda_set_default_generator(index, generator._cdata)
     functions: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
@@ -156,7 +159,7 @@ def install(library: ctypes.CDLL) -> None:
         "is_initialized": lambda: True,
         "init": lambda: None,
         "_lazy_init": lambda: None,
-        "device_count": lambda: 8,
+        "device_count": lambda: NUM_DEVICES,
         "get_device_properties": lambda device=None: _PROPERTIES,
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (9, 0),
@@ -170,17 +173,22 @@ def install(library: ctypes.CDLL) -> None:
         "memory_stats": lambda device=None: defaultdict(int),
         "empty_cache": lambda: None,
         "is_current_stream_capturing": lambda: False,
-        "get_rng_state": lambda device="cuda": no_state.clone(),
-        "set_rng_state": lambda state, device="cuda": None,
-        "get_rng_state_all": list,
-        "default_generators": (torch.default_generator,) * 8,
-        "manual_seed": lambda seed: None,
-        "manual_seed_all": lambda seed: None,
+        "default_generators": generators,
+        "get_rng_state": lambda device="cuda": generators[_get_index(device)].get_state(),
+        "set_rng_state": lambda state, device="cuda": generators[_get_index(device)].set_state(
+            state
+        ),
+        "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
+        "manual_seed": lambda seed: generators[_get_index()].manual_seed(seed),
+        "manual_seed_all": lambda seed: [generator.manual_seed(seed) for generator in generators],
         "_exchange_device": _C._accelerator_exchangeDevice,
         "_maybe_exchange_device": _C._accelerator_maybeExchangeDevice,
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
+    # torch.compile imports these for CUDA graphs, which the device does not capture.
+    _C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})
+    _C._set_cached_tensors_enabled = lambda enabled: None
     torch.backends.cuda.is_built = lambda: True  # type: ignore[assignment, unused-ignore]
     _C._set_only_lift_cpu_tensors(True)  # or torch.tensor under a fake mode asks for CUDA
     _install_resize(library)

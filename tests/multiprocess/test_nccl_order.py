@@ -235,8 +235,28 @@ def test_steps_with_an_evaluation_between_them(
     ordered_ranks: OrderedRankPool, tmp_path: Path
 ) -> None:
     """Pairs of parallelisms train in NCCL's order in `test_grid`, without an evaluation."""
-    cells = choose_cells()
-    path = tmp_path / "reference.safetensors"
+    check_losses(choose_cells(), ordered_ranks, tmp_path / "reference.safetensors")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
+def test_steps_under_every_layout_of_the_grid(
+    ordered_ranks: OrderedRankPool, tmp_path: Path, num_ranks: int
+) -> None:
+    """Every model in every layout, with one of the cases that `make verify-all` runs over gloo."""
+    cells: dict[tuple[str, Layout], GridCell] = {}
+    for each in list_cells():
+        if each.refusal is None and each.layout.world_size == num_ranks:
+            if each.layout.pp == 1:
+                each = replace(each, num_layers=NUM_COVERING_LAYERS)
+            cells.setdefault((each.model, each.layout), each)
+    assert len(cells) >= 3
+    check_losses(list(cells.values()), ordered_ranks, tmp_path / "reference.safetensors")
+
+
+def check_losses(cells: Sequence[GridCell], ordered_ranks: OrderedRankPool, path: Path) -> None:
+    """Check the losses of two steps under each cell's layout against one process."""
     for (model, num_layers, case, data_ranks), group in group_by_reference(cells).items():
         problem = VerificationProblem(
             shape=read_grid_shape(model, num_layers),

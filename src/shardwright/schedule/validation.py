@@ -41,7 +41,12 @@ def check_schedule(schedule: Schedule) -> ScheduleStatistics:
     )
     circular_wait = graph.find_circular_wait()
     if circular_wait is not None:
-        raise _make_error(schedule, "deadlock: " + "; ".join(circular_wait))
+        raise _make_error(
+            schedule,
+            "deadlock: " + "; ".join(circular_wait),
+            remedy="Move one of these actions to another place of its rank's row; "
+            "`shardwright schedule FILE` checks a file",
+        )
     return ScheduleStatistics(
         count_peak_activations(schedule),
         sum(step.sent_transfer is not None for row in steps for step in row),
@@ -129,5 +134,5 @@ def _check_rows_ordered(schedule: Schedule) -> None:
             seen.add(action)
 
 
-def _make_error(schedule: Schedule, problem: str) -> ScheduleError:
-    return ScheduleError(f"{schedule.name}: {problem}", field="schedule")
+def _make_error(schedule: Schedule, problem: str, remedy: str | None = None) -> ScheduleError:
+    return ScheduleError(f"{schedule.name}: {problem}", field="schedule", remedy=remedy)

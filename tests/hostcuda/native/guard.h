@@ -1,10 +1,9 @@
 // What torch's C++ asks of CUDA: the device guard (devices, streams, events) and CUDAHooks.
 #pragma once
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include "memory.h"
+#include "generator.h"
 
 namespace at {
 // The registry's key is the class name, and ATen looks up "CUDAHooks" (in namespace at).
@@ -19,9 +18,11 @@ struct CUDAHooks final : CUDAHooksInterface {
   int getNumGPUs() const override { return hostcuda::kNumDevices; }
   bool isPinnedPtr(const void* data) const override { return hostcuda::is_pinned(data); }
   Allocator* getPinnedMemoryAllocator() const override { return &hostcuda::pinned_allocator; }
-  Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  const Generator& getDefaultGenerator(DeviceIndex) const override {
-    return at::detail::getDefaultCPUGenerator();
+  Generator getNewGenerator(DeviceIndex device) const override {
+    return hostcuda::make_generator(device);
+  }
+  const Generator& getDefaultGenerator(DeviceIndex device) const override {
+    return hostcuda::get_default_generator(device);
   }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)

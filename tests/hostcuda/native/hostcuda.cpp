@@ -219,6 +219,8 @@ std::string find_synchronisation(const c10::FunctionSchema& schema,
   return "";
 }
 
+const c10::TypePtr kOptionalGenerator = c10::OptionalType::create(c10::GeneratorType::get());
+
 // ---- Every operator without a kernel of its own here: the CPU's kernel on host aliases.
 void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
@@ -249,7 +251,12 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
       value = c10::Device(c10::kCPU);
       continue;
     }
-    const auto* alias = schema.arguments()[i].alias_info();
+    const auto& argument = schema.arguments()[i];
+    if (*argument.real_type() == *kOptionalGenerator) {
+      value = get_host_generator(value, device.index());
+      continue;
+    }
+    const auto* alias = argument.alias_info();
     const bool is_write = is_collective || (alias && alias->isWrite());
     value = map_tensors(value, [&](const Tensor& tensor) { return call.to_host(tensor, is_write); });
   }
@@ -408,6 +415,10 @@ const char* hostcuda_take_violation() {
   static thread_local std::string violation;
   violation = Streams::get().take_violation();
   return violation.empty() ? nullptr : violation.c_str();
+}
+void hostcuda_set_default_generator(int device, void* generator) {
+  default_generators[device] = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(
+      static_cast<c10::GeneratorImpl*>(generator)));
 }
 int hostcuda_has_kernel(const char* name) { return !kWithoutKernel.count(name); }
 int64_t hostcuda_live_bytes() { return live_bytes; }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.hostcuda import device
 
@@ -236,3 +238,58 @@ def test_attention_takes_the_kernel_that_cuda_takes(
         (out, *gradients), (expected, *torch.autograd.grad(expected, on_cpu, d_out)), strict=True
     ):
         torch.testing.assert_close(got.cpu(), reference, atol=tolerance, rtol=tolerance)
+
+
+def make_kernel_calls() -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """Build calls of attention whose tensors have tokens before heads, or heads before tokens."""
+    calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
+    for dtype, order in product((torch.bfloat16, torch.float32), ("tokens", "heads")):
+
+        def attend(dtype: torch.dtype = dtype, order: str = order) -> tuple[Tensor, ...]:
+            shape = (2, 16, 4, 8) if order == "tokens" else (2, 4, 16, 8)
+            leaves = [torch.ones(shape, dtype=dtype, device="cuda") for _ in range(3)]
+            parts = [x.transpose(1, 2) if order == "tokens" else x for x in leaves]
+            parts = [part.detach().requires_grad_() for part in parts]
+            out = F.scaled_dot_product_attention(*parts, is_causal=True)
+            return (out, *torch.autograd.grad(out, parts, torch.ones_like(out)))
+
+        calls[f"{dtype}, {order} first"] = attend
+    return calls
+
+
+@pytest.mark.parametrize("name", make_kernel_calls())
+def test_kernels_return_the_strides_that_a_compiler_assumes(name: str) -> None:
+    call = make_kernel_calls()[name]
+    with FakeTensorMode():
+        expected = [tensor.stride() for tensor in call()]
+    assert [tensor.stride() for tensor in call()] == expected
+
+
+def test_devices_have_generators_of_their_own() -> None:
+    torch.manual_seed(5)
+    drawn = [torch.rand(8, device=f"cuda:{index}") for index in (0, 1)]
+    assert torch.equal(drawn[0].cpu(), drawn[1].cpu())
+    state = torch.cuda.get_rng_state("cuda:1")
+    second = torch.rand(8, device="cuda:1")
+    torch.rand(8)  # draws nothing from the device's generator
+    torch.cuda.set_rng_state(state, "cuda:1")
+    assert torch.equal(torch.rand(8, device="cuda:1"), second)
+    assert not torch.equal(second, drawn[1])
+    generator = torch.Generator("cuda").manual_seed(5)
+    assert torch.equal(torch.rand(8, device="cuda", generator=generator), drawn[0])
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator"):
+        torch.rand(8, device="cuda", generator=torch.Generator())
+
+
+def test_a_state_of_a_generator_is_shared_and_a_copy_is_not() -> None:
+    generator = torch.cuda.default_generators[2].manual_seed(1)
+    shared = generator.graphsafe_get_state()
+    copy = generator.clone_state()
+    assert shared.device == copy.device == torch.device("cuda", 2)
+    first = torch.rand(4, device="cuda:2")
+    assert torch.equal(torch.rand(4, device="cuda:2", generator=copy), first)
+    other = torch.Generator("cuda:2")
+    other.graphsafe_set_state(shared)
+    assert torch.equal(other.get_state(), generator.get_state())
+    torch.rand(4, device="cuda:2", generator=other)
+    assert torch.equal(other.get_state(), generator.get_state())

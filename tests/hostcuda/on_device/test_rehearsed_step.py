@@ -6,9 +6,11 @@ attention kernels are those that CUDA takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,8 +19,11 @@ import shardwright as sw
 from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
+from shardwright.config.training import OptimizerName, OptimizerSection
 from shardwright.layout import Layout
 from shardwright.model.attention import fused_attention
+from shardwright.optim import build_optimizer
+from shardwright.parallel import ParallelModel
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.problem import build_template
@@ -157,17 +162,85 @@ def list_attention(names: set[str]) -> set[str]:
     return {kernel for kernel, name in operators.items() if name in names}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("axes", ["fsdp-tp-cp-pp", "ddp"])
-def test_every_family_takes_a_step(family: str, axes: str, checked_operators: set[str]) -> None:
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+
+
+def update_with(
+    optimizers: Collection[OptimizerName], monkeypatch: pytest.MonkeyPatch
+) -> Counter[str]:
+    """Let a rehearsal clip and update with these optimizers, then with the recipe's.
+
+    Returns:
+        The number of updates by optimizer, of those whose packages are installed.
+    """
+    counts: Counter[str] = Counter()
+    update = rank_rehearsal.update_parameters
+
+    def update_several_times(
+        model: ParallelModel, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> None:
+        assert options["max_grad_norm"] is not None
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for rule in optimizers:
+            if rule == "adamw_8bit" and find_spec("torchao") is None:
+                continue  # the extra `lowbit`
+            section = OptimizerSection(name=rule)
+            other = build_optimizer(
+                model.named_parameters(), section, learning_rate=1e-4, weight_decay=0.1, model=model
+            )
+            update(model, other, **options)
+            counts[rule] += 1
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradients[name]
+        update(model, optimizer, **options)
+
+    monkeypatch.setattr(rank_rehearsal, "update_parameters", update_several_times)
+    return counts
+
+
+SINGLE_AXES = {
+    "zero_1": Layout(dp_shard=2, zero_stage=1),
+    "zero_3": Layout(dp_shard=2, zero_stage=3),
+    "tp": Layout(tp=2),
+    "cp_ring": Layout(cp=2, cp_method="ring"),
+    "cp_all_gather": Layout(cp=2, cp_method="all_gather"),
+    "cp_ulysses": Layout(cp=2, cp_method="ulysses"),
+    "pp": Layout(pp=2, schedule="zb_h1"),
+}
+
+
+def find_family_layout(family: str, axes: str) -> Layout:
+    """Return a layout by its name; the experts of a family that has some are sharded too."""
     ep = 2 if family in SPARSE else 1
-    layout = (
-        Layout(dp_shard=2, tp=2, cp=2, pp=2, ep=ep, zero_stage=1)
-        if axes == "fsdp-tp-cp-pp"
-        else Layout(dp_replicate=2)
-    )
+    return {
+        "fsdp-tp-cp-pp": Layout(dp_shard=2, tp=2, cp=2, pp=2, ep=ep, zero_stage=3),
+        "ddp": Layout(dp_replicate=2),
+        "ep": Layout(dp_shard=2, ep=ep, zero_stage=1),
+        **SINGLE_AXES,
+    }[axes]
+
+
+OPTIMIZERS_OF_AXES: dict[str, set[OptimizerName]] = {
+    "fsdp-tp-cp-pp": {"adafactor", "muon", "sgd"},
+    "ddp": {"adamw_8bit"},  # half of the time of a step
+}
+"""Optimizers beside AdamW, the recipe's, in `make test`: each with every family."""
+
+
+def test_every_optimizer_updates_every_family() -> None:
+    assert {"adamw"}.union(*OPTIMIZERS_OF_AXES.values()) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("axes", OPTIMIZERS_OF_AXES)
+def test_every_family_takes_a_step(
+    family: str, axes: str, checked_operators: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = find_family_layout(family, axes)
+    updates = update_with(OPTIMIZERS_OF_AXES[axes], monkeypatch)
     report = rehearse(family, layout, num_micro_batches=layout.pp)
     assert report.peak_bytes > report.weights_bytes > 0
+    assert set(updates) >= OPTIMIZERS_OF_AXES[axes] - {"adamw_8bit"}
     kernels = list_attention(checked_operators)
     if family in EXPLICIT[axes]:
         assert kernels == set()
@@ -177,6 +250,21 @@ def test_every_family_takes_a_step(family: str, axes: str, checked_operators: se
         assert kernels == {"varlen"}  # the context ranks, adjacent to those of tp, exchange heads
     else:
         assert kernels == {"flash"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("axes", [*OPTIMIZERS_OF_AXES, *SINGLE_AXES, "ep"])
+def test_every_family_takes_a_step_with_every_optimizer(
+    family: str, axes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if axes == "ep" and family not in SPARSE:
+        pytest.skip("a family without experts")
+    updates = update_with(OPTIMIZERS, monkeypatch)
+    layout = find_family_layout(family, axes)
+    report = rehearse(family, layout, num_micro_batches=layout.pp)
+    assert report.peak_bytes > report.weights_bytes > 0
+    assert set(updates) >= set(OPTIMIZERS) - {"adamw_8bit"}
 
 
 LAYOUTS = [
@@ -221,19 +309,17 @@ SHARDED = Layout(dp_shard=2, zero_stage=3)
 REPLICATED = Layout(dp_replicate=2, tp=2)
 
 
-@pytest.mark.parametrize(  # the tests of layouts take AdamW's step
+@pytest.mark.parametrize(  # the tests of families take the others
     ("rule", "layout"),
     [
         ("sgd", REPLICATED),
-        ("muon", SHARDED),
         ("muon", REPLICATED),
-        ("adafactor", SHARDED),
         ("adafactor", REPLICATED),
         ("adamw_8bit", SHARDED),
     ],
     ids=str,
 )
-def test_every_optimizer_takes_a_step(rule: str, layout: Layout) -> None:
+def test_optimizers_take_a_step_under_other_layouts(rule: str, layout: Layout) -> None:
     if rule == "adamw_8bit":
         pytest.importorskip("torchao.optim", reason="the extra `lowbit` is not installed")
     options = {"block_size": 32} if rule == "adamw_8bit" else {}

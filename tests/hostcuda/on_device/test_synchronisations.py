@@ -21,6 +21,8 @@ PAGE = Path(__file__).parents[3] / "docs/cuda.md"
 SHARDED = Layout(dp_shard=2, zero_stage=3)
 SHARDED_EXPERTS = Case(Layout(dp_shard=2, ep=2, zero_stage=3), model="qwen3_moe", kind="bf16")
 CAPACITY = {"moe": {"capacity_factor": 0.8}}
+COMPILED = Case(Layout(), kind="bf16", is_compiled=True)
+COMPILED_EXPERTS = replace(SHARDED_EXPERTS, is_compiled=True)
 CASES: dict[str, Case] = {
     "one GPU": Case(Layout()),
     "packed documents, bf16": Case(Layout(), kind="bf16", has_documents=True),
@@ -49,7 +51,33 @@ CASES: dict[str, Case] = {
     "ep with a capacity, bf16": replace(SHARDED_EXPERTS, sections=CAPACITY),
     "ZeRO-3, Muon": Case(SHARDED, sections={"optimizer": {"name": "muon"}}),
     "ZeRO-3, Adafactor": Case(SHARDED, sections={"optimizer": {"name": "adafactor"}}),
+    "compiled, bf16": COMPILED,
+    "compiled, bf16, full recomputation": replace(COMPILED, recompute="full"),
+    "compiled, bf16, packed documents": replace(COMPILED, has_documents=True),
+    "compiled, bf16, DDP": replace(COMPILED, layout=Layout(dp_replicate=2)),
+    "compiled, bf16, ZeRO-3": replace(COMPILED, layout=SHARDED),
+    "compiled, bf16, tp, sp": replace(COMPILED, layout=Layout(tp=2, sequence_parallel=True)),
+    "compiled, bf16, cp ring, packed documents": replace(
+        COMPILED, layout=Layout(cp=2, cp_method="ring"), has_documents=True
+    ),
+    "compiled, bf16, cp Ulysses": replace(COMPILED, layout=Layout(cp=2, cp_method="ulysses")),
+    "compiled, bf16, pp 1F1B": replace(COMPILED, layout=Layout(pp=2, schedule="1f1b")),
+    "compiled, bf16, experts with a capacity": replace(
+        COMPILED, model="qwen3_moe", sections=CAPACITY
+    ),
+    "compiled, bf16, ep": COMPILED_EXPERTS,
+    "compiled, bf16, ep, full recomputation": replace(COMPILED_EXPERTS, recompute="full"),
+    "compiled, bf16, ep with a capacity": replace(COMPILED_EXPERTS, sections=CAPACITY),
 }
+SHORT = {
+    "compiled, bf16, full recomputation",
+    "compiled, bf16, cp ring, packed documents",
+    "compiled, bf16, ep, full recomputation",
+}
+"""Compiled rows of `make test`; the others take seconds each to compile much the same."""
+
+
+LONG = {name for name, case in CASES.items() if case.is_compiled} - SHORT
 
 
 def read_budget() -> dict[str, int]:
@@ -62,7 +90,10 @@ def test_every_row_of_the_table_is_measured() -> None:
     assert set(read_budget()) == set(CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CASES],
+)
 def test_a_step_has_the_losses_of_a_cpu_and_no_more_synchronisations_than_documented(
     device_ranks: RankPool, name: str
 ) -> None:

@@ -144,3 +144,55 @@ def test_an_invalid_file_is_refused_with_its_first_fault(
     path.write_text("0F0,0F1,0B1,0B0\n1F0,1B0,1F1\n")
     assert run(["schedule", str(path)]) == ExitCode.WRONG_INPUT
     assert "stage 1, micro-batch 1 has F" in capsys.readouterr().err
+
+
+RECIPE = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        }
+    },
+    "tokenizer": {"kind": "character"},
+    "training": {
+        "sequence_length": 16,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "max_steps": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train", "--nproc", "2"], ["rehearse", "--world-size", "2"], ["plan", "--cluster", "2xH100"]],
+    ids=lambda command: str(command[0]),
+)
+def test_a_schedule_file_that_would_deadlock_is_refused_in_a_recipe(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    schedule = tmp_path / "own.csv"
+    (tmp_path / "text.txt").write_text("some words of text. " * 100)
+    sections = {
+        "data": {"sources": [str(tmp_path / "text.txt")]},
+        "layout": {"pp": 2, "schedule": str(schedule)},
+        "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+    }
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(RECIPE | sections))
+    # Rank 0 waits for the gradient of micro-batch 0 before it computes what rank 1 waits for.
+    schedule.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    assert run([command[0], str(recipe), *command[1:]]) == ExitCode.WRONG_INPUT
+    error = capsys.readouterr().err
+    assert "own.csv: deadlock: " in error
+    assert "1F1 needs the message of 0F1 from rank 0 to rank 1" in error
+    assert "0B0 needs the message of 1B0 from rank 1 to rank 0" in error
+    assert "`shardwright schedule FILE` checks a file" in error
+    assert not (tmp_path / "run").exists()

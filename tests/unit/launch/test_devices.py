@@ -11,7 +11,11 @@ import torch.distributed as dist
 from shardwright.errors import InputError
 from shardwright.launch import devices
 from shardwright.launch.devices import choose_rank_device, claim_device
-from shardwright.launch.rank_environment import RankEnvironment, count_local_ranks
+from shardwright.launch.rank_environment import (
+    RankEnvironment,
+    count_local_ranks,
+    detect_rank_environment,
+)
 
 
 class VisibleDevices:
@@ -53,6 +57,27 @@ def test_a_rank_that_sees_one_device_takes_it_whatever_its_local_rank(
     visible = VisibleDevices(monkeypatch, "d")
     assert choose(7, local_rank=3) == torch.device("cuda", 0)
     assert visible.current == torch.device("cuda", 0)
+
+
+def test_a_task_of_srun_with_one_gpu_takes_the_visible_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`srun --gpus-per-task=1`: four tasks of a node, each with one visible device."""
+    store = dist.HashStore()
+    for task in range(4, 8):
+        visible = VisibleDevices(monkeypatch, f"gpu-{task}")
+        environment = {
+            "SLURM_PROCID": str(task),
+            "SLURM_NTASKS": "8",
+            "SLURM_LOCALID": str(task - 4),
+            "MASTER_ADDR": "node0",
+            "MASTER_PORT": "29500",
+        }
+        ranks = detect_rank_environment(environment)
+        assert ranks is not None
+        device = choose_rank_device("auto", ranks, field="run.device")
+        assert device == visible.current == torch.device("cuda", 0)
+        claim_device(store, ranks, device)  # no other task has claimed it
 
 
 def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
