@@ -23,7 +23,7 @@ from shardwright.model.block_weights import BlockWeight, BlockWeightSources
 from shardwright.model.decoder import Decoder
 from shardwright.numerics import scale_
 from shardwright.offload.block_uses import BlockUses, Use
-from shardwright.offload.parameter_store import DiskParameterStore
+from shardwright.offload.parameter_store import DiskParameterStore, ParameterStore
 from shardwright.offload.state_buckets import PAGE_BYTES
 from shardwright.offload.store import TransferCounts, TransferReporter
 from shardwright.offload.trained_block import BlockMember, TrainedBlock
@@ -37,11 +37,10 @@ FinishGradients = Callable[[Sequence[str]], None]
 class ParameterOffload(BlockUses):
     """Matrices of all blocks of a rank, trained or frozen, with the gradients of the trained."""
 
-    tier: OffloadTier = "disk"
-
-    def __init__(self, store: DiskParameterStore, device: torch.device) -> None:
+    def __init__(self, store: ParameterStore, tier: OffloadTier, device: torch.device) -> None:
         super().__init__()
         self.store = store
+        self.tier = tier
         self.device = device
         self.num_bytes = 0
         """Bytes of the weights of this rank's blocks."""
@@ -248,6 +247,10 @@ class ParameterOffload(BlockUses):
         block = self._blocks[self._layer_of_name[name]]
         return block, next(member for member in block.members if member.name == name)
 
+    def count_device_bytes(self) -> int:
+        """Count the bytes of weights on the device."""
+        return sum(block.memory.untyped_storage().nbytes() for block in self._blocks.values())
+
     def take_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
         return self._reporter.take(self.store.counts)
@@ -280,7 +283,8 @@ def build_parameter_offload(
     if section.parameters != "disk":
         return None
     folder = default_folder if section.dir is None else Path(section.dir)
-    return ParameterOffload(DiskParameterStore(folder, section.buffer_bytes, device), device)
+    store = DiskParameterStore(folder, section.buffer_bytes, device)
+    return ParameterOffload(store, "disk", device)
 
 
 def describe_parameter_offload(offload: ParameterOffload | None) -> str:

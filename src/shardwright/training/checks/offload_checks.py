@@ -247,7 +247,9 @@ def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
     tier = recipe.moved_offload.activations
     if tier == "none":
         return
-    candidate = replace(build_plan_candidate(recipe, plan), offload="none")
+    candidate = replace(
+        build_plan_candidate(recipe, plan), offload="none", parameter_offload="none"
+    )
     by_rank = predict_rank_memory(plan.placement.shape, candidate)
     needed_bytes = max(parts.offloaded for parts in by_rank) * _count_local_ranks(plan)
     place = "this node's memory"
