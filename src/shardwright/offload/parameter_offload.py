@@ -24,6 +24,7 @@ from shardwright.model.decoder import Decoder
 from shardwright.numerics import scale_
 from shardwright.offload.block_uses import BlockUses, Use
 from shardwright.offload.parameter_store import DiskParameterStore, ParameterStore
+from shardwright.offload.pinned_parameter_store import PinnedParameterStore
 from shardwright.offload.state_buckets import PAGE_BYTES
 from shardwright.offload.store import TransferCounts, TransferReporter
 from shardwright.offload.trained_block import BlockMember, TrainedBlock
@@ -233,7 +234,7 @@ class ParameterOffload(BlockUses):
         return memory.view(member.parameter.dtype).view(member.parameter.shape)
 
     def view_weight(self, name: str) -> Tensor:
-        """Return a weight as a view of the file, valid until the next use.
+        """Return a weight as a view of the store, valid until the next use.
 
         Reading it saves, and writing into it loads, without a copy in memory.
         """
@@ -274,6 +275,8 @@ def build_parameter_offload(
 ) -> ParameterOffload | None:
     """Build the offloading of trained weights; None with `host` on a CPU, where nothing moves.
 
+    With `host` on a GPU weights and gradients are in pinned memory.
+
     Args:
         default_folder: folder of the scratch file if the section names none.
 
@@ -281,7 +284,9 @@ def build_parameter_offload(
         OffloadFailed: the folder cannot be written.
     """
     if section.parameters != "disk":
-        return None
+        if section.parameters == "none" or device.type == "cpu":
+            return None
+        return ParameterOffload(PinnedParameterStore(device), "host", device)
     folder = default_folder if section.dir is None else Path(section.dir)
     store = DiskParameterStore(folder, section.buffer_bytes, device)
     return ParameterOffload(store, "disk", device)
@@ -294,7 +299,8 @@ def describe_parameter_offload(offload: ParameterOffload | None) -> str:
             "offload: weights stay: the device is the CPU, so its memory is the host's and "
             "nothing moves"
         )
+    place = "a scratch file" if offload.tier == "disk" else "pinned host memory"
     return (
         f"offload: {format_bytes(offload.num_bytes)} of weights of this rank's blocks, and their "
-        f"gradients, are in a scratch file of {format_bytes(offload.stored_bytes)}"
+        f"gradients, are in {place} of {format_bytes(offload.stored_bytes)}"
     )

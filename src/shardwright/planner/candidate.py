@@ -142,7 +142,6 @@ class Candidate:
             self.offload != "none"
             and self.can_offload_trained
             and not self.is_updated_on_host
-            and self.parameter_offload == "disk"
             and self.layout.pp == 1
             and not self.is_sharded
             and self.optimizer in TRAINED_OFFLOAD_OPTIMIZERS

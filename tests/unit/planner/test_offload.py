@@ -221,7 +221,9 @@ def test_layout_auto_offloads_activations_if_that_suffices() -> None:
 
 
 def test_layout_auto_offloads_states_and_activations_if_neither_suffices() -> None:
-    rows = LONG_ROWS | {"optimizer": {"name": "adamw"}}
+    # Copies of trained weights in the compute precision need them on the device.
+    precision = {"kind": "bf16", "working_weights": True}
+    rows = LONG_ROWS | {"optimizer": {"name": "adamw"}, "precision": precision}
     chosen, prediction = choose_layout(
         build_recipe(layout="auto", **rows), parse_cluster("1xH100-80GB"), 1
     )
@@ -332,7 +334,6 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"precision": "fp8"},
     {"working_weights": True},
     {"offload": "none"},
-    {"parameter_offload": "host"},
     {"is_updated_on_host": True},
     {"can_offload_trained": False},
     {"reference": "frozen"},
@@ -371,7 +372,7 @@ def test_layout_auto_offloads_weights_if_nothing_else_suffices() -> None:
     assert "parameters on host" in prediction.candidate.describe()
     trained = build_recipe(model={"config": large}, layout="auto", recompute="full")
     chosen, prediction = choose_layout(trained, small, 1)
-    assert (chosen.offload.parameters, chosen.offload.optimizer) == ("disk", "disk")
+    assert (chosen.offload.parameters, chosen.offload.optimizer) == ("host", "host")
     assert prediction.fits
     assert prediction.candidate.is_runnable
 
@@ -383,6 +384,6 @@ def test_a_layout_that_does_not_fit_is_offered_offloaded_weights() -> None:
     problem = build_problem(recipe, build_template(recipe), 1)
     (rejection,) = find_rejections(predictor, problem)
     assert rejection.change is not None
-    assert "offload.optimizer: disk and offload.parameters: disk" in rejection.change
+    assert "offload.optimizer: host and offload.parameters: host" in rejection.change
     assert rejection.changed_prediction is not None
     assert rejection.changed_prediction.candidate.is_runnable

@@ -25,17 +25,11 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             recipe.offload.optimizer == "none",
             "trained weights return for the update with the moments, bucket by bucket",
             "none with offload.optimizer: none",
-            "Set offload.optimizer: disk",
-        ),
-        (
-            recipe.offload.parameters == "host" and uses_cuda,
-            "trained weights can be on disk only",
-            "none or disk without adapters",
-            "Use disk, or shard the weights (layout.zero_stage: 3)",
+            "Set offload.optimizer: host or disk",
         ),
         (
             recipe.offload.update_on == "host" and uses_cuda,
-            "trained weights that are on disk are updated on the device",
+            "trained weights that are offloaded are updated on the device",
             "none with offload.update_on: host without adapters",
             "Remove offload.update_on",
         ),
@@ -60,7 +54,7 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
         (
             recipe.optimizer.name not in _OPTIMIZERS,
             f"the update of {recipe.optimizer.name} needs all weights at once",
-            f"none with this optimizer; disk with {', '.join(_OPTIMIZERS)}",
+            f"none with this optimizer; host or disk with {', '.join(_OPTIMIZERS)}",
             "Choose one of these optimizers, or offload its states only (offload.optimizer)",
         ),
         (
