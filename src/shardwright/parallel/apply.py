@@ -240,6 +240,7 @@ def _build_pipeline(
         if model.fsdp_modules
         else None,
         end_stage=model.launch_stage_reduction,
+        enter_backward=model.offload_gradients,
     )
     warning = pipeline.schedule(num_micro_batches).describe_low_utilisation()
     if warning is not None and mesh.rank == 0:

@@ -142,7 +142,7 @@ class Candidate:
             self.offload != "none"
             and self.can_offload_trained
             and not self.is_updated_on_host
-            and self.layout.pp == 1
+            and not self._has_split_backward
             and not self.is_sharded
             and self.optimizer in TRAINED_OFFLOAD_OPTIMIZERS
             and self.precision not in ("fp8", "nvfp4")

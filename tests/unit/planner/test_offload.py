@@ -327,7 +327,7 @@ def test_trained_weights_move_with_their_gradients_and_return_for_the_update() -
 
 
 REFUSED: tuple[dict[str, Any], ...] = (
-    {"layout": Layout(pp=2)},
+    {"layout": Layout(pp=2, schedule="zb_h1")},
     {"layout": Layout(dp_shard=2, zero_stage=1)},
     {"optimizer": "muon"},
     {"optimizer": "adafactor"},
@@ -349,6 +349,7 @@ def test_layouts_that_cannot_offload_trained_weights_are_not_planned(
     is_allowed = build_problem(recipe, template, 2).is_allowed
     assert is_allowed is not None
     assert is_allowed(template)
+    assert is_allowed(replace(template, layout=Layout(pp=2)))
     assert not is_allowed(replace(template, **change))
 
 

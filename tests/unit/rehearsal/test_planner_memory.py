@@ -157,6 +157,8 @@ LONG_CASES = [
     Case("llama", Layout(dp_shard=2, zero_stage=1), recompute="full", sections=FROZEN_ON_HOST),
     Case("llama", Layout(cp=2, cp_method="ring"), sections=FROZEN_ON_DISK),
     Case("llama", Layout(), sections=TRAINED_ON_DISK),
+    Case("llama", Layout(pp=2), steps=4, sections=TRAINED_ON_DISK),
+    Case("llama", Layout(pp=2), steps=4, recompute="full", sections=TRAINED_ON_DISK),
 ]
 
 

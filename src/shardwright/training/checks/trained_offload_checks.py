@@ -6,6 +6,7 @@ from shardwright.config import Recipe
 from shardwright.errors import RecipeError
 from shardwright.launch.devices import should_use_cuda
 from shardwright.plans import Plan
+from shardwright.schedule import has_split_backward
 
 _OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 """Optimizers whose update of some parameters does not depend on others."""
@@ -40,16 +41,17 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             "Remove precision.working_weights",
         ),
         (
-            layout.pp > 1,
-            "stages of a pipeline cannot offload trained weights",
-            "none with layout.pp > 1 without adapters",
-            "Use layout.tp or layout.dp_replicate, or train adapters",
+            layout.pp > 1 and has_split_backward(layout.schedule),
+            f"schedule {layout.schedule} defers weight gradients, which are computed after their "
+            "block's weights have left",
+            "none with this schedule without adapters",
+            "Choose layout.schedule 1f1b, interleaved_1f1b or gpipe, or train adapters",
         ),
         (
             layout.zero_stage >= 1 and layout.fsdp > 1,
             "weights that ZeRO shards over ranks cannot be offloaded while they are trained",
             "none with layout.zero_stage 1 to 3 on several ranks without adapters",
-            "Use layout.zero_stage: 0 with dp_replicate, tp or cp, or train adapters",
+            "Use layout.zero_stage: 0 with dp_replicate, tp, cp or pp, or train adapters",
         ),
         (
             recipe.optimizer.name not in _OPTIMIZERS,
