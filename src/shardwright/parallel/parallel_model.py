@@ -44,7 +44,7 @@ from shardwright.parallel.matrix_exchange import (
     list_exchanged_matrices,
 )
 from shardwright.parallel.mesh import Mesh, sum_over
-from shardwright.parallel.offloaded_weights import TrainedWeightStore
+from shardwright.parallel.offloaded_weights import TrainedWeightStore, offload_gradients
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
 
 
@@ -156,16 +156,10 @@ class ParallelModel:
         assert loss_sum is not None, "a step has at least one micro-batch"
         return loss_sum
 
-    @contextmanager
-    def offload_gradients(self, is_last: bool) -> Iterator[None]:
-        """Return the context of a backward pass in which gradients of blocks leave behind it, if
-        trained weights are offloaded; those of the last micro-batch are reduced before."""
-        offload = self.trained_offload
-        if offload is not None:
-            offload.begin_backward(self._finish_offloaded_gradients if is_last else None)
-        yield
-        if offload is not None:
-            offload.end_backward()
+    def offload_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of a backward pass; `is_last` for that of the last micro-batch."""
+        finish = self._finish_offloaded_gradients if is_last else None
+        return offload_gradients(self.trained_offload, finish)
 
     @property
     def _has_wrapper(self) -> bool:
