@@ -164,9 +164,10 @@ def test_a_rehearsal_on_a_missing_device_is_refused(
     assert not any("offload" in line for line in rehearsal.assumptions)
     recipe |= {"run": {"device": "auto"}, "offload": {"optimizer": "host"}}
     assert any("ranks run on GPUs" in line for line in sw.rehearse(recipe, 1).assumptions)
-    recipe |= {"offload": {"parameters": "disk"}}
-    assumptions = sw.rehearse(recipe, 1).assumptions
-    assert any("weights stay on the device (offload.parameters" in line for line in assumptions)
+    recipe |= {"offload": {"optimizer": "disk", "parameters": "disk"}}
+    (role,) = sw.rehearse(recipe, 1).as_dict()["roles"]
+    assert role["disk_bytes"] == role["offloaded_bytes"] + role["offloaded_parameter_bytes"]
+    assert min(role["offloaded_bytes"], role["offloaded_parameter_bytes"]) > role["host_bytes"] == 0
 
 
 def test_event_tables(tmp_path: Path) -> None:

@@ -138,6 +138,19 @@ class ParameterSpec:
         return self.name.endswith("bias")
 
     @property
+    def is_product_matrix(self) -> bool:
+        """True for a matrix that products read in the compute dtype, or packed.
+
+        Not for what is computed in fp32 (norms, biases, routers), nor for parts of adapters.
+        """
+        return (
+            self.adapter_part is None
+            and len(self.shape) >= 2
+            and not self.is_bias
+            and self.role != "router"
+        )
+
+    @property
     def file_slices(self) -> tuple[WeightFileSlice, ...]:
         """Tensors of the weights file, in the order in which they fill the parameter.
 

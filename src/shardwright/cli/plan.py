@@ -196,7 +196,6 @@ def plan_command(
     if json_output or (emit is not None and out is None):
         sys.stderr.writelines(f"{line}\n" for line in corrections)
     seconds = time.perf_counter() - started
-    _print_uncounted_offload(loaded_recipe)
     if html is not None:
         from shardwright.report.plan_page import render_plan
 
@@ -239,15 +238,6 @@ def plan_command(
             got=f"{target.num_gpus} GPUs of {target.accelerator.memory_bytes / 2**30:.0f} GiB",
             remedy=result.remedy,
         )
-
-
-def _print_uncounted_offload(recipe: Recipe) -> None:
-    """Print on standard error what the recipe offloads and the plan counts on the device."""
-    from shardwright.planner.problem import describe_uncounted_offload
-
-    text = describe_uncounted_offload(recipe)
-    if text is not None:
-        sys.stderr.write(f"note: {text}\n")
 
 
 def describe_correction(result: PlanningResult, profile: StepProfile | None) -> str | None:

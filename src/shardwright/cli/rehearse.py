@@ -158,7 +158,10 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
         console.print(
             f"\noffloaded by rank {worst.rank}, at most: "
             f"{format_bytes(worst.offloaded_bytes)} of optimizer states, "
-            f"{format_bytes(worst.offloaded_activation_bytes)} of saved tensors",
+            f"{format_bytes(worst.offloaded_activation_bytes)} of saved tensors, "
+            f"{format_bytes(worst.offloaded_parameter_bytes)} of weights; "
+            f"{format_bytes(worst.host_bytes)} in host memory, "
+            f"{format_bytes(worst.disk_bytes)} on disk",
             highlight=False,
         )
     _print_peak(worst, console)

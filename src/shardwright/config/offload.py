@@ -25,7 +25,7 @@ class OffloadSection(RecipeSection):
     """Tier of the matrices of blocks: they arrive before their block computes, one block ahead,
     and leave after it. Beside adapters the frozen ones, which `disk` reads from the model's own
     files where these have the bytes that products read, otherwise from a scratch file. Without
-    adapters all of them and their gradients, with `disk` and an offloaded `optimizer`."""
+    adapters all of them and their gradients, with an offloaded `optimizer`."""
     activations: OffloadTier = "none"
     """Tier of the tensors that a block saves for its backward pass: they leave behind its forward
     pass and return one block ahead of its backward pass. Parameters, and what all blocks share,

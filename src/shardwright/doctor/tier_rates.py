@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 from shardwright.checkpoint.run_folder import RunFolder
@@ -21,15 +20,19 @@ def choose_scratch_folder(recipe: Recipe | None, *, should_calibrate: bool) -> s
 
 
 def build_tiers(rates: Mapping[str, Any], device_kind: str) -> TierRates:
-    """Build the rates of host memory and disk: medians over the ranks."""
+    """Build the rates of host memory and disk: those of the slowest rank.
+
+    A rank far from its device's link (another NUMA node), or with a slower disk, is the one that
+    all others wait for in every step.
+    """
 
     def find_copy(kind: str) -> float | None:
         known = [rate["bytes_per_second"] for rate in rates["copies"] if rate["kind"] == kind]
-        return median(known) if known else None
+        return min(known, default=None)
 
     directions = [rate for kind in ("to device", "from device") if (rate := find_copy(kind))]
     disk: dict[str, float] = {
-        f"disk_{part}_bytes_per_second": median(
+        f"disk_{part}_bytes_per_second": min(
             rate[f"{part}_bytes_per_second"] for rate in rates["scratch"]
         )
         for part in ("read", "write", "both")

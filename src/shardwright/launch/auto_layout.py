@@ -15,7 +15,7 @@ from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation, find_compiler_obstacle
 from shardwright.planner.auto_layout import build_cluster, choose_layout
-from shardwright.planner.problem import choose_precision_on, describe_uncounted_offload
+from shardwright.planner.problem import choose_precision_on
 from shardwright.plans import CompileChoice, PrecisionChoice
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -50,8 +50,6 @@ def resolve_auto_layout(recipe: Recipe, world_size: int) -> Recipe:
         format_count(prediction.tokens_per_second),
         format_bytes(prediction.memory.total),
     )
-    if (uncounted := describe_uncounted_offload(recipe)) is not None:
-        logger.info("layout auto: %s", uncounted)
     if prediction.warning is not None:
         logger.warning(
             "layout auto: no layout fits with memory to spare; the chosen one %s",

@@ -16,19 +16,6 @@ SliceReader = Callable[[str, Bounds], Tensor]
 """(parameter name, (start, length) per dimension) -> that slice of the parameter."""
 
 
-def is_frozen_matrix(spec: ParameterSpec) -> bool:
-    """True for a matrix beside adapters that products read in the compute dtype, or packed.
-
-    Parameters that are computed in fp32 are excluded: norms, biases, routers.
-    """
-    return (
-        spec.adapter_part is None
-        and len(spec.shape) >= 2
-        and not spec.is_bias
-        and spec.role != "router"
-    )
-
-
 def list_frozen_matrices(shape: ModelShape) -> dict[str, ParameterSpec]:
     """List the frozen matrices of all blocks by name; none without adapters."""
     return {} if shape.adapters is None else list_block_matrices(shape)
@@ -44,7 +31,7 @@ def list_block_matrices(shape: ModelShape) -> dict[str, ParameterSpec]:
     return {
         spec.name: spec
         for spec in shape.list_parameters()
-        if spec.layer is not None and is_frozen_matrix(spec)
+        if spec.layer is not None and spec.is_product_matrix
     }
 
 

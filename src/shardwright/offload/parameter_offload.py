@@ -23,7 +23,8 @@ from shardwright.model.block_weights import BlockWeight, BlockWeightSources
 from shardwright.model.decoder import Decoder
 from shardwright.numerics import scale_
 from shardwright.offload.block_uses import BlockUses, Use
-from shardwright.offload.parameter_store import DiskParameterStore
+from shardwright.offload.parameter_store import DiskParameterStore, ParameterStore
+from shardwright.offload.pinned_parameter_store import PinnedParameterStore
 from shardwright.offload.state_buckets import PAGE_BYTES
 from shardwright.offload.store import TransferCounts, TransferReporter
 from shardwright.offload.trained_block import BlockMember, TrainedBlock
@@ -37,11 +38,10 @@ FinishGradients = Callable[[Sequence[str]], None]
 class ParameterOffload(BlockUses):
     """Matrices of all blocks of a rank, trained or frozen, with the gradients of the trained."""
 
-    tier: OffloadTier = "disk"
-
-    def __init__(self, store: DiskParameterStore, device: torch.device) -> None:
+    def __init__(self, store: ParameterStore, tier: OffloadTier, device: torch.device) -> None:
         super().__init__()
         self.store = store
+        self.tier = tier
         self.device = device
         self.num_bytes = 0
         """Bytes of the weights of this rank's blocks."""
@@ -234,7 +234,7 @@ class ParameterOffload(BlockUses):
         return memory.view(member.parameter.dtype).view(member.parameter.shape)
 
     def view_weight(self, name: str) -> Tensor:
-        """Return a weight as a view of the file, valid until the next use.
+        """Return a weight as a view of the store, valid until the next use.
 
         Reading it saves, and writing into it loads, without a copy in memory.
         """
@@ -247,6 +247,10 @@ class ParameterOffload(BlockUses):
     def _find(self, name: str) -> tuple[TrainedBlock, BlockMember]:
         block = self._blocks[self._layer_of_name[name]]
         return block, next(member for member in block.members if member.name == name)
+
+    def count_device_bytes(self) -> int:
+        """Count the bytes of weights on the device."""
+        return sum(block.memory.untyped_storage().nbytes() for block in self._blocks.values())
 
     def take_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
@@ -271,6 +275,8 @@ def build_parameter_offload(
 ) -> ParameterOffload | None:
     """Build the offloading of trained weights; None with `host` on a CPU, where nothing moves.
 
+    With `host` on a GPU weights and gradients are in pinned memory.
+
     Args:
         default_folder: folder of the scratch file if the section names none.
 
@@ -278,9 +284,12 @@ def build_parameter_offload(
         OffloadFailed: the folder cannot be written.
     """
     if section.parameters != "disk":
-        return None
+        if section.parameters == "none" or device.type == "cpu":
+            return None
+        return ParameterOffload(PinnedParameterStore(device), "host", device)
     folder = default_folder if section.dir is None else Path(section.dir)
-    return ParameterOffload(DiskParameterStore(folder, section.buffer_bytes, device), device)
+    store = DiskParameterStore(folder, section.buffer_bytes, device)
+    return ParameterOffload(store, "disk", device)
 
 
 def describe_parameter_offload(offload: ParameterOffload | None) -> str:
@@ -290,7 +299,8 @@ def describe_parameter_offload(offload: ParameterOffload | None) -> str:
             "offload: weights stay: the device is the CPU, so its memory is the host's and "
             "nothing moves"
         )
+    place = "a scratch file" if offload.tier == "disk" else "pinned host memory"
     return (
         f"offload: {format_bytes(offload.num_bytes)} of weights of this rank's blocks, and their "
-        f"gradients, are in a scratch file of {format_bytes(offload.stored_bytes)}"
+        f"gradients, are in {place} of {format_bytes(offload.stored_bytes)}"
     )

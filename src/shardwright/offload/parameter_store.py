@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +23,42 @@ from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.scratch_transfers import ScratchTransfers
 from shardwright.offload.state_buckets import PAGE_BYTES
+from shardwright.offload.store import TransferCounts
 from shardwright.units import format_bytes
 
 logger = logging.getLogger("shardwright")
+
+
+class ParameterStore(Protocol):
+    """Bytes of weights and gradients in places. One thread calls all methods."""
+
+    counts: TransferCounts
+    num_bytes: int
+    """Bytes of all places."""
+
+    def add(self, num_bytes: int) -> int:
+        """Reserve a place; return its first byte."""
+        ...
+
+    def fill(self, position: int, pieces: Iterable[Tensor]) -> None:
+        """Write consecutive pieces of bytes, each `[N]` in host memory, from a page on."""
+        ...
+
+    def read(self, position: int, target: Tensor) -> Wait:
+        """Start to read bytes into `target`, `[N]`; valid after the wait."""
+        ...
+
+    def write(self, position: int, source: Tensor) -> Wait:
+        """Start to write `source`, contiguous; it may change after the wait."""
+        ...
+
+    def view(self, position: int, num_bytes: int) -> Tensor:
+        """Return bytes of the store, valid until the next transfer."""
+        ...
+
+    def close(self) -> None:
+        """Discard the content and free everything."""
+        ...
 
 
 class DiskParameterStore(ScratchTransfers):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.offload.activation_store import Wait
-from shardwright.offload.parameter_store import DiskParameterStore
+from shardwright.offload.parameter_store import ParameterStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +42,14 @@ class TrainedBlock:
     is_changed: bool = False
     """True if the update has changed the weights on the device."""
 
-    def launch(self, store: DiskParameterStore) -> None:
+    def launch(self, store: ParameterStore) -> None:
         """Allocate the memory and start to read the weights."""
         if self.is_present or self.reads is not None:
             return
         self.memory.untyped_storage().resize_(self.memory.numel())
         self.reads = [store.read(self.weight_place, self.memory)]
 
-    def launch_gradients(self, store: DiskParameterStore) -> None:
+    def launch_gradients(self, store: ParameterStore) -> None:
         """Start to read the gradients that the store has, and make them the parameters'."""
         for member in self.members:
             parameter = member.parameter
@@ -73,7 +73,7 @@ class TrainedBlock:
         for wait in reads:
             wait()
 
-    def store_gradients(self, store: DiskParameterStore) -> None:
+    def store_gradients(self, store: ParameterStore) -> None:
         """Start to write the gradients on the device and take them from the parameters."""
         for member in self.members:
             gradient = member.parameter.grad
@@ -89,7 +89,7 @@ class TrainedBlock:
         for member in self.members:
             member.parameter.grad = None
 
-    def store_weights(self, store: DiskParameterStore) -> None:
+    def store_weights(self, store: ParameterStore) -> None:
         """Start to write the weights if the update has changed them."""
         if self.is_changed:
             self.writes.append(store.write(self.weight_place, self.memory))

@@ -230,6 +230,14 @@ class WeightOffload(BlockUses):
         if following is not None:
             self._blocks[following[0]].launch(self.store)
 
+    def count_device_bytes(self) -> int:
+        """Count the bytes of weights on the device."""
+        return sum(
+            shared.memory.untyped_storage().nbytes()
+            for block in self._blocks.values()
+            for shared in block.memories
+        )
+
     def take_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
         return self._reporter.take(self.store.counts)

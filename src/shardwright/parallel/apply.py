@@ -45,7 +45,6 @@ from shardwright.model.block_weights import (
     BlockWeightSources,
     SliceReader,
     detach_weights,
-    is_frozen_matrix,
     list_block_matrices,
 )
 from shardwright.model.decoder import Decoder
@@ -156,7 +155,8 @@ def apply_layout(
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
             for weight in weights
         }
-        offload.attach(decoder, weights, BlockWeightSources(read_slice, boxes, groups))
+        with storage or nullcontext():  # a block's memory is on the device until it is stored
+            offload.attach(decoder, weights, BlockWeightSources(read_slice, boxes, groups))
     if plan.has_working_weights and trainable:
         with storage or nullcontext():
             decoder.working_weights = WorkingWeights(decoder, precision.compute)
@@ -240,6 +240,7 @@ def _build_pipeline(
         if model.fsdp_modules
         else None,
         end_stage=model.launch_stage_reduction,
+        enter_backward=model.offload_gradients,
     )
     warning = pipeline.schedule(num_micro_batches).describe_low_utilisation()
     if warning is not None and mesh.rank == 0:
@@ -291,7 +292,7 @@ def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
     specs = {spec.name: spec for spec in decoder.shape.list_parameters()}
     for name, parameter in decoder.named_parameters():
         spec = specs[name]
-        if is_frozen_matrix(spec) and spec.packed_matrix is None:
+        if spec.is_product_matrix and spec.packed_matrix is None:
             parameter.data = parameter.data.to(dtype)
 
 

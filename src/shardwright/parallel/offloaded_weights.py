@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -60,6 +61,24 @@ class TrainedWeightStore(BlockWeightStore, Protocol):
     def view_weight(self, name: str) -> Tensor:
         """Return a weight as a view of the store, valid until the next pass or update."""
         ...
+
+
+@contextmanager
+def offload_gradients(
+    offload: TrainedWeightStore | None, finish: Callable[[Sequence[str]], None] | None
+) -> Iterator[None]:
+    """Let gradients of blocks leave behind the backward pass in this context; all stay if `offload`
+    is None.
+
+    Args:
+        finish: as `TrainedWeightStore.begin_backward` has it.
+    """
+    if offload is None:
+        yield
+        return
+    offload.begin_backward(finish)
+    yield
+    offload.end_backward()
 
 
 def find_shard_groups(

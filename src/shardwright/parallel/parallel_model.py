@@ -44,7 +44,7 @@ from shardwright.parallel.matrix_exchange import (
     list_exchanged_matrices,
 )
 from shardwright.parallel.mesh import Mesh, sum_over
-from shardwright.parallel.offloaded_weights import TrainedWeightStore
+from shardwright.parallel.offloaded_weights import TrainedWeightStore, offload_gradients
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
 
 
@@ -130,13 +130,10 @@ class ParallelModel:
         if self.pipeline is not None:
             return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
         loss_sum: Tensor | None = None
-        offload = self.trained_offload
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             if self._gradient_watch is not None:
                 self._gradient_watch.is_last_backward = is_last and not self._gradient_hooks
-            if offload is not None:
-                offload.begin_backward(self._finish_offloaded_gradients if is_last else None)
             waits_for_reduction = self._has_wrapper and (is_last or self.layout.zero_stage >= 2)
 
             def end_backward(waits_for_reduction: bool = waits_for_reduction) -> None:
@@ -150,15 +147,19 @@ class ParallelModel:
             ):
                 loss = self.module(**arguments(batch.to(self.device)))
                 mark("forward")
-                loss.backward(scale.to(loss.dtype))
-            if offload is not None:
-                offload.end_backward()
+                with self.offload_gradients(is_last):
+                    loss.backward(scale.to(loss.dtype))
             if waits_for_reduction:
                 end_wait("data")
             mark("reduction")
             loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
         assert loss_sum is not None, "a step has at least one micro-batch"
         return loss_sum
+
+    def offload_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of a backward pass; `is_last` for that of the last micro-batch."""
+        finish = self._finish_offloaded_gradients if is_last else None
+        return offload_gradients(self.trained_offload, finish)
 
     @property
     def _has_wrapper(self) -> bool:
@@ -313,14 +314,17 @@ class ParallelModel:
             self.reshard()
 
     def list_gradients(self) -> list[tuple[Tensor | None, ParameterLayout]]:
-        """List this rank's shard of every trainable parameter's gradient, with its descriptor."""
+        """List this rank's shard of every trainable parameter's gradient, with its descriptor.
+
+        Offloaded gradients are left out; one may be on its way to the device for a next use.
+        """
         return [
             (
                 None if parameter.grad is None else get_local_tensor(parameter.grad),
                 self.layouts[name],
             )
             for name, parameter in self._parameters.items()
-            if parameter.requires_grad
+            if parameter.requires_grad and name not in self.offloaded_names
         ]
 
     def list_norm_gradients(self) -> list[tuple[Tensor | GradientSquares | None, ParameterLayout]]:

@@ -14,6 +14,7 @@ Legend: B sequences, S tokens of this rank's residual stream, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ class Pipeline:
         *,
         set_gradient_sync: Callable[[bool], None] | None,
         end_stage: Callable[[int], None] | None = None,
+        enter_backward: Callable[[bool], AbstractContextManager[None]] | None = None,
     ) -> None:
         """Build the executor of this rank's stages; every rank of the world calls this.
 
@@ -101,7 +103,10 @@ class Pipeline:
                 backward passes; None without FSDP2.
             end_stage: called with a stage when its gradients are complete, while other stages
                 still run; None to call nothing.
+            enter_backward: returns the context of each backward pass of a stage; its argument is
+                True for the stage's last micro-batch. None for no context.
         """
+        self.enter_backward = enter_backward or (lambda _is_last: nullcontext())
         self.module = module
         self.decoder = decoder
         self.stages = tuple(stages)
@@ -223,7 +228,12 @@ class _StepExecution:
             received = self._receive(step)
             self.mark("waiting")
             start = perf_counter()
-            output = self._compute(step.action, received, is_last_backward=index == last_backward)
+            output = self._compute(
+                step.action,
+                received,
+                is_last_backward=index == last_backward,
+                is_last_of_stage=last_of_stage.get(step.action.stage) == index,
+            )
             if observer is not None:
                 observer(step.action, start, perf_counter())
             self.mark("forward" if step.action.kind == "F" else "backward")
@@ -260,7 +270,12 @@ class _StepExecution:
         )
 
     def _compute(
-        self, action: Action, received: Tensor | None, *, is_last_backward: bool
+        self,
+        action: Action,
+        received: Tensor | None,
+        *,
+        is_last_backward: bool,
+        is_last_of_stage: bool,
     ) -> Tensor | None:
         """Run an action.
 
@@ -282,7 +297,8 @@ class _StepExecution:
             self._trigger_fsdp_reduction()
             output = None
         else:
-            output = self._backward(action, received)
+            with self.pipeline.enter_backward(is_last_of_stage):
+                output = self._backward(action, received)
         if should_reduce and is_split:
             self._set_gradient_sync(True)
             self._trigger_fsdp_reduction()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from shardwright.config.layout import ClusterSection, LayoutSection
@@ -96,19 +97,31 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
 def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Prediction | None:
     """Choose the best layout that fits with offloading; None if none does.
 
-    Optimizer states or activations, whichever is faster, before both, and the host before the
-    disk. The memory of a CPU device is the host's, so offloading to the host frees none.
+    One kind of state, whichever is the fastest, before two, before all three, and the host before
+    the disk. Trained weights are offloaded with the optimizer states only. The memory of a CPU
+    device is the host's, so offloading to the host frees none.
     """
     is_cpu = predictor.cluster.accelerator.kind == "cpu"
     tiers: tuple[OffloadTier, ...] = ("disk",) if is_cpu else ("host", "disk")
     for tier in tiers:
-        states = replace(problem.template, offload=OPTIMIZER_OFFLOADS[tier])
-        activations = replace(problem.template, activation_offload=tier)
-        both = replace(states, activation_offload=tier)
-        for level in ((states, activations), (both,)):
+        kinds: dict[str, Any] = {
+            "offload": OPTIMIZER_OFFLOADS[tier],
+            "activation_offload": tier,
+            "parameter_offload": tier,
+        }
+        for num_kinds in (1, 2, 3):
+            templates = [
+                replace(problem.template, **{name: kinds[name] for name in names})
+                for names in combinations(kinds, num_kinds)
+                if not (
+                    "parameter_offload" in names
+                    and "offload" not in names
+                    and problem.template.adapter is None
+                )
+            ]
             results = [
                 search_layouts(predictor, replace(problem, template=template), num_layouts=1)
-                for template in level
+                for template in templates
             ]
             found = [result.chosen for result in results if result.chosen is not None]
             if found:
@@ -140,7 +153,9 @@ def apply_candidate(recipe: Recipe, candidate: Candidate) -> Recipe:
 def _build_offload_section(recipe: Recipe, candidate: Candidate) -> dict[str, OffloadSection]:
     """Return the section of a candidate that offloads; none if the recipe has its own."""
     section = recipe.offload.change_tiers(
-        optimizer=candidate.optimizer_tier, activations=candidate.activation_offload
+        optimizer=candidate.optimizer_tier,
+        parameters=candidate.parameter_offload,
+        activations=candidate.activation_offload,
     )
     if recipe.offload.is_enabled or not section.is_enabled:
         return {}

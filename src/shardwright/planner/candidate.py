@@ -28,6 +28,9 @@ OPTIMIZER_OFFLOADS: dict[OffloadTier, OffloadKind] = {
 }
 """Kind of offloading by the tier of the optimizer states."""
 
+TRAINED_OFFLOAD_OPTIMIZERS: tuple[OptimizerKind, ...] = ("adamw", "adamw_8bit", "sgd_momentum")
+"""Optimizers whose update of some parameters does not depend on others."""
+
 ReferenceKind = Literal["none", "frozen", "adapter_off"]
 """Reference model of preference training: none (no preferences), a frozen copy of the model, or
 the model without its adapters. The reference computes one forward pass of every micro-batch
@@ -81,6 +84,10 @@ class Candidate:
     offload: OffloadKind = "none"
     is_updated_on_host: bool = False
     """True if the host updates offloaded states: moments do not pass through the device."""
+    parameter_offload: OffloadTier = "none"
+    """Tier of the matrices of blocks between their uses; beside adapters the frozen ones."""
+    can_offload_trained: bool = True
+    """False if a setting that is no part of the candidate needs trained weights on the device."""
     activation_offload: OffloadTier = "none"
     """Tier to which blocks move what they save for the backward pass."""
     offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES
@@ -118,12 +125,31 @@ class Candidate:
 
     @property
     def is_runnable(self) -> bool:
-        """True if `train` supports it. Offloaded parameters and 4-bit floats are predicted only,
-        and schedules with a split backward pass keep what offloading would move."""
+        """True if `train` supports it. Other frameworks' offloading and 4-bit floats are predicted
+        only, schedules with a split backward pass keep what offloading would move, and some
+        settings need all weights on the device."""
         return (
             self.offload != "parameters"
             and self.precision != "nvfp4"
             and not (self.activation_offload != "none" and self._has_split_backward)
+            and (self.parameter_offload == "none" or self._can_offload_weights)
+        )
+
+    @property
+    def _can_offload_weights(self) -> bool:
+        """True if `train` can offload the blocks' weights; trained ones as
+        `training.checks.trained_offload_checks` says."""
+        if self.reference == "frozen":
+            return False
+        return self.adapter is not None or (
+            self.offload != "none"
+            and self.can_offload_trained
+            and not self.is_updated_on_host
+            and not self._has_split_backward
+            and not self.is_sharded
+            and self.optimizer in TRAINED_OFFLOAD_OPTIMIZERS
+            and self.precision not in ("fp8", "nvfp4")
+            and self.working_weights is not True
         )
 
     @property
@@ -216,6 +242,8 @@ class Candidate:
             degrees.append("no sequence parallel")
         if self.offload != "none":
             degrees.append(f"offload {self.offload.replace('_', ' on ')}")
+        if self.parameter_offload != "none":
+            degrees.append(f"parameters on {self.parameter_offload}")
         if self.activation_offload != "none":
             degrees.append(f"activations on {self.activation_offload}")
         return ", ".join(degrees) or "one GPU"

@@ -65,13 +65,16 @@ class LayerKind:
 class ParameterElements(NamedTuple):
     """Elements of some parameters on the rank with the most: `local` is its tensor- and
     expert-parallel shard, `sharded` the ZeRO shard of that. `expert_*` are the elements of
-    experts among them, `local_matrices` those of tensors with two or more dims (of `local`)."""
+    experts among them, `local_matrices` those of tensors with two or more dims (of `local`),
+    `movable` and `movable_sharded` those of matrices that `offload.parameters` moves."""
 
     local: float = 0.0
     sharded: float = 0.0
     expert_local: float = 0.0
     expert_sharded: float = 0.0
     local_matrices: float = 0.0
+    movable: float = 0.0
+    movable_sharded: float = 0.0
 
     def add(self, other: ParameterElements) -> ParameterElements:
         """Return the sum."""
@@ -222,9 +225,12 @@ def _count_parameter_elements(
     for size in compute_local_shape(parameter_layout, layout, _FIRST_RANK):
         shard *= size
     matrices = whole if len(spec.shape) >= 2 else 0.0
-    if spec.role in EXPERT_ROLES:
-        return ParameterElements(whole, shard, whole, shard, matrices)
-    return ParameterElements(whole, shard, local_matrices=matrices)
+    can_move = spec.layer is not None and spec.is_product_matrix
+    if spec.role in ("projection", "other"):  # of transformers' own classes, which move no weights
+        can_move = False
+    moved = (whole, shard) if can_move else (0.0, 0.0)
+    experts = (whole, shard) if spec.role in EXPERT_ROLES else (0.0, 0.0)
+    return ParameterElements(whole, shard, *experts, matrices, *moved)
 
 
 @lru_cache(maxsize=1024)

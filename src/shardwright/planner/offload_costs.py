@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
+from typing import NamedTuple
 
 from shardwright.config.offload import OffloadTier
 from shardwright.hardware import MeasuredProfile
@@ -64,6 +66,21 @@ def compute_host_update_seconds(
     return max(seconds) + max(0.0, leaving_seconds - is_early * backward_seconds)
 
 
+def sum_tier_bytes(
+    candidate: Candidate, *, optimizer: float, parameters: float, activations: float
+) -> dict[str, float]:
+    """Sum a rank's offloaded bytes by tier; staging buffers are not counted."""
+    totals: dict[str, float] = {"host": 0.0, "disk": 0.0}
+    for tier, num_bytes in (
+        (candidate.optimizer_tier, optimizer),
+        (candidate.parameter_offload, parameters),
+        (candidate.activation_offload, activations),
+    ):
+        if tier != "none":
+            totals[tier] += num_bytes
+    return totals
+
+
 def count_resident_layers(candidate: Candidate, layers_per_stage: float) -> float:
     """Count the layers whose saved tensors are on the device at most; inf without offloading.
 
@@ -76,16 +93,60 @@ def count_resident_layers(candidate: Candidate, layers_per_stage: float) -> floa
     return 2.0 + (candidate.layout.pp > 1 and layers_per_stage > 1)
 
 
+class LayerTransfers(NamedTuple):
+    """Bytes of one layer that a rank moves for a micro-batch."""
+
+    saved: float = 0.0
+    """Saved tensors: they leave in the forward pass and return in the backward pass."""
+    weights: float = 0.0
+    """Weights: they arrive in both passes."""
+    gradients: float = 0.0
+    """Gradients of weights: they leave in the backward pass, and arrive in all but the first."""
+
+
 def compute_transfer_waits(
     candidate: Candidate,
-    num_bytes: float,
+    moved: LayerTransfers,
     forward_seconds: float,
     backward_seconds: float,
     profile: MeasuredProfile | None,
 ) -> tuple[float, float]:
-    """Return the seconds by which a layer's forward and backward pass are extended while
-    `num_bytes` of another layer leave or return beside them."""
-    if candidate.activation_offload == "none":
-        return 0.0, 0.0
-    seconds = num_bytes / get_transfer_rate(candidate.activation_offload, profile)
-    return max(0.0, seconds - forward_seconds), max(0.0, seconds - backward_seconds)
+    """Return the seconds by which a layer's forward and backward pass are extended while the
+    bytes of another layer come and go beside them."""
+    steps = candidate.gradient_accumulation_steps
+    returning = moved.gradients * (steps - 1) / steps
+    activations = candidate.activation_offload
+    parameters = candidate.parameter_offload
+    forward = compute_transfer_seconds(
+        ((activations, 0.0, moved.saved), (parameters, moved.weights, 0.0)), profile
+    )
+    backward = compute_transfer_seconds(
+        (
+            (activations, moved.saved, 0.0),
+            (parameters, moved.weights + returning, moved.gradients),
+        ),
+        profile,
+    )
+    return max(0.0, forward - forward_seconds), max(0.0, backward - backward_seconds)
+
+
+def compute_transfer_seconds(
+    moved: Iterable[tuple[OffloadTier, float, float]], profile: MeasuredProfile | None
+) -> float:
+    """Compute the seconds in which bytes arrive from tiers and leave to them, all at once.
+
+    Both directions of a tier, and the tiers, are used at the same time.
+
+    Args:
+        moved: tier, arriving and leaving bytes.
+    """
+    totals: dict[OffloadTier, list[float]] = {}
+    for tier, arriving, leaving in moved:
+        if tier != "none":
+            total = totals.setdefault(tier, [0.0, 0.0])
+            total[0] += arriving
+            total[1] += leaving
+    return max(
+        (max(both) / get_transfer_rate(tier, profile) for tier, both in totals.items()),
+        default=0.0,
+    )

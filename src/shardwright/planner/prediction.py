@@ -35,8 +35,11 @@ class MemoryParts:
 
     driver: float = 0.0
     """The device's context and the collectives' buffers, outside the tensor allocator."""
-    offloaded: float = 0.0
-    """Optimizer states in host memory or on disk; not part of the total."""
+    host: float = 0.0
+    """Optimizer states, weights and saved tensors in host memory, at most; not part of the total,
+    which is the device's."""
+    disk: float = 0.0
+    """The same on disk."""
 
     @property
     def total(self) -> float:
@@ -51,6 +54,11 @@ class MemoryParts:
             + self.reserve
             + self.driver
         )
+
+    @property
+    def offloaded(self) -> float:
+        """Bytes in host memory and on disk."""
+        return self.host + self.disk
 
     @property
     def reserved(self) -> float:
@@ -81,7 +89,7 @@ class TimeParts:
     imbalance: float = 0.0
     """Waits for ranks and micro-batches with more tokens. 0 if full rows are assumed."""
     offload: float = 0.0
-    """Waits for offloaded activations."""
+    """Waits for offloaded activations and weights."""
     optimizer: float = 0.0
     """Norm, clip and update."""
     reference: float = 0.0
@@ -219,6 +227,7 @@ class Prediction:
             "optimizer": candidate.optimizer,
             "adapter": None if candidate.adapter is None else asdict(candidate.adapter),
             "offload": candidate.offload,
+            "parameter_offload": candidate.parameter_offload,
             "activation_offload": candidate.activation_offload,
             "reference": candidate.reference,
             "runnable": candidate.is_runnable,
@@ -229,6 +238,7 @@ class Prediction:
             "tight": self.is_tight,
             "fit_probability": self.fit_probability,
             "memory_bytes": asdict(self.memory)
+            | {"offloaded": self.memory.offloaded}
             | {"total": self.memory.total, "capacity": self.memory_capacity_bytes}
             | _name_ends(self.memory_interval),
             "step_seconds": asdict(self.time)

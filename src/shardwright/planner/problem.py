@@ -111,6 +111,8 @@ def build_template(
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
         offload=OPTIMIZER_OFFLOADS[moved.optimizer],
         is_updated_on_host=choose_update_place(recipe).place == "host",
+        parameter_offload=moved.parameters,
+        can_offload_trained=not recipe.model.keep_zeros,
         activation_offload=moved.activations,
         offload_buffer_bytes=moved.buffer_bytes,
         adapter=adapter,
@@ -139,17 +141,6 @@ def choose_precision_on(accelerator: Accelerator) -> PrecisionChoice:
     if accelerator.has_bf16_units:
         return PrecisionChoice("bf16", f"{accelerator.name} multiplies bf16 natively")
     return PrecisionChoice("fp32", f"{accelerator.name} has no bf16 units")
-
-
-def describe_uncounted_offload(recipe: Recipe) -> str | None:
-    """Describe in one line what the recipe offloads and the planner counts on the device.
-
-    None if there is no such part.
-    """
-    tier = recipe.offload.parameters
-    if tier == "none":
-        return None
-    return f"offload.parameters: {tier} is not planned: its bytes are counted on the device"
 
 
 def _choose_reference(recipe: Recipe, adapter: LowRankAdapter | None) -> ReferenceKind:
@@ -220,9 +211,9 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
 
 def build_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], bool] | None:
     """Return a function that is True for layouts with the 8-bit scales of one process, and with
-    blocks whose saved tensors can leave. None if all layouts are allowed."""
+    blocks whose saved tensors and weights can leave. None if all layouts are allowed."""
     keeps_scales = _build_scale_check(recipe, template)
-    if template.activation_offload == "none":
+    if template.activation_offload == template.parameter_offload == "none":
         return keeps_scales
     return lambda candidate: (
         candidate.is_runnable and (keeps_scales is None or keeps_scales(candidate))

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
 
+from shardwright.config.offload import OffloadTier
 from shardwright.layout import Layout
-from shardwright.planner.candidate import Candidate
+from shardwright.planner.candidate import OPTIMIZER_OFFLOADS, Candidate
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.divisibility import explain_layout_conflict, list_divisors
@@ -150,6 +151,8 @@ def find_cheapest_change(
                     changed = candidate
                     for _, _, apply in chosen:
                         changed = apply(changed)
+                    if changed.parameter_offload != "none" and not changed.is_runnable:
+                        continue
                     if explain_conflict(predictor, problem, changed) is None:
                         prediction = predictor.predict(changed)
                         if prediction.fits:
@@ -163,7 +166,7 @@ def find_cheapest_change(
     return None, None
 
 
-_OFFLOAD_KINDS = {"offload", "activation offload"}
+_OFFLOAD_KINDS = {"offload", "activation offload", "parameter offload"}
 _Change = Callable[[Candidate], Candidate]
 
 
@@ -201,21 +204,24 @@ def _list_changes(
                 f"zero_stage {stage}",
                 _change_layout(zero_stage=stage, dp_shard=data_ranks, dp_replicate=1),
             )
-    if not is_cpu:
-        yield "offload", "offload.optimizer: host", _change_candidate(offload="optimizer")
+    tiers: tuple[OffloadTier, ...] = ("disk",) if is_cpu else ("host", "disk")
+    for tier in tiers:
+        states = OPTIMIZER_OFFLOADS[tier]
+        yield "offload", f"offload.optimizer: {tier}", _change_candidate(offload=states)
         yield (
             "activation offload",
-            "offload.activations: host",
-            _change_candidate(activation_offload="host"),
+            f"offload.activations: {tier}",
+            _change_candidate(activation_offload=tier),
         )
-    yield "offload", "offload.optimizer: disk", _change_candidate(offload="optimizer_disk")
-    yield (
-        "activation offload",
-        "offload.activations: disk",
-        _change_candidate(activation_offload="disk"),
-    )
-    yield (
-        "offload",
-        "offload of parameters and optimizer (predicted only)",
-        _change_candidate(offload="parameters"),
-    )
+        if candidate.adapter is None:  # trained weights return for the update with the moments
+            yield (
+                "offload",
+                f"offload.optimizer: {tier} and offload.parameters: {tier}",
+                _change_candidate(offload=states, parameter_offload=tier),
+            )
+        else:
+            yield (
+                "parameter offload",
+                f"offload.parameters: {tier}",
+                _change_candidate(parameter_offload=tier),
+            )

@@ -114,7 +114,7 @@ def describe_workload(predictor: Predictor, problem: PlanningProblem) -> str:
     Without a global batch every layout has its own, so no two of them are the same workload.
     """
     template = problem.template
-    content = (
+    content: tuple[Any, ...] = (
         predictor.facts.shape.to_config(),
         problem.global_batch_size,
         template.sequence_length,
@@ -126,6 +126,8 @@ def describe_workload(predictor: Predictor, problem: PlanningProblem) -> str:
         template.document_tokens,
         template.activation_offload,
     )
+    if template.parameter_offload != "none":
+        content = (*content, template.parameter_offload)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -6,6 +6,7 @@ Staging buffers are allocated: three for states, on the device of the update.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +14,17 @@ from torch import Tensor
 
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
-from shardwright.offload import ActivationOffload, OffloadedOptimizer
+from shardwright.offload import (
+    ActivationOffload,
+    OffloadedOptimizer,
+    ParameterOffload,
+    WeightOffload,
+)
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.device_buffers import NUM_BUFFERS
-from shardwright.offload.state_buckets import StatePartition
+from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
 from shardwright.offload.store import HostStore, Store, TransferCounts
+from shardwright.offload.weight_store import WeightRange
 from shardwright.parallel import ParallelModel
 from shardwright.rehearsal.live_memory import LiveMemoryTracker
 
@@ -51,6 +58,79 @@ def _return_at_once() -> None:
     """Wait for a copy that takes no time."""
 
 
+class _CountingWeightStore:
+    """Store of frozen weights that keeps only their sizes."""
+
+    def __init__(self, device: torch.device, staging_bytes: int) -> None:
+        self.counts = TransferCounts()
+        self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
+
+    def add(self, num_bytes: int, ranges: Sequence[WeightRange]) -> int:
+        """Return the bytes of a block; their values are not read."""
+        return num_bytes
+
+    def read(self, place: int, target: Tensor) -> Wait:
+        """Count the bytes of a block that arrives."""
+        self.counts.read_bytes += place
+        return _return_at_once
+
+    def close(self) -> None:
+        """Nothing has to be freed."""
+
+
+class _CountingParameterStore:
+    """Store of trained weights and gradients that keeps only their sizes."""
+
+    def __init__(self, device: torch.device, staging_bytes: int) -> None:
+        self.counts = TransferCounts()
+        self.num_bytes = 0
+        self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
+
+    def add(self, num_bytes: int) -> int:
+        """Reserve a place; return its first byte."""
+        first = self.num_bytes
+        self.num_bytes += -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        return first
+
+    def fill(self, position: int, pieces: Iterable[Tensor]) -> None:
+        """Leave the place as it is; the values are not read."""
+
+    def read(self, position: int, target: Tensor) -> Wait:
+        """Count bytes that arrive."""
+        self.counts.read_bytes += target.numel()
+        return _return_at_once
+
+    def write(self, position: int, source: Tensor) -> Wait:
+        """Count bytes that leave; their memory is in use until the wait, as in a run."""
+        self.counts.written_bytes += source.nbytes
+        return lambda _source=source: _return_at_once()  # type: ignore[misc]
+
+    def view(self, position: int, num_bytes: int) -> Tensor:
+        """Values are never read by name."""
+        raise AssertionError("a rehearsal saves no checkpoint")
+
+    def close(self) -> None:
+        """Nothing has to be freed."""
+
+
+def build_fake_weight_offload(
+    recipe: Recipe, device: torch.device
+) -> WeightOffload | ParameterOffload | None:
+    """Build the offloading of blocks' weights without a store; None if nothing moves.
+
+    The buffers of a scratch file are host memory, which is the device's on a CPU.
+    """
+    section = recipe.moved_offload
+    if section.parameters == "none":
+        return None
+    is_on_cpu = recipe.run.device == "cpu" and section.parameters == "disk"
+    staging_bytes = section.buffer_bytes if is_on_cpu else 0
+    if recipe.adapters is None:
+        store = _CountingParameterStore(device, 2 * staging_bytes)
+        return ParameterOffload(store, section.parameters, device)
+    return WeightOffload(_CountingWeightStore(device, staging_bytes), section.parameters, device)
+
+
 def build_fake_activation_offload(recipe: Recipe, device: torch.device) -> ActivationOffload | None:
     """Build the offloading of saved tensors without a store; None if nothing moves.
 
@@ -70,6 +150,7 @@ def build_fake_offloaded_optimizer(
     live: LiveMemoryTracker,
     *,
     is_updated_on_host: bool = False,
+    parameters: ParameterOffload | None = None,
 ) -> tuple[OffloadedOptimizer, Tensor]:
     """Build the optimizer with its states outside the counted memory, and its staging buffers.
 
@@ -97,6 +178,7 @@ def build_fake_offloaded_optimizer(
         create_store,
         buffer_bytes=section.buffer_bytes,
         device=torch.device("cpu"),  # no copies: the segments are where the update runs
+        parameters=parameters,
     )
     staging_bytes = min(NUM_BUFFERS * largest_bucket_bytes, offloaded.num_bytes)
     if is_updated_on_host:

@@ -6,6 +6,7 @@ Legend: B sequences, T tokens, H query heads, K key-value heads, E head_dim, V v
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from shardwright.model.attention import fused_attention
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
+from shardwright.offload import ParameterOffload, WeightOffload
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import create_state
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
@@ -38,6 +40,7 @@ from shardwright.rehearsal.collective_recorder import Collective, CollectiveReco
 from shardwright.rehearsal.fake_offload import (
     build_fake_activation_offload,
     build_fake_offloaded_optimizer,
+    build_fake_weight_offload,
 )
 from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
@@ -69,6 +72,12 @@ class RankRehearsal:
     """Bytes of optimizer states in host memory or on disk."""
     offloaded_activation_bytes: int
     """Bytes of saved tensors in host memory or on disk, at most."""
+    offloaded_parameter_bytes: int
+    """Bytes of weights of blocks in host memory or on disk, with gradients of trained ones."""
+    host_bytes: int
+    """Bytes of all of them in host memory, at most; staging buffers are not counted."""
+    disk_bytes: int
+    """Bytes of all of them on disk, at most."""
     peak_bytes: int
     contributions: tuple[MemoryContribution, ...]
     collectives: tuple[Collective, ...]
@@ -76,8 +85,10 @@ class RankRehearsal:
 
     @property
     def total_offloaded_bytes(self) -> int:
-        """Bytes in host memory or on disk at most: optimizer states and saved tensors."""
-        return self.offloaded_bytes + self.offloaded_activation_bytes
+        """Bytes in host memory or on disk at most: optimizer states, saved tensors, weights."""
+        return (
+            self.offloaded_bytes + self.offloaded_activation_bytes + self.offloaded_parameter_bytes
+        )
 
 
 def rehearse_rank(
@@ -94,7 +105,10 @@ def rehearse_rank(
         device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
         live = LiveMemoryTracker(None if device_type == "cpu" else device_type)
         recorder = CollectiveRecorder()
-        model = _build_model(recipe, plan, device, _FakeStorage(fake, live))
+        weight_storage = _FakeStorage(fake, live)
+        with weight_storage:
+            weight_offload = build_fake_weight_offload(recipe, device)
+        model = _build_model(recipe, plan, device, weight_storage, offload=weight_offload)
         reference = None
         if recipe.preference is not None and has_frozen_reference(recipe):
             reference = _build_model(recipe, plan, device, _FakeStorage(fake, live), is_frozen=True)
@@ -134,6 +148,9 @@ def rehearse_rank(
                         model,
                         live,
                         is_updated_on_host=choose_update_place(recipe).place == "host",
+                        parameters=weight_offload
+                        if isinstance(weight_offload, ParameterOffload)
+                        else None,
                     )
                     offloaded_bytes = optimizer.num_bytes
             optimizer_bytes = live.live_bytes - bytes_before
@@ -143,6 +160,8 @@ def rehearse_rank(
                 accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
                 del batches  # they are not gradients, which are counted next
             gradients_bytes = live.live_bytes - weights_bytes - optimizer_bytes
+            if weight_offload is not None:  # the block that computed last
+                gradients_bytes -= weight_offload.count_device_bytes()
             with use_phase(live, "update"):
                 update_parameters(
                     model,
@@ -150,6 +169,12 @@ def rehearse_rank(
                     learning_rate=1e-4,
                     max_grad_norm=recipe.training.max_grad_norm,
                 )
+    activation_bytes = 0 if activation_offload is None else activation_offload.peak_bytes
+    parameter_bytes = 0 if weight_offload is None else weight_offload.stored_bytes
+    by_tier: Counter[str] = Counter()
+    by_tier[offload.optimizer] += offloaded_bytes
+    by_tier[offload.activations] += activation_bytes
+    by_tier[offload.parameters] += parameter_bytes
     return RankRehearsal(
         rank=rank,
         coordinates=RankGrid(plan.layout).coordinates(rank),
@@ -157,9 +182,10 @@ def rehearse_rank(
         gradients_bytes=gradients_bytes,
         optimizer_bytes=optimizer_bytes,
         offloaded_bytes=offloaded_bytes,
-        offloaded_activation_bytes=0
-        if activation_offload is None
-        else activation_offload.peak_bytes,
+        offloaded_activation_bytes=activation_bytes,
+        offloaded_parameter_bytes=parameter_bytes,
+        host_bytes=by_tier["host"],
+        disk_bytes=by_tier["disk"],
         peak_bytes=live.peak_bytes,
         contributions=tuple(live.list_contributions()),
         collectives=tuple(recorder.collectives),
@@ -228,6 +254,7 @@ def _build_model(
     storage: AbstractContextManager[None] | None,
     *,
     is_frozen: bool = False,
+    offload: WeightOffload | ParameterOffload | None = None,
 ) -> ParallelModel:
     """Build the model as the trainer does: shard it on the meta device, then fill it."""
     precision = resolve_dtypes(plan.precision)
@@ -253,6 +280,7 @@ def _build_model(
         device,
         read_slice=fill,
         storage=storage,
+        offload=offload,
     )
 
 

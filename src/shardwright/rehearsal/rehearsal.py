@@ -163,6 +163,9 @@ class Rehearsal:
             "optimizer_bytes": report.optimizer_bytes,
             "offloaded_bytes": report.offloaded_bytes,
             "offloaded_activation_bytes": report.offloaded_activation_bytes,
+            "offloaded_parameter_bytes": report.offloaded_parameter_bytes,
+            "host_bytes": report.host_bytes,
+            "disk_bytes": report.disk_bytes,
             "peak_bytes": report.peak_bytes,
             "at_peak": [
                 {
@@ -283,16 +286,8 @@ def _list_assumptions(recipe: Recipe, plan: Plan, device: RehearsalDevice) -> It
             )
     if choose_rehearsed_attention(recipe, device) != recipe.model.attention:
         yield f"attention runs as `auto` on a CPU, not as {recipe.model.attention}"
-    if recipe.run.device != "cpu" and "host" in (
-        recipe.offload.optimizer,
-        recipe.offload.activations,
-    ):
+    if recipe.run.device != "cpu" and "host" in recipe.offload.list_tiers():
         yield "ranks run on GPUs; on CPUs, `offload: host` moves nothing (run.device: cpu)"
-    if recipe.offload.parameters != "none":
-        yield (
-            "weights stay on the device (offload.parameters: "
-            f"{recipe.offload.parameters} is not rehearsed)"
-        )
     yield "every token is supervised and every gradient is finite"
     if device == "cpu":
         yield (

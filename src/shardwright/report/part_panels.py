@@ -123,6 +123,10 @@ def build_memory_panel(run: Run, key: str, title: str) -> Panel | None:
     )
 
 
+_NOT_ON_THE_DEVICE = ("total", "capacity", "offloaded", "host", "disk")
+"""Predicted bytes that are no part of the device's total."""
+
+
 def _read_predicted_memory(run: Run) -> dict[str, float]:
     parts = run.prediction.get("memory_bytes")
     if not isinstance(parts, dict):
@@ -130,7 +134,9 @@ def _read_predicted_memory(run: Run) -> dict[str, float]:
     return {
         str(n): float(v)
         for n, v in parts.items()
-        if n not in ("total", "capacity", "offloaded") and isinstance(v, int | float) and v > 0
+        if n not in ("total", "capacity", "offloaded", "host", "disk")
+        and isinstance(v, int | float)
+        and v > 0
     }
 
 

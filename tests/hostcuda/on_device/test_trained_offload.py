@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardwright.config import Recipe
+from shardwright.data.loader import read_step_micro_batches
+from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import RecipeError
-from shardwright.offload import scratch_transfers
+from shardwright.offload import OffloadedOptimizer, ParameterOffload, scratch_transfers
+from shardwright.offload.pinned_parameter_store import PinnedParameterStore
+from shardwright.offload.store import TransferCounts
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
+from shardwright.training.setup import build_state
+from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.hostcuda import device
 from tests.unit.training.test_offload_run import build_run, read_checkpoints
 
+ON_HOST = {"optimizer": "host", "parameters": "host", "buffer_bytes": 8192}
 ON_DISK = {"optimizer": "disk", "parameters": "disk", "buffer_bytes": 8192}
 
 
@@ -38,11 +48,81 @@ def test_a_run_writes_the_checkpoints_of_the_resident_run(
 ) -> None:
     sections = {"recompute": recompute, "precision": precision}
     train(build(tmp_path, "resident", {}, **sections))
-    train(build(tmp_path, "run", ON_DISK, **sections))
     expected = read_checkpoints(tmp_path / "resident")
     assert len(expected) == 4
-    assert read_checkpoints(tmp_path / "run") == expected
+    for run, offload in (("disk", ON_DISK), ("host", ON_HOST)):
+        train(build(tmp_path, run, offload, **sections))
+        assert read_checkpoints(tmp_path / run) == expected
+        assert not device.list_violations()
+
+
+@pytest.mark.parametrize(("first", "then"), [(ON_HOST, ON_DISK), (ON_DISK, ON_HOST), (ON_HOST, {})])
+def test_a_checkpoint_opens_under_any_tier(
+    tmp_path: Path, first: dict[str, object], then: dict[str, object]
+) -> None:
+    train(build(tmp_path, "whole", {}))
+    recipe = build(tmp_path, "run", first)
+    shorter = recipe.training.model_copy(update={"max_steps": 2})
+    train(recipe.model_copy(update={"training": shorter}))
+    train(build(tmp_path, "run", then), resume=True)
+    assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
     assert not device.list_violations()
+
+
+def count_waits(folder: Path, offload: dict[str, object]) -> tuple[int, int, int, bool]:
+    """Return the host's waits of the second step, bytes read and written, and True if pinned."""
+    recipe = build(folder, "waits", offload, recompute="none")
+    validated_run = validate_run(recipe, 1)
+    state = build_state(validated_run, torch.device("cuda", 0))
+    order = SampleOrder(recipe.seed, len(validated_run.data.train))
+    plan = validated_run.plan
+    for step in range(2):
+        batches = read_step_micro_batches(validated_run.data.train, order, plan.batch, step, 0)
+        batches = [batch.pin_memory() for batch in batches]
+        with device.log_synchronisations() as log:
+            accumulate_gradients(state.model, batches, seed=0, step=step)
+            update_parameters(state.model, state.optimizer, learning_rate=1e-3, max_grad_norm=0.5)
+    counts = TransferCounts()
+    is_pinned = False
+    if isinstance(state.weight_offload, ParameterOffload):
+        store = state.weight_offload.store
+        assert isinstance(store, PinnedParameterStore)
+        counts = store.counts
+        is_pinned = all(place.memory.is_pinned() for place in store._places)
+        state.weight_offload.close()
+    if isinstance(state.optimizer, OffloadedOptimizer):
+        state.optimizer.close()
+    assert not device.list_violations()
+    return sum(log.values()), counts.read_bytes, counts.written_bytes, is_pinned
+
+
+def test_the_host_waits_as_often_as_with_resident_weights(tmp_path: Path) -> None:
+    resident_waits, *_ = count_waits(tmp_path, {"optimizer": "host", "buffer_bytes": 8192})
+    waits, read_bytes, written_bytes, is_pinned = count_waits(tmp_path, ON_HOST)
+    assert waits == resident_waits
+    assert min(read_bytes, written_bytes) > 0
+    assert is_pinned
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_copies_that_no_event_orders_are_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    original = getattr(PinnedParameterStore, method)
+
+    def run_without_waits(self: PinnedParameterStore, *arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
+            patch.setattr(torch.cuda.Stream, "wait_event", lambda *_: None)
+            original(self, *arguments)
+            return lambda: None
+
+    monkeypatch.setattr(PinnedParameterStore, method, run_without_waits)
+    with pytest.raises((RuntimeError, AssertionError)):
+        count_waits(tmp_path, ON_HOST)
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()  # checks the interrupted run's copies
+    device.list_violations()
 
 
 def test_transfers_that_do_not_wait_for_the_computation_are_detected(
@@ -69,7 +149,6 @@ def test_transfers_that_do_not_wait_for_the_computation_are_detected(
             {"precision": {"kind": "bf16", "working_weights": True}},
             "copies of trained weights in the compute precision would stay",
         ),
-        ({"offload": ON_DISK | {"parameters": "host"}}, "on disk only"),
     ],
 )
 def test_settings_that_would_keep_weights_on_the_device_are_refused(

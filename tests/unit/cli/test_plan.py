@@ -107,10 +107,9 @@ def test_indistinguishable_layouts_are_marked_and_the_simplest_is_chosen(
     assert "its 80% intervals: step " in shown
 
 
-def test_offloaded_parts_that_are_not_planned_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_offloaded_parts_are_planned_by_tier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = "offload.parameters: disk is not planned: its bytes are counted on the device"
     document = RECIPE | {
         "adapters": {"rank": 8},
         "offload": {"parameters": "disk", "activations": "host"},
@@ -119,13 +118,12 @@ def test_offloaded_parts_that_are_not_planned_are_named(
     path.write_text(json.dumps(document), encoding="utf-8")
     assert run(["plan", str(path), *A100, "--json"]) == ExitCode.DONE
     shown = capsys.readouterr()
-    assert shown.err == f"note: {expected}\n"
-    assert json.loads(shown.out)["chosen"] is not None
-    with caplog.at_level("INFO"):
-        resolve_auto_layout(
-            validate_recipe(document | {"layout": "auto", "cluster": "8xA100-80GB"}), 8
-        )
-    assert f"layout auto: {expected}" in caplog.messages
+    assert shown.err == ""
+    chosen = json.loads(shown.out)["chosen"]
+    assert chosen["parameter_offload"] == "disk"
+    memory = chosen["memory_bytes"]
+    assert min(memory["host"], memory["disk"]) > 0
+    assert memory["offloaded"] == memory["host"] + memory["disk"]
 
 
 def test_a_tight_choice_gives_a_warning(

@@ -17,6 +17,8 @@ from shardwright.doctor.cluster_profile import build_profile, build_request
 from shardwright.doctor.diagnosis import examine
 from shardwright.doctor.examination import ExaminationRequest
 from shardwright.doctor.scratch_disk import ScratchRate, judge_scratch, measure_scratch
+from shardwright.doctor.tier_rates import build_tiers
+from shardwright.hardware import TierRates
 from shardwright.layout import Layout
 
 HOSTS = {0: "node-a", 1: "node-b"}
@@ -135,3 +137,29 @@ def test_the_folder_is_that_of_the_recipe_and_measured_if_it_offloads_to_disk(
     assert find_folder({"optimizer": "disk"}) == str(tmp_path / "run")
     scratch = {"activations": "disk", "dir": str(tmp_path / "scratch")}
     assert find_folder(scratch) == str(tmp_path / "scratch")
+
+
+def test_the_slowest_rank_decides_the_rates_of_a_profile() -> None:
+    """A rank on a far NUMA node, or with a slower disk, is the one that all others wait for."""
+    disks = ((4e9, 3e9, 2e9), (5e9, 1e9, 3e9), (6e9, 4e9, 4e9))
+    rates = {
+        "copies": [
+            {"kind": kind, "bytes_per_second": rate}
+            for kind, by_rank in (
+                ("to device", (20e9, 24e9, 24e9)),
+                ("from device", (22e9, 23e9, 23e9)),
+                ("host memory", (90e9, 60e9, 80e9)),
+            )
+            for rate in by_rank
+        ],
+        "scratch": [
+            {
+                "read_bytes_per_second": read,
+                "write_bytes_per_second": write,
+                "both_bytes_per_second": both,
+            }
+            for read, write, both in disks
+        ],
+    }
+    assert build_tiers(rates, "gpu") == TierRates(20e9, 60e9, 4e9, 1e9, 2e9)
+    assert build_tiers({"copies": []}, "gpu") == TierRates()

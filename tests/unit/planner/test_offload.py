@@ -1,4 +1,4 @@
-"""Planning of offloaded states and activations: bytes per tier, transfer times, `layout: auto`."""
+"""Planning of offloaded states, activations and weights: bytes per tier, transfers, `auto`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from shardwright.errors import LayoutError
 from shardwright.hardware import MeasuredProfile, TierRates, save_profile
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
+from shardwright.planner import offload_costs
 from shardwright.planner.auto_layout import build_cluster, choose_layout
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_problem, build_template, read_planning_shape
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.rejections import find_rejections
+from shardwright.planner.time.communication import StridedGroup
 from shardwright.planner.update_place import choose_update_place
 
 NUM_PARAMETERS = 5_928_861_696
@@ -219,7 +222,9 @@ def test_layout_auto_offloads_activations_if_that_suffices() -> None:
 
 
 def test_layout_auto_offloads_states_and_activations_if_neither_suffices() -> None:
-    rows = LONG_ROWS | {"optimizer": {"name": "adamw"}}
+    # Copies of trained weights in the compute precision need them on the device.
+    precision = {"kind": "bf16", "working_weights": True}
+    rows = LONG_ROWS | {"optimizer": {"name": "adamw"}, "precision": precision}
     chosen, prediction = choose_layout(
         build_recipe(layout="auto", **rows), parse_cluster("1xH100-80GB"), 1
     )
@@ -246,3 +251,145 @@ def test_schedules_that_defer_weight_gradients_are_not_planned_with_offloaded_ac
     for schedule, expected in (("zb_h1", False), ("1f1b", True)):
         candidate = replace(template, layout=Layout(pp=2, schedule=schedule))
         assert is_allowed(candidate) is expected
+
+
+BLOCK_MATRICES = 28 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+"""Elements of the blocks' matrices of `CONFIG`."""
+
+
+def predict_on(num_devices: int, candidate: Candidate, recipe: Recipe | None = None) -> Prediction:
+    facts = get_model_facts(read_planning_shape(recipe or build_recipe()))
+    cluster = parse_cluster(f"{num_devices}xH100-80GB")
+    return Predictor(facts, cluster, Efficiency()).predict(candidate)
+
+
+def test_frozen_weights_leave_the_device_and_delay_the_passes_if_the_tier_is_slower() -> None:
+    lora: dict[str, Any] = {"adapters": {"rank": 8}}
+    resident, host, disk = (
+        predict_on(1, build_template(build_recipe(**lora, offload={"parameters": tier})))
+        for tier in ("none", "host", "disk")
+    )
+    stored = 2 * BLOCK_MATRICES
+    assert (host.memory.host, host.memory.disk) == (stored, 0.0)
+    assert (disk.memory.host, disk.memory.disk) == (0.0, stored)
+    # One block is on the device at the loss, two in the backward pass.
+    freed_bytes = resident.memory.live - host.memory.live
+    assert 26 / 28 <= freed_bytes / stored <= 27 / 28
+    assert host.memory.live == disk.memory.live
+    assert disk.time.compute == resident.time.compute
+    assert disk.time.step == pytest.approx(resident.time.step + disk.time.offload)
+    transfers = 2 * stored * 27 / 28 / 1e9
+    assert transfers - resident.time.compute <= disk.time.offload < transfers
+    assert host.time.offload < 0.1 * disk.time.offload
+    assert all(prediction.candidate.is_runnable for prediction in (host, disk))
+
+
+def test_ranks_of_zero_keep_a_part_of_frozen_weights_and_gather_each_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(offload_costs._BYTES_PER_SECOND, "host", 1e15)  # only gathers take time
+    recipe = build_recipe(adapters={"rank": 8}, offload={"parameters": "host"})
+    template = build_template(recipe)
+    sharded = replace(template, layout=Layout(dp_shard=4, zero_stage=3))
+    whole = predict_on(4, replace(template, layout=Layout(dp_replicate=4)))
+    part = predict_on(4, sharded)
+    assert part.memory.host == whole.memory.host / 4
+    resident = predict_on(4, replace(sharded, parameter_offload="none"))
+    assert resident.memory.offloaded == resident.time.offload == 0.0
+    # Each rank has a quarter of 28 blocks less, and two whole blocks without prefetched ones more.
+    assert part.memory.weights == pytest.approx(
+        resident.memory.weights - 2 * BLOCK_MATRICES / 4, rel=1e-6
+    )
+    network = Predictor(
+        get_model_facts(read_planning_shape(recipe)), parse_cluster("4xH100-80GB"), Efficiency()
+    ).network
+    block_seconds = network.time_all_gather(StridedGroup(4, 1), 2 * BLOCK_MATRICES / 28)
+    assert part.time.offload == pytest.approx(2 * 27 * block_seconds)
+    assert whole.time.offload == 0.0
+
+
+def test_trained_weights_move_with_their_gradients_and_return_for_the_update() -> None:
+    states = build_recipe(offload={"optimizer": "disk"})
+    weights = build_recipe(offload={"optimizer": "disk", "parameters": "disk"})
+    resident = predict_on(1, build_template(states))
+    disk = predict_on(1, build_template(weights))
+    assert disk.candidate.is_runnable
+    assert disk.memory.disk == resident.memory.disk + 8 * BLOCK_MATRICES
+    assert resident.memory.weights - disk.memory.weights == 4 * BLOCK_MATRICES
+    # Moments arrive and leave; weights and gradients arrive, weights leave.
+    update_seconds = (STATE_BYTES + 8 * BLOCK_MATRICES) / 1e9
+    assert disk.time.optimizer == pytest.approx(update_seconds, rel=0.01)
+    one = disk.time.offload
+    accumulated = replace(
+        build_template(weights), micro_batch_size=1, gradient_accumulation_steps=4
+    )
+    # Gradients leave after each micro-batch, and return for all but the first.
+    four = predict_on(1, accumulated).time.offload
+    read_bytes = (4 * 8 + 3 * 4) * BLOCK_MATRICES * 27 / 28
+    assert one <= 8 * BLOCK_MATRICES / 1e9 * 27 / 28
+    assert four <= read_bytes / 1e9
+    assert four >= read_bytes / 1e9 - predict_on(1, accumulated).time.compute
+
+
+REFUSED: tuple[dict[str, Any], ...] = (
+    {"layout": Layout(pp=2, schedule="zb_h1")},
+    {"layout": Layout(dp_shard=2, zero_stage=1)},
+    {"optimizer": "muon"},
+    {"optimizer": "adafactor"},
+    {"precision": "fp8"},
+    {"working_weights": True},
+    {"offload": "none"},
+    {"is_updated_on_host": True},
+    {"can_offload_trained": False},
+    {"reference": "frozen"},
+)
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=str)
+def test_layouts_that_cannot_offload_trained_weights_are_not_planned(
+    change: dict[str, Any],
+) -> None:
+    recipe = build_recipe(offload={"optimizer": "disk", "parameters": "disk"})
+    template = build_template(recipe)
+    is_allowed = build_problem(recipe, template, 2).is_allowed
+    assert is_allowed is not None
+    assert is_allowed(template)
+    assert is_allowed(replace(template, layout=Layout(pp=2)))
+    assert not is_allowed(replace(template, **change))
+
+
+def test_zeros_that_stay_need_trained_weights_on_the_device(tmp_path: Path) -> None:
+    model = {"path": str(tmp_path), "keep_zeros": True}
+    recipe = build_recipe(model=model, offload={"optimizer": "disk", "parameters": "disk"})
+    assert not build_template(recipe).is_runnable
+
+
+def test_layout_auto_offloads_weights_if_nothing_else_suffices() -> None:
+    small = parse_cluster("1xH100-80GB")
+    large = CONFIG | {"num_hidden_layers": 120}  # 24.6 billion parameters
+    frozen = build_recipe(
+        model={"config": CONFIG | {"num_hidden_layers": 230}},
+        adapters={"rank": 8},
+        layout="auto",
+        recompute="full",
+    )
+    chosen, prediction = choose_layout(frozen, small, 1)
+    assert (chosen.offload.parameters, chosen.offload.optimizer) == ("host", "none")
+    assert "parameters on host" in prediction.candidate.describe()
+    trained = build_recipe(model={"config": large}, layout="auto", recompute="full")
+    chosen, prediction = choose_layout(trained, small, 1)
+    assert (chosen.offload.parameters, chosen.offload.optimizer) == ("host", "host")
+    assert prediction.fits
+    assert prediction.candidate.is_runnable
+
+
+def test_a_layout_that_does_not_fit_is_offered_offloaded_weights() -> None:
+    recipe = build_recipe(model={"config": CONFIG | {"num_hidden_layers": 120}})
+    facts = get_model_facts(read_planning_shape(recipe))
+    predictor = Predictor(facts, parse_cluster("1xH100-80GB"), Efficiency())
+    problem = build_problem(recipe, build_template(recipe), 1)
+    (rejection,) = find_rejections(predictor, problem)
+    assert rejection.change is not None
+    assert "offload.optimizer: host and offload.parameters: host" in rejection.change
+    assert rejection.changed_prediction is not None
+    assert rejection.changed_prediction.candidate.is_runnable

@@ -1,5 +1,5 @@
 """The planner's bytes agree with the rehearsal's over models and layouts: weights and states within
-3%, the rest within 5%.
+3%, the rest within 5%; with offloaded weights each tier within 2%.
 
 The rehearsal is the reference: it runs the real step without its memory and equals real runs
 (tests/multiprocess/test_rehearse.py).
@@ -71,6 +71,13 @@ LORA = {"adapters": {"rank": 8}}
 QLORA = {"adapters": {"rank": 8, "quantize": "nf4"}}
 PREFERENCES = {"preference": {"kind": "dpo"}}
 OFFLOAD = {"offload": {"optimizer": "host", "activations": "host", "buffer_bytes": 2**20}}
+FROZEN_ON_HOST = LORA | {"offload": {"parameters": "host"}}
+FROZEN_ON_DISK = {
+    "adapters": {"rank": 8, "quantize": "nf4"},
+    "offload": {"parameters": "disk", "optimizer": "host"},
+}
+TRAINED_ON_DISK = {"offload": {"parameters": "disk", "optimizer": "disk", "buffer_bytes": 2**20}}
+WEIGHT_SECTIONS = (FROZEN_ON_HOST, FROZEN_ON_DISK, TRAINED_ON_DISK)
 WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 CASES = [
     Case("llama", Layout(dp_replicate=2), steps=2),
@@ -90,6 +97,10 @@ CASES = [
     Case("llama", Layout(dp_shard=2, zero_stage=3), recompute="selective", sections=OFFLOAD),
     Case("llama", Layout(pp=2), steps=4, sections=OFFLOAD),
     Case("llama", Layout(), recompute="full", sections=WORKING),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), sections=FROZEN_ON_HOST),
+    Case("llama", Layout(pp=2), steps=4, sections=FROZEN_ON_DISK),
+    Case("llama", Layout(dp_replicate=2), steps=2, sections=TRAINED_ON_DISK),
+    Case("llama", Layout(tp=2), recompute="selective", sections=TRAINED_ON_DISK),
 ]
 LONG_CASES = [
     Case("llama", Layout(dp_replicate=2), sections=PREFERENCES, steps=2),
@@ -142,6 +153,12 @@ LONG_CASES = [
     Case("qwen3_moe", Layout(), sections=WORKING),
     Case("tied", Layout(pp=2), steps=4, sections=WORKING),
     Case("llama", Layout(), steps=2, recompute="full", sections=LORA),
+    Case("llama", Layout(), sections=FROZEN_ON_HOST),
+    Case("llama", Layout(dp_shard=2, zero_stage=1), recompute="full", sections=FROZEN_ON_HOST),
+    Case("llama", Layout(cp=2, cp_method="ring"), sections=FROZEN_ON_DISK),
+    Case("llama", Layout(), sections=TRAINED_ON_DISK),
+    Case("llama", Layout(pp=2), steps=4, sections=TRAINED_ON_DISK),
+    Case("llama", Layout(pp=2), steps=4, recompute="full", sections=TRAINED_ON_DISK),
 ]
 
 
@@ -155,7 +172,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         shape,
         case.layout,
         BatchPlan(TOKENS, ROWS, case.steps, case.layout.data_ranks),
-        recipe.precision,
+        recipe.precision.model_copy(update={"working_weights": recipe.working_weights}),
         case.recompute,
     )
     report = rehearse_rank(recipe, plan, 0)
@@ -175,8 +192,21 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
     assert predicted.optimizer == pytest.approx(report.optimizer_bytes, rel=0.03)
     persistent = compute_persistent_memory(facts, candidate, load)
-    assert persistent.updated_gradients == pytest.approx(report.gradients_bytes, rel=0.03)
+    leaving_bytes = persistent.moved.compute_gradient_bytes(1)  # of the last block
+    assert persistent.updated_gradients + leaving_bytes == pytest.approx(
+        report.gradients_bytes, rel=0.03
+    )
     between_steps = report.weights_bytes + report.optimizer_bytes
     assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(
         report.peak_bytes - between_steps, rel=0.05
     )
+    if case.sections in WEIGHT_SECTIONS:
+        stored_bytes = report.offloaded_parameter_bytes
+        assert stored_bytes > 0
+        assert persistent.moved.stored == pytest.approx(stored_bytes, rel=0.02)
+        assert predicted.host == pytest.approx(report.host_bytes, rel=0.02)
+        assert predicted.disk == pytest.approx(report.disk_bytes, rel=0.02)
+        # DDP's gradients of earlier micro-batches are predicted less exactly.
+        has_old_gradients = case.layout.dp_replicate > 1 and case.steps > 1
+        tolerance = 0.035 if has_old_gradients else 0.02
+        assert predicted.live == pytest.approx(report.peak_bytes, rel=tolerance)

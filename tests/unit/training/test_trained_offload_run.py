@@ -15,6 +15,7 @@ import torch
 from shardwright.architecture import read_config
 from shardwright.config import Recipe
 from shardwright.errors import OffloadFailed, RecipeError
+from shardwright.model.block_weights import list_block_matrices
 from shardwright.offload import ParameterOffload, parameter_store
 from shardwright.plans import resolve_plan
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
@@ -206,7 +207,7 @@ def test_weights_are_read_and_compared_by_name(tmp_path: Path) -> None:
     ("offload", "sections", "num_ranks", "message"),
     [
         ({"parameters": "disk"}, {}, 1, "return for the update with the moments"),
-        (DISK, {"layout": {"pp": 2}}, 2, "stages of a pipeline"),
+        (DISK, {"layout": {"pp": 2, "schedule": "zb_h1"}}, 2, "zb_h1 defers weight gradients"),
         (DISK, {"layout": {"dp_shard": 2, "zero_stage": 3}}, 2, "that ZeRO shards over ranks"),
         (DISK, {"optimizer": {"name": "muon"}}, 1, "the update of muon needs all weights"),
         (DISK, {"optimizer": {"name": "adafactor"}}, 1, "the update of adafactor needs all"),
@@ -228,18 +229,28 @@ def test_a_pruned_model_is_refused(tmp_path: Path) -> None:
         validate_run(recipe, 1)
 
 
-def test_host_is_refused_on_a_gpu_and_moves_nothing_on_a_cpu(
+def test_host_moves_nothing_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = build_run(tmp_path, "run", DISK | {"parameters": "host"}, max_steps=1)
     with caplog.at_level("INFO", logger="shardwright"):
         train(recipe)
     assert any("weights stay: the device is the CPU" in line for line in caplog.messages)
+
+
+def test_too_little_host_memory_for_weights_and_gradients_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = build_run(tmp_path, "run", DISK | {"parameters": "host"})
+    plan = resolve_plan(recipe, read_config(CONFIG), 1)
+    names = frozenset(list_block_matrices(plan.placement.shape))
+    monkeypatch.setattr(offload_checks, "should_use_cuda", lambda *_, **__: True)
     monkeypatch.setattr(trained_offload_checks, "should_use_cuda", lambda *_, **__: True)
-    with pytest.raises(RecipeError, match=r"trained weights can be on disk only"):
-        trained_offload_checks.check_trained_offload(
-            recipe, resolve_plan(recipe, read_config(CONFIG), 1)
-        )
+    monkeypatch.setattr(offload_checks, "read_available_memory", lambda: 2 * WEIGHT_BYTES)
+    offload_checks.check_offload(recipe, plan, names)
+    monkeypatch.setattr(offload_checks, "read_available_memory", lambda: 2 * WEIGHT_BYTES - 1)
+    with pytest.raises(RecipeError, match=r"offload\.parameters: .*not enough host memory"):
+        offload_checks.check_offload(recipe, plan, names)
 
 
 def test_a_disk_too_small_for_weights_and_gradients_is_refused(

@@ -10,6 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.moved_weights import MovedWeights, compute_moved_weights
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.offload_costs import count_resident_layers
 
@@ -41,15 +42,18 @@ class PersistentMemory(NamedTuple):
     reduced_gradients: float
     """Reduced gradient shard, beside the unsharded gradients that it is computed from."""
     updated_gradients: float
-    """Gradients that the update reads."""
+    """Gradients that the update reads and that are on the device."""
     optimizer: float
     parameters: ParameterElements
     trained_parameters: ParameterElements
+    """Trained parameters whose gradients are on the device."""
     total_at_loss: float
     """Bytes at the loss without activations, but with gathered parameters: independent of
     micro-batch, recomputation and schedule."""
     offloaded: float = 0.0
     """Optimizer states in host memory or on disk, of which `optimizer` has the staging buffers."""
+    moved: MovedWeights = MovedWeights()
+    """Offloaded matrices of blocks, which are in no other part but `parameters`."""
 
 
 def _sum_parameters(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> ParameterElements:
@@ -103,17 +107,23 @@ def compute_persistent_memory(
     trained = (
         parameters if candidate.adapter is None else count_adapter_elements(facts, candidate, load)
     )
-    weights = _compute_weight_bytes(facts, candidate, load, parameters, trained)
+    moved = compute_moved_weights(facts, candidate, load.layers)
+    weights = _compute_weight_bytes(facts, candidate, load, parameters, trained) - moved.weights
     if candidate.reference == "frozen":
         weights *= 2  # the reference is sharded like the model
     is_unsharded = engine.should_store_unsharded_gradients(
         stage, is_accumulated=candidate.gradient_accumulation_steps > 1
     )
-    gradients = (trained.local if is_unsharded else trained.sharded) * engine.get_gradient_bytes(
+    resident = trained
+    if candidate.adapter is None and moved.stored:
+        resident = trained._replace(
+            local=trained.local - trained.movable, sharded=trained.sharded - trained.movable_sharded
+        )
+    gradients = (resident.local if is_unsharded else resident.sharded) * engine.get_gradient_bytes(
         master
     )
     has_separate_shard = is_unsharded and stage >= 1 and engine.has_master_weights
-    reduced = trained.sharded * master if has_separate_shard else 0.0
+    reduced = resident.sharded * master if has_separate_shard else 0.0
     updated = reduced or gradients
     optimizer = engine.get_optimizer_bytes(candidate.optimizer, master) * (
         trained.local if stage == 0 else trained.sharded
@@ -134,7 +144,16 @@ def compute_persistent_memory(
             facts, candidate, load, parameters, should_include_root=False
         )
     return PersistentMemory(
-        weights, gradients, reduced, updated, optimizer, parameters, trained, at_loss, offloaded
+        weights,
+        gradients,
+        reduced,
+        updated,
+        optimizer,
+        parameters,
+        resident,
+        at_loss,
+        offloaded,
+        moved,
     )
 
 
@@ -182,11 +201,19 @@ def _compute_weight_bytes(
     )
 
 
-def count_group_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Count the elements of the largest group of blocks that is gathered together."""
+def count_group_elements(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad, *, should_skip_moved: bool = False
+) -> float:
+    """Count the elements of the largest group of blocks that is gathered together.
+
+    `should_skip_moved` leaves out weights that are offloaded.
+    """
     by_part = facts.count_elements(candidate.layout)
+    moved_share = should_skip_moved and candidate.parameter_offload != "none"
     present = [
-        layer.local for layer, count in zip(by_part.layers, load.layers, strict=True) if count
+        layer.local - moved_share * layer.movable
+        for layer, count in zip(by_part.layers, load.layers, strict=True)
+        if count
     ]
     return max(present, default=0.0) * min(candidate.layout.wrap_blocks, sum(load.layers))
 
@@ -214,25 +241,32 @@ def compute_gathered_bytes(
     layout = candidate.layout
     engine = candidate.engine
     size = engine.get_gather_bytes(candidate.activation_bytes)
-    if candidate.adapter is not None and candidate.adapter.quantised and layout.zero_stage < 3:
+    dequantised_bytes = 0.0
+    if candidate.adapter is not None and candidate.adapter.quantised:
         # A quantised matrix is dequantised for its matmul, one at a time.
-        return (
+        dequantised_bytes = (
             max(
                 (p.num_inputs * p.num_outputs / layout.tp for k in facts.kinds for p in k.matmuls),
                 default=0.0,
             )
             * size
         )
+        if layout.zero_stage < 3:
+            return dequantised_bytes
+    is_moved = candidate.parameter_offload != "none"
     root_bytes = count_root_elements(facts, candidate, load) * size if should_include_root else 0.0
     if layout.zero_stage == 3 and candidate.is_sharded:
         num_prefetched = min(layout.prefetch_depth, layout.max_gathers_in_flight - 1)
         groups = min(1 + num_prefetched, -(-sum(load.layers) // layout.wrap_blocks) or 1)
-        gathered = groups * count_group_elements(facts, candidate, load) * size + root_bytes
-        return max(gathered, engine.count_live_elements(parameters.local) * size)
+        group_elements = count_group_elements(facts, candidate, load, should_skip_moved=True)
+        gathered = groups * group_elements * size + root_bytes
+        return is_moved * dequantised_bytes + max(
+            gathered, engine.count_live_elements(parameters.local) * size
+        )
     if not engine.has_master_weights:
         return 0.0
     if candidate.is_sharded:
-        return parameters.local * size
+        return (parameters.local - is_moved * parameters.movable) * size
     if not _has_casts(candidate):
         return 0.0
     # Casts are saved for the backward pass with the activations of their layer, once per
@@ -359,7 +393,7 @@ def compute_pending_gradient_bytes(
     ):
         return 0.0
     by_part = facts.count_elements(candidate.layout)
-    pending = num_groups * count_group_elements(facts, candidate, load)
+    pending = num_groups * count_group_elements(facts, candidate, load, should_skip_moved=True)
     pending += 0.0 if facts.shape.tied_embeddings else by_part.embedding.local
     return candidate.engine.compute_pending_gradient_bytes(
         persistent.gradients * min(1.0, pending / persistent.trained_parameters.local)

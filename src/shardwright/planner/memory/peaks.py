@@ -24,6 +24,7 @@ from shardwright.planner.memory.activations import (
     get_layer_activations,
 )
 from shardwright.planner.memory.backward_peak import compute_norm_gradient_bytes
+from shardwright.planner.memory.moved_weights import count_updated_blocks
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     StageLoad,
@@ -37,9 +38,10 @@ from shardwright.planner.memory.parameter_memory import (
     compute_working_bytes,
     count_group_elements,
     count_root_elements,
+    has_saved_casts,
 )
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.offload_costs import count_resident_layers
+from shardwright.planner.offload_costs import count_resident_layers, sum_tier_bytes
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.rates.efficiency import Efficiency
 
@@ -61,11 +63,7 @@ def predict_memory(
             _compute_backward_peak(facts, candidate, load, persistent, live, num_returning)
             for num_returning in range(1 + (live.is_offloaded and live.can_return))
         ),
-        MemoryParts(
-            weights=persistent.weights,
-            optimizer=persistent.optimizer,
-            gradients=persistent.updated_gradients,
-        ),
+        _compute_update_peak(candidate, persistent),
     )
     peak = max(moments, key=lambda parts: parts.total)
     # At every moment. Not of `persistent`, which does not depend on micro-batches and recompute.
@@ -85,12 +83,25 @@ def predict_memory(
             activation_bytes=live.bytes_per_pass,
         )
     )
-    offloaded = (
-        persistent.offloaded
-        + live.compute_offloaded_bytes(load.num_in_flight)
-        + compute_offloaded_cast_bytes(facts, candidate, load, persistent.parameters)
+    tiers = sum_tier_bytes(
+        candidate,
+        optimizer=persistent.offloaded,
+        parameters=persistent.moved.stored,
+        activations=live.compute_offloaded_bytes(load.num_in_flight)
+        + compute_offloaded_cast_bytes(facts, candidate, load, persistent.parameters),
     )
-    return replace(peak, reserve=reserve, driver=driver, offloaded=offloaded)
+    return replace(peak, reserve=reserve, driver=driver, **tiers)
+
+
+def _compute_update_peak(candidate: Candidate, persistent: PersistentMemory) -> MemoryParts:
+    num_weight_blocks, num_gradient_blocks = count_updated_blocks(candidate, persistent.moved)
+    return MemoryParts(
+        weights=persistent.weights,
+        optimizer=persistent.optimizer,
+        gradients=persistent.updated_gradients
+        + persistent.moved.compute_gradient_bytes(num_gradient_blocks),
+        gathered=persistent.moved.compute_weight_bytes(num_weight_blocks),
+    )
 
 
 def _count_process_groups(candidate: Candidate) -> int:
@@ -234,10 +245,30 @@ def _compute_loss_peak(
     saved = live.compute_saved_bytes(load.num_in_flight)
     logits, remaining = compute_logit_bytes(facts, candidate) if load.has_head else (0.0, 0.0)
     gradients = compute_gradient_bytes_at_loss(candidate, persistent.gradients)
+    is_accumulated = candidate.gradient_accumulation_steps > 1
+    # Blocks with offloaded weights on the device, and blocks with their gradients. The next block
+    # after the loss is the last one again, but in a pipeline another one.
+    at_loss = (1.0 + (layout.pp > 1), float(is_accumulated))
+    in_backward = (2.0, 2.0 * is_accumulated)
     moments = [
-        (saved, logits, load.has_head, 0.0),
-        (saved + live.recomputed_bytes + live.gradient_bytes, remaining, False, 0.0),
+        (saved, logits, load.has_head, 0.0, at_loss),
+        (saved + live.recomputed_bytes + live.gradient_bytes, remaining, False, 0.0, in_backward),
     ]
+    if persistent.moved.block_gradients and sum(load.layers) > 1:
+        # The layer before the last one, whose gradients leave and whose saved tensors, casts of
+        # weights included, are freed.
+        others = max(0.0, saved - live.largest_layer_bytes)
+        if has_saved_casts(candidate):
+            others -= count_group_elements(facts, candidate, load) * candidate.activation_bytes
+        moments.append(
+            (
+                others + live.recomputed_bytes + live.gradient_bytes,
+                remaining,
+                False,
+                0.0,
+                (2.0, 1.0 + 2.0 * is_accumulated),
+            )
+        )
     if load.has_head and not candidate.has_fused_norms:
         # The last norm's gradient, before any layer has freed activations; the norm's output
         # and its gradient.
@@ -253,6 +284,7 @@ def _compute_loss_peak(
                 remaining,
                 False,
                 0.0,
+                at_loss,
             )
         )
     reduction = compute_reduction_bytes(candidate, count_group_elements(facts, candidate, load))
@@ -260,7 +292,7 @@ def _compute_loss_peak(
         # Offloaded layers return as others are freed.
         num_reduced = 0 if live.is_offloaded else min(layout.wrap_blocks, sum(load.layers))
         other_layers = saved - num_reduced * live.largest_layer_bytes
-        moments.append((other_layers, remaining, False, reduction))
+        moments.append((other_layers, remaining, False, reduction, in_backward))
         # Beside the next group's backward pass, which under recomputation allocates more than
         # the last one has freed.
         in_reduction = compute_pending_reduction_bytes(
@@ -272,21 +304,23 @@ def _compute_loss_peak(
                 remaining,
                 False,
                 in_reduction,
+                in_backward,
             )
         )
     peaks = [
         MemoryParts(
             weights=persistent.weights,
             optimizer=persistent.optimizer,
-            gradients=gradients,
+            gradients=gradients + persistent.moved.compute_gradient_bytes(num_blocks[1]),
             activations=activations,
             logits=at_head,
             gathered=compute_gathered_bytes(
                 facts, candidate, load, persistent.parameters, should_include_root=root
-            ),
+            )
+            + persistent.moved.compute_weight_bytes(num_blocks[0]),
             workspaces=workspaces,
         )
-        for activations, at_head, root, workspaces in moments
+        for activations, at_head, root, workspaces, num_blocks in moments
     ]
     return max(peaks, key=lambda parts: parts.total)
 
@@ -335,6 +369,7 @@ def _compute_backward_peak(
         gradients -= compute_pending_gradient_bytes(
             facts, candidate, load, persistent, num_groups=1 + num_returning
         )
+    gradients += persistent.moved.compute_gradient_bytes(2.0)  # of this layer and the last one
     return MemoryParts(
         weights=persistent.weights,
         optimizer=persistent.optimizer,
@@ -342,6 +377,7 @@ def _compute_backward_peak(
         activations=saved + live.recomputed_bytes + live.gradient_bytes,
         gathered=compute_gathered_bytes(
             facts, candidate, load, persistent.parameters, should_include_root=False
-        ),
+        )
+        + persistent.moved.compute_weight_bytes(1.0 + max(num_returning, candidate.layout.pp > 1)),
         workspaces=workspaces,
     )

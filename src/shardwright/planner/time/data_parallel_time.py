@@ -81,6 +81,8 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
     )
     if candidate.adapter is not None:
         adapters = count_adapter_elements(costs.facts, candidate, load)
+        if candidate.parameter_offload != "none":  # gathered when they arrive
+            parts = (_drop_movable(parts[0]), _drop_movable(parts[1]), parts[2])
         frozen = (
             parts
             if layout.zero_stage == 3
@@ -102,6 +104,12 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
             reductions.replica_reduce_seconds,
         )
     return compute_data_traffic(parts, num_groups, candidate, network, costs.groups)
+
+
+def _drop_movable(elements: ParameterElements) -> ParameterElements:
+    return ParameterElements(
+        elements.local - elements.movable, elements.sharded - elements.movable_sharded
+    )
 
 
 def overlap_traffic(

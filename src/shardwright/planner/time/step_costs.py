@@ -7,9 +7,10 @@ from typing import NamedTuple
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
+from shardwright.planner.memory.moved_weights import compute_moved_weights, get_moved_bytes
 from shardwright.planner.memory.parameter_memory import has_saved_casts
-from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.offload_costs import compute_transfer_waits
+from shardwright.planner.model_costs import ModelFacts, ParameterElements
+from shardwright.planner.offload_costs import LayerTransfers, compute_transfer_waits
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.communication import NetworkModel, build_groups
 from shardwright.planner.time.compute import (
@@ -53,7 +54,7 @@ class StagePasses(NamedTuple):
     traffic_forward: LayerTraffic = NO_TRAFFIC
     traffic_backward: LayerTraffic = NO_TRAFFIC
     offload_waits: tuple[float, float] = (0.0, 0.0)
-    """Waits for offloaded activations, forward and backward."""
+    """Waits for offloaded activations and weights, forward and backward."""
 
     @property
     def stage_seconds(self) -> StageSeconds:
@@ -204,11 +205,16 @@ class StepCosts:
         )
 
     def _compute_offload_waits(self, layers: tuple[int, ...]) -> tuple[float, float]:
-        """Compute a micro-batch's waits for the saved tensors of a stage's layers, forward and
-        backward. Without a pipeline those of the last layer never leave."""
+        """Compute a micro-batch's waits for the saved tensors and weights of a stage's layers,
+        forward and backward.
+
+        Without a pipeline one layer's stay between the passes. The ranks of ZeRO gather a layer's
+        offloaded weights when it begins.
+        """
         candidate = self.candidate
         num_layers = sum(layers)
-        if candidate.activation_offload == "none" or not num_layers:
+        tiers = {candidate.activation_offload, candidate.parameter_offload}
+        if tiers == {"none"} or not num_layers:
             return 0.0, 0.0
         size = (
             candidate.engine.get_gather_bytes(candidate.activation_bytes)
@@ -221,14 +227,32 @@ class StepCosts:
             self.facts.kinds, self.layer_costs.layers, elements, layers, strict=True
         ):
             activations = get_layer_activations(self.facts, kind, candidate)
+            weights = compute_moved_weights(
+                self.facts, candidate, tuple(int(slot == kind.slot) for slot in range(len(layers)))
+            )
+            gather_seconds = self._time_weight_gather(layer)
             waits = compute_transfer_waits(
                 candidate,
-                activations.saved_bytes + size * layer.local_matrices,
+                LayerTransfers(
+                    activations.saved_bytes + size * layer.local_matrices,
+                    weights.weights,
+                    weights.gradients,
+                ),
                 seconds.forward + forward_traffic.exposed,
                 seconds.recompute + seconds.backward + backward_traffic.exposed,
                 self.network.cluster.profile,
             )
-            forward += count * waits[0]
-            backward += count * waits[1]
+            forward += count * (waits[0] + gather_seconds)
+            backward += count * (waits[1] + gather_seconds)
         share = 1.0 - (candidate.layout.pp == 1) / num_layers
         return share * forward, share * backward
+
+    def _time_weight_gather(self, layer: ParameterElements) -> float:
+        """Compute the seconds in which the ranks of ZeRO gather a layer's offloaded weights."""
+        candidate = self.candidate
+        if candidate.parameter_offload == "none" or not candidate.is_sharded:
+            return 0.0
+        size = get_moved_bytes(candidate)
+        return self.network.time_all_gather(
+            self.groups["fsdp"], size * (layer.movable - layer.expert_local)
+        ) + self.network.time_all_gather(self.groups["efsdp"], size * layer.expert_local)

@@ -11,9 +11,14 @@ from collections.abc import Callable, Sequence
 from math import log2
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.moved_weights import compute_moved_weights
 from shardwright.planner.memory.parameter_memory import StageLoad, compute_working_bytes
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.offload_costs import compute_host_update_seconds, get_transfer_rate
+from shardwright.planner.offload_costs import (
+    compute_host_update_seconds,
+    compute_transfer_seconds,
+    get_transfer_rate,
+)
 from shardwright.planner.prediction import TimeParts
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
@@ -221,7 +226,7 @@ def _compute_rank_parts(
         expert=num_micro_batches * traffic.expert,
         data=exposed + slowdown,
         offload=num_micro_batches * sum(map(sum, (passes.offload_waits for passes in stages))),
-        optimizer=_compute_update_seconds(costs, num_elements, backward)
+        optimizer=_compute_update_seconds(costs, load, num_elements, backward)
         + _compute_cast_seconds(costs, load),
         hidden_tensor=num_micro_batches * traffic.hidden_tensor,
         hidden_context=num_micro_batches * traffic.hidden_context,
@@ -239,13 +244,14 @@ def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
 
 
 def _compute_update_seconds(
-    costs: StepCosts, num_elements: float, backward_seconds: float
+    costs: StepCosts, load: StageLoad, num_elements: float, backward_seconds: float
 ) -> float:
-    """Compute the seconds of the update, with the transfers of offloaded states."""
+    """Compute the seconds of the update, with the transfers of offloaded states and weights."""
     candidate = costs.candidate
     profile = costs.network.cluster.profile
     seconds = compute_update_seconds(num_elements, candidate, costs.rates)
-    if candidate.offload == "none":
+    moved = compute_moved_weights(costs.facts, candidate, load.layers)
+    if candidate.offload == "none" and not moved.gradients:
         return seconds
     if candidate.is_updated_on_host:
         norm_bytes = num_elements * candidate.master_bytes
@@ -255,6 +261,19 @@ def _compute_update_seconds(
             candidate, num_elements, moved_bytes, backward_seconds, profile
         )
     state_bytes = candidate.engine.get_optimizer_bytes(candidate.optimizer, candidate.master_bytes)
+    if moved.gradients:
+        moments = num_elements * state_bytes
+        arriving = moved.weights + moved.gradients
+        return max(
+            seconds,
+            compute_transfer_seconds(
+                (
+                    (candidate.optimizer_tier, moments, moments),
+                    (candidate.parameter_offload, arriving, moved.weights),
+                ),
+                profile,
+            ),
+        )
     return candidate.engine.compute_offloaded_update_seconds(
         seconds,
         num_elements,

@@ -174,13 +174,14 @@ def _count_weight_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[st
     On disk of frozen weights only what the model's own files do not have as it is needed.
     """
     section = recipe.offload
+    is_on_cpu = not should_use_cuda(recipe.run.device, field="run.device")
+    if section.parameters == "host" and is_on_cpu:
+        return 0  # nothing moves
     if recipe.adapters is None:
-        return _count_trained_bytes(plan, trained_names) if section.parameters == "disk" else 0
+        return _count_trained_bytes(plan, trained_names)
     stored = None
     if section.parameters == "disk":
         stored = open_stored_weights(recipe, plan.placement.shape)
-    elif not should_use_cuda(recipe.run.device, field="run.device"):
-        return 0  # nothing moves
     compute = resolve_dtypes(plan.precision).compute
     total = 0
     for coordinates in _list_node_coordinates(plan):
@@ -247,7 +248,9 @@ def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
     tier = recipe.moved_offload.activations
     if tier == "none":
         return
-    candidate = replace(build_plan_candidate(recipe, plan), offload="none")
+    candidate = replace(
+        build_plan_candidate(recipe, plan), offload="none", parameter_offload="none"
+    )
     by_rank = predict_rank_memory(plan.placement.shape, candidate)
     needed_bytes = max(parts.offloaded for parts in by_rank) * _count_local_ranks(plan)
     place = "this node's memory"

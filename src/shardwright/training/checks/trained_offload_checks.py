@@ -6,6 +6,7 @@ from shardwright.config import Recipe
 from shardwright.errors import RecipeError
 from shardwright.launch.devices import should_use_cuda
 from shardwright.plans import Plan
+from shardwright.schedule import has_split_backward
 
 _OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 """Optimizers whose update of some parameters does not depend on others."""
@@ -25,17 +26,11 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             recipe.offload.optimizer == "none",
             "trained weights return for the update with the moments, bucket by bucket",
             "none with offload.optimizer: none",
-            "Set offload.optimizer: disk",
-        ),
-        (
-            recipe.offload.parameters == "host" and uses_cuda,
-            "trained weights can be on disk only",
-            "none or disk without adapters",
-            "Use disk, or shard the weights (layout.zero_stage: 3)",
+            "Set offload.optimizer: host or disk",
         ),
         (
             recipe.offload.update_on == "host" and uses_cuda,
-            "trained weights that are on disk are updated on the device",
+            "trained weights that are offloaded are updated on the device",
             "none with offload.update_on: host without adapters",
             "Remove offload.update_on",
         ),
@@ -46,21 +41,22 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             "Remove precision.working_weights",
         ),
         (
-            layout.pp > 1,
-            "stages of a pipeline cannot offload trained weights",
-            "none with layout.pp > 1 without adapters",
-            "Use layout.tp or layout.dp_replicate, or train adapters",
+            layout.pp > 1 and has_split_backward(layout.schedule),
+            f"schedule {layout.schedule} defers weight gradients, which are computed after their "
+            "block's weights have left",
+            "none with this schedule without adapters",
+            "Choose layout.schedule 1f1b, interleaved_1f1b or gpipe, or train adapters",
         ),
         (
             layout.zero_stage >= 1 and layout.fsdp > 1,
             "weights that ZeRO shards over ranks cannot be offloaded while they are trained",
             "none with layout.zero_stage 1 to 3 on several ranks without adapters",
-            "Use layout.zero_stage: 0 with dp_replicate, tp or cp, or train adapters",
+            "Use layout.zero_stage: 0 with dp_replicate, tp, cp or pp, or train adapters",
         ),
         (
             recipe.optimizer.name not in _OPTIMIZERS,
             f"the update of {recipe.optimizer.name} needs all weights at once",
-            f"none with this optimizer; disk with {', '.join(_OPTIMIZERS)}",
+            f"none with this optimizer; host or disk with {', '.join(_OPTIMIZERS)}",
             "Choose one of these optimizers, or offload its states only (offload.optimizer)",
         ),
         (

@@ -1,0 +1,90 @@
+"""Matrices of blocks that `offload.parameters` keeps in a slower tier between their uses.
+
+A block's weights are on the device, whole, while it computes, and those of the next one arrive. Of
+trained weights the gradients leave when the next block's backward pass has begun, and weights and
+gradients return for the update with the moments.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import ModelFacts, ParameterElements
+
+
+class MovedWeights(NamedTuple):
+    """Bytes of a rank's offloaded weights; all zero without offloading."""
+
+    weights: float = 0.0
+    """Of all weights that the rank keeps in the tier: its part of them under ZeRO."""
+    gradients: float = 0.0
+    """Of all gradients that it keeps there; 0 if the weights are frozen."""
+    block_weights: float = 0.0
+    """Of the largest block's weights on the device, whole."""
+    block_gradients: float = 0.0
+    num_blocks: float = 0.0
+    """Blocks of the rank."""
+
+    @property
+    def stored(self) -> float:
+        """Bytes in the tier."""
+        return self.weights + self.gradients
+
+    def compute_weight_bytes(self, num_blocks: float) -> float:
+        """Compute the bytes of the weights of this number of blocks, or of all, on the device."""
+        return min(num_blocks, self.num_blocks) * self.block_weights
+
+    def compute_gradient_bytes(self, num_blocks: float) -> float:
+        """Compute the bytes of the gradients of this number of blocks, or of all, on the device."""
+        return min(num_blocks, self.num_blocks) * self.block_gradients
+
+
+def compute_moved_weights(
+    facts: ModelFacts, candidate: Candidate, layers: tuple[int, ...]
+) -> MovedWeights:
+    """Compute the bytes of the offloaded weights of a rank with `layers` of each kind."""
+    if candidate.parameter_offload == "none":
+        return MovedWeights()
+    by_part = facts.count_elements(candidate.layout)
+    total = ParameterElements()
+    for layer, count in zip(by_part.layers, layers, strict=True):
+        total = total.add(layer.multiply(count))
+    largest = max(
+        (part.movable for part, count in zip(by_part.layers, layers, strict=True) if count),
+        default=0.0,
+    )
+    stored = total.movable_sharded if candidate.layout.zero_stage >= 1 else total.movable
+    size = get_moved_bytes(candidate)
+    gradient = candidate.master_bytes if candidate.adapter is None else 0
+    return MovedWeights(
+        stored * size, stored * gradient, largest * size, largest * gradient, sum(layers)
+    )
+
+
+def get_moved_bytes(candidate: Candidate) -> float:
+    """Return the bytes of an offloaded weight."""
+    if candidate.adapter is None:
+        return candidate.master_bytes
+    if candidate.adapter.quantised:
+        return candidate.engine.compute_quantised_weight_bytes(1.0, 0.0, candidate.activation_bytes)
+    return candidate.activation_bytes
+
+
+def count_updated_blocks(candidate: Candidate, moved: MovedWeights) -> tuple[float, float]:
+    """Return the blocks whose weights, and whose gradients, are on the device in the update.
+
+    They are those of the bucket of moments, the next block, and the weights of the last bucket,
+    which are being written. A bucket begins anywhere in a block.
+    """
+    if not moved.block_gradients:
+        return 0.0, 0.0
+    elements = moved.block_weights / get_moved_bytes(candidate)
+    state_bytes = elements * candidate.engine.get_optimizer_bytes(
+        candidate.optimizer, candidate.master_bytes
+    )
+    if candidate.offload_buffer_bytes <= state_bytes:
+        return 3.0, 3.0
+    num_in_bucket = ceil(candidate.offload_buffer_bytes / state_bytes) + 1
+    return 2.0 * num_in_bucket + 1.0, num_in_bucket + 1.0
