@@ -174,8 +174,12 @@ class Decoder(nn.Module):
 
     def set_recompute(self, run: RecomputeRunner | None) -> None:
         """Call every block through `run(function, *arguments)`; None calls it directly."""
+        self.set_layer_recompute(lambda _layer: run)
+
+    def set_layer_recompute(self, select: Callable[[int], RecomputeRunner | None]) -> None:
+        """Call the block of each layer through `select(layer)`, as `set_recompute` does."""
         for block in self.blocks:
-            block._recompute_runner = run
+            block._recompute_runner = select(block.layer_index)
 
     def compile_blocks(self, **options: Any) -> None:
         """Apply torch.compile to each block; modules and parameter names do not change.

@@ -18,7 +18,7 @@ from shardwright.numerics.preference_loss import (
     compute_preference_loss,
     compute_response_log_probs,
 )
-from shardwright.numerics.recompute import build_recompute_runner
+from shardwright.numerics.recompute import build_kept_results_runner, build_recompute_runner
 from shardwright.numerics.vocabulary_shard import VocabularyShard
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "PrecisionDtypes",
     "PreferenceLossSettings",
     "VocabularyShard",
+    "build_kept_results_runner",
     "build_recompute_runner",
     "chunked_cross_entropy",
     "clip_",

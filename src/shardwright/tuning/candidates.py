@@ -180,7 +180,14 @@ class _CandidateSearch:
         if own is not None and "micro_batch_size" in request.fixed:
             self.problem = replace(self.problem, micro_batch_sizes=(own.micro_batch_size,))
         if "recompute" in request.fixed:
-            self.problem = replace(self.problem, recompute_kinds=(self.recipe.recompute,))
+            if self.recipe.recompute_kind is None:
+                raise InputError(
+                    "the plan chooses it for each layer, so there is no kind to keep",
+                    field="--fix",
+                    got="recompute",
+                    remedy="Set recompute to none, selective or full in the recipe",
+                )
+            self.problem = replace(self.problem, recompute_kinds=(self.recipe.recompute_kind,))
 
     def run(self) -> CandidateList:
         groups = [

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardwright.architecture.flop_count import EXPERT_ROLES
+from shardwright.layout.kept_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.attention_activations import (
     choose_planned_kernel,
     has_dense_mask,
 )
-from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
+from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts, get_layer_recompute
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.memory_traffic import (
     count_adapter_bytes,
@@ -23,6 +25,7 @@ from shardwright.planner.time.memory_traffic import (
     count_quantisation_bytes,
     list_matmuls,
 )
+from shardwright.schedule.registry import has_split_backward
 
 _NUM_FORWARD_OPERATIONS = 22
 _NUM_BACKWARD_OPERATIONS = 40
@@ -126,7 +129,12 @@ def compute_layer_seconds(
         if candidate.engine.should_recompute_attention_only
         else elementwise_forward
     )
-    recompute = {"none": 0.0, "full": forward, "selective": selective}[candidate.recompute]
+    mode = get_layer_recompute(kind, candidate.recompute)
+    recompute = (
+        max(elementwise_forward, forward - _sum_avoided_seconds(facts, kind, candidate, rates))
+        if mode == "mixed"
+        else {"none": 0.0, "full": forward, "selective": selective}[mode]
+    )
     return LayerSeconds(
         forward,
         backward,
@@ -137,6 +145,65 @@ def compute_layer_seconds(
         host_forward,
         host_backward,
     )
+
+
+def _sum_avoided_seconds(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> float:
+    """Sum the seconds of the forward pass that its recomputation avoids: of the kept results, and
+    of a last product that no gradient needs."""
+    assert kind.kept is not None
+    avoided = kind.kept | ({"down"} if has_unneeded_end(facts, kind, candidate) else set())
+    seconds = compute_result_seconds(facts, kind, candidate, rates)
+    return sum(seconds.get(name, 0.0) for name in avoided)
+
+
+def has_unneeded_end(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> bool:
+    """Return True if recomputation of a block ends before its last product.
+
+    Nothing after the product needs its result for a gradient. Products of quantised weights, and
+    those that defer the gradients of weights, save their inputs after they have run.
+    """
+    layout = candidate.layout
+    return (
+        not kind.shape.sparse
+        and facts.shape.names.post_mlp_norm is None
+        and not facts.shape.residual_dropout
+        and not (candidate.adapter is not None and candidate.adapter.quantised)
+        and not (layout.pp > 1 and has_split_backward(layout.schedule))
+    )
+
+
+def compute_result_seconds(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> dict[ResultName, float]:
+    """Compute the seconds of the matmuls and kernels of each named result of one layer."""
+    seconds: dict[ResultName, float] = {
+        "attention": _time_attention_passes(facts, kind, candidate, rates)[0]
+    }
+    for product, rows in list_matmuls(facts, kind, candidate):
+        name = _find_result_name(product)
+        if name is None:
+            continue
+        forward = _time_matmul_passes(product, rows, candidate, rates)[0]
+        forward *= count_matmul_calls(facts, kind, product, candidate)
+        if product in kind.expert_matmuls:
+            forward /= rates.efficiency.expert_share
+        seconds[name] = seconds.get(name, 0.0) + forward
+    return seconds
+
+
+def _find_result_name(product: Matmul) -> ResultName | None:
+    """Return the name of a matmul's result; None for the router's, which is always repeated."""
+    if product.role in EXPERT_ROLES:
+        return "experts"
+    if product.role in ("gate", "up", "gate_up"):
+        return "gate_up"
+    if product.role == "attention_out":
+        return "attention_out"
+    if product.role == "down":
+        return "down"
+    return None if product.role == "router" else "projections"
 
 
 def _time_matmul_passes(

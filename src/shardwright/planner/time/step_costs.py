@@ -210,17 +210,14 @@ class StepCosts:
         num_layers = sum(layers)
         if candidate.activation_offload == "none" or not num_layers:
             return 0.0, 0.0
-        size = (
-            candidate.engine.get_gather_bytes(candidate.activation_bytes)
-            if has_saved_casts(candidate)
-            else 0.0
-        )
+        cast_bytes = candidate.engine.get_gather_bytes(candidate.activation_bytes)
         elements = self.facts.count_elements(candidate.layout).layers
         forward = backward = 0.0
         for kind, (seconds, forward_traffic, backward_traffic), layer, count in zip(
             self.facts.kinds, self.layer_costs.layers, elements, layers, strict=True
         ):
             activations = get_layer_activations(self.facts, kind, candidate)
+            size = cast_bytes if has_saved_casts(candidate, kind) else 0.0
             waits = compute_transfer_waits(
                 candidate,
                 activations.saved_bytes + size * layer.local_matrices,
