@@ -124,7 +124,7 @@ def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:
 
 
 def resolve_recompute_here(recipe: Recipe, plan: Plan) -> Plan:
-    """Resolve `recompute: auto` or a budget for the recipe's cluster, or for this machine's devices.
+    """Resolve `recompute: auto` or a budget for the recipe's cluster, or for this machine.
 
     Depends only on the recipe, the plan and the kind of device, so every rank chooses the same.
 

@@ -9,7 +9,7 @@ Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 

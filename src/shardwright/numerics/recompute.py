@@ -92,13 +92,17 @@ def build_kept_results_runner(
             return True
         return _is_saved(operation) and get_result_name() in kept
 
-    return _build_selective_runner(is_kept, pack)
+    return _build_selective_runner(is_kept, pack, f"keep {', '.join(sorted(kept))}")
 
 
 def _build_selective_runner(
-    is_saved: Callable[[Any], bool], pack: PackFunction | None
+    is_saved: Callable[[Any], bool], pack: PackFunction | None, policy_name: str
 ) -> RecomputeRunner:
-    """Build a runner that saves the results of the operations for which `is_saved` is True."""
+    """Build a runner that saves the results of the operations for which `is_saved` is True.
+
+    Args:
+        policy_name: different for different `is_saved`.
+    """
 
     def choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if is_saved(operation):
@@ -108,6 +112,9 @@ def _build_selective_runner(
     create_contexts = partial(create_selective_checkpoint_contexts, choose_policy)
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
+        # torch.compile does not compare policies, only the values that it reads: without the name,
+        # blocks with different policies would share the first one's graph.
+        assert policy_name
         contexts = create_contexts
         if pack is not None and not torch.compiler.is_compiling():
             contexts = partial(create_packing_contexts, is_saved, pack)
@@ -137,7 +144,7 @@ def build_recompute_runner(
     if kind == "none":
         return None
     if kind == "selective":
-        return _build_selective_runner(_is_saved, pack)
+        return _build_selective_runner(_is_saved, pack, kind)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
     def run(function: Callable[..., Any], *args: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from shardwright.architecture import HFShape, ModelShape
@@ -18,7 +19,6 @@ from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
 from shardwright.layout.kept_results import KeptResults, LayerResults, RecomputeChoice
-from shardwright.placement import Placement
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import compute_result_bytes, get_layer_activations
 from shardwright.planner.memory.parameter_memory import has_saved_casts
@@ -54,15 +54,11 @@ def choose_recompute(
     predictor: Predictor,
     candidate: Candidate,
     section: RecomputeSection,
-    stages: Sequence[range],
 ) -> tuple[Candidate, RecomputeChoice]:
     """Choose the fastest recomputation of a candidate within the section's memory.
 
     Without a budget, the memory is the device's, with the planner's margin for its own error
     unless only a tight choice fits.
-
-    Args:
-        stages: layers of each pipeline stage; one range of all layers without a pipeline.
 
     Returns:
         The candidate with recomputation `none` or `mixed`, and the choice.
@@ -73,7 +69,7 @@ def choose_recompute(
     capacity = predictor.capacity_bytes
     limit = capacity if section.budget_gib is None else section.budget_gib * GIB_BYTES
     plain = replace(candidate, recompute="none", kept_layers=None)
-    search = _ChoiceSearch(predictor, plain, stages)
+    search = _ChoiceSearch(predictor, plain)
 
     def fits(memory: MemoryParts) -> bool:
         return memory.total <= limit
@@ -108,17 +104,8 @@ def resolve_recompute(recipe: Recipe, plan: Plan, cluster: Cluster) -> Plan:
         cluster,
         load_efficiencies().get_efficiency(cluster.accelerator),
     )
-    chosen, choice = choose_recompute(
-        predictor, candidate, section, list_stage_layers(plan.placement)
-    )
+    chosen, choice = choose_recompute(predictor, candidate, section)
     return replace(plan, recompute=chosen.recompute, recompute_choice=choice)
-
-
-def list_stage_layers(placement: Placement) -> list[range]:
-    """List the layers of each pipeline stage; all layers without a pipeline."""
-    if placement.stages is None:
-        return [range(placement.shape.num_layers)]
-    return [stage.layers for stage in placement.stages]
 
 
 def check_choosable(shape: ModelShape, precision: str) -> None:
@@ -146,11 +133,11 @@ def check_choosable(shape: ModelShape, precision: str) -> None:
 class _ChoiceSearch:
     """All choices for one candidate, from whole blocks recomputed to nothing recomputed."""
 
-    def __init__(self, predictor: Predictor, plain: Candidate, stages: Sequence[range]) -> None:
+    def __init__(self, predictor: Predictor, plain: Candidate) -> None:
         self._predictor = predictor
         self._plain = plain
-        self._stages = stages
         self._facts = predictor.facts
+        self._stages = _list_stage_layers(self._facts, plain)
         levels = _compute_levels(predictor, plain)
         self._base = [kind_levels[0].results for kind_levels in levels]
         self._upgrades = sorted(
@@ -164,7 +151,7 @@ class _ChoiceSearch:
         """Stable: upgrades of one kind stay in order, for they are on a convex hull."""
         slots = self._facts.slot_of_layer
         self._most_layers = [
-            max(sum(slots[layer] == slot for layer in stage) for stage in stages)
+            max(sum(slots[layer] == slot for layer in stage) for stage in self._stages)
             for slot in range(len(levels))
         ]
 
@@ -254,6 +241,15 @@ class _ChoiceSearch:
         )
 
 
+def _list_stage_layers(facts: ModelFacts, candidate: Candidate) -> list[range]:
+    """List the layers of each pipeline stage; all layers without a pipeline."""
+    layout = candidate.layout
+    if layout.pp == 1:
+        return [range(facts.shape.num_layers)]
+    stages = candidate.engine.partition_layers(facts, layout, candidate.sequence_length)
+    return [stage.layers for stage in stages]
+
+
 def _compute_levels(predictor: Predictor, plain: Candidate) -> list[list[_Level]]:
     """Compute the levels of each kind of layer, from nothing kept to everything saved."""
     facts = predictor.facts
@@ -329,7 +325,7 @@ def _list_upgrades(slot: int, levels: Sequence[_Level]) -> list[_Upgrade]:
             upper.results,
             (lower.seconds - upper.seconds) / max(upper.saved_bytes - lower.saved_bytes, 1e-9),
         )
-        for lower, upper in zip(hull, hull[1:], strict=False)
+        for lower, upper in pairwise(hull)
     ]
 
 

@@ -173,6 +173,14 @@ class _CandidateSearch:
                 )
             }
         )
+        if self.recipe.recompute_kind is None:
+            raise InputError(
+                "tuning compares kinds of recomputation, which are the same for all layers",
+                field="recompute",
+                got="auto or a budget",
+                allowed="none, selective, full",
+                remedy="Tune with one of them (--set recompute=full), then set the budget",
+            )
         problem = build_problem(planned, template, request.num_ranks)
         self.problem = restrict_to_runnable(problem, shape)
         own = build_recipe_candidate(self.recipe, template, request.num_ranks)
@@ -180,13 +188,6 @@ class _CandidateSearch:
         if own is not None and "micro_batch_size" in request.fixed:
             self.problem = replace(self.problem, micro_batch_sizes=(own.micro_batch_size,))
         if "recompute" in request.fixed:
-            if self.recipe.recompute_kind is None:
-                raise InputError(
-                    "the plan chooses it for each layer, so there is no kind to keep",
-                    field="--fix",
-                    got="recompute",
-                    remedy="Set recompute to none, selective or full in the recipe",
-                )
             self.problem = replace(self.problem, recompute_kinds=(self.recipe.recompute_kind,))
 
     def run(self) -> CandidateList:

@@ -153,9 +153,12 @@ def _sum_avoided_seconds(
     """Sum the seconds of the forward pass that its recomputation avoids: of the kept results, and
     of a last product that no gradient needs."""
     assert kind.kept is not None
-    avoided = kind.kept | ({"down"} if has_unneeded_end(facts, kind, candidate) else set())
-    seconds = compute_result_seconds(facts, kind, candidate, rates)
-    return sum(seconds.get(name, 0.0) for name in avoided)
+    is_end_unneeded = has_unneeded_end(facts, kind, candidate)
+    return sum(
+        seconds
+        for name, seconds in compute_result_seconds(facts, kind, candidate, rates).items()
+        if name in kind.kept or (name == "down" and is_end_unneeded)
+    )
 
 
 def has_unneeded_end(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> bool:
