@@ -152,10 +152,7 @@ def resolve_recompute_here(recipe: Recipe, plan: Plan) -> Plan:
     else:
         cluster = build_cluster(detect_cluster(recipe, world_size, "recompute"), world_size)
     settled = recipe.model_copy(update={"precision": plan.precision})
-    plan = resolve_recompute(settled, plan, cluster)
-    if plan.recompute_choice is not None:
-        logger.info("recompute %s", plan.recompute_choice.describe())
-    return plan
+    return resolve_recompute(settled, plan, cluster)
 
 
 def detect_cluster(recipe: Recipe, world_size: int, field: str = "layout") -> ClusterSection:

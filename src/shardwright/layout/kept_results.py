@@ -43,7 +43,7 @@ class RecomputeChoice:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the choice as JSON values for the run folder."""
-        values = asdict(self)
+        values = {"description": self.describe()} | asdict(self)
         values["layers"] = [
             None if results is None else sort_results(results) for results in self.layers
         ]
