@@ -28,15 +28,15 @@ from shardwright.architecture import ModelShape, read_config
 from shardwright.config.recipe import RecomputeKind, RecomputeSection
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
-from shardwright.layout.kept_results import RecomputeChoice
+from shardwright.layout.saved_results import RecomputeChoice
 from shardwright.model import Decoder
 from shardwright.model.result_names import get_result_name
-from shardwright.numerics.recompute import build_kept_results_runner, build_recompute_runner
+from shardwright.numerics.recompute import build_recompute_runner, build_saved_results_runner
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.recompute_choice import choose_recompute
+from shardwright.planner.recompute.choice import choose_recompute
 from shardwright.units import GIB_BYTES
 
 CONFIG: dict[str, Any] = {
@@ -138,10 +138,11 @@ def set_recompute(decoder: Decoder, kind: str, choice: RecomputeChoice) -> None:
             decoder.set_recompute(build_recompute_runner(name))
             return
     runners = {
-        results: None if results is None else build_kept_results_runner(results, get_result_name)
+        results: None if results is None else build_saved_results_runner(results, get_result_name)
         for results in choice.layers
     }
-    decoder.set_layer_recompute(lambda layer: runners[choice.layers[layer]])
+    for block in decoder.blocks:
+        block.set_recompute(runners[choice.layers[block.layer_index]])
 
 
 def run_step(decoder: Decoder, ids_BT: Tensor) -> None:

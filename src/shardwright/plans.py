@@ -16,7 +16,7 @@ from shardwright.config.recipe import Recipe, RecomputeKind, RecomputeMode
 from shardwright.config.training import PrecisionSection, TrainingSection, should_cast_once
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
-from shardwright.layout.kept_results import RecomputeChoice
+from shardwright.layout.saved_results import RecomputeChoice
 from shardwright.placement import (
     Placement,
     check_low_precision,

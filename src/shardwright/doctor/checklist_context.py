@@ -19,7 +19,7 @@ from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import predict
 from shardwright.planner.problem import build_plan_candidate, build_template
 from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.recompute_choice import resolve_recompute
+from shardwright.planner.recompute.choice import resolve_recompute
 from shardwright.plans import Plan, resolve_plan
 from shardwright.telemetry.event_log import StepEvent, read_events
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run

@@ -18,7 +18,7 @@ from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation, find_compiler_obstacle
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.problem import choose_precision_on, describe_uncounted_offload
-from shardwright.planner.recompute_choice import resolve_recompute
+from shardwright.planner.recompute.choice import resolve_recompute
 from shardwright.planner.scaling import resize_cluster
 from shardwright.plans import CompileChoice, Plan, PrecisionChoice
 from shardwright.units import format_bytes, format_count, format_seconds

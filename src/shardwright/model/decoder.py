@@ -9,7 +9,7 @@ Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -174,12 +174,8 @@ class Decoder(nn.Module):
 
     def set_recompute(self, run: RecomputeRunner | None) -> None:
         """Call every block through `run(function, *arguments)`; None calls it directly."""
-        self.set_layer_recompute(lambda _layer: run)
-
-    def set_layer_recompute(self, select: Callable[[int], RecomputeRunner | None]) -> None:
-        """Call the block of each layer through `select(layer)`, as `set_recompute` does."""
         for block in self.blocks:
-            block._recompute_runner = select(block.layer_index)
+            block._recompute_runner = run
 
     def compile_blocks(self, **options: Any) -> None:
         """Apply torch.compile to each block; modules and parameter names do not change.

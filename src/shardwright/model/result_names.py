@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import traceback
 
-from shardwright.layout.kept_results import ResultName
+from shardwright.layout.saved_results import ResultName
 
 NamedPart = ResultName | None
 

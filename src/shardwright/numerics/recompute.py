@@ -14,12 +14,12 @@ from torch.utils.checkpoint import (
 )
 
 from shardwright.config.recipe import RecomputeKind
-from shardwright.layout.kept_results import KeptResults
+from shardwright.layout.saved_results import SavedResults
 from shardwright.numerics.packed_results import PackFunction, create_packing_contexts
 
 RecomputeRunner = Callable[..., Any]
 ResultNameReader = Callable[[], str | None]
-"""() -> name of the results that the block computes now (`layout.kept_results`)."""
+"""() -> name of the results that the block computes now (`layout.saved_results`)."""
 
 _aten = torch.ops.aten
 _SAVED_OPERATIONS: frozenset[Any] = frozenset(
@@ -78,21 +78,21 @@ def _choose_full_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) 
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def build_kept_results_runner(
-    kept: KeptResults, get_result_name: ResultNameReader, pack: PackFunction | None = None
+def build_saved_results_runner(
+    saved_results: SavedResults, get_result_name: ResultNameReader, pack: PackFunction | None = None
 ) -> RecomputeRunner:
-    """Build `run(function, *args) -> output` that saves the input and the results in `kept`.
+    """Build `run(function, *args) -> output` that saves the input and some results.
 
     Results are those of matrix products and attention kernels inside a named part of the block.
     `pack` and the rest are as for `build_recompute_runner`.
     """
 
-    def is_kept(operation: Any) -> bool:
+    def is_in_policy(operation: Any) -> bool:
         if operation.name() in _COUNTING_OPERATION_NAMES:
             return True
-        return _is_saved(operation) and get_result_name() in kept
+        return _is_saved(operation) and get_result_name() in saved_results
 
-    return _build_selective_runner(is_kept, pack, f"keep {', '.join(sorted(kept))}")
+    return _build_selective_runner(is_in_policy, pack, f"keep {', '.join(sorted(saved_results))}")
 
 
 def _build_selective_runner(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwright.model.decoder import Decoder
 from shardwright.model.result_names import get_result_name
 from shardwright.numerics.packed_results import PackFunction
-from shardwright.numerics.recompute import build_kept_results_runner, build_recompute_runner
+from shardwright.numerics.recompute import build_recompute_runner, build_saved_results_runner
 from shardwright.plans import Plan
 
 
@@ -26,7 +26,8 @@ def install_recompute(decoder: Decoder, plan: Plan, pack: PackFunction | None = 
     runners = {
         results: None
         if results is None
-        else build_kept_results_runner(results, get_result_name, pack)
+        else build_saved_results_runner(results, get_result_name, pack)
         for results in dict.fromkeys(choice.layers)
     }
-    decoder.set_layer_recompute(lambda layer: runners[choice.layers[layer]])
+    for block in decoder.blocks:
+        block.set_recompute(runners[choice.layers[block.layer_index]])

@@ -10,7 +10,7 @@ from shardwright.config.offload import DEFAULT_BUFFER_BYTES, OffloadTier
 from shardwright.config.recipe import RecomputeMode
 from shardwright.config.training import should_cast_once
 from shardwright.layout import Layout
-from shardwright.layout.kept_results import LayerResults
+from shardwright.layout.saved_results import LayerResults
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
 from shardwright.schedule.registry import has_split_backward
 
@@ -76,8 +76,8 @@ class Candidate:
     has_wide_weight_gradients: bool = False
     """With `fp8`: gradients of weights are multiplied in bf16."""
     recompute: RecomputeMode = "none"
-    kept_layers: tuple[LayerResults, ...] | None = None
-    """With `mixed`: what each layer of the model keeps."""
+    saved_results: tuple[LayerResults, ...] | None = None
+    """What each layer of the model saves with `mixed` recomputation; None otherwise."""
     optimizer: OptimizerKind = "adamw"
     adapter: LowRankAdapter | None = None
     offload: OffloadKind = "none"

@@ -20,7 +20,7 @@ from shardwright.architecture.flop_count import (
 )
 from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout, ParameterLayout, compute_local_shape
-from shardwright.layout.kept_results import LayerResults
+from shardwright.layout.saved_results import LayerResults
 from shardwright.placement import TENSOR_PARALLEL_STYLES, build_parameter_layouts
 
 _FIRST_RANK = {
@@ -53,7 +53,7 @@ class Matmul:
 @dataclass(frozen=True)
 class LayerKind:
     """Equal layers of a model. `slot` is the position among the kinds, `count` the number of
-    layers, `kept` what they keep under `mixed` recomputation."""
+    layers, `saved_results` what they keep under `mixed` recomputation."""
 
     shape: LayerShape
     slot: int
@@ -62,12 +62,12 @@ class LayerKind:
     expert_matmuls: tuple[Matmul, ...]
     num_norms: int
     num_tensors: int
-    kept: LayerResults = None
+    saved_results: LayerResults = None
 
 
 def get_layer_recompute(kind: LayerKind, recompute: RecomputeMode) -> RecomputeMode:
     """Return the recomputation of a layer: under `mixed`, `none` if it saves everything."""
-    return "none" if recompute == "mixed" and kind.kept is None else recompute
+    return "none" if recompute == "mixed" and kind.saved_results is None else recompute
 
 
 class ParameterElements(NamedTuple):
@@ -104,14 +104,14 @@ class ParameterElementsByPart:
 class ModelFacts:
     """A model shape with its layers grouped into kinds.
 
-    Layers of one kind are equal, and keep the same results (`kept_layers`, one per layer).
+    Layers of one kind are equal, and keep the same results (`saved_results`, one per layer).
     """
 
     def __init__(
-        self, shape: ModelShape, kept_layers: tuple[LayerResults, ...] | None = None
+        self, shape: ModelShape, saved_results: tuple[LayerResults, ...] | None = None
     ) -> None:
         self.shape = shape
-        layers = list(zip(shape.layers, kept_layers or [None] * len(shape.layers), strict=True))
+        layers = list(zip(shape.layers, saved_results or [None] * len(shape.layers), strict=True))
         counts = Counter(layers)
         self.unique_layers = tuple(layer for layer, _ in counts)
         self.slot_of_layer = tuple(
@@ -121,8 +121,8 @@ class ModelFacts:
         self.sample = replace(shape, layers=self.unique_layers)
         self.sample_parameters = self.sample.list_parameters()
         self.kinds = tuple(
-            self._build_layer_kind(slot, layer, count, kept)
-            for slot, ((layer, kept), count) in enumerate(counts.items())
+            self._build_layer_kind(slot, layer, count, saved_results)
+            for slot, ((layer, saved_results), count) in enumerate(counts.items())
         )
         self._element_counts: dict[tuple[int, ...], ParameterElementsByPart] = {}
         self.pipeline_cache: dict[tuple[object, ...], object] = {}
@@ -131,7 +131,7 @@ class ModelFacts:
         """Cache of `planner.memory.activations`."""
 
     def _build_layer_kind(
-        self, slot: int, layer: LayerShape, count: int, kept: LayerResults
+        self, slot: int, layer: LayerShape, count: int, saved_results: LayerResults
     ) -> LayerKind:
         specs = [spec for spec in self.sample_parameters if spec.layer == slot]
         products = [
@@ -147,7 +147,7 @@ class ModelFacts:
             expert_matmuls=tuple(product for product in products if product.role in EXPERT_ROLES),
             num_tensors=len(specs),
             num_norms=sum(spec.role == "norm" and not spec.is_bias for spec in specs),
-            kept=kept,
+            saved_results=saved_results,
         )
 
     def _build_matmul(self, spec: ParameterSpec, siblings: list[ParameterSpec]) -> Matmul:
@@ -247,7 +247,7 @@ def _count_parameter_elements(
 
 @lru_cache(maxsize=1024)
 def get_model_facts(
-    shape: ModelShape, kept_layers: tuple[LayerResults, ...] | None = None
+    shape: ModelShape, saved_results: tuple[LayerResults, ...] | None = None
 ) -> ModelFacts:
     """Return the cached facts of a shape, and of what its layers keep."""
-    return ModelFacts(shape, kept_layers)
+    return ModelFacts(shape, saved_results)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
-from shardwright.layout.kept_results import RecomputeChoice
+from shardwright.layout.saved_results import RecomputeChoice
 from shardwright.planner.candidate import Candidate, LowRankAdapter, Precision
 from shardwright.planner.explanation import explain
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
@@ -23,7 +23,7 @@ from shardwright.planner.problem import (
 )
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.efficiency import Efficiency
-from shardwright.planner.recompute_choice import check_choosable, choose_recompute
+from shardwright.planner.recompute.choice import check_choosable, choose_recompute
 from shardwright.planner.rejections import (
     Rejection,
     explain_conflict,

@@ -63,7 +63,7 @@ def _get_facts(facts: ModelFacts, candidate: Candidate) -> ModelFacts:
     """Return the facts of the model's layers as the candidate recomputes them."""
     if candidate.recompute != "mixed":
         return facts
-    return get_model_facts(facts.shape, candidate.kept_layers)
+    return get_model_facts(facts.shape, candidate.saved_results)
 
 
 class Predictor:

@@ -292,7 +292,7 @@ def build_plan_candidate(recipe: Recipe, plan: Plan) -> Candidate:
     candidate = _complete_template(build_template(recipe), plan.layout, plan.batch, recompute)
     if plan.recompute != "mixed" or plan.recompute_choice is None:
         return candidate
-    return replace(candidate, kept_layers=plan.recompute_choice.layers)
+    return replace(candidate, saved_results=plan.recompute_choice.layers)
 
 
 def _complete_template(

@@ -18,7 +18,7 @@ from shardwright.config import Recipe
 from shardwright.config.recipe import RecomputeKind, RecomputeMode
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
-from shardwright.layout.kept_results import LayerResults, RecomputeChoice, describe_results
+from shardwright.layout.saved_results import LayerResults, RecomputeChoice, describe_results
 from shardwright.planner.memory.parameter_memory import compute_persistent_memory
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
@@ -45,8 +45,8 @@ class Case:
     recompute: RecomputeMode = "none"
     kind: str = "bf16"
     sections: dict[str, Any] = field(default_factory=dict)
-    kept: tuple[LayerResults, ...] | None = None
-    """With `mixed`: what each layer keeps."""
+    saved: tuple[LayerResults, ...] | None = None
+    """Saved results of each layer, with `mixed` recomputation."""
 
     def make_recipe(self) -> Recipe:
         """Build a recipe with `ROWS` rows of `TOKENS` per micro-batch."""
@@ -67,13 +67,13 @@ class Case:
 
     def build_choice(self) -> RecomputeChoice | None:
         """Build the plan's choice; its figures are not used."""
-        if self.kept is None:
+        if self.saved is None:
             return None
-        return RecomputeChoice(self.kept, "test", "none", 0.0, 0.0, 0.0, 0.0)
+        return RecomputeChoice(self.saved, "test", "none", 0.0, 0.0, 0.0, 0.0)
 
     def __str__(self) -> str:
         parts = (self.model, self.layout, self.steps, self.recompute, *self.sections)
-        results = [] if self.kept is None else map(describe_results, dict.fromkeys(self.kept))
+        results = [] if self.saved is None else map(describe_results, dict.fromkeys(self.saved))
         return "-".join(map(str, (*parts, *results)))
 
 
@@ -91,9 +91,9 @@ CASES = [
         "llama",
         Layout(dp_shard=2, zero_stage=3),
         recompute="mixed",
-        kept=(NOTHING, NOTHING, NOTHING, MIDDLE),
+        saved=(NOTHING, NOTHING, NOTHING, MIDDLE),
     ),
-    Case("llama", Layout(), recompute="mixed", kept=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
+    Case("llama", Layout(), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
     Case("llama", Layout(dp_replicate=2), steps=2),
     Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2),
     Case("llama", Layout(dp_shard=4, zero_stage=2), steps=2, recompute="selective"),
@@ -113,30 +113,30 @@ CASES = [
     Case("llama", Layout(), recompute="full", sections=WORKING),
 ]
 LONG_CASES = [
-    Case("llama", Layout(tp=2), recompute="mixed", kept=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
+    Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
     Case(
         "llama",
         Layout(pp=2),
         steps=4,
         recompute="mixed",
-        kept=(NOTHING, PRODUCTS, NOTHING, PRODUCTS),
+        saved=(NOTHING, PRODUCTS, NOTHING, PRODUCTS),
     ),
     Case(
         "qwen3_moe",
         Layout(dp_shard=2, zero_stage=3),
         recompute="mixed",
-        kept=(MIDDLE, NOTHING, SPARSE, SPARSE),
+        saved=(MIDDLE, NOTHING, SPARSE, SPARSE),
     ),
-    Case("llama", Layout(), recompute="mixed", kept=(PRODUCTS,) * 4, sections=LORA),
+    Case("llama", Layout(), recompute="mixed", saved=(PRODUCTS,) * 4, sections=LORA),
     Case(
         "llama",
         Layout(dp_shard=2, zero_stage=3),
         recompute="mixed",
-        kept=(MIDDLE,) * 4,
+        saved=(MIDDLE,) * 4,
         sections=OFFLOAD,
     ),
-    Case("llama", Layout(), recompute="mixed", kept=(PRODUCTS, PRODUCTS, None, None)),
-    Case("gemma2", Layout(), kind="fp32", recompute="mixed", kept=(NOTHING, MIDDLE) * 2),
+    Case("llama", Layout(), recompute="mixed", saved=(PRODUCTS, PRODUCTS, None, None)),
+    Case("gemma2", Layout(), kind="fp32", recompute="mixed", saved=(NOTHING, MIDDLE) * 2),
     Case("llama", Layout(dp_replicate=2), sections=PREFERENCES, steps=2),
     Case("llama", Layout(), sections=LORA | PREFERENCES),
     Case("llama", Layout(pp=2), sections=PREFERENCES, steps=4),
@@ -204,14 +204,14 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     )
     plan = replace(plan, recompute=case.recompute, recompute_choice=case.build_choice())
     report = rehearse_rank(recipe, plan, 0)
-    facts = ModelFacts(shape.base_shape, case.kept)
+    facts = ModelFacts(shape.base_shape, case.saved)
     candidate = replace(
         build_template(recipe),
         layout=case.layout,
         micro_batch_size=ROWS,
         gradient_accumulation_steps=case.steps,
         recompute=case.recompute,
-        kept_layers=case.kept,
+        saved_results=case.saved,
         has_fused_norms=False,  # a rehearsal runs as the CPU does
         has_masked_kernels=False,
     )

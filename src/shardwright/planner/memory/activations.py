@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.layout.kept_results import ResultName
+from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.engine_model import BlockBytes
 from shardwright.planner.memory.attention_activations import (
@@ -55,6 +55,11 @@ class LayerActivations:
     recomputed_bytes: float
     gradient_bytes: float
 
+    @property
+    def total_bytes(self) -> float:
+        """Bytes at the peak of the layer's backward pass."""
+        return self.saved_bytes + self.recomputed_bytes + self.gradient_bytes
+
 
 def get_layer_activations(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
@@ -63,7 +68,7 @@ def get_layer_activations(
     layout = candidate.layout
     key = (
         kind.slot,
-        kind.kept,
+        kind.saved_results,
         layout.tp,
         layout.cp,
         layout.sequence_parallel,
@@ -135,15 +140,15 @@ def _compute_layer_activations(
     if mode == "none":
         return LayerActivations(total, 0.0, gradients)
     if mode == "mixed":
-        assert kind.kept is not None
+        assert kind.saved_results is not None
         results = compute_result_bytes(facts, kind, candidate)
-        kept = {name: results.get(name, 0.0) for name in kind.kept}
-        saved = residual + sum(kept.values())
+        saved_sizes = {name: results.get(name, 0.0) for name in kind.saved_results}
+        saved = residual + sum(saved_sizes.values())
         # Only a norm reads the result of a branch's last product again. Otherwise it is freed as
         # soon as the block has run again, and no part of `total`.
         if num_post_norms == 0 or candidate.layout.tp > 1:
-            kept |= {"attention_out": 0.0, "down": 0.0}
-        repeated = total - residual - sum(kept.values())
+            saved_sizes |= {"attention_out": 0.0, "down": 0.0}
+        repeated = total - residual - sum(saved_sizes.values())
         return LayerActivations(saved, max(0.0, repeated), gradients)
     # The block's input is saved in any case.
     if candidate.recompute == "full":

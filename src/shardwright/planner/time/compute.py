@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwright.architecture.flop_count import EXPERT_ROLES
-from shardwright.layout.kept_results import ResultName
+from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.attention_activations import (
     choose_planned_kernel,
@@ -152,12 +152,12 @@ def _sum_avoided_seconds(
 ) -> float:
     """Sum the seconds of the forward pass that its recomputation avoids: of the kept results, and
     of a last product that no gradient needs."""
-    assert kind.kept is not None
+    assert kind.saved_results is not None
     is_end_unneeded = has_unneeded_end(facts, kind, candidate)
     return sum(
         seconds
         for name, seconds in compute_result_seconds(facts, kind, candidate, rates).items()
-        if name in kind.kept or (name == "down" and is_end_unneeded)
+        if name in kind.saved_results or (name == "down" and is_end_unneeded)
     )
 
 

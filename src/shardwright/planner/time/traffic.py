@@ -85,7 +85,9 @@ def compute_layer_traffic(
     recompute = get_layer_recompute(kind, candidate.recompute)
     is_recomputed = recompute != "none"
     repeats_attention = recompute == "full" or (
-        recompute == "mixed" and kind.kept is not None and "attention" not in kind.kept
+        recompute == "mixed"
+        and kind.saved_results is not None
+        and "attention" not in kind.saved_results
     )
     tensor_forward, tensor_backward = _compute_tensor_seconds(
         facts, candidate, network, groups["tp"]

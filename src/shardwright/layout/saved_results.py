@@ -15,11 +15,11 @@ router belong to none."""
 
 RESULT_NAMES: tuple[ResultName, ...] = get_args(ResultName)
 
-KeptResults = frozenset[ResultName]
+SavedResults = frozenset[ResultName]
 """Results that a layer keeps beside its input. All else is recomputed."""
 
-LayerResults = KeptResults | None
-"""`KeptResults`, or None for a layer that saves all tensors of its backward pass."""
+LayerResults = SavedResults | None
+"""`SavedResults`, or None for a layer that saves all tensors of its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,6 @@ def describe_results(results: LayerResults) -> str:
     return "all saved tensors" if results is None else ", ".join(["input", *sort_results(results)])
 
 
-def sort_results(results: KeptResults) -> list[ResultName]:
+def sort_results(results: SavedResults) -> list[ResultName]:
     """Sort names in the order in which a block computes the results."""
     return [name for name in RESULT_NAMES if name in results]

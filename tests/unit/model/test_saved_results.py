@@ -1,5 +1,5 @@
-"""Blocks keep the results that they are told to keep by name, repeat the others, and compute the
-same gradients bit by bit.
+"""Blocks save the results that a policy names, repeat the others, and compute the same gradients
+bit by bit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.layout import Layout
-from shardwright.layout.kept_results import KeptResults, LayerResults, ResultName
+from shardwright.layout.saved_results import LayerResults, ResultName, SavedResults
 from shardwright.model import Decoder
 from shardwright.model.result_names import get_result_name
 from shardwright.model.routing import ExpertRules
 from shardwright.numerics.packed_results import PackedResult
-from shardwright.numerics.recompute import build_kept_results_runner
+from shardwright.numerics.recompute import build_saved_results_runner
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.model_costs import ModelFacts
@@ -34,7 +34,7 @@ from tests.reference.cases import CASES
 NUM_LAYERS = 4
 ROWS = 2
 TOKENS = 16
-NOTHING: KeptResults = frozenset()
+NOTHING: SavedResults = frozenset()
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": CASES["llama"] | {"num_hidden_layers": NUM_LAYERS},
     "gpt2": CASES["gpt2"] | {"n_layer": NUM_LAYERS},
@@ -75,10 +75,11 @@ def set_choice(decoder: Decoder, choice: Sequence[LayerResults], **options: Any)
     runners = {
         results: None
         if results is None
-        else build_kept_results_runner(results, get_result_name, **options)
+        else build_saved_results_runner(results, get_result_name, **options)
         for results in choice
     }
-    decoder.set_layer_recompute(lambda layer: runners[choice[layer]])
+    for block in decoder.blocks:
+        block.set_recompute(runners[choice[block.layer_index]])
 
 
 def compute_loss(decoder: Decoder) -> Tensor:
@@ -166,8 +167,8 @@ ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
         ("mixtral", frozenset(["experts"]), 5, 1, 0),
     ],
 )
-def test_only_results_that_are_not_kept_are_computed_again(
-    name: str, results: KeptResults, num_products: int, num_attentions: int, num_grouped: int
+def test_only_results_that_are_not_saved_are_computed_again(
+    name: str, results: SavedResults, num_products: int, num_attentions: int, num_grouped: int
 ) -> None:
     plain = count_backward_calls(name, None)
     calls = count_backward_calls(name, results)
@@ -221,7 +222,7 @@ def measure_saved_bytes(name: str, choice: Sequence[LayerResults]) -> int:
         ("deepseek_v3", ["attention_out"]),
     ],
 )
-def test_kept_bytes_are_those_that_the_planner_predicts(
+def test_saved_bytes_are_those_that_the_planner_predicts(
     name: str, results: list[ResultName]
 ) -> None:
     """Exactly: the input of each layer and its kept results."""
@@ -241,7 +242,7 @@ def _predict_saved_bytes(shape: ModelShape, choice: tuple[LayerResults, ...]) ->
         ROWS,
         precision="fp32",
         recompute="mixed",
-        kept_layers=choice,
+        saved_results=choice,
         has_fused_norms=False,
     )
     facts = ModelFacts(shape, choice)

@@ -10,44 +10,24 @@ of a pipeline stage are the first to keep more: the backward pass frees them fir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
 
 from shardwright.architecture import HFShape, ModelShape
 from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
-from shardwright.layout.kept_results import KeptResults, LayerResults, RecomputeChoice
+from shardwright.layout.saved_results import LayerResults, RecomputeChoice
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.activations import compute_result_bytes, get_layer_activations
-from shardwright.planner.memory.parameter_memory import has_saved_casts
+from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_plan_candidate
 from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.time.compute import compute_result_seconds, has_unneeded_end
+from shardwright.planner.recompute.levels import compute_levels, list_upgrades
 from shardwright.plans import Plan
 from shardwright.units import GIB_BYTES, format_bytes
-
-
-class _Level(NamedTuple):
-    """What a layer of a kind may keep: its bytes and its seconds, per micro-batch."""
-
-    results: LayerResults
-    saved_bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Upgrade:
-    """One step from a level of a kind to the next one on the convex hull."""
-
-    slot: int
-    lower: LayerResults
-    upper: LayerResults
-    seconds_per_byte: float
 
 
 def choose_recompute(
@@ -68,7 +48,7 @@ def choose_recompute(
     """
     capacity = predictor.capacity_bytes
     limit = capacity if section.budget_gib is None else section.budget_gib * GIB_BYTES
-    plain = replace(candidate, recompute="none", kept_layers=None)
+    plain = replace(candidate, recompute="none", saved_results=None)
     search = _ChoiceSearch(predictor, plain)
 
     def fits(memory: MemoryParts) -> bool:
@@ -80,7 +60,9 @@ def choose_recompute(
     tests = [fits] if section.budget_gib is not None else [fits_with_margin, fits]
     chosen = next(filter(None, map(search.find, tests)), None)
     if chosen is None:
-        raise _build_error(predictor, section, search.compute_memory(search.build(0)), limit)
+        raise _build_error(
+            predictor, section, search.compute_memory(search.build(search.build_profiles(0))), limit
+        )
     return chosen, search.describe(chosen, section, limit)
 
 
@@ -130,6 +112,10 @@ def check_choosable(shape: ModelShape, precision: str) -> None:
     )
 
 
+_Profile = tuple[int, ...]
+"""Level of each layer of a kind in the stage with the most of them, in ascending order."""
+
+
 class _ChoiceSearch:
     """All choices for one candidate, from whole blocks recomputed to nothing recomputed."""
 
@@ -138,82 +124,138 @@ class _ChoiceSearch:
         self._plain = plain
         self._facts = predictor.facts
         self._stages = _list_stage_layers(self._facts, plain)
-        levels = _compute_levels(predictor, plain)
-        self._base = [kind_levels[0].results for kind_levels in levels]
+        self._levels = compute_levels(predictor, plain)
         self._upgrades = sorted(
             (
                 upgrade
-                for slot, kind_levels in enumerate(levels)
-                for upgrade in _list_upgrades(slot, kind_levels)
+                for slot, kind_levels in enumerate(self._levels)
+                for upgrade in list_upgrades(slot, kind_levels)
             ),
             key=lambda upgrade: -upgrade.seconds_per_byte,
         )
         """Stable: upgrades of one kind stay in order, for they are on a convex hull."""
         slots = self._facts.slot_of_layer
-        self._most_layers = [
+        self._num_layers = [
             max(sum(slots[layer] == slot for layer in stage) for stage in self._stages)
-            for slot in range(len(levels))
+            for slot in range(len(self._levels))
         ]
 
     def find(self, fits: Callable[[MemoryParts], bool]) -> Candidate | None:
         """Find the fastest choice that fits; None if even the slowest one does not."""
         if fits(self.compute_memory(self._plain)):
             return self._plain
-        # Ends of upgrades, the fastest first: memory is not monotonic, because recomputation of
-        # the largest layer takes some of it too.
-        ends = [0]
-        for upgrade in self._upgrades:
-            ends.append(ends[-1] + self._most_layers[upgrade.slot])
-        position = next(
-            (
-                index
-                for index in reversed(ends[:-1])
-                if fits(self.compute_memory(self.build(index)))
-            ),
-            None,
-        )
-        if position is None:
+
+        def has_room(profiles: list[_Profile]) -> bool:
+            return fits(self.compute_memory(self.build(profiles)))
+
+        if not has_room(self.build_profiles(0)):
             return None
-        too_large = ends[ends.index(position) + 1]
-        while too_large - position > 1:
-            middle = (position + too_large) // 2
-            if fits(self.compute_memory(self.build(middle))):
-                position = middle
-            else:
-                too_large = middle
-        return self.build(position)
+        # Whole layers do not fill the budget exactly: smaller steps fill the rest, also from
+        # other beginnings, which matter in models of few layers.
+        filled = [
+            self._fill(profiles, has_room)
+            for profiles in (self._find_upgraded(has_room), *self._list_uniform_profiles())
+            if has_room(profiles)
+        ]
+        return self.build(min(filled, key=self._sum_seconds))
 
     def compute_memory(self, candidate: Candidate) -> MemoryParts:
         """Compute the memory of the rank that needs the most."""
         pipeline = self._predictor.get_pipeline_stages(candidate)
         return self._predictor.compute_memory(candidate, pipeline)
 
-    def build(self, num_steps: int) -> Candidate:
-        """Build the candidate after `num_steps` steps; each upgrades one layer of a stage."""
-        states: list[tuple[LayerResults, LayerResults, float]] = [
-            (results, results, 0.0) for results in self._base
-        ]
+    def build_profiles(self, num_steps: int) -> list[_Profile]:
+        """Build the profiles after `num_steps` upgrades of one layer each, in order."""
+        profiles = [(0,) * count for count in self._num_layers]
         for upgrade in self._upgrades:
-            most = self._most_layers[upgrade.slot]
-            states[upgrade.slot] = (upgrade.lower, upgrade.upper, min(1.0, num_steps / most))
-            num_steps -= most
-            if num_steps <= 0:
+            count = self._num_layers[upgrade.slot]
+            num_upper = min(count, num_steps)
+            profiles[upgrade.slot] = (upgrade.lower,) * (count - num_upper) + (
+                upgrade.upper,
+            ) * num_upper
+            num_steps -= num_upper
+            if num_steps == 0:
                 break
+        return profiles
+
+    def build(self, profiles: Sequence[_Profile]) -> Candidate:
+        """Build the candidate; stages with fewer layers of a kind have no larger share of a
+        level or of those above it."""
         slots = self._facts.slot_of_layer
-        kept: list[LayerResults] = [None] * len(slots)
+        saved: list[LayerResults] = [None] * len(slots)
         for stage in self._stages:
-            for slot, (lower, upper, share) in enumerate(states):
+            for slot, profile in enumerate(profiles):
                 layers = [layer for layer in stage if slots[layer] == slot]
-                num_lower = len(layers) - int(share * len(layers) + 1e-9)
-                for position, layer in enumerate(layers):
-                    kept[layer] = lower if position < num_lower else upper
-        return replace(self._plain, recompute="mixed", kept_layers=tuple(kept))
+                for distance, layer in enumerate(reversed(layers)):
+                    # Of a profile as long as the stage, the layer at the same distance.
+                    position = -(-(distance + 1) * len(profile) // len(layers))
+                    saved[layer] = self._levels[slot][profile[-position]].results
+        return replace(self._plain, recompute="mixed", saved_results=tuple(saved))
+
+    def _find_upgraded(self, has_room: Callable[[list[_Profile]], bool]) -> list[_Profile]:
+        """Find the most upgrades in order that fit.
+
+        The ends of upgrades are tried from the last one on: memory is not monotonic, because
+        recomputation of the largest layer takes some of it too.
+        """
+        ends = [0]
+        for upgrade in self._upgrades:
+            ends.append(ends[-1] + self._num_layers[upgrade.slot])
+        last = next(end for end in reversed(ends) if has_room(self.build_profiles(end)))
+        if last == ends[-1]:
+            return self.build_profiles(last)
+        return self.build_profiles(
+            _find_largest(
+                last, ends[ends.index(last) + 1], lambda steps: has_room(self.build_profiles(steps))
+            )
+        )
+
+    def _list_uniform_profiles(self) -> list[list[_Profile]]:
+        """List profiles in which all layers of a kind have the same level."""
+        most = max(map(len, self._levels))
+        return [
+            [
+                (min(level, len(kind_levels) - 1),) * count
+                for kind_levels, count in zip(self._levels, self._num_layers, strict=True)
+            ]
+            for level in range(most)
+        ]
+
+    def _fill(
+        self, profiles: list[_Profile], has_room: Callable[[list[_Profile]], bool]
+    ) -> list[_Profile]:
+        """Raise the levels of single layers while they fit, those first that save the most."""
+        moves = sorted(
+            (
+                (kind_levels[lower].seconds - kind_levels[upper].seconds, slot, lower, upper)
+                for slot, kind_levels in enumerate(self._levels)
+                for lower in range(len(kind_levels))
+                for upper in range(lower + 1, len(kind_levels))
+            ),
+            reverse=True,
+        )
+        for saved_seconds, slot, lower, upper in moves:
+            count = profiles[slot].count(lower)
+            if count == 0 or saved_seconds <= 0:
+                continue
+
+            move = partial(_move_layers, profiles, slot, (lower, upper))
+            number = _find_largest(0, count + 1, partial(_is_move_possible, has_room, move))
+            profiles = move(number)
+        return profiles
+
+    def _sum_seconds(self, profiles: Sequence[_Profile]) -> float:
+        return sum(
+            self._levels[slot][level].seconds
+            for slot, profile in enumerate(profiles)
+            for level in profile
+        )
 
     def describe(
         self, chosen: Candidate, section: RecomputeSection, limit: float
     ) -> RecomputeChoice:
         """Describe a choice with its predicted figures."""
-        layers = chosen.kept_layers or (None,) * len(self._facts.slot_of_layer)
+        layers = chosen.saved_results or (None,) * len(self._facts.slot_of_layer)
         facts = get_model_facts(self._facts.shape, layers)
         activations = [get_layer_activations(facts, kind, chosen) for kind in facts.kinds]
         costs = self._predictor.compute_layer_costs(chosen)
@@ -241,6 +283,37 @@ class _ChoiceSearch:
         )
 
 
+def _is_move_possible(
+    has_room: Callable[[list[_Profile]], bool],
+    move: Callable[[int], list[_Profile]],
+    number: int,
+) -> bool:
+    return has_room(move(number))
+
+
+def _move_layers(
+    profiles: Sequence[_Profile], slot: int, levels: tuple[int, int], number: int
+) -> list[_Profile]:
+    """Move `number` layers of a kind from the lower to the upper of two levels."""
+    lower, upper = levels
+    profile = list(profiles[slot])
+    first = profile.index(lower) + profile.count(lower) - number
+    profile[first : first + number] = [upper] * number
+    return [*profiles[:slot], tuple(sorted(profile)), *profiles[slot + 1 :]]
+
+
+def _find_largest(low: int, high: int, is_possible: Callable[[int], bool]) -> int:
+    """Find a number from `low`, which is possible, to `high`, exclusive, whose successor is not
+    possible or is `high`."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_possible(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 def _list_stage_layers(facts: ModelFacts, candidate: Candidate) -> list[range]:
     """List the layers of each pipeline stage; all layers without a pipeline."""
     layout = candidate.layout
@@ -248,85 +321,6 @@ def _list_stage_layers(facts: ModelFacts, candidate: Candidate) -> list[range]:
         return [range(facts.shape.num_layers)]
     stages = candidate.engine.partition_layers(facts, layout, candidate.sequence_length)
     return [stage.layers for stage in stages]
-
-
-def _compute_levels(predictor: Predictor, plain: Candidate) -> list[list[_Level]]:
-    """Compute the levels of each kind of layer, from nothing kept to everything saved."""
-    facts = predictor.facts
-    rates = predictor.get_rates(plain.precision)
-    orders: list[list[KeptResults]] = []
-    for kind in facts.kinds:
-        sizes = compute_result_bytes(facts, kind, plain)
-        seconds = compute_result_seconds(facts, kind, plain, rates)
-        if has_unneeded_end(facts, kind, plain):
-            sizes.pop("down", None)
-        names = sorted(
-            (name for name, size in sizes.items() if size and seconds.get(name)),
-            key=lambda name: -seconds[name] / sizes[name],
-        )
-        orders.append([frozenset(names[:count]) for count in range(len(names) + 1)])
-    levels: list[list[_Level]] = [[] for _ in orders]
-    for number in range(max(map(len, orders))):
-        choice = [order[min(number, len(order) - 1)] for order in orders]
-        for slot, level in enumerate(_compute_kind_levels(predictor, plain, choice)):
-            if number < len(orders[slot]):
-                levels[slot].append(level)
-    for slot, level in enumerate(_compute_kind_levels(predictor, plain, [None] * len(orders))):
-        levels[slot].append(level)
-    return levels
-
-
-def _compute_kind_levels(
-    predictor: Predictor, plain: Candidate, choice: Sequence[LayerResults]
-) -> list[_Level]:
-    """Compute bytes and seconds of each kind of layer, all of whose layers keep the same."""
-    base: ModelFacts = predictor.facts
-    kept = tuple(choice[slot] for slot in base.slot_of_layer)
-    candidate = replace(plain, recompute="mixed", kept_layers=kept)
-    facts = get_model_facts(base.shape, kept)
-    costs = predictor.compute_layer_costs(candidate)
-    elements = facts.count_elements(candidate.layout).layers
-    cast_bytes = candidate.engine.get_gather_bytes(candidate.activation_bytes)
-    levels = []
-    for slot, kind in enumerate(base.kinds):
-        first_layer = base.slot_of_layer.index(slot)
-        own = facts.slot_of_layer[first_layer]
-        seconds, forward, backward = costs.layers[own]
-        saved = get_layer_activations(facts, facts.kinds[own], candidate).saved_bytes
-        if has_saved_casts(candidate, facts.kinds[own]):
-            saved += cast_bytes * elements[own].local_matrices
-        levels.append(
-            _Level(choice[kind.slot], saved, seconds.total + forward.exposed + backward.exposed)
-        )
-    return levels
-
-
-def _list_upgrades(slot: int, levels: Sequence[_Level]) -> list[_Upgrade]:
-    """List the steps along the lower convex hull of the levels' seconds over their bytes."""
-    hull = [levels[0]]
-    remaining = sorted(levels[1:], key=lambda level: level.saved_bytes)
-    while True:
-        steps = [
-            (
-                (hull[-1].seconds - level.seconds)
-                / max(level.saved_bytes - hull[-1].saved_bytes, 1e-9),
-                level,
-            )
-            for level in remaining
-            if level.seconds < hull[-1].seconds
-        ]
-        if not steps:
-            break
-        hull.append(max(steps, key=lambda step: (step[0], step[1].saved_bytes))[1])
-    return [
-        _Upgrade(
-            slot,
-            lower.results,
-            upper.results,
-            (lower.seconds - upper.seconds) / max(upper.saved_bytes - lower.saved_bytes, 1e-9),
-        )
-        for lower, upper in pairwise(hull)
-    ]
 
 
 def _build_error(
