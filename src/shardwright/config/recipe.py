@@ -36,8 +36,8 @@ class RecomputeSection(RecipeSection):
     """Recomputation that the plan chooses for each layer."""
 
     budget_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Memory of a device, in GiB, that a step may need as predicted. None: the memory that the
-    device has."""
+    """Memory of a device, in GiB, that a step may need as predicted; default all that the device
+    has."""
 
 
 def _parse_recompute_setting(value: Any) -> Any:
