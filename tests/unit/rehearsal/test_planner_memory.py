@@ -85,6 +85,7 @@ WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 NOTHING: LayerResults = frozenset()
 MIDDLE: LayerResults = frozenset(["attention", "projections"])
 PRODUCTS: LayerResults = frozenset(["attention", "projections", "attention_out", "gate_up"])
+ENDS: LayerResults = frozenset(["attention_out", "down"])
 SPARSE: LayerResults = frozenset(["attention", "experts"])
 CASES = [
     Case(
@@ -136,7 +137,7 @@ LONG_CASES = [
         sections=OFFLOAD,
     ),
     Case("llama", Layout(), recompute="mixed", saved=(PRODUCTS, PRODUCTS, None, None)),
-    Case("gemma2", Layout(), kind="fp32", recompute="mixed", saved=(NOTHING, MIDDLE) * 2),
+    Case("gemma2", Layout(), recompute="mixed", saved=(NOTHING, ENDS) * 2),
     Case("llama", Layout(dp_replicate=2), sections=PREFERENCES, steps=2),
     Case("llama", Layout(), sections=LORA | PREFERENCES),
     Case("llama", Layout(pp=2), sections=PREFERENCES, steps=4),

@@ -148,7 +148,9 @@ def _compute_layer_activations(
         # soon as the block has run again, and no part of `total`.
         if num_post_norms == 0 or candidate.layout.tp > 1:
             saved_sizes |= {"attention_out": 0.0, "down": 0.0}
+        # Nor is the product of queries and keys, of which only the softmax is saved.
         repeated = total - residual - sum(saved_sizes.values())
+        repeated += attention.score_products * ("attention" in saved_sizes)
         return LayerActivations(saved, max(0.0, repeated), gradients)
     # The block's input is saved in any case.
     if candidate.recompute == "full":

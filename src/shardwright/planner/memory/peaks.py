@@ -223,8 +223,8 @@ def _compute_live_activations(
         largest = layer.saved_bytes
         recomputed = layer.recomputed_bytes
         gradients = layer.gradient_bytes
-        if candidate.layout.pp == 1:
-            moments = _list_backward_moments(facts, kinds)
+        if load.num_stages == 1:
+            moments = _list_backward_moments(facts, kinds, load)
     return _LiveActivations(
         saved,
         ends,
@@ -241,13 +241,20 @@ def _compute_live_activations(
 
 
 def _list_backward_moments(
-    facts: ModelFacts, kinds: Sequence[tuple[LayerKind, LayerActivations]]
+    facts: ModelFacts, kinds: Sequence[tuple[LayerKind, LayerActivations]], load: StageLoad
 ) -> tuple[tuple[float, float], ...]:
-    """List the moments in which each kind of layer is the first of its kind to run backward."""
+    """List the moments in which each kind of layer is the first of its kind to run backward.
+
+    A stage that does not have all layers has those that save more at its end.
+    """
     layers = {kind.slot: layer for kind, layer in kinds}
-    moments = {}
+    slots = list(facts.slot_of_layer)
+    if sum(load.layers) < len(slots):
+        ascending = sorted(layers, key=lambda slot: layers[slot].saved_bytes)
+        slots = [slot for slot in ascending for _ in range(load.layers[slot])]
+    moments: dict[int, tuple[float, float]] = {}
     freed = 0.0
-    for slot in reversed(facts.slot_of_layer):
+    for slot in reversed(slots):
         layer = layers[slot]
         moments.setdefault(slot, (freed, layer.recomputed_bytes + layer.gradient_bytes))
         freed += layer.saved_bytes

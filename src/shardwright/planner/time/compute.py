@@ -120,18 +120,20 @@ def compute_layer_seconds(
     sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
     host_forward = host * sparse * _NUM_FORWARD_OPERATIONS
     host_backward = host * sparse * _NUM_BACKWARD_OPERATIONS
+    launched_on_host = 0.0
     if efficiency.runs_on_host:
+        launched_on_host = host_forward
         forward += host_forward
         backward += host_backward
         host_forward = host_backward = 0.0
     selective = (
         attention_forward
         if candidate.engine.should_recompute_attention_only
-        else elementwise_forward
+        else elementwise_forward + launched_on_host
     )
     mode = get_layer_recompute(kind, candidate.recompute)
     recompute = (
-        max(elementwise_forward, forward - _sum_avoided_seconds(facts, kind, candidate, rates))
+        max(selective, forward - _sum_avoided_seconds(facts, kind, candidate, rates))
         if mode == "mixed"
         else {"none": 0.0, "full": forward, "selective": selective}[mode]
     )
