@@ -100,7 +100,7 @@ class Plan:
     compile_reason: str | None = None
     """Reason of `model.compile: auto`; None if the recipe chooses, or if nothing is to train."""
     recompute_choice: RecomputeChoice | None = None
-    """What each layer keeps, if the plan chose it; None if the recipe names a kind."""
+    """Results that each layer keeps, if the plan chose them; None if the recipe names a kind."""
 
     @property
     def shape(self) -> ModelShape:

@@ -77,7 +77,7 @@ class Candidate:
     """With `fp8`: gradients of weights are multiplied in bf16."""
     recompute: RecomputeMode = "none"
     saved_results: tuple[LayerResults, ...] | None = None
-    """What each layer of the model saves with `mixed` recomputation; None otherwise."""
+    """Results that each layer of the model saves with `mixed` recomputation; None otherwise."""
     optimizer: OptimizerKind = "adamw"
     adapter: LowRankAdapter | None = None
     offload: OffloadKind = "none"

@@ -145,17 +145,17 @@ class _ChoiceSearch:
         if fits(self.compute_memory(self._plain)):
             return self._plain
 
-        def has_room(profiles: list[_Profile]) -> bool:
+        def are_within(profiles: list[_Profile]) -> bool:
             return fits(self.compute_memory(self.build(profiles)))
 
-        if not has_room(self.build_profiles(0)):
+        if not are_within(self.build_profiles(0)):
             return None
         # Whole layers do not fill the budget exactly: smaller steps fill the rest, also from
         # other beginnings, which matter in models of few layers.
         filled = [
-            self._fill(profiles, has_room)
-            for profiles in (self._find_upgraded(has_room), *self._list_uniform_profiles())
-            if has_room(profiles)
+            self._fill(profiles, are_within)
+            for profiles in (self._find_upgraded(are_within), *self._list_uniform_profiles())
+            if are_within(profiles)
         ]
         return self.build(min(filled, key=self._sum_seconds))
 
@@ -192,7 +192,7 @@ class _ChoiceSearch:
                     saved[layer] = self._levels[slot][profile[-position]].results
         return replace(self._plain, recompute="mixed", saved_results=tuple(saved))
 
-    def _find_upgraded(self, has_room: Callable[[list[_Profile]], bool]) -> list[_Profile]:
+    def _find_upgraded(self, are_within: Callable[[list[_Profile]], bool]) -> list[_Profile]:
         """Find the most upgrades in order that fit.
 
         The ends of upgrades are tried from the last one on: memory is not monotonic, because
@@ -201,12 +201,14 @@ class _ChoiceSearch:
         ends = [0]
         for upgrade in self._upgrades:
             ends.append(ends[-1] + self._num_layers[upgrade.slot])
-        last = next(end for end in reversed(ends) if has_room(self.build_profiles(end)))
+        last = next(end for end in reversed(ends) if are_within(self.build_profiles(end)))
         if last == ends[-1]:
             return self.build_profiles(last)
         return self.build_profiles(
             _find_largest(
-                last, ends[ends.index(last) + 1], lambda steps: has_room(self.build_profiles(steps))
+                last,
+                ends[ends.index(last) + 1],
+                lambda steps: are_within(self.build_profiles(steps)),
             )
         )
 
@@ -222,7 +224,7 @@ class _ChoiceSearch:
         ]
 
     def _fill(
-        self, profiles: list[_Profile], has_room: Callable[[list[_Profile]], bool]
+        self, profiles: list[_Profile], are_within: Callable[[list[_Profile]], bool]
     ) -> list[_Profile]:
         """Raise the levels of single layers while they fit, those first that save the most."""
         moves = sorted(
@@ -240,7 +242,7 @@ class _ChoiceSearch:
                 continue
 
             move = partial(_move_layers, profiles, slot, (lower, upper))
-            number = _find_largest(0, count + 1, partial(_is_move_possible, has_room, move))
+            number = _find_largest(0, count + 1, partial(_is_move_possible, are_within, move))
             profiles = move(number)
         return profiles
 
@@ -284,11 +286,11 @@ class _ChoiceSearch:
 
 
 def _is_move_possible(
-    has_room: Callable[[list[_Profile]], bool],
+    are_within: Callable[[list[_Profile]], bool],
     move: Callable[[int], list[_Profile]],
     number: int,
 ) -> bool:
-    return has_room(move(number))
+    return are_within(move(number))
 
 
 def _move_layers(

@@ -17,7 +17,7 @@ from shardwright.planner.time.compute import compute_result_seconds, has_unneede
 
 
 class Level(NamedTuple):
-    """What a layer of a kind may keep: its bytes and its seconds, per micro-batch."""
+    """Results that a layer of a kind may keep, with its bytes and its seconds, per micro-batch."""
 
     results: LayerResults
     saved_bytes: float
