@@ -76,8 +76,8 @@ class PlanningResult:
     """Step times of this workload that `tune` measured and that correct the predictions; 0 if only
     those of other workloads do. None if nothing was measured on this cluster."""
     recompute_choice: RecomputeChoice | None = None
-    """Results that each layer of the recipe's layout, or of the chosen one, keeps; None if the recipe
-    names a kind of recomputation."""
+    """Results that each layer keeps under the recipe's layout, or the chosen one; None if the
+    recipe names a kind of recomputation."""
     row_summary: str | None = None
     """Description of the rows of the data that the times are predicted with. None: full rows."""
     recipe_conflict: str | None = None

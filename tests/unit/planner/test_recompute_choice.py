@@ -10,15 +10,19 @@ from itertools import pairwise
 import pytest
 
 from shardwright.architecture import ModelShape, read_config
-from shardwright.config.recipe import RecomputeSection
+from shardwright.config.layout import ClusterSection
+from shardwright.config.recipe import Recipe, RecomputeSection
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import RecipeError
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.launch.auto_layout import resolve_recompute_here
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.recompute.choice import choose_recompute
+from shardwright.planner.recompute.choice import check_choosable, choose_recompute
+from shardwright.plans import resolve_plan
 from shardwright.units import GIB_BYTES
 from tests.unit.planner import models
 
@@ -141,3 +145,56 @@ def test_auto_leaves_the_margin_of_the_planner_and_refuses_large_batches() -> No
     huge = replace(CANDIDATE, micro_batch_size=64)
     with pytest.raises(RecipeError, match="a process may use"):
         choose_recompute(predictor, huge, RecomputeSection())
+
+
+def read_recipe(recompute: object) -> Recipe:
+    return validate_recipe(
+        {
+            "model": {"config": models.CONFIGS["llama"]},
+            "data": {"sources": ["nowhere"]},
+            "training": {
+                "sequence_length": 64,
+                "micro_batch_size": 1,
+                "learning_rate": 1e-3,
+                "max_steps": 1,
+            },
+            "precision": "fp32",
+            "run": {"device": "cpu"},
+            "recompute": recompute,
+        }
+    )
+
+
+def test_the_setting_is_a_kind_auto_or_a_budget() -> None:
+    assert read_recipe("full").recompute == "full"
+    assert read_recipe("auto").recompute == RecomputeSection()
+    budget = read_recipe({"budget_gib": 60})
+    assert budget.recompute == RecomputeSection(budget_gib=60.0)
+    assert budget.recompute_kind is None
+    with pytest.raises(RecipeError, match="none, selective, full, auto or") as caught:
+        read_recipe("selectve")
+    assert caught.value.field == "recompute"
+    with pytest.raises(RecipeError, match="greater than 0") as caught:
+        read_recipe({"budget_gib": -1})
+    assert caught.value.field == "recompute.budget_gib"
+    with pytest.raises(RecipeError, match="Did you mean `budget_gib`"):
+        read_recipe({"budget_gb": 60})
+
+
+def test_8_bit_products_are_refused() -> None:
+    with pytest.raises(RecipeError, match="fp8 products"):
+        check_choosable(LLAMA_8B, "fp8")
+    check_choosable(LLAMA_8B, "bf16")
+
+
+def test_auto_on_a_cpu_needs_a_cluster() -> None:
+    recipe = read_recipe("auto")
+    plan = resolve_plan(recipe, read_config(models.CONFIGS["llama"]), 1)
+    assert plan.recompute == "auto"
+    with pytest.raises(RecipeError, match="no GPU whose memory") as caught:
+        resolve_recompute_here(recipe, plan)
+    assert "budget_gib" in str(caught.value)
+    cluster = ClusterSection(node="1xH100-80GB")
+    resolved = resolve_recompute_here(recipe.model_copy(update={"cluster": cluster}), plan)
+    assert resolved.recompute == "none"
+    assert resolved.as_dict()["recompute_choice"]["layers"] == [None] * 4
