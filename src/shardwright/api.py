@@ -152,15 +152,16 @@ def rehearse(
     layout, batch = resolve_degrees(loaded, world_size)
     placement = place_model(shape, layout, batch.sequence_length)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
-    from shardwright.launch.auto_layout import choose_planned_precision
+    from shardwright.launch.auto_layout import choose_planned_precision, resolve_recompute_here
     from shardwright.rehearsal import rehearsal
 
     device_type = rehearsal.choose_device(device, loaded)
     choice = choose_planned_precision(loaded)
     on_start(choice)
+    plan = complete_plan(loaded, placement, batch, choice)
     return rehearsal.rehearse(
         loaded,
-        complete_plan(loaded, placement, batch, choice),
+        resolve_recompute_here(loaded, plan),
         device=device_type,
         should_run_each_rank=should_run_each_rank,
         on_report=on_report,

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shardwright.architecture import HFShape, ModelShape
-from shardwright.config.recipe import Recipe, RecomputeKind
+from shardwright.config.recipe import Recipe, RecomputeKind, RecomputeMode
 from shardwright.config.training import PrecisionSection, TrainingSection, should_cast_once
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
+from shardwright.layout.saved_results import RecomputeChoice
 from shardwright.placement import (
     Placement,
     check_low_precision,
@@ -90,13 +91,16 @@ class Plan:
     batch: BatchPlan
     precision: PrecisionSection
     """Resolved precision: never `auto`."""
-    recompute: RecomputeKind = "none"
+    recompute: RecomputeMode | Literal["auto"] = "none"
+    """`mixed`: each layer as in `recompute_choice`. `auto`: not resolved yet."""
     precision_reason: str | None = None
     """Reason why `precision: auto` chose this kind; None if the recipe names the kind."""
     is_compiled: bool = False
     """True if every block is compiled with torch.compile."""
     compile_reason: str | None = None
     """Reason of `model.compile: auto`; None if the recipe chooses, or if nothing is to train."""
+    recompute_choice: RecomputeChoice | None = None
+    """Results that each layer keeps, if the plan chose them; None if the recipe names a kind."""
 
     @property
     def shape(self) -> ModelShape:
@@ -134,6 +138,11 @@ class Plan:
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
             "precision": self.precision.model_dump(mode="json"),
             "recompute": self.recompute,
+            **(
+                {}
+                if self.recompute_choice is None
+                else {"recompute_choice": self.recompute_choice.as_dict()}
+            ),
             **(
                 {} if self.precision_reason is None else {"precision_reason": self.precision_reason}
             ),
@@ -211,7 +220,7 @@ def complete_plan(
         settle_precision(recipe, choice).precision.model_copy(
             update={"working_weights": recipe.working_weights}
         ),
-        recipe.recompute,
+        recipe.recompute_kind or "auto",
         None if choice is None else choice.reason,
         recipe.model.compile is True if compilation is None else compilation.is_compiled,
         None if compilation is None else compilation.reason,

@@ -5,6 +5,7 @@ checkpoints.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from shardwright.config import Recipe
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
+from shardwright.layout.saved_results import LayerResults, RecomputeChoice
 from shardwright.model.decoder import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
@@ -61,6 +63,8 @@ def build_model(
     plan = build_plan(
         shape, Layout(), BatchPlan(count_row_tokens(shape), 4, 1, 1), precision, recompute
     )
+    if recompute == "mixed":
+        plan = replace(plan, recompute_choice=build_choice(shape.num_layers))
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         build_decoder(shape, precision),
@@ -72,6 +76,16 @@ def build_model(
         ),
         compile_blocks=compile_blocks,
     )
+
+
+def build_choice(num_layers: int) -> RecomputeChoice:
+    """Build a choice of two levels; its figures are not used."""
+    levels: tuple[LayerResults, LayerResults] = (
+        frozenset(["attention"]),
+        frozenset(["attention", "projections", "attention_out", "gate_up"]),
+    )
+    layers = tuple(levels[2 * layer >= num_layers] for layer in range(num_layers))
+    return RecomputeChoice(layers, "test", "none", 0.0, 0.0, 0.0, 0.0)
 
 
 def build_adamw(model: ParallelModel) -> torch.optim.Optimizer:
@@ -161,7 +175,7 @@ def measure_two_steps(
     return losses, peak_bytes
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "full", "mixed"])
 def test_recompute_changes_memory_and_not_the_loss(
     device: torch.device, shape: ModelShape, recompute: str
 ) -> None:

@@ -25,7 +25,7 @@ from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.offloaded_weights import BlockWeightStore
-from shardwright.plans import BatchPlan, build_plan
+from shardwright.plans import BatchPlan, Plan, build_plan
 from shardwright.training.step import (
     accumulate_gradients,
     compute_mean_loss,
@@ -95,6 +95,11 @@ class Case:
         )
 
 
+def build_case_plan(case: Case, recipe: Recipe, layout: Layout) -> Plan:
+    batch = BatchPlan(TOKENS, ROWS, case.num_micro_batches, layout.data_ranks)
+    return build_plan(read_recipe_shape(recipe), layout, batch, recipe.precision, case.recompute)
+
+
 def build_model(
     case: Case,
     recipe: Recipe,
@@ -113,12 +118,10 @@ def build_model(
             compute_dtype=precision.compute,
             expert_rules=resolve_expert_rules(recipe.moe, shape),
         )
-    batch = BatchPlan(TOKENS, ROWS, case.num_micro_batches, layout.data_ranks)
     specs = {spec.name: spec for spec in shape.list_parameters()}
-    plan = build_plan(shape, layout, batch, recipe.precision, case.recompute)
     return apply_layout(
         decoder,
-        plan,
+        build_case_plan(case, recipe, layout),
         build_mesh(layout, device.type),
         device,
         read_slice=lambda name, narrow: initialise_parameter(

@@ -403,6 +403,9 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "explanation": list(result.explanation),
         "search": asdict(result.effort),
         "precision_reason": result.precision_reason,
+        "recompute_choice": None
+        if result.recompute_choice is None
+        else result.recompute_choice.as_dict(),
         "remedy": result.remedy,
         "num_measured_steps": result.num_measured_steps,
     }

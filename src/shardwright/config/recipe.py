@@ -6,9 +6,9 @@ of ranks, such as batch arithmetic and divisibility, are in `plan.resolve`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.data import DataSection
@@ -28,6 +28,38 @@ from shardwright.config.training import (
 
 RecomputeKind = Literal["none", "selective", "full"]
 
+RecomputeMode = Literal["none", "selective", "full", "mixed"]
+"""Recomputation of a plan: one kind for all layers, or results that are chosen for each layer."""
+
+
+class RecomputeSection(RecipeSection):
+    """Recomputation that the plan chooses for each layer."""
+
+    budget_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Memory of a device, in GiB, that a step may need as predicted; default all that the device
+    has."""
+
+
+def _parse_recompute_setting(value: Any) -> Any:
+    if value == "auto":
+        return RecomputeSection()
+    if isinstance(value, dict | RecomputeSection) or value in get_args(RecomputeKind):
+        return value
+    raise ValueError("must be none, selective, full, auto or {budget_gib: N}")
+
+
+def _get_recompute_tag(value: Any) -> str:
+    return "kind" if isinstance(value, str) else RecomputeSection.__name__
+
+
+RecomputeSetting = Annotated[
+    Annotated[RecomputeKind, Tag("kind")]
+    | Annotated[RecomputeSection, Tag(RecomputeSection.__name__)],
+    Discriminator(_get_recompute_tag),
+    BeforeValidator(_parse_recompute_setting),
+]
+"""A kind, `auto`, or a mapping with `budget_gib`."""
+
 
 class Recipe(RecipeSection):
     """One complete training run."""
@@ -42,9 +74,11 @@ class Recipe(RecipeSection):
     training: TrainingSection
     optimizer: OptimizerSection = OptimizerSection()
     precision: PrecisionSetting = PrecisionSection()
-    recompute: RecomputeKind = "none"
+    recompute: RecomputeSetting = "none"
     """`selective` recomputes everything except matrix products and attention in the backward
-    pass; `full` recomputes whole blocks."""
+    pass; `full` recomputes whole blocks. `{budget_gib: N}` keeps, within that memory per device,
+    the results that take longest to recompute per byte; `auto` does so within the device's
+    memory. docs/planning.md explains the choice."""
     layout: LayoutSetting = LayoutSection()
     offload: OffloadSection = OffloadSection()
     """Optimizer states in host memory or on disk."""
@@ -65,6 +99,11 @@ class Recipe(RecipeSection):
     def has_offloaded_trained_weights(self) -> bool:
         """True if the matrices of blocks are trained and leave the device between their uses."""
         return self.adapters is None and self.moved_offload.parameters != "none"
+
+    @property
+    def recompute_kind(self) -> RecomputeKind | None:
+        """Kind of recomputation of all layers; None if the plan chooses for each layer."""
+        return None if isinstance(self.recompute, RecomputeSection) else self.recompute
 
     @property
     def working_weights(self) -> bool | Literal["auto"]:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from shardwright.config.layout import LayoutSection
-from shardwright.config.recipe import Recipe
+from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.config.yaml_document import dump_yaml, find_line, parse_yaml
 from shardwright.errors import LayoutError, RecipeError, find_closest_name, suggest_name
 from shardwright.files import read_text
@@ -128,6 +128,8 @@ def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[
                 child = target[part] = {}
             elif isinstance(child, str) and part == "precision":
                 child = target[part] = {"kind": child}
+            elif isinstance(child, str) and part == "recompute":
+                child = target[part] = {}
             if not isinstance(child, dict):
                 where = ".".join(parents[: depth + 1])
                 raise RecipeError(
@@ -298,7 +300,8 @@ def _build_recipe_error(
 
 
 def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> RecipeError:
-    location = [str(part) for part in item["loc"]]
+    # A union's location names the class that was tried.
+    location = [str(part) for part in item["loc"] if part != RecomputeSection.__name__]
     field = ".".join(location)
     place = locate(location)
     kind = item["type"]

@@ -139,12 +139,11 @@ def _build_notes(request: EmitRequest) -> list[str]:
         f"weight decay {training.weight_decay:g}: set them "
         f"in the config function, e.g. optimizer=default_adamw(lr={request.peak_learning_rate:g})"
     ]
-    if request.recipe.recompute != "none":
-        config = {"full": "FullAC", "selective": "SelectiveAC"}[request.recipe.recompute]
+    kind = request.recipe.recompute_kind  # of the layout: never None
+    if kind in ("full", "selective"):
+        config = {"full": "FullAC", "selective": "SelectiveAC"}[kind]
         notes.append(
-            f"recompute: {request.recipe.recompute}: "
-            f"activation_checkpoint={config}.Config() in the "
-            "config function"
+            f"recompute: {kind}: activation_checkpoint={config}.Config() in the config function"
         )
     else:
         notes.append(

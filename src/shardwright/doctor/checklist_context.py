@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
@@ -17,8 +17,9 @@ from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import predict
-from shardwright.planner.problem import build_template
+from shardwright.planner.problem import build_plan_candidate, build_template
 from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.recompute.choice import resolve_recompute
 from shardwright.plans import Plan, resolve_plan
 from shardwright.telemetry.event_log import StepEvent, read_events
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
@@ -75,13 +76,8 @@ class ChecklistContext:
             except InputError:
                 return None
         cluster = build_cluster(section, self.world_size)
-        candidate = replace(
-            build_template(self.resolved_recipe),
-            layout=self.plan.layout,
-            micro_batch_size=self.plan.batch.micro_batch_size,
-            gradient_accumulation_steps=self.plan.batch.gradient_accumulation_steps,
-            recompute=self.plan.recompute,
-        )
+        plan = resolve_recompute(self.resolved_recipe, self.plan, cluster)
+        candidate = build_plan_candidate(self.resolved_recipe, plan)
         return predict(
             self.model_shape,
             candidate,

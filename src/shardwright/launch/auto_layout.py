@@ -1,4 +1,5 @@
-"""`layout`, `precision` and `model.compile: auto`, resolved from the devices before ranks start."""
+"""Settings that the plan or the devices decide, resolved before ranks start: `layout`, `precision`,
+`model.compile` and `recompute`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 
 from shardwright.config import Recipe
 from shardwright.config.layout import ClusterSection
+from shardwright.config.recipe import RecomputeSection
 from shardwright.errors import InputError, LayoutError, RecipeError
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.launch.devices import should_use_cuda
@@ -16,7 +18,9 @@ from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation, find_compiler_obstacle
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.problem import choose_precision_on
-from shardwright.plans import CompileChoice, PrecisionChoice
+from shardwright.planner.recompute.choice import resolve_recompute
+from shardwright.planner.scaling import resize_cluster
+from shardwright.plans import CompileChoice, Plan, PrecisionChoice
 from shardwright.units import format_bytes, format_count, format_seconds
 
 logger = logging.getLogger("shardwright")
@@ -117,8 +121,42 @@ def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:
     return choose_precision_here(recipe)
 
 
-def detect_cluster(recipe: Recipe, world_size: int) -> ClusterSection:
+def resolve_recompute_here(recipe: Recipe, plan: Plan) -> Plan:
+    """Resolve `recompute: auto` or a budget for the recipe's cluster, or for this machine.
+
+    Depends only on the recipe, the plan and the kind of device, so every rank chooses the same.
+
+    Raises:
+        InputError: No cluster is named and the catalogue does not know this machine's GPU.
+        RecipeError: No choice fits, the plan cannot choose for this model, or `auto` on a CPU
+            without a cluster, whose memory nobody states.
+    """
+    if recipe.recompute_kind is not None:
+        return plan
+    world_size = plan.layout.world_size
+    if recipe.cluster is not None:
+        cluster = build_cluster(recipe.cluster, world_size)
+    elif recipe.run.device == "cpu" or not torch.cuda.is_available():
+        if recipe.recompute == RecomputeSection():
+            raise RecipeError(
+                "this machine has no GPU whose memory the plan could fill",
+                field="recompute",
+                got="auto",
+                allowed="none, selective, full, {budget_gib: N}",
+                remedy="Name the memory to use (`recompute: {budget_gib: N}`), or the cluster to "
+                "plan for (`cluster: 8xH100-80GB`)",
+            )
+        cluster = resize_cluster(parse_cluster("1xcpu"), world_size)
+    else:
+        cluster = build_cluster(detect_cluster(recipe, world_size, "recompute"), world_size)
+    settled = recipe.model_copy(update={"precision": plan.precision})
+    return resolve_recompute(settled, plan, cluster)
+
+
+def detect_cluster(recipe: Recipe, world_size: int, field: str = "layout") -> ClusterSection:
     """Describe this machine's GPUs as a recipe's cluster section, one device per local rank.
+
+    `field` is the key of the recipe that errors name.
 
     Raises:
         LayoutError: This machine has no GPU; the planner has no model of CPUs.
@@ -127,7 +165,7 @@ def detect_cluster(recipe: Recipe, world_size: int) -> ClusterSection:
     if recipe.run.device == "cpu" or not torch.cuda.is_available():
         raise LayoutError(
             "this machine has no GPU to plan for",
-            field="layout",
+            field=field,
             got="auto",
             remedy="Name the cluster to plan for (`cluster: 8xH100-80GB`), or give the degrees",
         )
@@ -142,7 +180,7 @@ def detect_cluster(recipe: Recipe, world_size: int) -> ClusterSection:
         )
         raise InputError(
             "the catalogue does not know this GPU",
-            field="layout",
+            field=field,
             got=name,
             allowed=error.allowed,
             remedy=remedy,

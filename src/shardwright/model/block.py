@@ -89,6 +89,10 @@ class Block(nn.Module):
             context.routing.statistics[self.layer_index] = statistics
         return x_BTD
 
+    def set_recompute(self, run: RecomputeRunner | None) -> None:
+        """Call `compute` through `run(function, *arguments)`; None calls it directly."""
+        self._recompute_runner = run
+
     def compile_forward(self, **options: Any) -> None:
         """Apply torch.compile to `forward_with_recompute`, with options of torch.compile."""
         function = torch.compile(self.forward_with_recompute, **options)

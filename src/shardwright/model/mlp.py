@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwright.architecture import Activation, ModelShape
 from shardwright.model.dropout import Dropout
 from shardwright.model.products.linear import Linear
+from shardwright.model.result_names import name_results
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -155,13 +156,16 @@ class FeedForward(nn.Module):
 
         `reduce_output` sums it over the ranks.
         """
-        if self.is_fused:
-            gate_BTF, up_BTF = self.gate_up(x_BTD, None, dropout).chunk(2, dim=-1)
-            inner_BTF = apply_gate(self.activation, gate_BTF, up_BTF)
-        elif self.is_gated:
-            gate_BTF = self.gate(x_BTD, None, dropout)
-            inner_BTF = apply_gate(self.activation, gate_BTF, self.up(x_BTD, None, dropout))
+        with name_results("gate_up"):
+            if self.is_fused:
+                gate_BTF, up_BTF = self.gate_up(x_BTD, None, dropout).chunk(2, dim=-1)
+            else:
+                gate_BTF = self.gate(x_BTD, None, dropout) if self.is_gated else None
+                up_BTF = self.up(x_BTD, None, dropout)
+        if gate_BTF is None:
+            inner_BTF = ACTIVATION_FUNCTIONS[self.activation](up_BTF)
         else:
-            inner_BTF = ACTIVATION_FUNCTIONS[self.activation](self.up(x_BTD, None, dropout))
-        out_BTD: Tensor = self.down(inner_BTF, reduce_output, dropout)
+            inner_BTF = apply_gate(self.activation, gate_BTF, up_BTF)
+        with name_results("down"):
+            out_BTD: Tensor = self.down(inner_BTF, reduce_output, dropout)
         return out_BTD

@@ -23,6 +23,7 @@ from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows,
 from shardwright.model.products.product import ProductRule, multiply_by_expert
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.products.working_weights import declare_working_weight
+from shardwright.model.result_names import name_results
 from shardwright.model.routing import (
     RouterStatistics,
     Routing,
@@ -107,7 +108,8 @@ class ExpertStack(nn.Module):
     def forward(self, x_MD: Tensor, counts_E: Tensor, *, bias_factor: float = 1.0) -> Tensor:
         """Multiply each row by its expert's matrix, `[M, out]`."""
         rule = ProductRule(self.num_in, self.is_transposed, scaled=self.scaled)
-        out_MF = multiply_by_expert(x_MD, self.weight, counts_E, rule, self.working_weight)
+        with name_results("experts"):
+            out_MF = multiply_by_expert(x_MD, self.weight, counts_E, rule, self.working_weight)
         if self.adapters is not None and self.is_adapter_enabled:
             low_MR = multiply_by_expert(
                 x_MD, self.lora_A, counts_E, ProductRule(self.num_in), self.working_lora_A

@@ -18,7 +18,7 @@ from shardwright.numerics.preference_loss import (
     compute_preference_loss,
     compute_response_log_probs,
 )
-from shardwright.numerics.recompute import build_recompute_runner
+from shardwright.numerics.recompute import build_recompute_runner, build_saved_results_runner
 from shardwright.numerics.vocabulary_shard import VocabularyShard
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "PreferenceLossSettings",
     "VocabularyShard",
     "build_recompute_runner",
+    "build_saved_results_runner",
     "chunked_cross_entropy",
     "clip_",
     "compute_clip_coefficient",

@@ -14,9 +14,12 @@ from torch.utils.checkpoint import (
 )
 
 from shardwright.config.recipe import RecomputeKind
+from shardwright.layout.saved_results import SavedResults
 from shardwright.numerics.packed_results import PackFunction, create_packing_contexts
 
 RecomputeRunner = Callable[..., Any]
+ResultNameReader = Callable[[], str | None]
+"""() -> name of the results that the block computes now (`layout.saved_results`)."""
 
 _aten = torch.ops.aten
 _SAVED_OPERATIONS: frozenset[Any] = frozenset(
@@ -70,13 +73,56 @@ def _is_saved(operation: Any) -> bool:
     )
 
 
-def _choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_saved(operation) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _choose_full_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     is_saved = operation.name() in _COUNTING_OPERATION_NAMES
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def build_saved_results_runner(
+    saved_results: SavedResults, get_result_name: ResultNameReader, pack: PackFunction | None = None
+) -> RecomputeRunner:
+    """Build `run(function, *args) -> output` that saves the input and some results.
+
+    Results are those of matrix products and attention kernels inside a named part of the block.
+    `pack` and the rest are as for `build_recompute_runner`.
+    """
+
+    def is_in_policy(operation: Any) -> bool:
+        if operation.name() in _COUNTING_OPERATION_NAMES:
+            return True
+        return _is_saved(operation) and get_result_name() in saved_results
+
+    return _build_selective_runner(is_in_policy, pack, f"keep {', '.join(sorted(saved_results))}")
+
+
+def _build_selective_runner(
+    is_saved: Callable[[Any], bool], pack: PackFunction | None, policy_name: str
+) -> RecomputeRunner:
+    """Build a runner that saves the results of the operations for which `is_saved` is True.
+
+    Args:
+        policy_name: different for different `is_saved`.
+    """
+
+    def choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if is_saved(operation):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    create_contexts = partial(create_selective_checkpoint_contexts, choose_policy)
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        # torch.compile does not compare policies, only the values that it reads: without the name,
+        # blocks with different policies would share the first one's graph.
+        assert policy_name
+        contexts = create_contexts
+        if pack is not None and not torch.compiler.is_compiling():
+            contexts = partial(create_packing_contexts, is_saved, pack)
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+
+    return run
 
 
 def build_recompute_runner(
@@ -97,15 +143,12 @@ def build_recompute_runner(
     """
     if kind == "none":
         return None
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_policy)
+        return _build_selective_runner(_is_saved, pack, kind)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
-        if pack is not None and kind == "selective" and not torch.compiler.is_compiling():
-            contexts = partial(create_packing_contexts, _is_saved, pack)
-            return checkpoint(function, *args, **(options | {"context_fn": contexts}))
-        if kind == "full" and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             contexts = partial(create_selective_checkpoint_contexts, _choose_full_policy)
             return checkpoint(function, *args, **(options | {"context_fn": contexts}))
         return checkpoint(function, *args, **options)

@@ -51,7 +51,6 @@ from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
-from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.parallel.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.expert_parallel import build_token_dispatcher
@@ -67,6 +66,7 @@ from shardwright.parallel.offloaded_weights import (
 )
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
+from shardwright.parallel.recompute import install_recompute
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
 from shardwright.plans import Plan
 
@@ -126,7 +126,7 @@ def apply_layout(
         )
     )
     install_low_precision(decoder, plan, mesh, device)
-    decoder.set_recompute(build_recompute_runner(plan.recompute))
+    install_recompute(decoder, plan)
     if compile_blocks:
         # Rows of a length of their own would each be a graph. None lets torch assume that shapes
         # stay, and generalise only those that change after all (an evaluation's batch).

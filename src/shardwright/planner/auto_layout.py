@@ -72,8 +72,8 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
             if training.gradient_accumulation_steps is None
             else (training.gradient_accumulation_steps,),
         )
-    if "recompute" in recipe.model_fields_set:
-        problem = replace(problem, recompute_kinds=(recipe.recompute,))
+    if "recompute" in recipe.model_fields_set and recipe.recompute_kind is not None:
+        problem = replace(problem, recompute_kinds=(recipe.recompute_kind,))
     predictor = Predictor(facts, cluster, efficiency)
     result = search_layouts(predictor, problem, num_layouts=1)
     chosen = result.chosen
@@ -91,7 +91,11 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
             got="auto",
             remedy=remedy,
         )
-    return apply_candidate(recipe, chosen.candidate), chosen
+    resolved = apply_candidate(recipe, chosen.candidate)
+    if recipe.recompute_kind is None:
+        # The layout fits with some kind; what its layers keep is chosen for the layout.
+        resolved = resolved.model_copy(update={"recompute": recipe.recompute})
+    return resolved, chosen
 
 
 def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Prediction | None:

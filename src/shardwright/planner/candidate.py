@@ -7,9 +7,10 @@ from typing import Literal
 
 from shardwright.config.model import AttentionSetting
 from shardwright.config.offload import DEFAULT_BUFFER_BYTES, OffloadTier
-from shardwright.config.recipe import RecomputeKind
+from shardwright.config.recipe import RecomputeMode
 from shardwright.config.training import should_cast_once
 from shardwright.layout import Layout
+from shardwright.layout.saved_results import LayerResults
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.schedule.registry import has_split_backward
@@ -78,7 +79,9 @@ class Candidate:
     precision: Precision = "bf16"
     has_wide_weight_gradients: bool = False
     """With `fp8`: gradients of weights are multiplied in bf16."""
-    recompute: RecomputeKind = "none"
+    recompute: RecomputeMode = "none"
+    saved_results: tuple[LayerResults, ...] | None = None
+    """Results that each layer of the model saves with `mixed` recomputation; None otherwise."""
     optimizer: OptimizerKind = "adamw"
     adapter: LowRankAdapter | None = None
     offload: OffloadKind = "none"

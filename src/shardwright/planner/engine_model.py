@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardwright.architecture.expert_shape import ExpertShape
-from shardwright.config.recipe import RecomputeKind
+from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout
 from shardwright.layout.pipeline_stages import PipelineStage
 from shardwright.placement import partition_stages
@@ -132,7 +132,7 @@ class EngineModel:
         """Return the bytes of a gathered parameter, in transfer and in memory."""
         return float(activation_bytes)
 
-    def should_recompute_casts(self, recompute: RecomputeKind) -> bool:
+    def should_recompute_casts(self, recompute: RecomputeMode) -> bool:
         """Return True if casts of replicated weights are repeated rather than saved."""
         return recompute != "none"
 

@@ -18,7 +18,9 @@ from shardwright.architecture.flop_count import (
     compute_mean_visible_keys,
     count_matmul_parameters,
 )
+from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout, ParameterLayout, compute_local_shape
+from shardwright.layout.saved_results import LayerResults
 from shardwright.placement import TENSOR_PARALLEL_STYLES, build_parameter_layouts
 
 _FIRST_RANK = {
@@ -51,7 +53,7 @@ class Matmul:
 @dataclass(frozen=True)
 class LayerKind:
     """Equal layers of a model. `slot` is the position among the kinds, `count` the number of
-    layers."""
+    layers, `saved_results` what they keep under `mixed` recomputation."""
 
     shape: LayerShape
     slot: int
@@ -60,6 +62,12 @@ class LayerKind:
     expert_matmuls: tuple[Matmul, ...]
     num_norms: int
     num_tensors: int
+    saved_results: LayerResults = None
+
+
+def get_layer_recompute(kind: LayerKind, recompute: RecomputeMode) -> RecomputeMode:
+    """Return the recomputation of a layer: under `mixed`, `none` if it saves everything."""
+    return "none" if recompute == "mixed" and kind.saved_results is None else recompute
 
 
 class ParameterElements(NamedTuple):
@@ -97,20 +105,27 @@ class ParameterElementsByPart:
 
 
 class ModelFacts:
-    """A model shape with its layers grouped into kinds."""
+    """A model shape with its layers grouped into kinds.
 
-    def __init__(self, shape: ModelShape) -> None:
+    Layers of one kind are equal, and keep the same results (`saved_results`, one per layer).
+    """
+
+    def __init__(
+        self, shape: ModelShape, saved_results: tuple[LayerResults, ...] | None = None
+    ) -> None:
         self.shape = shape
-        counts = Counter(shape.layers)
-        self.unique_layers = tuple(counts)
+        layers = list(zip(shape.layers, saved_results or [None] * len(shape.layers), strict=True))
+        counts = Counter(layers)
+        self.unique_layers = tuple(layer for layer, _ in counts)
         self.slot_of_layer = tuple(
-            map({layer: slot for slot, layer in enumerate(counts)}.__getitem__, shape.layers)
+            map({layer: slot for slot, layer in enumerate(counts)}.__getitem__, layers)
         )
         # One layer of each kind has all parameters of the model, except for the layer number.
         self.sample = replace(shape, layers=self.unique_layers)
         self.sample_parameters = self.sample.list_parameters()
         self.kinds = tuple(
-            self._build_layer_kind(slot, layer, counts[layer]) for slot, layer in enumerate(counts)
+            self._build_layer_kind(slot, layer, count, saved_results)
+            for slot, ((layer, saved_results), count) in enumerate(counts.items())
         )
         self._element_counts: dict[tuple[int, ...], ParameterElementsByPart] = {}
         self.pipeline_cache: dict[tuple[object, ...], object] = {}
@@ -118,7 +133,9 @@ class ModelFacts:
         self.activation_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.memory.activations`."""
 
-    def _build_layer_kind(self, slot: int, layer: LayerShape, count: int) -> LayerKind:
+    def _build_layer_kind(
+        self, slot: int, layer: LayerShape, count: int, saved_results: LayerResults
+    ) -> LayerKind:
         specs = [spec for spec in self.sample_parameters if spec.layer == slot]
         products = [
             self._build_matmul(spec, specs)
@@ -133,6 +150,7 @@ class ModelFacts:
             expert_matmuls=tuple(product for product in products if product.role in EXPERT_ROLES),
             num_tensors=len(specs),
             num_norms=sum(spec.role == "norm" and not spec.is_bias for spec in specs),
+            saved_results=saved_results,
         )
 
     def _build_matmul(self, spec: ParameterSpec, siblings: list[ParameterSpec]) -> Matmul:
@@ -234,6 +252,8 @@ def _count_parameter_elements(
 
 
 @lru_cache(maxsize=1024)
-def get_model_facts(shape: ModelShape) -> ModelFacts:
-    """Return the cached facts of a shape."""
-    return ModelFacts(shape)
+def get_model_facts(
+    shape: ModelShape, saved_results: tuple[LayerResults, ...] | None = None
+) -> ModelFacts:
+    """Return the cached facts of a shape, and of what its layers keep."""
+    return ModelFacts(shape, saved_results)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwright.config.recipe import Recipe
+from shardwright.config.recipe import Recipe, RecomputeSection
+from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
-from shardwright.planner.candidate import LowRankAdapter, Precision
+from shardwright.layout.saved_results import RecomputeChoice
+from shardwright.planner.candidate import Candidate, LowRankAdapter, Precision
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.explanation import explain
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
@@ -22,6 +24,7 @@ from shardwright.planner.problem import (
 )
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.recompute.choice import check_choosable, choose_recompute
 from shardwright.planner.rejections import (
     Rejection,
     explain_conflict,
@@ -73,6 +76,9 @@ class PlanningResult:
     num_measured_steps: int | None = None
     """Step times of this workload that `tune` measured and that correct the predictions; 0 if only
     those of other workloads do. None if nothing was measured on this cluster."""
+    recompute_choice: RecomputeChoice | None = None
+    """Results that each layer keeps under the recipe's layout, or the chosen one; None if the
+    recipe names a kind of recomputation."""
     row_summary: str | None = None
     """Description of the rows of the data that the times are predicted with. None: full rows."""
     expert_summary: str | None = None
@@ -161,6 +167,11 @@ def plan_recipe(
         conflict = explain_conflict(predictor, problem, candidate)
     predictions = result.predictions
     chosen = result.chosen
+    choice_of_results = None
+    if not recipe.layout.auto and conflict is None and candidate is not None:
+        candidate, choice_of_results, conflict = _choose_results(recipe, predictor, candidate)
+    elif recipe.layout.auto and chosen is not None:
+        _, choice_of_results, conflict = _choose_results(recipe, predictor, chosen.candidate)
     own = None if candidate is None or conflict else predictor.predict(candidate)
     correction = None if step_profile is None else StepCorrection(step_profile, predictor, problem)
     num_proven = result.num_proven
@@ -190,7 +201,25 @@ def plan_recipe(
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),
         expert_summary=None if expert_loads is None else expert_loads.describe(),
+        recompute_choice=choice_of_results,
     )
+
+
+def _choose_results(
+    recipe: Recipe, predictor: Predictor, candidate: Candidate
+) -> tuple[Candidate, RecomputeChoice | None, str | None]:
+    """Choose what the layers keep if the recipe leaves it to the plan.
+
+    Returns the candidate, the choice, and the reason why there is none.
+    """
+    section = recipe.recompute
+    if not isinstance(section, RecomputeSection):
+        return candidate, None, None
+    try:
+        check_choosable(predictor.facts.shape, candidate.precision)
+        return *choose_recompute(predictor, candidate, section), None
+    except RecipeError as error:
+        return candidate, None, str(error)
 
 
 def _find_remedy(

@@ -46,7 +46,7 @@ def predict(
 
 def predict_rank_memory(shape: ModelShape, candidate: Candidate) -> list[MemoryParts]:
     """Predict the bytes of each rank that differs; they do not depend on the cluster."""
-    facts = get_model_facts(shape)
+    facts = _get_facts(get_model_facts(shape), candidate)
     pipeline = get_pipeline(
         facts,
         candidate.layout,
@@ -57,6 +57,13 @@ def predict_rank_memory(shape: ModelShape, candidate: Candidate) -> list[MemoryP
     return [
         predict_memory(facts, candidate, load, Efficiency()) for load in pipeline.distinct_loads
     ]
+
+
+def _get_facts(facts: ModelFacts, candidate: Candidate) -> ModelFacts:
+    """Return the facts of the model's layers as the candidate recomputes them."""
+    if candidate.recompute != "mixed":
+        return facts
+    return get_model_facts(facts.shape, candidate.saved_results)
 
 
 class Predictor:
@@ -99,21 +106,27 @@ class Predictor:
 
     def compute_layer_costs(self, candidate: Candidate) -> LayerCosts:
         """Compute the layer costs of one micro-batch of the candidate."""
-        return LayerCosts(self.facts, candidate, self.get_rates(candidate.precision), self.network)
+        facts = _get_facts(self.facts, candidate)
+        return LayerCosts(facts, candidate, self.get_rates(candidate.precision), self.network)
 
     def get_pipeline_stages(self, candidate: Candidate) -> PipelineStages:
         """Return the stages of the candidate and their schedule."""
         steps = candidate.gradient_accumulation_steps
         return get_pipeline(
-            self.facts, candidate.layout, steps, candidate.sequence_length, candidate.engine
+            _get_facts(self.facts, candidate),
+            candidate.layout,
+            steps,
+            candidate.sequence_length,
+            candidate.engine,
         )
 
     def compute_memory(self, candidate: Candidate, pipeline: PipelineStages) -> MemoryParts:
         """Compute the memory of the rank that needs the most."""
         if self.cluster.accelerator.kind == "cpu":
             candidate = replace(candidate, has_fused_norms=False)
+        facts = _get_facts(self.facts, candidate)
         loads = (
-            predict_memory(self.facts, candidate, load, self.efficiency)
+            predict_memory(facts, candidate, load, self.efficiency)
             for load in pipeline.distinct_loads
         )
         return max(loads, key=lambda parts: parts.total)
@@ -124,16 +137,18 @@ class Predictor:
         pipeline = self.get_pipeline_stages(candidate)
         if not is_simulated(pipeline):
             return 0.0
+        facts = _get_facts(self.facts, candidate)
         costs = StepCosts(
-            self.facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
+            facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
         )
         return bound_simulation(pipeline, *compute_stage_seconds(costs, pipeline))
 
     def bound_step_seconds(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
         """Return minimum seconds of the whole step, from earlier simulations of the
         schedule."""
+        facts = _get_facts(self.facts, candidate)
         costs = StepCosts(
-            self.facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
+            facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
         )
         return predict_time(costs, self.get_pipeline_stages(candidate), bound_simulation).step
 
@@ -141,7 +156,8 @@ class Predictor:
         """Compute the seconds of one micro-batch through all stages, with the communication of
         tp, cp and ep, but not that between stages and data ranks."""
         pipeline = self.get_pipeline_stages(candidate)
-        costs = StepCosts(self.facts, candidate, self.get_rates(candidate.precision), self.network)
+        facts = _get_facts(self.facts, candidate)
+        costs = StepCosts(facts, candidate, self.get_rates(candidate.precision), self.network)
         kinds, _ = compute_stage_seconds(costs, pipeline)
         return sum(kinds[kind].total for kind in pipeline.partition.kind_of_stage)
 
@@ -155,7 +171,8 @@ class Predictor:
         already known."""
         pipeline = self.get_pipeline_stages(candidate)
         rates = self.get_rates(candidate.precision)
-        costs = StepCosts(self.facts, candidate, rates, self.network, layer_costs)
+        facts = _get_facts(self.facts, candidate)
+        costs = StepCosts(facts, candidate, rates, self.network, layer_costs)
         tokens = min(
             candidate.sequence_length, candidate.document_tokens or candidate.sequence_length
         )

@@ -10,7 +10,7 @@ from typing import get_args
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.low_precision import FP8Section
-from shardwright.config.recipe import Recipe, RecomputeKind
+from shardwright.config.recipe import Recipe, RecomputeMode
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
 from shardwright.hardware import Accelerator
@@ -255,8 +255,8 @@ def _build_scale_check(recipe: Recipe, template: Candidate) -> Callable[[Candida
 
 
 def build_recipe_candidate(recipe: Recipe, template: Candidate, num_gpus: int) -> Candidate | None:
-    """Return the recipe's own layout on `num_gpus` devices. None if it is `auto` or does not
-    match their number."""
+    """Return the recipe's own layout on `num_gpus` devices, without recomputation if the plan
+    chooses it. None if it is `auto` or does not match their number."""
     return _build_recipe_candidate(recipe, template, num_gpus)[0]
 
 
@@ -274,16 +274,20 @@ def _build_recipe_candidate(
         batch = resolve_batch(recipe.training, layout.data_ranks)
     except (LayoutError, RecipeError) as error:
         return None, error.problem
-    return _complete_template(template, layout, batch, recipe.recompute), None
+    return _complete_template(template, layout, batch, recipe.recompute_kind or "none"), None
 
 
 def build_plan_candidate(recipe: Recipe, plan: Plan) -> Candidate:
-    """Describe the plan that runs as a candidate."""
-    return _complete_template(build_template(recipe), plan.layout, plan.batch, plan.recompute)
+    """Describe the plan that runs as a candidate, without recomputation if it is not resolved."""
+    recompute = "none" if plan.recompute == "auto" else plan.recompute
+    candidate = _complete_template(build_template(recipe), plan.layout, plan.batch, recompute)
+    if plan.recompute != "mixed" or plan.recompute_choice is None:
+        return candidate
+    return replace(candidate, saved_results=plan.recompute_choice.layers)
 
 
 def _complete_template(
-    template: Candidate, layout: Layout, batch: BatchPlan, recompute: RecomputeKind
+    template: Candidate, layout: Layout, batch: BatchPlan, recompute: RecomputeMode
 ) -> Candidate:
     return replace(
         template,

@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardwright.config.recipe import RecomputeKind
+from shardwright.config.recipe import RecomputeMode
 from shardwright.errors import InputError
 from shardwright.hardware import Cluster
 from shardwright.layout import Layout
@@ -56,7 +56,7 @@ class TunedStep:
     layout: Mapping[str, Any]
     micro_batch_size: int
     gradient_accumulation_steps: int
-    recompute: RecomputeKind
+    recompute: RecomputeMode
     compile: bool
     offload: OffloadKind
     predicted_seconds: float

@@ -122,7 +122,7 @@ def rehearse_rank(
                 weights_bytes += live.register_tensors(working.copies, "working weights")
             activation_offload = build_fake_activation_offload(recipe, device)
             if activation_offload is not None:
-                install_activation_offload(model, activation_offload, plan.recompute)
+                install_activation_offload(model, activation_offload, plan)
             if reference is not None:
                 weights_bytes += live.register_tensors(
                     (parameter for _, parameter in reference.named_parameters()), "reference"

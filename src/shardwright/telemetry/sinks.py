@@ -64,6 +64,7 @@ def describe_event(event: Event, progress: RunProgress | None = None) -> str:
                 f"{devices}{host}, {event.total_steps:,} steps of {_format_token_bound(event)}"
                 f"{format_count(event.global_batch_tokens)} tokens, "
                 f"{_describe_precision(event)}{_describe_compilation(event)}"
+                f"{_describe_recompute(event)}"
             )
         case StepEvent():
             return _describe_step(event, progress)
@@ -138,6 +139,12 @@ def _describe_compilation(event: RunStartedEvent) -> str:
         return ""
     is_compiled = event.plan.get("compile")
     return f", blocks {'compiled' if is_compiled else 'not compiled'} (compile auto: {reason})"
+
+
+def _describe_recompute(event: RunStartedEvent) -> str:
+    """Describe what the plan chose to keep of each layer; empty if the recipe names a kind."""
+    choice = event.plan.get("recompute_choice")
+    return "" if choice is None else f", recompute {choice['description']}"
 
 
 def _describe_step(event: StepEvent, progress: RunProgress | None) -> str:

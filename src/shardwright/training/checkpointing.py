@@ -124,7 +124,7 @@ def _collect_changeable_settings(validated_run: ValidatedRun) -> dict[str, Any]:
     return {
         "training": recipe.training.model_dump(mode="json", exclude=set(FIXED_TRAINING_FIELDS)),
         "precision": recipe.precision.model_dump(mode="json"),
-        "recompute": recipe.recompute,
+        "recompute": recipe.model_dump(mode="json")["recompute"],
     }
 
 

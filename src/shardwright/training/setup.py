@@ -17,7 +17,6 @@ from torch import Tensor
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
-from shardwright.config.recipe import RecomputeKind
 from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.peft_folder import PeftFolder
@@ -29,7 +28,6 @@ from shardwright.numerics.function_compiler import build_function_compiler
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
 from shardwright.numerics.precision import LossScaler
-from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.offload import (
     ActivationOffload,
     ParameterOffload,
@@ -47,8 +45,10 @@ from shardwright.optim import build_optimizer, compute_learning_rate
 from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
+from shardwright.parallel.recompute import install_recompute
 from shardwright.parallel.zero_mask import keep_zeros
 from shardwright.planner.update_place import choose_update_place
+from shardwright.plans import Plan
 from shardwright.training.checks.offload_checks import open_stored_weights
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
@@ -251,7 +251,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
     activation_offload = offload_activations(
         model,
         recipe.offload,
-        validated_run.plan.recompute,
+        validated_run.plan,
         RunFolder.from_recipe(recipe).path,
     )
     if recipe.offload.optimizer != "none":
@@ -286,7 +286,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
 
 
 def offload_activations(
-    model: ParallelModel, section: OffloadSection, recompute: RecomputeKind, default_folder: Path
+    model: ParallelModel, section: OffloadSection, plan: Plan, default_folder: Path
 ) -> ActivationOffload | None:
     """Install the section's offloading of saved tensors in every block; None if nothing moves.
 
@@ -298,17 +298,17 @@ def offload_activations(
     logger.info("%s", describe_activation_offload(section, model.device))
     offload = build_activation_offload(section, device=model.device, default_folder=default_folder)
     if offload is not None:
-        install_activation_offload(model, offload, recompute)
+        install_activation_offload(model, offload, plan)
     return offload
 
 
 def install_activation_offload(
-    model: ParallelModel, offload: ActivationOffload, recompute: RecomputeKind
+    model: ParallelModel, offload: ActivationOffload, plan: Plan
 ) -> None:
     """Let every block save its tensors through the offload."""
     for block in model.decoder.blocks:
         block.offload_block = offload.offload_block
-    model.decoder.set_recompute(build_recompute_runner(recompute, offload.pack))
+    install_recompute(model.decoder, plan, offload.pack)
 
 
 def measure_ceiling(validated_run: ValidatedRun, device: torch.device) -> float:

@@ -173,6 +173,14 @@ class _CandidateSearch:
                 )
             }
         )
+        if self.recipe.recompute_kind is None:
+            raise InputError(
+                "tuning compares kinds of recomputation, which are the same for all layers",
+                field="recompute",
+                got="auto or a budget",
+                allowed="none, selective, full",
+                remedy="Tune with one of them (--set recompute=full), then set the budget",
+            )
         problem = build_problem(planned, template, request.num_ranks)
         self.problem = restrict_to_runnable(problem, shape)
         own = build_recipe_candidate(self.recipe, template, request.num_ranks)
@@ -180,7 +188,7 @@ class _CandidateSearch:
         if own is not None and "micro_batch_size" in request.fixed:
             self.problem = replace(self.problem, micro_batch_sizes=(own.micro_batch_size,))
         if "recompute" in request.fixed:
-            self.problem = replace(self.problem, recompute_kinds=(self.recipe.recompute,))
+            self.problem = replace(self.problem, recompute_kinds=(self.recipe.recompute_kind,))
 
     def run(self) -> CandidateList:
         groups = [

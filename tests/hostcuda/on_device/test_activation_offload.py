@@ -18,7 +18,7 @@ from shardwright.offload import activation_store
 from shardwright.training.setup import offload_activations
 from shardwright.training.step import accumulate_gradients
 from tests.hostcuda import device
-from tests.hostcuda.ranks import Case, build_model, draw_micro_batches
+from tests.hostcuda.ranks import Case, build_case_plan, build_model, draw_micro_batches
 
 
 def compute_gradients(
@@ -28,7 +28,8 @@ def compute_gradients(
     case = Case(Layout(), recompute=recompute)
     model = build_model(case, case.make_recipe(), case.layout, torch.device("cuda", 0))
     section = OffloadSection.model_validate({"activations": tier, "buffer_bytes": 16384})
-    offload = offload_activations(model, section, recompute, folder)
+    plan = build_case_plan(case, case.make_recipe(), case.layout)
+    offload = offload_activations(model, section, plan, folder)
     batches = [batch.pin_memory() for batch in draw_micro_batches(case, 0)]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

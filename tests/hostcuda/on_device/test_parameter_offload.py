@@ -22,7 +22,7 @@ from shardwright.training.setup import offload_activations
 from shardwright.training.step import accumulate_gradients
 from shardwright.verification.rank_pool import RankPool
 from tests.hostcuda import device
-from tests.hostcuda.ranks import Case, build_model, draw_micro_batches
+from tests.hostcuda.ranks import Case, build_case_plan, build_model, draw_micro_batches
 
 NUM_BLOCKS = 4
 BLOCK_BYTES = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
@@ -48,7 +48,8 @@ def compute_gradients(
         section, device=CUDA, default_folder=folder, open_stored=lambda: None
     )
     model = build_model(case, case.make_recipe(), case.layout, CUDA, offload)
-    saved = offload_activations(model, section, recompute, folder)
+    plan = build_case_plan(case, case.make_recipe(), case.layout)
+    saved = offload_activations(model, section, plan, folder)
     batches = [batch.pin_memory() for batch in draw_micro_batches(case, 0)]
     with device.log_synchronisations() as log:
         accumulate_gradients(model, batches, seed=0, step=0)

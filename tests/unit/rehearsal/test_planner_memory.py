@@ -15,9 +15,10 @@ from tests.unit.planner import models
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
-from shardwright.config.recipe import RecomputeKind
+from shardwright.config.recipe import RecomputeKind, RecomputeMode
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
+from shardwright.layout.saved_results import LayerResults, RecomputeChoice, describe_results
 from shardwright.planner.memory.parameter_memory import compute_persistent_memory
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
@@ -41,9 +42,11 @@ class Case:
     model: str
     layout: Layout
     steps: int = 1
-    recompute: RecomputeKind = "none"
+    recompute: RecomputeMode = "none"
     kind: str = "bf16"
     sections: dict[str, Any] = field(default_factory=dict)
+    saved: tuple[LayerResults, ...] | None = None
+    """Saved results of each layer, with `mixed` recomputation."""
 
     def make_recipe(self) -> Recipe:
         """Build a recipe with `ROWS` rows of `TOKENS` per micro-batch."""
@@ -62,9 +65,16 @@ class Case:
             }
         )
 
+    def build_choice(self) -> RecomputeChoice | None:
+        """Build the plan's choice; its figures are not used."""
+        if self.saved is None:
+            return None
+        return RecomputeChoice(self.saved, "test", "none", 0.0, 0.0, 0.0, 0.0)
+
     def __str__(self) -> str:
         parts = (self.model, self.layout, self.steps, self.recompute, *self.sections)
-        return "-".join(map(str, parts))
+        results = [] if self.saved is None else map(describe_results, dict.fromkeys(self.saved))
+        return "-".join(map(str, (*parts, *results)))
 
 
 LORA = {"adapters": {"rank": 8}}
@@ -79,7 +89,19 @@ FROZEN_ON_DISK = {
 TRAINED_ON_DISK = {"offload": {"parameters": "disk", "optimizer": "disk", "buffer_bytes": 2**20}}
 WEIGHT_SECTIONS = (FROZEN_ON_HOST, FROZEN_ON_DISK, TRAINED_ON_DISK)
 WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
+NOTHING: LayerResults = frozenset()
+MIDDLE: LayerResults = frozenset(["attention", "projections"])
+PRODUCTS: LayerResults = frozenset(["attention", "projections", "attention_out", "gate_up"])
+ENDS: LayerResults = frozenset(["attention_out", "down"])
+SPARSE: LayerResults = frozenset(["attention", "experts"])
 CASES = [
+    Case(
+        "llama",
+        Layout(dp_shard=2, zero_stage=3),
+        recompute="mixed",
+        saved=(NOTHING, NOTHING, NOTHING, MIDDLE),
+    ),
+    Case("llama", Layout(), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
     Case("llama", Layout(dp_replicate=2), steps=2),
     Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2),
     Case("llama", Layout(dp_shard=4, zero_stage=2), steps=2, recompute="selective"),
@@ -103,6 +125,30 @@ CASES = [
     Case("llama", Layout(tp=2), recompute="selective", sections=TRAINED_ON_DISK),
 ]
 LONG_CASES = [
+    Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
+    Case(
+        "llama",
+        Layout(pp=2),
+        steps=4,
+        recompute="mixed",
+        saved=(NOTHING, PRODUCTS, NOTHING, PRODUCTS),
+    ),
+    Case(
+        "qwen3_moe",
+        Layout(dp_shard=2, zero_stage=3),
+        recompute="mixed",
+        saved=(MIDDLE, NOTHING, SPARSE, SPARSE),
+    ),
+    Case("llama", Layout(), recompute="mixed", saved=(PRODUCTS,) * 4, sections=LORA),
+    Case(
+        "llama",
+        Layout(dp_shard=2, zero_stage=3),
+        recompute="mixed",
+        saved=(MIDDLE,) * 4,
+        sections=OFFLOAD,
+    ),
+    Case("llama", Layout(), recompute="mixed", saved=(PRODUCTS, PRODUCTS, None, None)),
+    Case("gemma2", Layout(), recompute="mixed", saved=(NOTHING, ENDS) * 2),
     Case("llama", Layout(dp_replicate=2), sections=PREFERENCES, steps=2),
     Case("llama", Layout(), sections=LORA | PREFERENCES),
     Case("llama", Layout(pp=2), sections=PREFERENCES, steps=4),
@@ -173,16 +219,17 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         case.layout,
         BatchPlan(TOKENS, ROWS, case.steps, case.layout.data_ranks),
         recipe.precision.model_copy(update={"working_weights": recipe.working_weights}),
-        case.recompute,
     )
+    plan = replace(plan, recompute=case.recompute, recompute_choice=case.build_choice())
     report = rehearse_rank(recipe, plan, 0)
-    facts = ModelFacts(shape.base_shape)
+    facts = ModelFacts(shape.base_shape, case.saved)
     candidate = replace(
         build_template(recipe),
         layout=case.layout,
         micro_batch_size=ROWS,
         gradient_accumulation_steps=case.steps,
         recompute=case.recompute,
+        saved_results=case.saved,
         has_fused_norms=False,  # a rehearsal runs as the CPU does
         has_masked_kernels=False,
     )

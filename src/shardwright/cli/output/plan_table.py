@@ -108,6 +108,12 @@ def print_plan(
         _print_parts(
             console, result, "time per step, seconds", _list_time_columns(result), _build_time_row
         )
+    if result.recompute_choice is not None:
+        layout = "chosen" if recipe.layout.auto else "recipe's"
+        console.print(
+            f"\nrecompute of the {layout} layout: {result.recompute_choice.describe()}",
+            highlight=False,
+        )
     if result.recipe_conflict is not None:
         console.print(
             f"\nthe recipe's own layout is not possible: {result.recipe_conflict}", highlight=False

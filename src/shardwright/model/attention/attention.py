@@ -21,6 +21,7 @@ from shardwright.model.forward_context import ForwardContext
 from shardwright.model.norms import RMSNorm
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.products.linear import Linear
+from shardwright.model.result_names import name_results
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 
@@ -79,12 +80,19 @@ class Attention(nn.Module):
         v_BKSE = v_BTKE.transpose(1, 2)
         if context.cache is not None:
             k_BKSE, v_BKSE = context.cache.extend(self.layer_index, k_BKSE, v_BKSE)
-        out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context, dropout)
-        out: Tensor = self.attention_out(
-            out_BHTE.transpose(1, 2).flatten(2),
-            None if tensor is None else tensor.reduce_output,
-            dropout,
-        )
+        with name_results("attention"):
+            out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context, dropout)
+        return self._project_output(out_BHTE, tensor, dropout)
+
+    def _project_output(
+        self, out_BHTE: Tensor, tensor: TensorParallelHooks | None, dropout: Dropout | None
+    ) -> Tensor:
+        with name_results("attention_out"):
+            out: Tensor = self.attention_out(
+                out_BHTE.transpose(1, 2).flatten(2),
+                None if tensor is None else tensor.reduce_output,
+                dropout,
+            )
         return out
 
     def _project(
@@ -93,11 +101,13 @@ class Attention(nn.Module):
         """Compute queries, keys and values of this rank's heads."""
         head_dim = self.head_dim
         if not self.has_fused_qkv:
-            q = self.query(x_BTD, None, dropout)
-            k = self.key(x_BTD, None, dropout)
-            v = self.value(x_BTD, None, dropout)
+            with name_results("projections"):
+                q = self.query(x_BTD, None, dropout)
+                k = self.key(x_BTD, None, dropout)
+                v = self.value(x_BTD, None, dropout)
         else:
-            fused = self.qkv(x_BTD, None, dropout)
+            with name_results("projections"):
+                fused = self.qkv(x_BTD, None, dropout)
             if self.qkv_layout == "heads":
                 q, k, v = fused.unflatten(-1, (-1, 3 * head_dim)).chunk(3, dim=-1)
                 return q, k, v

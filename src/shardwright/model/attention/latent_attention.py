@@ -19,6 +19,7 @@ from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
 from shardwright.model.norms import RMSNorm
 from shardwright.model.products.linear import Linear
+from shardwright.model.result_names import name_results
 
 
 class LatentAttention(Attention):
@@ -51,9 +52,10 @@ class LatentAttention(Attention):
         tensor = context.tensor_parallel
         if tensor is not None:
             x_BTD = tensor.prepare_input(x_BTD)
-        queries = self._project_queries(x_BTD, dropout).unflatten(-1, (-1, self.head_dim))
+        with name_results("projections"):
+            queries = self._project_queries(x_BTD, dropout).unflatten(-1, (-1, self.head_dim))
+            compressed = self.key_value_latent(x_BTD, None, dropout)
         q_nope, q_rope = queries.split([latent.nope_dim, latent.rope_dim], dim=-1)
-        compressed = self.key_value_latent(x_BTD, None, dropout)
         latent_BTL, k_rope_BTR = compressed.split([latent.key_value_rank, latent.rope_dim], dim=-1)
         latent_BTL = self.key_value_latent_norm(latent_BTL)
         q_rope = self._rotate(q_rope, context)
@@ -70,13 +72,9 @@ class LatentAttention(Attention):
         padding = q_BHTE.shape[-1] - v_BHSV.shape[-1]
         if padding > 0:
             v_BHSV = F.pad(v_BHSV, (0, padding))
-        out_BHTV = self._attend(q_BHTE, k_BHSE, v_BHSV, context, dropout)[..., : latent.value_dim]
-        out: Tensor = self.attention_out(
-            out_BHTV.transpose(1, 2).flatten(2),
-            None if tensor is None else tensor.reduce_output,
-            dropout,
-        )
-        return out
+        with name_results("attention"):
+            out_BHTV = self._attend(q_BHTE, k_BHSE, v_BHSV, context, dropout)
+        return self._project_output(out_BHTV[..., : latent.value_dim], tensor, dropout)
 
     def _project_queries(self, x_BTD: Tensor, dropout: Dropout | None) -> Tensor:
         if self.latent.query_rank is None:
@@ -101,7 +99,8 @@ class LatentAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         """Compute keys `[B, H, S, E]` and values `[B, H, S, V]` of all heads."""
         latent = self.latent
-        key_value = self.key_value(latent_BSL, None, dropout)
+        with name_results("projections"):
+            key_value = self.key_value(latent_BSL, None, dropout)
         key_value = key_value.unflatten(-1, (-1, latent.nope_dim + latent.value_dim))
         k_nope, v_BHSV = key_value.transpose(1, 2).split(
             [latent.nope_dim, latent.value_dim], dim=-1

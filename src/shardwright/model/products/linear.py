@@ -19,6 +19,7 @@ from shardwright.model.products import nf4
 from shardwright.model.products.product import ProductRule, WeightGradientStore, multiply
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.products.working_weights import declare_working_weight
+from shardwright.model.result_names import name_results
 
 
 class Linear(nn.Module):
@@ -104,7 +105,8 @@ class Linear(nn.Module):
             if dropout is None or adapters.dropout == 0.0
             else self._drop_adapter_input(x, adapters.dropout, dropout)
         )
-        update = self.lora_B(self.lora_A(adapter_x)) * adapters.scale
+        with name_results(None):
+            update = self.lora_B(self.lora_A(adapter_x)) * adapters.scale
         if adapters.kind != "dora":
             return self._multiply(x, bias) + update
         product = self._multiply(x, None)

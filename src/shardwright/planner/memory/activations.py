@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.engine_model import BlockBytes
 from shardwright.planner.memory.attention_activations import (
@@ -41,7 +42,7 @@ from shardwright.planner.memory.backward_peak import (
     BlockTensorBytes,
     compute_norm_gradient_bytes,
 )
-from shardwright.planner.model_costs import LayerKind, ModelFacts
+from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class LayerActivations:
     recomputed_bytes: float
     gradient_bytes: float
 
+    @property
+    def total_bytes(self) -> float:
+        """Bytes at the peak of the layer's backward pass."""
+        return self.saved_bytes + self.recomputed_bytes + self.gradient_bytes
+
 
 def get_layer_activations(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
@@ -62,6 +68,7 @@ def get_layer_activations(
     layout = candidate.layout
     key = (
         kind.slot,
+        kind.saved_results,
         layout.tp,
         layout.cp,
         layout.sequence_parallel,
@@ -130,8 +137,22 @@ def _compute_layer_activations(
     gradients = engine.compute_block_gradient_bytes(
         _build_block_tensors(facts, kind, candidate), max(inner_gradients, attention.gradients)
     )
-    if candidate.recompute == "none":
+    mode = get_layer_recompute(kind, candidate.recompute)
+    if mode == "none":
         return LayerActivations(total, 0.0, gradients)
+    if mode == "mixed":
+        assert kind.saved_results is not None
+        results = compute_result_bytes(facts, kind, candidate)
+        saved_sizes = {name: results.get(name, 0.0) for name in kind.saved_results}
+        saved = residual + sum(saved_sizes.values())
+        # Only a norm reads the result of a branch's last product again. Otherwise it is freed as
+        # soon as the block has run again, and no part of `total`.
+        if num_post_norms == 0 or candidate.layout.tp > 1:
+            saved_sizes |= {"attention_out": 0.0, "down": 0.0}
+        # Nor is the product of queries and keys, of which only the softmax is saved.
+        repeated = total - residual - sum(saved_sizes.values())
+        repeated += attention.score_products * ("attention" in saved_sizes)
+        return LayerActivations(saved, max(0.0, repeated), gradients)
     # The block's input is saved in any case.
     if candidate.recompute == "full":
         return LayerActivations(residual, total - residual, gradients)
@@ -148,6 +169,29 @@ def _compute_layer_activations(
         is_compiled=candidate.compile,
     )
     return LayerActivations(saved, recomputed, gradients)
+
+
+def compute_result_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> dict[ResultName, float]:
+    """Compute the bytes of one layer's results, by name; names that it does not compute are
+    missing. Exact for attention within a rank's own rows, and for an even load of experts."""
+    attention = compute_attention_bytes(facts, kind, candidate)
+    branch_output = _compute_branch_output_bytes(candidate, facts)
+    results: dict[ResultName, float] = {
+        "attention": attention.output + attention.score_products,
+        "projections": attention.matmul_results - attention.output - attention.score_products,
+        "attention_out": branch_output,
+    }
+    _, inner_products, _ = _compute_feed_forward_bytes(facts, kind, candidate)
+    experts = facts.shape.experts if kind.shape.sparse else None
+    if experts is None:
+        return results | {"gate_up": inner_products, "down": branch_output}
+    tokens = candidate.micro_batch_tokens
+    size = candidate.activation_bytes
+    shared = 2.0 * tokens * experts.shared_intermediate_size / candidate.layout.tp * size
+    results["experts"] = inner_products - shared
+    return results | ({"gate_up": shared, "down": branch_output} if shared else {})
 
 
 def _build_block_tensors(

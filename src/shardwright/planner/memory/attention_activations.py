@@ -79,6 +79,8 @@ class AttentionBytes:
     output: float
     scores: float = 0.0
     """Those of scores and their softmax among the saved ones, without a fused kernel."""
+    score_products: float = 0.0
+    """The result of the product of queries and keys, without a fused kernel."""
 
 
 def compute_attention_bytes(
@@ -117,7 +119,7 @@ def compute_attention_bytes(
     kernel = choose_planned_kernel(facts, candidate, kind.shape.window)
     if kernel == "flex" and shape.attention_sinks:
         saved += tokens * (queries * size + 2 * 4 * heads)
-    score_bytes = 0.0
+    score_bytes = score_products = 0.0
     if kernel == "explicit":
         scores = tokens * heads * candidate.sequence_length
         # Weights in fp32 and cast, keys repeated. `selective` saves the results of both
@@ -126,10 +128,11 @@ def compute_attention_bytes(
         soft_cap = size if shape.attention_soft_cap is not None else 0
         score_bytes = scores * (max(size, 4) + cast + soft_cap)
         saved += score_bytes + 2 * tokens * (queries - attended_keys) * size
-        matmul_results += scores * size
+        score_products = scores * size
+        matmul_results += score_products
     output = tokens * (queries * size + 4 * heads)
     gradients = tokens * (2 * queries + 2 * keys) * size
-    return AttentionBytes(saved, matmul_results, gradients, output, score_bytes)
+    return AttentionBytes(saved, matmul_results, gradients, output, score_bytes, score_products)
 
 
 def _compute_latent_attention_bytes(facts: ModelFacts, candidate: Candidate) -> AttentionBytes:

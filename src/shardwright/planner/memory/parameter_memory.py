@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.moved_weights import MovedWeights, compute_moved_weights
-from shardwright.planner.model_costs import ModelFacts, ParameterElements
+from shardwright.planner.model_costs import (
+    LayerKind,
+    ModelFacts,
+    ParameterElements,
+    get_layer_recompute,
+)
 from shardwright.planner.offload_costs import count_resident_layers
 
 
@@ -273,7 +278,9 @@ def compute_gathered_bytes(
     # micro-batch in flight. Under recomputation, which repeats them, only those of one layer
     # exist.
     if engine.should_recompute_casts(candidate.recompute):
-        return count_group_elements(facts, candidate, load) * size + root_bytes
+        group = count_group_elements(facts, candidate, load)
+        saved = _count_cast_elements(facts, candidate, load, parameters) * load.num_in_flight
+        return (group + saved) * size + root_bytes
     saved = _count_cast_elements(facts, candidate, load, parameters) * load.num_in_flight
     resident = count_resident_layers(candidate, sum(load.layers) / load.num_stages)
     if resident != inf:
@@ -284,7 +291,14 @@ def compute_gathered_bytes(
 def _count_cast_elements(
     facts: ModelFacts, candidate: Candidate, load: StageLoad, parameters: ParameterElements
 ) -> float:
-    """Count the elements of the layers' matrices, which replicated weights are cast to."""
+    """Count the elements of the layers' matrices whose casts are saved."""
+    if candidate.engine.should_recompute_casts(candidate.recompute):
+        elements = facts.count_elements(candidate.layout).layers
+        return sum(
+            layer.local_matrices * count
+            for kind, layer, count in zip(facts.kinds, elements, load.layers, strict=True)
+            if has_saved_casts(candidate, kind)
+        )
     return max(0.0, parameters.local_matrices - count_root_elements(facts, candidate, load))
 
 
@@ -306,10 +320,10 @@ def compute_working_bytes(facts: ModelFacts, candidate: Candidate, load: StageLo
     return total * size
 
 
-def has_saved_casts(candidate: Candidate) -> bool:
-    """Return True if each micro-batch saves its layers' casts of replicated weights."""
+def has_saved_casts(candidate: Candidate, kind: LayerKind) -> bool:
+    """Return True if each micro-batch saves a layer's casts of replicated weights."""
     return _has_casts(candidate) and not candidate.engine.should_recompute_casts(
-        candidate.recompute
+        get_layer_recompute(kind, candidate.recompute)
     )
 
 
@@ -330,7 +344,7 @@ def compute_offloaded_cast_bytes(
 ) -> float:
     """Compute the bytes of cast weights that have left the device with a layer's saved
     tensors: all but those of the last layer."""
-    if candidate.activation_offload == "none" or not has_saved_casts(candidate):
+    if candidate.activation_offload == "none" or not _has_casts(candidate):
         return 0.0
     saved = _count_cast_elements(facts, candidate, load, parameters) * load.num_in_flight
     remaining = saved - count_group_elements(facts, candidate, load)

@@ -12,12 +12,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import (
+    LayerActivations,
     compute_end_activation_bytes,
     compute_logit_bytes,
     compute_shared_table_bytes,
@@ -40,7 +42,7 @@ from shardwright.planner.memory.parameter_memory import (
     count_root_elements,
     has_saved_casts,
 )
-from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.model_costs import LayerKind, ModelFacts
 from shardwright.planner.offload_costs import count_resident_layers, sum_tier_bytes
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.rates.efficiency import Efficiency
@@ -134,6 +136,9 @@ class _LiveActivations(NamedTuple):
     largest_layer_bytes: float
     recomputed_bytes: float
     gradient_bytes: float
+    backward_moments: tuple[tuple[float, float], ...]
+    """Saved bytes freed before the first backward pass of a kind of layer, and bytes that this
+    pass adds."""
 
     @property
     def bytes_per_pass(self) -> float:
@@ -187,6 +192,7 @@ def _compute_live_activations(
 ) -> _LiveActivations:
     saved = largest = 0.0
     backward = []
+    kinds = []
     for kind, count in zip(facts.kinds, load.layers, strict=True):
         if count:
             layer = get_layer_activations(facts, kind, candidate)
@@ -205,6 +211,7 @@ def _compute_live_activations(
             saved += (share * layer.saved_bytes + (1.0 - share) * bf16_layer.saved_bytes) * count
             largest = max(largest, layer.saved_bytes)
             backward.append((layer.recomputed_bytes, layer.gradient_bytes))
+            kinds.append((kind, layer))
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
     ends = (embedding_bytes if load.has_embedding else 0.0) + (head_bytes if load.has_head else 0.0)
     messages = 0.0
@@ -219,6 +226,16 @@ def _compute_live_activations(
             candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
         )
         messages += candidate.engine.compute_sequence_buffer_bytes(gathered)
+    recomputed, gradients = candidate.engine.choose_largest_backward(backward)
+    moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
+    if candidate.recompute == "mixed" and candidate.activation_offload == "none":
+        # The layer with the largest saved tensors is not the one that recomputes most.
+        layer = max((layer for _, layer in kinds), key=lambda layer: layer.total_bytes)
+        largest = layer.saved_bytes
+        recomputed = layer.recomputed_bytes
+        gradients = layer.gradient_bytes
+        if load.num_stages == 1:
+            moments = _list_backward_moments(facts, kinds, load)
     return _LiveActivations(
         saved,
         ends,
@@ -228,8 +245,31 @@ def _compute_live_activations(
         count_resident_layers(candidate, sum(load.layers) / load.num_stages),
         sum(load.layers) > load.num_stages,
         largest,
-        *candidate.engine.choose_largest_backward(backward),
+        recomputed,
+        gradients,
+        moments,
     )
+
+
+def _list_backward_moments(
+    facts: ModelFacts, kinds: Sequence[tuple[LayerKind, LayerActivations]], load: StageLoad
+) -> tuple[tuple[float, float], ...]:
+    """List the moments in which each kind of layer is the first of its kind to run backward.
+
+    A stage that does not have all layers has those that save more at its end.
+    """
+    layers = {kind.slot: layer for kind, layer in kinds}
+    slots = list(facts.slot_of_layer)
+    if sum(load.layers) < len(slots):
+        ascending = sorted(layers, key=lambda slot: layers[slot].saved_bytes)
+        slots = [slot for slot in ascending for _ in range(load.layers[slot])]
+    moments: dict[int, tuple[float, float]] = {}
+    freed = 0.0
+    for slot in reversed(slots):
+        layer = layers[slot]
+        moments.setdefault(slot, (freed, layer.recomputed_bytes + layer.gradient_bytes))
+        freed += layer.saved_bytes
+    return tuple(moments.values())
 
 
 def _compute_loss_peak(
@@ -252,13 +292,16 @@ def _compute_loss_peak(
     in_backward = (2.0, 2.0 * is_accumulated)
     moments = [
         (saved, logits, load.has_head, 0.0, at_loss),
-        (saved + live.recomputed_bytes + live.gradient_bytes, remaining, False, 0.0, in_backward),
+        *(
+            (saved - freed + added, remaining, False, 0.0, in_backward)
+            for freed, added in live.backward_moments
+        ),
     ]
     if persistent.moved.block_gradients and sum(load.layers) > 1:
         # The layer before the last one, whose gradients leave and whose saved tensors, casts of
         # weights included, are freed.
         others = max(0.0, saved - live.largest_layer_bytes)
-        if has_saved_casts(candidate):
+        if any(has_saved_casts(candidate, kind) for kind in facts.kinds):
             others -= count_group_elements(facts, candidate, load) * candidate.activation_bytes
         moments.append(
             (
@@ -291,22 +334,18 @@ def _compute_loss_peak(
     if reduction:
         # Offloaded layers return as others are freed.
         num_reduced = 0 if live.is_offloaded else min(layout.wrap_blocks, sum(load.layers))
-        other_layers = saved - num_reduced * live.largest_layer_bytes
+        reduced = num_reduced * live.largest_layer_bytes
+        other_layers = saved - reduced
         moments.append((other_layers, remaining, False, reduction, in_backward))
         # Beside the next group's backward pass, which under recomputation allocates more than
         # the last one has freed.
         in_reduction = compute_pending_reduction_bytes(
             candidate, count_group_elements(facts, candidate, load)
         )
-        moments.append(
-            (
-                other_layers + live.recomputed_bytes + live.gradient_bytes,
-                remaining,
-                False,
-                in_reduction,
-                in_backward,
-            )
-        )
+        moments += [
+            (saved - max(freed, reduced) + added, remaining, False, in_reduction, in_backward)
+            for freed, added in live.backward_moments
+        ]
     peaks = [
         MemoryParts(
             weights=persistent.weights,

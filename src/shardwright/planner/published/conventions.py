@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.architecture.expert_shape import ExpertShape
-from shardwright.config.recipe import RecomputeKind
+from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout
 from shardwright.layout.pipeline_stages import PipelineStage
 from shardwright.planner.engine_model import (
@@ -174,7 +174,7 @@ class FrameworkConventions(EngineModel):
     def get_gather_bytes(self, activation_bytes: int) -> float:
         return float(activation_bytes) if self.gather_bytes is None else self.gather_bytes
 
-    def should_recompute_casts(self, recompute: RecomputeKind) -> bool:
+    def should_recompute_casts(self, recompute: RecomputeMode) -> bool:
         return recompute == "full"
 
     def get_gradient_bytes(self, master_bytes: int) -> float:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardwright.architecture.flop_count import EXPERT_ROLES
+from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.attention_activations import (
     choose_planned_kernel,
     has_dense_mask,
 )
-from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
+from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts, get_layer_recompute
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.memory_traffic import (
     count_adapter_bytes,
@@ -23,6 +25,7 @@ from shardwright.planner.time.memory_traffic import (
     count_quantisation_bytes,
     list_matmuls,
 )
+from shardwright.schedule.registry import has_split_backward
 
 _NUM_FORWARD_OPERATIONS = 22
 _NUM_BACKWARD_OPERATIONS = 40
@@ -117,16 +120,23 @@ def compute_layer_seconds(
     sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
     host_forward = host * sparse * _NUM_FORWARD_OPERATIONS
     host_backward = host * sparse * _NUM_BACKWARD_OPERATIONS
+    launched_on_host = 0.0
     if efficiency.runs_on_host:
+        launched_on_host = host_forward
         forward += host_forward
         backward += host_backward
         host_forward = host_backward = 0.0
     selective = (
         attention_forward
         if candidate.engine.should_recompute_attention_only
-        else elementwise_forward
+        else elementwise_forward + launched_on_host
     )
-    recompute = {"none": 0.0, "full": forward, "selective": selective}[candidate.recompute]
+    mode = get_layer_recompute(kind, candidate.recompute)
+    recompute = (
+        max(selective, forward - _sum_avoided_seconds(facts, kind, candidate, rates))
+        if mode == "mixed"
+        else {"none": 0.0, "full": forward, "selective": selective}[mode]
+    )
     return LayerSeconds(
         forward,
         backward,
@@ -137,6 +147,68 @@ def compute_layer_seconds(
         host_forward,
         host_backward,
     )
+
+
+def _sum_avoided_seconds(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> float:
+    """Sum the seconds of the forward pass that its recomputation avoids: of the kept results, and
+    of a last product that no gradient needs."""
+    assert kind.saved_results is not None
+    is_end_unneeded = has_unneeded_end(facts, kind, candidate)
+    return sum(
+        seconds
+        for name, seconds in compute_result_seconds(facts, kind, candidate, rates).items()
+        if name in kind.saved_results or (name == "down" and is_end_unneeded)
+    )
+
+
+def has_unneeded_end(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> bool:
+    """Return True if recomputation of a block ends before its last product.
+
+    Nothing after the product needs its result for a gradient. Products of quantised weights, and
+    those that defer the gradients of weights, save their inputs after they have run.
+    """
+    layout = candidate.layout
+    return (
+        not kind.shape.sparse
+        and facts.shape.names.post_mlp_norm is None
+        and not facts.shape.residual_dropout
+        and not (candidate.adapter is not None and candidate.adapter.quantised)
+        and not (layout.pp > 1 and has_split_backward(layout.schedule))
+    )
+
+
+def compute_result_seconds(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> dict[ResultName, float]:
+    """Compute the seconds of the matmuls and kernels of each named result of one layer."""
+    seconds: dict[ResultName, float] = {
+        "attention": _time_attention_passes(facts, kind, candidate, rates)[0]
+    }
+    for product, rows in list_matmuls(facts, kind, candidate):
+        name = _find_result_name(product)
+        if name is None:
+            continue
+        forward = _time_matmul_passes(product, rows, candidate, rates)[0]
+        forward *= count_matmul_calls(facts, kind, product, candidate)
+        if product in kind.expert_matmuls:
+            forward /= rates.efficiency.expert_share
+        seconds[name] = seconds.get(name, 0.0) + forward
+    return seconds
+
+
+def _find_result_name(product: Matmul) -> ResultName | None:
+    """Return the name of a matmul's result; None for the router's, which is always repeated."""
+    if product.role in EXPERT_ROLES:
+        return "experts"
+    if product.role in ("gate", "up", "gate_up"):
+        return "gate_up"
+    if product.role == "attention_out":
+        return "attention_out"
+    if product.role == "down":
+        return "down"
+    return None if product.role == "router" else "projections"
 
 
 def _time_matmul_passes(

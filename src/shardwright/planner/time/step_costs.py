@@ -216,11 +216,7 @@ class StepCosts:
         tiers = {candidate.activation_offload, candidate.parameter_offload}
         if tiers == {"none"} or not num_layers:
             return 0.0, 0.0
-        size = (
-            candidate.engine.get_gather_bytes(candidate.activation_bytes)
-            if has_saved_casts(candidate)
-            else 0.0
-        )
+        cast_bytes = candidate.engine.get_gather_bytes(candidate.activation_bytes)
         elements = self.facts.count_elements(candidate.layout).layers
         forward = backward = 0.0
         for kind, (seconds, forward_traffic, backward_traffic), layer, count in zip(
@@ -231,6 +227,7 @@ class StepCosts:
                 self.facts, candidate, tuple(int(slot == kind.slot) for slot in range(len(layers)))
             )
             gather_seconds = self._time_weight_gather(layer)
+            size = cast_bytes if has_saved_casts(candidate, kind) else 0.0
             waits = compute_transfer_waits(
                 candidate,
                 LayerTransfers(

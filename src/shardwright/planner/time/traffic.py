@@ -27,7 +27,12 @@ from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.attention_activations import resolve_context_method
-from shardwright.planner.model_costs import LayerKind, ModelFacts, ParameterElements
+from shardwright.planner.model_costs import (
+    LayerKind,
+    ModelFacts,
+    ParameterElements,
+    get_layer_recompute,
+)
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.compute import LayerSeconds
 
@@ -77,7 +82,13 @@ def compute_layer_traffic(
     efficiency = network.efficiency
     if layout.tp == 1 and layout.cp == 1 and layout.ep == 1:
         return NO_TRAFFIC, NO_TRAFFIC
-    is_recomputed = candidate.recompute != "none"
+    recompute = get_layer_recompute(kind, candidate.recompute)
+    is_recomputed = recompute != "none"
+    repeats_attention = recompute == "full" or (
+        recompute == "mixed"
+        and kind.saved_results is not None
+        and "attention" not in kind.saved_results
+    )
     tensor_forward, tensor_backward = _compute_tensor_seconds(
         facts, candidate, network, groups["tp"]
     )
@@ -91,7 +102,7 @@ def compute_layer_traffic(
         (tensor_forward, context_forward, expert, seconds.attention_forward),
         (
             tensor_backward + is_recomputed * tensor_forward,
-            context_backward + (candidate.recompute == "full") * context_forward,
+            context_backward + repeats_attention * context_forward,
             expert * (1 + is_recomputed),
             seconds.attention_backward,
         ),

@@ -25,7 +25,11 @@ from shardwright.data.prepared_data import PreparedData
 from shardwright.data.scheduled_mixture import describe_weight_schedule
 from shardwright.data.source_files import ProgressCallback
 from shardwright.errors import RecipeError
-from shardwright.launch.auto_layout import choose_compilation_here, choose_precision_here
+from shardwright.launch.auto_layout import (
+    choose_compilation_here,
+    choose_precision_here,
+    resolve_recompute_here,
+)
 from shardwright.launch.devices import should_use_cuda
 from shardwright.model.forward_context import choose_layer_kernels
 from shardwright.model.hf.hf_model import read_model_shape
@@ -150,6 +154,7 @@ def validate_run(
     )
     placement = place_model(shape, layout, batch.sequence_length)
     plan = complete_plan(recipe, placement, batch, auto_precision, auto_compilation)
+    plan = resolve_recompute_here(recipe, plan)
     recipe = recipe.model_copy(
         update={
             "precision": plan.precision,

@@ -1,0 +1,62 @@
+"""Names of the results that a block computes, for the policy of its recomputation.
+
+Eagerly, a name is a value of the thread: a backward pass recomputes in a thread of autograd. In
+compiled code, where the policy runs on the traced graph, it is an annotation of the graph's nodes.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.fx import traceback
+
+from shardwright.layout.saved_results import ResultName
+
+NamedPart = ResultName | None
+
+_KEY = "shardwright_result"
+
+
+class _Thread(threading.local):
+    name: NamedPart = None
+
+
+_thread = _Thread()
+
+
+class _NamedResults(AbstractContextManager[None]):
+    """Set the thread's name, and restore the name around it at the end."""
+
+    def __init__(self, name: NamedPart) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._outer = _thread.name
+        _thread.name = self._name
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _thread.name = self._outer
+
+
+def name_results(name: NamedPart) -> AbstractContextManager[Any]:
+    """Name the results of the operations inside the context; None for no name."""
+    if torch.compiler.is_compiling():
+        return traceback.annotate({_KEY: name})
+    return _NamedResults(name)
+
+
+def get_result_name() -> NamedPart:
+    """Return the name of the results that are computed now."""
+    if _thread.name is not None:
+        return _thread.name
+    name: NamedPart = traceback.get_current_meta().get("custom", {}).get(_KEY)
+    return name

@@ -1,0 +1,1 @@
+"""Choice of the results that layers keep under recomputation."""

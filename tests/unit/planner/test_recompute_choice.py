@@ -1,0 +1,200 @@
+"""The choice of saved results: within its budget, close to it, faster than `selective` at equal
+memory, and refused with numbers if nothing fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.config.layout import ClusterSection
+from shardwright.config.recipe import Recipe, RecomputeSection
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.errors import RecipeError
+from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.launch.auto_layout import resolve_recompute_here
+from shardwright.layout import Layout
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.recompute.choice import check_choosable, choose_recompute
+from shardwright.plans import resolve_plan
+from shardwright.units import GIB_BYTES
+from tests.unit.planner import models
+
+CLUSTER = parse_cluster("8xH100-80GB")
+LLAMA_8B = read_config(
+    {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    }
+)
+CANDIDATE = Candidate(
+    Layout(dp_shard=8, zero_stage=3), 8192, micro_batch_size=2, has_masked_kernels=True
+)
+MODELS = {
+    "llama": (LLAMA_8B, CANDIDATE),
+    "pipeline": (
+        LLAMA_8B,
+        replace(
+            CANDIDATE,
+            layout=Layout(pp=2, dp_shard=4, zero_stage=2),
+            gradient_accumulation_steps=8,
+        ),
+    ),
+    "tensor parallel": (
+        LLAMA_8B,
+        replace(CANDIDATE, layout=Layout(tp=2, dp_shard=4, zero_stage=3), micro_batch_size=4),
+    ),
+    "qwen3_moe": (
+        read_config(
+            models.CONFIGS["qwen3_moe"] | {"hidden_size": 2048, "max_position_embeddings": 8192}
+        ),
+        replace(CANDIDATE, micro_batch_size=8),
+    ),
+    "gemma2": (
+        read_config(
+            models.CONFIGS["gemma2"]
+            | {
+                "hidden_size": 2048,
+                "max_position_embeddings": 8192,
+                "num_hidden_layers": 24,
+            }
+        ),
+        replace(CANDIDATE, micro_batch_size=2),
+    ),
+}
+
+
+def build_predictor(shape: ModelShape) -> Predictor:
+    efficiency = load_efficiencies().get_efficiency(CLUSTER.accelerator)
+    return Predictor(get_model_facts(shape), CLUSTER, efficiency)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_faster_than_selective_at_equal_memory(name: str) -> None:
+    shape, candidate = MODELS[name]
+    predictor = build_predictor(shape)
+    selective = predictor.predict(replace(candidate, recompute="selective"))
+    budget = selective.memory.total / GIB_BYTES
+    chosen, choice = choose_recompute(predictor, candidate, RecomputeSection(budget_gib=budget))
+    prediction = predictor.predict(chosen)
+    assert prediction.memory.total == choice.memory_bytes <= selective.memory.total
+    assert prediction.time.step < selective.time.step
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_budget_is_met_closely_and_more_memory_is_never_slower(name: str) -> None:
+    shape, candidate = MODELS[name]
+    predictor = build_predictor(shape)
+    full = predictor.predict(replace(candidate, recompute="full")).memory.total
+    none = predictor.predict(replace(candidate, recompute="none")).memory.total
+    budgets = [full + share * (none - full) for share in (0.02, 0.2, 0.4, 0.6, 0.8, 1.001)]
+    seconds = []
+    largest_step = (none - full) / min(shape.num_layers, 32)
+    for budget in budgets:
+        section = RecomputeSection(budget_gib=budget / GIB_BYTES)
+        chosen, choice = choose_recompute(predictor, candidate, section)
+        assert budget - 2.0 * largest_step < choice.memory_bytes <= budget * (1 + 1e-9)
+        seconds.append(predictor.predict(chosen).time.step)
+    assert all(later <= earlier for earlier, later in pairwise(seconds))
+    assert chosen.recompute == "none"
+    assert choice.recompute_seconds == 0.0
+
+
+def test_layers_at_the_end_of_each_stage_keep_more() -> None:
+    shape, candidate = MODELS["pipeline"]
+    section = RecomputeSection(budget_gib=40)
+    chosen, choice = choose_recompute(build_predictor(shape), candidate, section)
+    assert chosen.saved_results == choice.layers
+    stages = chosen.engine.partition_layers(get_model_facts(shape), candidate.layout, 8192)
+    assert len(stages) == 2
+    for stage in stages:
+        saved = [choice.layers[layer] for layer in stage.layers]
+        sizes = [7 if results is None else len(results) for results in saved]
+        assert sizes == sorted(sizes)
+        assert len(set(sizes)) > 1
+
+
+def test_a_budget_below_full_recomputation_is_refused_with_the_numbers() -> None:
+    predictor = build_predictor(LLAMA_8B)
+    full = predictor.predict(replace(CANDIDATE, recompute="full")).memory.total / GIB_BYTES
+    with pytest.raises(RecipeError, match="weights, gradients and optimizer states") as caught:
+        choose_recompute(predictor, CANDIDATE, RecomputeSection(budget_gib=full - 1))
+    assert caught.value.field == "recompute.budget_gib"
+    assert caught.value.allowed == f"at least {full:.3g}"
+
+
+def test_auto_leaves_the_margin_of_the_planner_and_refuses_large_batches() -> None:
+    predictor = build_predictor(LLAMA_8B)
+    chosen, _ = choose_recompute(predictor, CANDIDATE, RecomputeSection())
+    prediction = predictor.predict(chosen)
+    assert prediction.fits
+    assert not prediction.is_tight
+    assert prediction.memory.total > 0.85 * predictor.capacity_bytes
+    huge = replace(CANDIDATE, micro_batch_size=64)
+    with pytest.raises(RecipeError, match="a process may use"):
+        choose_recompute(predictor, huge, RecomputeSection())
+
+
+def read_recipe(recompute: object) -> Recipe:
+    return validate_recipe(
+        {
+            "model": {"config": models.CONFIGS["llama"]},
+            "data": {"sources": ["nowhere"]},
+            "training": {
+                "sequence_length": 64,
+                "micro_batch_size": 1,
+                "learning_rate": 1e-3,
+                "max_steps": 1,
+            },
+            "precision": "fp32",
+            "run": {"device": "cpu"},
+            "recompute": recompute,
+        }
+    )
+
+
+def test_the_setting_is_a_kind_auto_or_a_budget() -> None:
+    assert read_recipe("full").recompute == "full"
+    assert read_recipe("auto").recompute == RecomputeSection()
+    budget = read_recipe({"budget_gib": 60})
+    assert budget.recompute == RecomputeSection(budget_gib=60.0)
+    assert budget.recompute_kind is None
+    with pytest.raises(RecipeError, match="none, selective, full, auto or") as caught:
+        read_recipe("selectve")
+    assert caught.value.field == "recompute"
+    with pytest.raises(RecipeError, match="greater than 0") as caught:
+        read_recipe({"budget_gib": -1})
+    assert caught.value.field == "recompute.budget_gib"
+    with pytest.raises(RecipeError, match="Did you mean `budget_gib`"):
+        read_recipe({"budget_gb": 60})
+
+
+def test_8_bit_products_are_refused() -> None:
+    with pytest.raises(RecipeError, match="fp8 products"):
+        check_choosable(LLAMA_8B, "fp8")
+    check_choosable(LLAMA_8B, "bf16")
+
+
+def test_auto_on_a_cpu_needs_a_cluster() -> None:
+    recipe = read_recipe("auto")
+    plan = resolve_plan(recipe, read_config(models.CONFIGS["llama"]), 1)
+    assert plan.recompute == "auto"
+    with pytest.raises(RecipeError, match="no GPU whose memory") as caught:
+        resolve_recompute_here(recipe, plan)
+    assert "budget_gib" in str(caught.value)
+    cluster = ClusterSection(node="1xH100-80GB")
+    resolved = resolve_recompute_here(recipe.model_copy(update={"cluster": cluster}), plan)
+    assert resolved.recompute == "none"
+    assert resolved.as_dict()["recompute_choice"]["layers"] == [None] * 4
