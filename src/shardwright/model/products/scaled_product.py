@@ -26,7 +26,7 @@ from torch import Tensor
 from shardwright.model.products import fp8
 from shardwright.model.products.fp8 import ProductScaling, QuantisedMatrix, Scaling
 from shardwright.model.products.grouped_matmul import multiply_grouped
-from shardwright.model.products.scaled_matmul import multiply_on_device
+from shardwright.model.products.scaled_matmul import multiply_experts_on_device, multiply_on_device
 
 LayerDim = Literal["tokens", "inputs", "outputs"]
 
@@ -175,6 +175,10 @@ class ScaledProducts:
         """Multiply rows by the experts' matrices, each quantised by itself."""
         assert left.scaling.rows == 1, "rows of different experts share no scale"
         right = self.quantise(w_ENK.flatten(0, 1), w_scaling, _W, num_matrices=w_ENK.shape[0])
+        if not self.is_emulated:
+            return multiply_experts_on_device(
+                left, right, counts_E, dtype, is_transposed=is_transposed
+            )
         wide = torch.promote_types(dtype, torch.float32)
         product_M = multiply_grouped(
             fp8.dequantise(left).to(wide),
