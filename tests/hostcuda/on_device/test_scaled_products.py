@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.doctor import scaled_rates
+from shardwright.hardware import MatmulRate
 from shardwright.model.products import fp8
 from shardwright.model.products.fp8 import RECIPES
 from shardwright.model.products.scaled_product import ScaledProducts
@@ -103,3 +105,19 @@ def test_scales_of_mxfp8_are_exact_over_the_whole_range() -> None:
     )
     assert torch.equal(computed.cpu(), emulated)
     assert bool((fp8.quantise(x, RECIPES["mxfp8"].output[0]).multipliers > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("capability", "measured"),
+    [((8, 0), set()), ((9, 0), {"tensorwise", "rowwise", "blockwise"}),
+     ((10, 0), {"tensorwise", "rowwise", "mxfp8"})],
+)  # fmt: skip
+def test_the_doctor_measures_what_a_device_has_kernels_for(
+    capability: tuple[int, int], measured: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setitem(scaled_rates._SECONDS, "cuda", 0.001)
+    rates = list(scaled_rates.time_scaled_products(GPU, [MatmulRate("bf16", 128, 128, 128, 1e9)]))
+    assert {rate.recipe for rate in rates if rate.obstacle is None} == measured
+    assert not any(rate.is_unexpected for rate in rates)

@@ -43,13 +43,12 @@ class KernelDevice:
     """CUDA release that torch was built for; None for ROCm."""
 
 
-def describe_current_device() -> KernelDevice:
-    """Describe the current CUDA device."""
-    version = torch.version.cuda
+def describe_device(device: torch.device | None = None) -> KernelDevice:
+    """Describe a CUDA device, by default the current one."""
     return KernelDevice(
-        torch.cuda.get_device_name(),
-        torch.cuda.get_device_capability(),
-        None if version is None else parse_cuda_version(version),
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device),
+        None if torch.version.hip else parse_cuda_version(torch.version.cuda or "0"),
     )
 
 

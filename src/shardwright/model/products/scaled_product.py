@@ -89,12 +89,16 @@ class ScaledProducts:
 
     def compute_output(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """Compute x w^T, `[M, N]`, in x's dtype."""
+        left, right = self.quantise_output_operands(x_MK, w_NK)
+        return self._multiply(left, right, x_MK.dtype)
+
+    def quantise_output_operands(
+        self, x_MK: Tensor, w_NK: Tensor
+    ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
+        """Quantise the operands of x w^T, `[M, K]` and `[K, N]`."""
         x_scaling, w_scaling = self.scaling.output
-        return self._multiply(
-            self.quantise(x_MK, x_scaling, _X),
-            _transpose(self.quantise(w_NK, w_scaling, _W)),
-            x_MK.dtype,
-        )
+        x_operand = self.quantise(x_MK, x_scaling, _X)
+        return x_operand, _transpose(self.quantise(w_NK, w_scaling, _W))
 
     def compute_input_gradient(self, g_MN: Tensor, w_NK: Tensor) -> Tensor:
         """Compute g w, `[M, K]`, in g's dtype."""
