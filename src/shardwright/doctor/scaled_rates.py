@@ -43,7 +43,7 @@ class ScaledRate:
     bf16_flops_per_second: float
     kernel_flops_per_second: float | None = None
     whole_flops_per_second: float | None = None
-    """With the quantisation of both operands."""
+    """Rate with the quantisation of both operands."""
     obstacle: str | None = None
     is_unexpected: bool = False
     """True if the device should have the kernel, and calling it failed."""

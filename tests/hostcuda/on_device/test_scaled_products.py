@@ -112,7 +112,7 @@ def test_scales_of_mxfp8_are_exact_over_the_whole_range() -> None:
     [((8, 0), set()), ((9, 0), {"tensorwise", "rowwise", "blockwise"}),
      ((10, 0), {"tensorwise", "rowwise", "mxfp8"})],
 )  # fmt: skip
-def test_the_doctor_measures_what_a_device_has_kernels_for(
+def test_the_doctor_measures_the_kernels_of_a_device(
     capability: tuple[int, int], measured: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)

@@ -42,6 +42,7 @@ from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import count_resident_layers
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.memory_traffic import count_quantisation_temporary_bytes
 
 
 def predict_memory(
@@ -234,9 +235,10 @@ def _compute_loss_peak(
     saved = live.compute_saved_bytes(load.num_in_flight)
     logits, remaining = compute_logit_bytes(facts, candidate) if load.has_head else (0.0, 0.0)
     gradients = compute_gradient_bytes_at_loss(candidate, persistent.gradients)
+    quantisation = count_quantisation_temporary_bytes(facts, candidate)
     moments = [
         (saved, logits, load.has_head, 0.0),
-        (saved + live.recomputed_bytes + live.gradient_bytes, remaining, False, 0.0),
+        (saved + live.recomputed_bytes + live.gradient_bytes, remaining, False, quantisation),
     ]
     if load.has_head and not candidate.has_fused_norms:
         # The last norm's gradient, before any layer has freed activations; the norm's output
@@ -271,7 +273,7 @@ def _compute_loss_peak(
                 other_layers + live.recomputed_bytes + live.gradient_bytes,
                 remaining,
                 False,
-                in_reduction,
+                in_reduction + quantisation,
             )
         )
     peaks = [
@@ -326,6 +328,7 @@ def _compute_backward_peak(
         workspaces += (
             facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes
         )
+    workspaces += count_quantisation_temporary_bytes(facts, candidate)
     gradients = (
         persistent.gradients
         + persistent.reduced_gradients
