@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.architecture import read_config
+from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.config.training import PrecisionSection
 from shardwright.doctor import scaled_rates
 from shardwright.hardware import MatmulRate
+from shardwright.layout import Layout
+from shardwright.model.decoder import Decoder
 from shardwright.model.products import fp8
 from shardwright.model.products.fp8 import RECIPES
 from shardwright.model.products.scaled_product import ScaledProducts
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.parallel import apply_layout
+from shardwright.plans import BatchPlan, build_plan
 from tests.hostcuda import device
+from tests.multiprocess.scaled_operands import SPARSE, WIDE
 
 GPU = torch.device("cuda", 0)
 PRODUCTS = ["compute_output", "compute_input_gradient", "compute_weight_gradient"]
@@ -121,3 +133,67 @@ def test_the_doctor_measures_the_kernels_of_a_device(
     rates = list(scaled_rates.time_scaled_products(GPU, [MatmulRate("bf16", 128, 128, 128, 1e9)]))
     assert {rate.recipe for rate in rates if rate.obstacle is None} == measured
     assert not any(rate.is_unexpected for rate in rates)
+
+
+def compute_gradients(
+    config: dict[str, Any], recipe: FP8Recipe, *, emulate: bool
+) -> tuple[float, dict[str, Tensor]]:
+    """Compute loss and gradients of a decoder whose plan is applied on the device."""
+    shape = read_config(config)
+    section = PrecisionSection(kind="fp8", fp8=FP8Section(recipe=recipe, emulate=emulate))
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    with torch.device("meta"):
+        decoder = Decoder(shape, compute_dtype=torch.bfloat16)
+    model = apply_layout(
+        decoder,
+        build_plan(shape, Layout(), BatchPlan(128, 1, 1, 1), section),
+        None,
+        GPU,
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 0, dtype=torch.float32, narrow=narrow
+        ),
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(0, config["vocab_size"], (1, 128), generator=generator).to(GPU)
+    loss = model.decoder(ids_BT, labels_BT=ids_BT)
+    loss.backward()
+    gradients = {
+        name: parameter.grad.cpu()
+        for name, parameter in model.decoder.named_parameters()
+        if parameter.grad is not None
+    }
+    return float(loss.detach()), gradients
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe"),
+    [(SPARSE, "rowwise_with_gw_hp"), (WIDE, "blockwise"), (WIDE, "mxfp8")],
+)
+def test_a_decoder_computes_as_it_does_with_emulation(
+    config: dict[str, Any], recipe: FP8Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums round to bf16 in another order, and nothing else differs."""
+    called: list[str] = []
+
+    def count(name: str) -> None:
+        kernel = getattr(F, name)
+
+        def call(*arguments: Any, **options: Any) -> Tensor:
+            called.append(name)
+            product: Tensor = kernel(*arguments, **options)
+            return product
+
+        monkeypatch.setattr(F, name, call)
+
+    count("scaled_mm")
+    count("scaled_grouped_mm")
+    loss, gradients = compute_gradients(config, recipe, emulate=False)
+    assert ("scaled_mm" in called, "scaled_grouped_mm" in called) == (True, config is SPARSE)
+    called.clear()
+    expected_loss, expected = compute_gradients(config, recipe, emulate=True)
+    assert not called
+    assert loss == pytest.approx(expected_loss, rel=1e-3)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        distance = (gradient - expected[name]).norm() / expected[name].norm()
+        assert distance < 1e-2, f"{name}: {distance}"
