@@ -390,6 +390,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "explanation": list(result.explanation),
         "search": asdict(result.effort),
         "precision_reason": result.precision_reason,
+        "missing_kernels": result.missing_kernels,
         "remedy": result.remedy,
         "num_measured_steps": result.num_measured_steps,
     }

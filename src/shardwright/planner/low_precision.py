@@ -12,19 +12,35 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.architecture import ModelShape
-from shardwright.config.low_precision import FP8Section, FP8Target
+from shardwright.config.low_precision import FP8Recipe, FP8Section, FP8Target
 from shardwright.errors import RecipeError
+from shardwright.hardware import Accelerator
 from shardwright.placement.low_precision import TARGET_OF_ROLE, select_scaled_weights
 
-EAGER_BYTES = 51.0
+EAGER_BYTES = 47.0
 """Bytes moved per element to quantise in separate operations: 24 for the maxima (to fp32: 2 + 4,
 magnitudes 4 + 4, reduction 4, and a cast of 2 + 4 to scale), 8 to scale, 8 to clamp, 5 to cast,
-and 4 for two copies of the codes into the order of the kernel; 2 for the scales."""
+and 2 to copy the codes into the order of the kernel."""
 COMPILED_BYTES = 7.0
 """Read twice in bf16, written once, and copied into the order of the kernel."""
 _TEMPORARY_BYTES = 9.0
 """Bytes per element at the peak of a quantisation in separate operations: fp32 before and after
 the clamp, and the codes."""
+
+
+_SINCE_HOPPER = ("Hopper", "Blackwell", "Blackwell Ultra", "RTX Blackwell")
+_KERNEL_GENERATIONS: dict[FP8Recipe, tuple[str, ...]] = {
+    "tensorwise": ("Ada", *_SINCE_HOPPER),
+    "rowwise": _SINCE_HOPPER,
+    "rowwise_with_gw_hp": _SINCE_HOPPER,
+    "blockwise": ("Hopper",),
+    "mxfp8": _SINCE_HOPPER[1:],
+}
+"""Generations with a kernel for a recipe, as `model.products.kernel_support` by capability."""
+_GROUPED_GENERATIONS: dict[FP8Recipe, tuple[str, ...]] = {
+    "rowwise": ("Hopper", "Blackwell"),
+    "rowwise_with_gw_hp": ("Hopper", "Blackwell"),
+}
 
 
 class OperandElements(NamedTuple):
@@ -71,6 +87,35 @@ def count_temporary_bytes(role: str, m: float, n: float, k: float, shares: Scale
     if not shares.get_share(role):
         return 0.0
     return _TEMPORARY_BYTES * max(m * k, n * k, m * n)
+
+
+def explain_missing_kernels(
+    section: FP8Section, accelerator: Accelerator, shares: ScaledShares
+) -> str | None:
+    """Explain why `train` would not run a recipe's products at a predicted rate; None if it
+    would."""
+    if section.emulate:
+        return "precision.fp8.emulate is true: the prediction is that of kernels, emulation is slow"
+    remedy = "`train` refuses it, unless precision.fp8.emulate is true, which is slow"
+    if accelerator.generation not in _KERNEL_GENERATIONS[section.recipe]:
+        possible = [
+            recipe
+            for recipe, generations in _KERNEL_GENERATIONS.items()
+            if accelerator.generation in generations
+        ]
+        kernels = f"kernels for {', '.join(possible)}" if possible else "no 8-bit kernels"
+        return (
+            f"torch has no kernel for {section.recipe} on {accelerator.name}, which has {kernels}: "
+            f"{remedy}"
+        )
+    if shares.experts and accelerator.generation not in _GROUPED_GENERATIONS.get(
+        section.recipe, ()
+    ):
+        return (
+            f"torch has no grouped kernel for experts in {section.recipe} on {accelerator.name}: "
+            f"{remedy}; leave experts out of precision.fp8.targets"
+        )
+    return None
 
 
 def build_scaled_shares(shape: ModelShape, section: FP8Section) -> ScaledShares | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardwright.config.low_precision import FP8Section
 from shardwright.config.recipe import Recipe
 from shardwright.hardware import Cluster
-from shardwright.planner.candidate import LowRankAdapter, Precision
+from shardwright.planner.candidate import Candidate, LowRankAdapter, Precision
 from shardwright.planner.explanation import explain
+from shardwright.planner.low_precision import explain_missing_kernels
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -74,6 +76,8 @@ class PlanningResult:
     those of other workloads do. None if nothing was measured on this cluster."""
     row_summary: str | None = None
     """Description of the rows of the data that the times are predicted with. None: full rows."""
+    missing_kernels: str | None = None
+    """Reason why the device has no kernels for the recipe's 8-bit products. None if it has."""
     recipe_conflict: str | None = None
     """Reason why the recipe's layout cannot run on this number of devices, whatever their
     memory."""
@@ -180,9 +184,17 @@ def plan_recipe(
         num_measured_steps=None
         if correction is None or correction.is_empty
         else correction.num_steps,
+        missing_kernels=_explain_missing_kernels(recipe, template, cluster),
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),
     )
+
+
+def _explain_missing_kernels(recipe: Recipe, template: Candidate, cluster: Cluster) -> str | None:
+    if template.precision != "fp8" or template.scaled_shares is None:
+        return None
+    section = recipe.precision.low_precision or FP8Section()
+    return explain_missing_kernels(section, cluster.accelerator, template.scaled_shares)
 
 
 def _find_remedy(

@@ -21,6 +21,7 @@ from shardwright.model.products.fp8 import RECIPES
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout
+from shardwright.planner.low_precision import ScaledShares, count_temporary_bytes
 from shardwright.plans import BatchPlan, build_plan
 from tests.hostcuda import device
 from tests.multiprocess.scaled_operands import SPARSE, WIDE
@@ -197,3 +198,17 @@ def test_a_decoder_computes_as_it_does_with_emulation(
     for name, gradient in gradients.items():
         distance = (gradient - expected[name]).norm() / expected[name].norm()
         assert distance < 1e-2, f"{name}: {distance}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_quantisation_needs_the_memory_that_the_planner_counts(name: str) -> None:
+    shares = ScaledShares(1.0, 1.0, 1.0, has_wide_weight_gradients=False)
+    for tokens, width in ((512, 1024), (1024, 256)):
+        x = torch.randn(tokens, width).bfloat16().to(GPU)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        matrix = fp8.quantise(x, RECIPES[name].output[0])
+        peak = torch.cuda.max_memory_allocated() - before
+        scales = matrix.multipliers.nbytes
+        counted = count_temporary_bytes("up", tokens, 0, width, shares)
+        assert counted <= peak <= counted + 4 * scales

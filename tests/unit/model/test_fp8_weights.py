@@ -72,6 +72,12 @@ def test_excluded_weights_need_no_whole_blocks() -> None:
     assert select_fp8_weights(make_shape(NARROW), "fp8-row").plain_modules == ("lm_head",)
 
 
+def test_a_tied_head_is_named_though_it_has_no_tensor() -> None:
+    """Readers quantise every linear module that the list does not name."""
+    shape = make_shape(WIDE | {"tie_word_embeddings": True})
+    assert select_fp8_weights(shape, "fp8-row").plain_modules == ("lm_head",)
+
+
 def test_routers_and_heads_stay_in_high_precision() -> None:
     weights = select_fp8_weights(make_shape(QWEN3_MOE), "fp8-row")
     assert weights.plain_modules == ("lm_head", "model.layers.0.mlp.gate")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from shardwright.architecture import read_config
-from shardwright.config.low_precision import FP8Section
+from shardwright.config.low_precision import FP8Recipe, FP8Section
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
+from shardwright.model.products.kernel_support import KernelDevice, explain_missing_kernel
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
     EAGER_BYTES,
     ScaledShares,
     build_scaled_shares,
+    explain_missing_kernels,
 )
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.planning_result import plan_recipe
@@ -146,3 +149,63 @@ def test_the_plan_explains_the_limits_of_the_gain() -> None:
     assert "gradients of weights, attention" not in other
     plain = plan_recipe(build_recipe(precision="bf16"), H100, should_explain=True)
     assert not any("fp8" in s for s in plain.explanation)
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "message"),
+    [
+        ("H100-80GB", {}, None),
+        ("H100-80GB", {"recipe": "blockwise"}, None),
+        ("H100-80GB", {"recipe": "mxfp8"}, "no kernel for mxfp8 on H100.*rowwise_with_gw_hp"),
+        ("B200", {"recipe": "mxfp8"}, None),
+        ("B200", {"recipe": "blockwise"}, "no kernel for blockwise.*kernels for tensorwise"),
+        ("L40", {}, "kernels for tensorwise: `train` refuses"),
+        ("MI300X", {}, "no 8-bit kernels"),
+        ("H100-80GB", {"emulate": True}, "emulation is slow"),
+    ],
+)
+def test_a_plan_names_a_device_without_kernels(
+    name: str, section: dict[str, Any], message: str | None
+) -> None:
+    accelerator = parse_cluster(f"8x{name}").accelerator
+    fp8 = FP8Section(**section)
+    shares = build_scaled_shares(read_config(LLAMA), fp8)
+    assert shares is not None
+    reason = explain_missing_kernels(fp8, accelerator, shares)
+    if message is None:
+        assert reason is None
+    else:
+        assert re.search(message, str(reason))
+
+
+def test_experts_need_a_grouped_kernel_in_the_plan() -> None:
+    shares = ScaledShares(1.0, 0.0, 1.0, has_wide_weight_gradients=False)
+    blackwell = parse_cluster("8xB200").accelerator
+    assert explain_missing_kernels(FP8Section(), blackwell, shares) is None
+    reason = explain_missing_kernels(FP8Section(recipe="mxfp8"), blackwell, shares)
+    assert "no grouped kernel for experts in mxfp8" in str(reason)
+    dense = replace(shares, experts=0.0)
+    assert explain_missing_kernels(FP8Section(recipe="mxfp8"), blackwell, dense) is None
+
+
+def test_the_two_tables_of_kernels_agree() -> None:
+    """Generations of the planner, and capabilities of the check before a run."""
+    capabilities = {
+        "Ampere": (8, 0),
+        "Ada": (8, 9),
+        "Hopper": (9, 0),
+        "Blackwell": (10, 0),
+        "Blackwell Ultra": (10, 3),
+        "RTX Blackwell": (12, 0),
+    }
+    shares = ScaledShares(1.0, 1.0, 1.0, has_wide_weight_gradients=False)
+    dense = replace(shares, experts=0.0)
+    for generation, capability in capabilities.items():
+        device = KernelDevice(generation, capability, (13, 0))
+        accelerator = replace(H100.accelerator, generation=generation)
+        for recipe in get_args(FP8Recipe):
+            section = FP8Section(recipe=recipe)
+            for each, is_grouped in ((dense, False), (shares, True)):
+                planned = explain_missing_kernels(section, accelerator, each) is None
+                checked = explain_missing_kernel(recipe, device, is_grouped=is_grouped) is None
+                assert planned == checked, (generation, recipe, is_grouped)

@@ -188,6 +188,8 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
             "measured here. Recipes that `train` emulates are far slower (docs/low-precision.md)",
             highlight=False,
         )
+    if result.missing_kernels is not None:
+        console.print(f"warning: {result.missing_kernels}", style="yellow", highlight=False)
     if any(not prediction.candidate.is_runnable for prediction in result.predictions):
         console.print("*: prediction only; `train` does not support it", highlight=False)
 
