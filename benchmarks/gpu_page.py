@@ -31,6 +31,13 @@ The tile of a row that ranks share is on the kernel that plain attention takes (
 off flash attention. Weights cast once per step (`precision.working_weights`) are those of forward
 and backward passes of four micro-batches; off casts them at every use."""
 
+LOW_PRECISION = """\
+Distance: norm of the difference between a kernel's result and its emulation on the same device,
+over the norm of the latter; at most {limit:g}. Steps are those of {num_layers} layer(s) of {shape}
+with the optimizer. Curves are of a small model on the text of Python's standard library, in 8 bits
+from the weights of the first seed. Final loss is the mean of the last 20 steps, in which elements
+are counted."""
+
 _WRONG_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """Errors of reading a result that lacks something."""
 
@@ -52,6 +59,7 @@ def render_page(content: dict[str, Any]) -> str:
         *_render_safely(_render_numbers, _find_result(steps, "numbers")),
         *_render_safely(_render_attention, _find_result(steps, "attention")),
         *_render_safely(_render_functions, _find_result(steps, "functions")),
+        *_render_safely(_render_low_precision, _find_result(steps, "low precision")),
         *_render_safely(_render_speed, _collect_cases(steps)),
         *(
             section
@@ -188,6 +196,16 @@ def _summarise(step: dict[str, Any]) -> str:
             for name, row in result["attention"].items()
             if "seconds" in row["off"] and "seconds" in row["on"]
         )
+    elif "low_precision" in result:
+        seconds = {
+            name: row["seconds"] for name, row in result["steps"].items() if "seconds" in row
+        }
+        base = seconds.get("bf16, compiled", seconds["bf16"])
+        text = "; ".join(
+            f"{name} {base / value:.2f}x as fast as bf16"
+            for name, value in seconds.items()
+            if not name.startswith("bf16")
+        )
     elif "idle_share" in result:
         text = f"{result['step_seconds']:.3g} s a step, {result['idle_share']:.0%} without a kernel"
     elif "product_error" in result:
@@ -271,6 +289,69 @@ def _render_functions(result: dict[str, Any]) -> str:
         )
     header = ("function", "off ms", "on ms", "ratio", "temporary MiB off / on", "bits", "log")
     return f"## Functions\n\n{FUNCTIONS.format(**result)}\n\n{_render_table(header, rows)}"
+
+
+def _render_low_precision(result: dict[str, Any]) -> str:
+    """Render kernels, steps and curves of the recipes, and the reasons of missing ones."""
+    kernels = [
+        (
+            recipe,
+            product.removeprefix("compute_").replace("_", " "),
+            f"{row['distance']:.1e}",
+            f"{row['seconds'] * 1e3:.3f}",
+            f"{row['bf16_seconds'] / row['seconds']:.2f}",
+        )
+        for recipe, products in result["kernels"].items()
+        if "failed" not in products
+        for product, row in products.items()
+    ]
+    steps = result["steps"]
+    base = steps.get("bf16, compiled", steps["bf16"]).get("seconds")
+    timed = [
+        (
+            name,
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{base / row['seconds']:.2f}" if base else "",
+            f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
+        )
+        if "seconds" in row
+        else (name, _escape(row["failed"]), "", "")
+        for name, row in steps.items()
+    ]
+    curves = [
+        (
+            name,
+            *(f"{row['losses'][place]:.3f}" for place in _choose_places(len(row["losses"]))),
+            f"{row['final_loss']:.4f}",
+            f"{row['saturated']:,}" if "saturated" in row else "",
+            f"{row['flushed_share']:.1e}" if "flushed_share" in row else "",
+        )
+        for name, row in result["curves"].items()
+        if "losses" in row
+    ]
+    lengths = [len(row["losses"]) for row in result["curves"].values() if "losses" in row]
+    places = [f"step {place + 1}" for place in _choose_places(max(lengths, default=1))]
+    missing = [f"- {recipe}: {why}" for recipe, why in result["obstacles"].items()] + [
+        f"- {name}: {row['failed']}"
+        for section in ("kernels", "curves")
+        for name, row in result[section].items()
+        if "failed" in row
+    ]
+    return "\n\n".join(
+        [
+            "## 8-bit products",
+            LOW_PRECISION.format(**result["low_precision"]),
+            _render_table(("recipe", "product", "distance", "ms", "times bf16"), kernels),
+            _render_table(("step", "ms", "times bf16 (compiled if it ran)", "peak GiB"), timed),
+            _render_table(("curve", *places, "final loss", "saturated", "flushed share"), curves),
+            *(["\n".join(missing)] if missing else []),
+        ]
+    )
+
+
+def _choose_places(num_steps: int) -> list[int]:
+    """Choose at most five steps, evenly spaced, the first and the last among them."""
+    return sorted({round(part * (num_steps - 1) / 4) for part in range(5)})
 
 
 def _render_profile(step: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """`make gpu`: what one GPU can show, in parts of less than nine minutes, most informative first.
 
     make gpu                                            every part, one after another
-    make gpu PART=3/6                                   one part
+    make gpu PART=3/7                                   one part
     make gpu ARGS="--device cpu --shapes tiny"          a rehearsal without a GPU
     python -m benchmarks.gpu_parts --list               parts and their steps
 
@@ -36,7 +36,8 @@ from benchmarks.shapes import SHAPES, TINY, Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_VERSION = 1
-NUM_PARTS = 6
+NUM_PARTS = 7
+_LAST_SPEED_PART = 6
 PART_SECONDS = 520.0
 """Time limit of a part: nine minutes less the start of a machine."""
 _MODULE = (sys.executable, "-m")
@@ -73,6 +74,9 @@ def list_steps(arguments: argparse.Namespace) -> list[Step]:
     steps.append(
         Step(f"step cost {name}-{length}", 4, 500, (*command, f"{{out}}/{result}", *quick), result)
     )
+    module = "benchmarks.gpu_low_precision"
+    command = (*_MODULE, module, arguments.device, arguments.shapes, "{out}/low-precision.json")
+    steps.append(Step("low precision", 7, 500, command, "low-precision.json"))
     steps.sort(key=lambda step: step.part)
     patterns = arguments.step or ["*"]
     return [step for step in steps if any(fnmatchcase(step.name, pattern) for pattern in patterns)]
@@ -141,7 +145,7 @@ def _list_speeds(arguments: argparse.Namespace, shapes: dict[str, Shape]) -> lis
                 steps.append(
                     Step(
                         f"speed {case}",
-                        3 if is_first else min(4 + place, NUM_PARTS),
+                        3 if is_first else min(4 + place, _LAST_SPEED_PART),
                         300,
                         (*command, "--case", case, "--out", "{out}"),
                         "one-gpu.json",

@@ -360,6 +360,8 @@ def export(
     folder: str | Path,
     *,
     dtype: str = "auto",
+    quantise: str | None = None,
+    quantise_exclude: Sequence[str] = (),
     checkpoint: str = "latest",
     max_shard_bytes: int = 5_000_000_000,
     should_overwrite: bool = False,
@@ -373,6 +375,9 @@ def export(
 
     Args:
         dtype: of the written weights; `auto` is the training precision.
+        quantise: `fp8-block` or `fp8-row` stores the matrices of the blocks in 8 bits, as
+            inference servers read them.
+        quantise_exclude: patterns of weights that stay in `dtype`.
         max_shard_bytes: maximum size of one weights file.
         should_check: load the folder with transformers (or peft) and compare logits; otherwise
             the tensors are read back.
@@ -386,13 +391,15 @@ def export(
         check_merged_logits,
         export_adapters,
         merge_adapters,
+        refuse_quantised_adapters,
     )
-    from shardwright.inference.export import export_hf_folder
+    from shardwright.inference.export import export_hf_folder, select_quantisation
     from shardwright.inference.model_source import open_model_source, parse_dtype
 
     model = open_model_source(source, checkpoint)
     on_load(model)
     if model.shape.adapters is not None and not should_merge:
+        refuse_quantised_adapters(quantise)
         return export_adapters(
             model,
             Path(folder),
@@ -400,15 +407,17 @@ def export(
             overwrite=should_overwrite,
             check=should_check,
         )
+    unmerged = model
     if should_merge:
-        unmerged = model
         model = merge_adapters(model)
-        if should_check:
-            check_merged_logits(unmerged, model)
+    quantisation = select_quantisation(model, quantise, quantise_exclude)
+    if should_merge and should_check:
+        check_merged_logits(unmerged, model)
     return export_hf_folder(
         model,
         Path(folder),
         dtype=parse_dtype(dtype, model.dtype),
+        quantisation=quantisation,
         max_shard_bytes=max_shard_bytes,
         overwrite=should_overwrite,
         check=should_check,

@@ -1,4 +1,5 @@
-"""Operators that only CUDA has a kernel for, by plain operators: attention, RMS norm, wide sums.
+"""Operators that only CUDA has a kernel for, by plain operators: attention, RMS norm, wide sums,
+8-bit products.
 
 Arguments, checks, shapes and dtypes are CUDA's. Import it after the library is loaded: it imports
 torch. Legend: B sequences, H query heads, K key/value heads, T queries, S keys, E head_dim, N rows,
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.hostcuda import scaled_kernels
 
 _LSE_ALIGNMENT = 32
 _BIAS_ALIGNMENT_BYTES = 16
@@ -357,4 +360,5 @@ def register() -> torch.library.Library:
     library.impl("addmm.dtype_out", _run_wide_addmm, "CUDA")
     library.impl("_fused_rms_norm", _run_rms_norm, "CUDA")
     library.impl("_fused_rms_norm_backward", _run_rms_norm_backward, "CUDA")
+    scaled_kernels.register(library)
     return library

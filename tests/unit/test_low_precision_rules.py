@@ -21,6 +21,7 @@ from shardwright.errors import InputError, LayoutError, RecipeError, Shardwright
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.model.hf.hf_model import read_model_shape
+from shardwright.model.products.kernel_support import KernelDevice
 from shardwright.placement import select_scaled_weights
 from shardwright.planner.auto_layout import choose_layout
 from shardwright.planner.model_costs import get_model_facts
@@ -146,7 +147,10 @@ def test_the_planner_counts_products_that_stay_in_bf16() -> None:
         build_template(build_recipe(precision=precision))
         for precision in ("fp8", {"kind": "fp8", "fp8": {"recipe": "tensorwise"}}, "bf16")
     )
-    assert [each.has_wide_weight_gradients for each in (gw_hp, tensorwise, bf16)] == [1, 0, 0]
+    assert [
+        None if each.scaled_shares is None else each.scaled_shares.has_wide_weight_gradients
+        for each in (gw_hp, tensorwise, bf16)
+    ] == [True, False, None]
     assert build_template(build_recipe(precision="bf16"), precision="fp8") == gw_hp
     facts = get_model_facts(read_config(WIDE))
     cluster = parse_cluster("8xH100-80GB")
@@ -185,31 +189,62 @@ def test_doctor_measures_no_8_bit_products() -> None:
         build_request(build_recipe(precision="fp8"), Layout(), device="cpu", should_calibrate=True)
 
 
-H100 = (9, 0)
-L40 = (8, 9)
-A100 = (8, 0)
+H100 = KernelDevice("NVIDIA H100", (9, 0), (12, 9))
+OLD_BUILD = KernelDevice("NVIDIA H100", (9, 0), (12, 8))
+B200 = KernelDevice("NVIDIA B200", (10, 0), (13, 0))
+RTX_5090 = KernelDevice("NVIDIA GeForce RTX 5090", (12, 0), (13, 0))
+L40 = KernelDevice("NVIDIA L40", (8, 9), (12, 6))
+A100 = KernelDevice("NVIDIA A100", (8, 0), (12, 6))
+V100 = KernelDevice("Tesla V100", (7, 0), (12, 6))
+MI300X = KernelDevice("AMD Instinct MI300X", (9, 4), None)
 UNSUPPORTED = [
-    ({}, A100, r"rowwise_with_gw_hp on compute capability 8\.0.*emulate: true"),
-    ({}, L40, "no 8-bit units"),
-    ({"recipe": "mxfp8"}, (10, 0), "only emulated so far"),
+    ({}, A100, r"A100 .*no 8-bit floating-point units: it multiplies bf16.*emulate: true"),
+    ({"recipe": "tensorwise"}, V100, r"V100 .* it multiplies fp16 and fp32"),
+    ({}, L40, r"no kernel for rowwise_with_gw_hp scales on NVIDIA L40 .*kernels for tensorwise"),
+    ({"recipe": "mxfp8"}, H100, r"no kernel for mxfp8 .*rowwise_with_gw_hp, blockwise"),
+    ({"recipe": "blockwise"}, B200, r"no kernel for blockwise .*rowwise_with_gw_hp, mxfp8"),
+    ({"recipe": "blockwise"}, OLD_BUILD, r"need CUDA 12\.9.* built for CUDA 12\.8"),
+    ({}, MI300X, r"MI300X.*ROCm.*emulation only"),
     ({"compute": "fp32"}, H100, "write bf16"),
 ]
 
 
-@pytest.mark.parametrize(("section", "capability", "message"), UNSUPPORTED)
+@pytest.mark.parametrize(("section", "device", "message"), UNSUPPORTED)
 def test_devices_without_kernels_are_refused_unless_emulated(
-    section: dict[str, Any], capability: tuple[int, int], message: str
+    section: dict[str, Any], device: KernelDevice, message: str
 ) -> None:
+    config = WIDE if section.get("recipe") == "blockwise" else DENSE
     with pytest.raises(RecipeError, match=message):
-        check_low_precision_kernels(plan(DENSE, Layout(), **section), capability)
-    check_low_precision_kernels(plan(DENSE, Layout(), **section, emulate=True), capability)
+        check_low_precision_kernels(plan(config, Layout(), **section), device)
+    check_low_precision_kernels(plan(config, Layout(), **section, emulate=True), device)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device"),
+    [("tensorwise", L40), ("rowwise", H100), ("blockwise", H100), ("mxfp8", B200)],
+)
+def test_devices_with_kernels_are_used(recipe: str, device: KernelDevice) -> None:
+    check_low_precision_kernels(plan(WIDE, Layout(), recipe=recipe), device)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "config"),
+    [("mxfp8", B200, SPARSE), ("rowwise", RTX_5090, SPARSE), ("rowwise", MI300X, SPARSE)],
+)
+def test_experts_need_a_grouped_kernel(
+    recipe: str, device: KernelDevice, config: dict[str, Any]
+) -> None:
+    with pytest.raises(RecipeError, match=r"no grouped kernel|ROCm"):
+        check_low_precision_kernels(plan(config, Layout(), recipe=recipe), device)
+    for grouped in (H100, B200):
+        check_low_precision_kernels(plan(config, Layout()), grouped)
 
 
 def test_kernels_refuse_experts_and_sizes() -> None:
     check_low_precision_kernels(plan(DENSE, Layout()), H100)
     check_low_precision_kernels(plan(DENSE, Layout(), recipe="tensorwise"), L40)
     with pytest.raises(RecipeError, match=r"targets: \[.attention., .mlp.\]"):
-        check_low_precision_kernels(plan(SPARSE, Layout()), H100)
+        check_low_precision_kernels(plan(SPARSE, Layout(), recipe="mxfp8"), B200)
     narrow = DENSE | {"intermediate_size": 48}
     check_low_precision_kernels(plan(narrow, Layout()), H100)
     with pytest.raises(RecipeError, match=r"24 x 64 on a tensor-parallel rank|64 x 24"):

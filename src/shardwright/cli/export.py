@@ -29,6 +29,27 @@ def export_command(
         str,
         typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; auto is the training precision."),
     ] = "auto",
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            "--quantise",
+            metavar="FORMAT",
+            help=(
+                "Store the matrices of the blocks in 8 bits for inference servers: fp8-block "
+                "(128 x 128 blocks, as DeepSeek-V3) or fp8-row (compressed-tensors)."
+            ),
+            show_default=False,
+        ),
+    ] = None,
+    quantise_exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--quantise-exclude",
+            metavar="PATTERN",
+            help="Weights that stay in --dtype, e.g. 'model.layers.0.*'. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     checkpoint: CheckpointChoice = "latest",
     max_shard_gb: Annotated[
         float,
@@ -75,6 +96,8 @@ def export_command(
         source,
         out,
         dtype=dtype,
+        quantise=quantise,
+        quantise_exclude=tuple(quantise_exclude or ()),
         checkpoint=checkpoint,
         max_shard_bytes=round(max_shard_gb * 1e9),
         should_overwrite=overwrite,
@@ -86,13 +109,14 @@ def export_command(
     is_adapter = isinstance(written, ExportedAdapters)
     stored = parse_dtype(dtype, torch.float32 if is_adapter else model.dtype)
     dtype_name = next(name for name, known in DTYPE_OF_PRECISION.items() if known == stored)
+    formats = dtype_name if quantise is None else f"{dtype_name} and {quantise}"
     parameters, outcome = (
         _describe_adapters(written)
         if isinstance(written, ExportedAdapters)
         else _describe_folder(written, check)
     )
     sys.stderr.write(
-        f"{model.name} -> {out}: {parameters} in {dtype_name}, "
+        f"{model.name} -> {out}: {parameters} in {formats}, "
         f"{format_bytes(written.weights_bytes)}{outcome}\n"
     )
     if json_output:
@@ -103,7 +127,11 @@ def export_command(
                 "held_against": written.checked_with,
             }
             if isinstance(written, ExportedAdapters)
-            else {"weight_files": written.weight_files, "checked": check}
+            else {
+                "weight_files": written.weight_files,
+                "checked": check,
+                "quantised": quantise,
+            }
         )
         _print_json(model, out, dtype_name, written, **extra)
 

@@ -406,6 +406,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "recompute_choice": None
         if result.recompute_choice is None
         else result.recompute_choice.as_dict(),
+        "missing_kernels": result.missing_kernels,
         "remedy": result.remedy,
         "num_measured_steps": result.num_measured_steps,
     }

@@ -20,6 +20,7 @@ from shardwright.doctor import (
     host,
     link_bandwidth,
     rate_findings,
+    scaled_rates,
     scratch_disk,
     software,
     storage,
@@ -292,6 +293,10 @@ def _judge_device_rates(reports: Mapping[int, RankExamination]) -> list[Finding]
         if square_products
         else []
     )
+    scaled = {
+        rank: report.scaled_products for rank, report in reports.items() if report.scaled_products
+    }
+    findings += scaled_rates.judge_scaled_products(scaled, first.device_kind)
     copies = {rank: report.copies for rank, report in reports.items() if report.copies}
     generation = None if first.loaded_gpu is None else first.loaded_gpu.pcie_generation
     return findings + (
@@ -334,6 +339,11 @@ def _collect_rates(
             asdict(rate) | {"rank": rank}
             for rank, report in reports.items()
             for rate in report.matmuls
+        ],
+        "scaled_products": [
+            asdict(rate) | {"rank": rank}
+            for rank, report in reports.items()
+            for rate in report.scaled_products
         ],
         "attention": [
             asdict(rate) | {"rank": rank}

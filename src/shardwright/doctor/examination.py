@@ -22,6 +22,7 @@ from shardwright.doctor import (
     device_rates,
     gpu_health,
     link_bandwidth,
+    scaled_rates,
     scratch_disk,
     storage,
 )
@@ -96,6 +97,7 @@ class RankExamination:
     loaded_gpu: gpu_health.GpuState | None = None
     gpu_driver_error: str | None = None
     matmuls: list[MatmulRate] = field(default_factory=list)
+    scaled_products: list[scaled_rates.ScaledRate] = field(default_factory=list)
     attention: list[AttentionRate] = field(default_factory=list)
     elementwise: list[ElementwiseRate] = field(default_factory=list)
     handoff_seconds: float | None = None

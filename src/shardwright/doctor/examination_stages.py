@@ -18,6 +18,7 @@ from shardwright.doctor import (
     gpu_health,
     host,
     link_bandwidth,
+    scaled_rates,
     scratch_disk,
     software,
     storage,
@@ -150,6 +151,9 @@ def _time_matmuls(context: ExaminationContext) -> None:
         seconds_per_flop[precision] = context.compute_maximum(
             1 / context.report.matmuls[-1].flops_per_second
         )
+    for scaled_rate in scaled_rates.time_scaled_products(device, context.report.matmuls):
+        context.report.scaled_products.append(scaled_rate)
+        context.watchdog.record_progress()
     if device.type == "cuda":
         with gpu_health.run_under_load(device):
             context.report.loaded_gpu, _ = gpu_health.read_gpu(device, os.getpid())

@@ -131,6 +131,17 @@ def dequantise_source(source: ModelSource) -> ModelSource:
     )
 
 
+def refuse_quantised_adapters(quantise: str | None) -> None:
+    """Raise an InputError if adapters alone are to be stored in 8 bits."""
+    if quantise is not None:
+        raise InputError(
+            "adapters are not stored in 8 bits",
+            field="quantise",
+            got=quantise,
+            remedy="Use --merge to export the whole model",
+        )
+
+
 def merge_adapters(source: ModelSource) -> ModelSource:
     """Return the source's model with its adapters merged into the base matrices.
 

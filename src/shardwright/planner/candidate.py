@@ -13,6 +13,7 @@ from shardwright.layout import Layout
 from shardwright.layout.saved_results import LayerResults
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
 from shardwright.planner.expert_loads import ExpertRankLoads
+from shardwright.planner.low_precision import ScaledShares
 from shardwright.schedule.registry import has_split_backward
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
@@ -77,8 +78,9 @@ class Candidate:
     micro_batch_size: int = 1
     gradient_accumulation_steps: int = 1
     precision: Precision = "bf16"
-    has_wide_weight_gradients: bool = False
-    """With `fp8`: gradients of weights are multiplied in bf16."""
+    scaled_shares: ScaledShares | None = None
+    """With `fp8` as this trainer computes it: the products that have 8-bit operands. None: all
+    products of the blocks, with weights quantised once per step, as in published runs."""
     recompute: RecomputeMode = "none"
     saved_results: tuple[LayerResults, ...] | None = None
     """Results that each layer of the model saves with `mixed` recomputation; None otherwise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardwright.config.low_precision import FP8Section
 from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
@@ -11,6 +12,7 @@ from shardwright.layout.saved_results import RecomputeChoice
 from shardwright.planner.candidate import Candidate, LowRankAdapter, Precision
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.explanation import explain
+from shardwright.planner.low_precision import explain_missing_kernels
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -83,6 +85,8 @@ class PlanningResult:
     """Description of the rows of the data that the times are predicted with. None: full rows."""
     expert_summary: str | None = None
     """Description of the loads of experts that times and memory are predicted with. None: even."""
+    missing_kernels: str | None = None
+    """Reason why the device has no kernels for the recipe's 8-bit products. None if it has."""
     recipe_conflict: str | None = None
     """Reason why the recipe's layout cannot run on this number of devices, whatever their
     memory."""
@@ -198,6 +202,7 @@ def plan_recipe(
         num_measured_steps=None
         if correction is None or correction.is_empty
         else correction.num_steps,
+        missing_kernels=_explain_missing_kernels(recipe, template, cluster),
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),
         expert_summary=None if expert_loads is None else expert_loads.describe(),
@@ -220,6 +225,13 @@ def _choose_results(
         return *choose_recompute(predictor, candidate, section), None
     except RecipeError as error:
         return candidate, None, str(error)
+
+
+def _explain_missing_kernels(recipe: Recipe, template: Candidate, cluster: Cluster) -> str | None:
+    if template.precision != "fp8" or template.scaled_shares is None:
+        return None
+    section = recipe.precision.low_precision or FP8Section()
+    return explain_missing_kernels(section, cluster.accelerator, template.scaled_shares)
 
 
 def _find_remedy(

@@ -24,6 +24,7 @@ from shardwright.planner.candidate import (
     Precision,
     ReferenceKind,
 )
+from shardwright.planner.low_precision import build_scaled_shares
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import BatchPlan, Plan, PrecisionChoice, resolve_batch
@@ -105,9 +106,9 @@ def build_template(
         ),
         sequence_length=training.sequence_length,
         precision=kind,
-        has_wide_weight_gradients=kind == "fp8"
-        and low_precision is not None
-        and low_precision.recipe == "rowwise_with_gw_hp",
+        scaled_shares=build_scaled_shares(read_planning_shape(recipe), low_precision)
+        if kind == "fp8" and low_precision is not None
+        else None,
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
         offload=OPTIMIZER_OFFLOADS[moved.optimizer],
         is_updated_on_host=choose_update_place(recipe).place == "host",

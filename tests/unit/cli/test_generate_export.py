@@ -102,6 +102,9 @@ def test_export_uses_the_precision_of_the_training(run: Path, tmp_path: Path) ->
         (["generate", "nowhere", "--prompt", "a"], "no model in this folder"),
         (["export", "RUN", "--out", "OCCUPIED"], "the folder is not empty"),
         (["export", "RUN", "--out", "x", "--max-shard-gb", "0"], "max-shard-gb"),
+        (["export", "RUN", "--out", "x", "--quantise", "int4"], "fp8-block, fp8-row"),
+        (["export", "RUN", "--out", "x", "--quantise", "fp8-block"], "not whole blocks of 128"),
+        (["export", "RUN", "--out", "x", "--quantise-exclude", "*"], "nothing is quantised"),
     ],
 )
 def test_wrong_input_is_refused(

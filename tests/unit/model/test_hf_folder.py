@@ -17,12 +17,8 @@ from safetensors.torch import load_file, save_file
 from shardwright.architecture import ParameterSpec, ZerosInit, read_config
 from shardwright.architecture.families import MODEL_FAMILIES
 from shardwright.errors import CheckFailed, InputError, RunFailed, WeightsError
-from shardwright.model.hf.hf_folder import (
-    HF_CLASS_NAMES,
-    list_exported_tensors,
-    plan_shards,
-    write_hf_folder,
-)
+from shardwright.model.hf.exported_tensors import list_exported_tensors, plan_shards
+from shardwright.model.hf.hf_folder import HF_CLASS_NAMES, write_hf_folder
 from shardwright.model.hf.hf_weights import INDEX_FILE_NAME, WEIGHTS_FILE_NAME, WeightsFolder
 from shardwright.model.weight_init import initialise_parameter
 

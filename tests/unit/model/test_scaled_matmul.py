@@ -37,18 +37,23 @@ def test_the_cpu_kernel_gives_the_emulations_numbers(name: str, product: str) ->
     assert (computed == emulated).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("sizes", [(128, 128, 128), (256, 384, 640)])
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("name", KERNEL_RECIPES)
-def test_operands_have_the_layout_of_the_cuda_kernels(name: str, product: str) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_operands_have_the_layout_of_the_cuda_kernels(
+    name: str, product: str, sizes: tuple[int, int, int]
+) -> None:
     """Meta tensors pass through the checks of shapes, strides and dtypes for CUDA."""
-    pair = [each.to("meta") for each in select_operands(product, make_operands())]
-    expected = getattr(ScaledProducts(RECIPES[name]), product)(*make_pair(product))
+    tokens, inputs, outputs = sizes
+    shapes = {"x": (tokens, inputs), "w": (outputs, inputs), "g": (tokens, outputs)}
+    operands = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for name, shape in shapes.items()
+    }
+    pair = select_operands(product, operands)
+    expected = getattr(ScaledProducts(RECIPES[name]), product)(*pair)
     out = getattr(ScaledProducts(RECIPES[name], is_emulated=False), product)(*pair)
     assert (out.shape, out.dtype) == (expected.shape, torch.bfloat16)
-
-
-def make_pair(product: str) -> tuple[Tensor, Tensor]:
-    return select_operands(product, make_operands())
 
 
 def test_the_cuda_checks_refuse_odd_widths() -> None:

@@ -192,10 +192,12 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
         )
     if any(prediction.candidate.precision == "fp8" for prediction in result.predictions):
         console.print(
-            "fp8: predicted from published runs of other trainers; not measured here. `train` does "
-            "not compile it, and recipes that it emulates are far slower (docs/low-precision.md)",
+            "fp8: rates from published runs of other trainers, casts as made by this one; not "
+            "measured here. Recipes that `train` emulates are far slower (docs/low-precision.md)",
             highlight=False,
         )
+    if result.missing_kernels is not None:
+        console.print(f"warning: {result.missing_kernels}", style="yellow", highlight=False)
     if any(not prediction.candidate.is_runnable for prediction in result.predictions):
         console.print("*: prediction only; `train` does not support it", highlight=False)
 

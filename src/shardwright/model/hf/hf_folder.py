@@ -21,8 +21,15 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from shardwright.architecture import HFShape, ModelShape, ParameterSpec, WeightFileSlice
+from shardwright.architecture import HFShape, ModelShape, ParameterSpec
 from shardwright.errors import InputError, RunFailed, WeightsError
+from shardwright.model.hf.exported_tensors import (
+    ExportedTensor,
+    convert_parameter,
+    list_exported_tensors,
+    plan_shards,
+)
+from shardwright.model.hf.fp8_weights import FP8Weights
 from shardwright.model.hf.hf_weights import INDEX_FILE_NAME, WEIGHTS_FILE_NAME
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -34,7 +41,9 @@ STORED_DTYPE_NAMES: dict[torch.dtype, tuple[str, str]] = {
     torch.float16: ("F16", "float16"),
     torch.float64: ("F64", "float64"),
 }
-"""Names of a dtype: in a safetensors header, in config.json."""
+"""Names of a dtype of values: in a safetensors header, in config.json."""
+
+_HEADER_NAME_OF_CODES = {torch.float8_e4m3fn: "F8_E4M3"}
 
 HF_CLASS_NAMES = {
     "llama": "LlamaForCausalLM",
@@ -83,20 +92,6 @@ class ExportableTokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class ExportedTensor:
-    """One tensor of the folder: its parameter, the slice of it, and the stored dtype."""
-
-    spec: ParameterSpec
-    piece: WeightFileSlice
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
-        return self.piece.num_elements * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class ExportedFolder:
     """Result of an export."""
 
@@ -113,6 +108,7 @@ def write_hf_folder(
     read: Callable[[str], Tensor],
     *,
     dtype: torch.dtype = torch.bfloat16,
+    quantisation: FP8Weights | None = None,
     tokenizer: ExportableTokenizer | None = None,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -126,6 +122,7 @@ def write_hf_folder(
         read: returns a parameter's whole tensor by name; called in the decoder's order, once
             per file with a part of it.
         dtype: dtype of the stored weights.
+        quantisation: matrices that are stored in 8 bits, after rounding to `dtype`.
         tokenizer: saved into the folder. Its ids, or null without a tokenizer, fill bos, eos
             and pad if the config does not set them: transformers would otherwise assume those
             of the family's best-known vocabulary.
@@ -148,9 +145,11 @@ def write_hf_folder(
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        tensors = list_exported_tensors(shape.list_parameters(), dtype)
-        files = _write_weights(partial, tensors, read, max_shard_bytes)
+        tensors = list_exported_tensors(shape.list_parameters(), dtype, quantisation)
+        files = _write_weights(partial, tensors, read, max_shard_bytes, quantisation)
         config = _build_config(shape, dtype, tokenizer)
+        if quantisation is not None:
+            config["quantization_config"] = quantisation.build_config()
         _write_json(partial / "config.json", config)
         if generation_config is None:
             generation_config = {
@@ -172,43 +171,12 @@ def write_hf_folder(
     return ExportedFolder(out, tuple(files), len(tensors), shape.num_parameters, weights_bytes)
 
 
-def list_exported_tensors(
-    specs: Sequence[ParameterSpec], dtype: torch.dtype
-) -> list[ExportedTensor]:
-    """List the tensors of a folder in order, stacked experts one by one.
-
-    Parameters without gradient are stored in fp32, as in transformers.
-    """
-    return [
-        ExportedTensor(spec, piece, dtype if spec.is_trained else torch.float32)
-        for spec in specs
-        for piece in spec.file_slices
-    ]
-
-
-def plan_shards(
-    tensors: Sequence[ExportedTensor], max_shard_bytes: int
-) -> list[list[ExportedTensor]]:
-    """Split tensors, in order, into files of at most `max_shard_bytes`.
-
-    A larger tensor gets its own file.
-    """
-    shards: list[list[ExportedTensor]] = []
-    free_bytes = 0
-    for tensor in tensors:
-        if not shards or tensor.size_bytes > free_bytes:
-            shards.append([])
-            free_bytes = max_shard_bytes
-        shards[-1].append(tensor)
-        free_bytes -= tensor.size_bytes
-    return shards
-
-
 def _write_weights(
     folder: Path,
     tensors: Sequence[ExportedTensor],
     read: Callable[[str], Tensor],
     max_shard_bytes: int,
+    quantisation: FP8Weights | None,
 ) -> list[str]:
     shards = plan_shards(tensors, max_shard_bytes)
     names = [WEIGHTS_FILE_NAME]
@@ -219,17 +187,17 @@ def _write_weights(
         ]
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
-            _write_shard(file, shard, read)
+            _write_shard(file, shard, read, quantisation)
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
         weight_map = {
-            tensor.piece.name: name
-            for name, shard in zip(names, shards, strict=True)
-            for tensor in shard
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
         }
         metadata = {
-            "total_parameters": sum(tensor.piece.num_elements for tensor in tensors),
+            "total_parameters": sum(
+                tensor.piece.num_elements for tensor in tensors if tensor.part != "scales"
+            ),
             "total_size": sum(tensor.size_bytes for tensor in tensors),
         }
         _write_json(
@@ -240,15 +208,20 @@ def _write_weights(
 
 
 def _write_shard(
-    file: BinaryIO, tensors: Sequence[ExportedTensor], read: Callable[[str], Tensor]
+    file: BinaryIO,
+    tensors: Sequence[ExportedTensor],
+    read: Callable[[str], Tensor],
+    quantisation: FP8Weights | None,
 ) -> None:
+    header_names = {dtype: name for dtype, (name, _) in STORED_DTYPE_NAMES.items()}
+    header_names |= _HEADER_NAME_OF_CODES
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
         end = offset + tensor.size_bytes
-        header[tensor.piece.name] = {
-            "dtype": STORED_DTYPE_NAMES[tensor.dtype][0],
-            "shape": list(tensor.piece.shape),
+        header[tensor.name] = {
+            "dtype": header_names[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -257,10 +230,9 @@ def _write_shard(
     file.write(len(text).to_bytes(8, "little") + text)
     for spec, group in groupby(tensors, key=lambda tensor: tensor.spec):
         members = list(group)
-        whole = _to_stored_dtype(spec, read(spec.name), members[0].dtype)
-        for tensor in members:
-            part = whole[tuple(slice(start, stop) for start, stop in tensor.piece.box)].contiguous()
-            file.write(part.view(-1).view(torch.uint8).numpy().data)
+        whole = _to_stored_dtype(spec, read(spec.name), members[0].values_dtype)
+        for part in convert_parameter(whole, members, quantisation):
+            file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
         del whole, part  # free each parameter before the next is read
 
 

@@ -40,16 +40,24 @@ def build_hf_module(shape: HFShape, *, eager: bool = False) -> nn.Module:
 def load_hf_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[Any, dict[str, Any]]:
     """Load a folder's model in float32 with transformers, and its report on the tensors.
 
-    Uses eager attention: for gemma2, older versions choose a kernel that ignores its soft caps.
+    Dequantises 8-bit weights. Uses eager attention: for gemma2, older versions choose a kernel
+    that ignores its soft caps.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": "eager",
         "trust_remote_code": trust_remote_code,
     }
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if is_quantised:
+        config.quantization_config = {**config.quantization_config, "dequantize": True}
+        options["config"] = config
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    if is_quantised:  # transformers leaves the other tensors in the dtype of the file
+        loaded[0].float()
     return loaded
 
 

@@ -1,9 +1,20 @@
 """Products of quantised matrices by torch's kernels for 8-bit operands.
 
 The kernels sum over the columns of a row-major left and the rows of a column-major right matrix.
-They take one scale per tensor, or one per row of the left and per column of the right.
 
-Legend: M rows, K summed dim, N columns.
+| blocks of left and right | kernel | scales |
+|---|---|---|
+| tensor, tensor | `TensorWise` | fp32, `[1]` each |
+| row, column | `RowWise` | fp32, `[M, 1]` and `[1, N]` |
+| 1 x 128, 128 x 1 | `BlockWise1x128` twice | fp32, column-major `[M, K / 128]`, `[N, K / 128]` |
+| 1 x 128, 128 x 128 | `BlockWise1x128`, `BlockWise128x128` | as above; see `_multiply_blocks` |
+| 1 x 32, 32 x 1 | `BlockWise1x32` twice | E8M0 bytes, ordered by `arrange_scales` |
+| row, column of an expert | `scaled_grouped_mm` with `RowWise` | fp32, `[M]` and `[E, N]` |
+
+Sources: documentation of `torch.nn.functional.scaled_mm` and the checks of its operator; cuBLAS
+documentation, "Block scaling factors layout".
+
+Legend: M rows, K summed dim, N columns, E experts.
 """
 
 from __future__ import annotations
@@ -11,20 +22,42 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from shardwright.model.products.fp8 import QuantisedMatrix
 
 DIM_MULTIPLE = 16
 """The kernels take a summed dim and output columns that are multiples of this."""
 
+_TILE_ROWS = 128
+_TILE_COLUMNS = 4
+"""Scales of a tile of cuBLAS."""
+_E8M0_EXPONENTS = 254
+"""Sum of the exponent bits of a power of two and of its inverse."""
+
 
 def multiply_on_device(left: QuantisedMatrix, right: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     """Compute left @ right, `[M, N]`, in `dtype`."""
-    left_scales = 1.0 / left.multipliers
-    right_scales = 1.0 / right.multipliers
     codes_MK = left.codes.contiguous()
     codes_KN = right.codes.t().contiguous().t()
+    if left.codes.shape[0] == 0:
+        return codes_MK.new_empty((0, codes_KN.shape[1]), dtype=dtype)
+    if left.scaling.scale_format == "e8m0":
+        return F.scaled_mm(
+            codes_MK,
+            codes_KN,
+            arrange_scales(_compute_e8m0_bytes(left.multipliers)),
+            ScalingType.BlockWise1x32,
+            arrange_scales(_compute_e8m0_bytes(right.multipliers.t())),
+            ScalingType.BlockWise1x32,
+            swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+            swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+            output_dtype=dtype,
+        )
+    left_scales = 1.0 / left.multipliers
+    right_scales = 1.0 / right.multipliers
+    if left.scaling.columns is not None:
+        return _multiply_blocks(codes_MK, codes_KN, left_scales, right_scales, right, dtype)
     if left_scales.numel() == right_scales.numel() == 1:
         kind = ScalingType.TensorWise
         left_scales, right_scales = left_scales.view(1), right_scales.view(1)
@@ -35,3 +68,91 @@ def multiply_on_device(left: QuantisedMatrix, right: QuantisedMatrix, dtype: tor
     return F.scaled_mm(
         codes_MK, codes_KN, left_scales, kind, right_scales, kind, output_dtype=dtype
     )
+
+
+def multiply_experts_on_device(
+    left: QuantisedMatrix,
+    right: QuantisedMatrix,
+    counts_E: Tensor,
+    dtype: torch.dtype,
+    *,
+    is_transposed: bool,
+) -> Tensor:
+    """Multiply each row by its expert's matrix, `[M, N]`, in `dtype`.
+
+    Args:
+        left: rows, sorted by expert, with one scale each.
+        right: the experts' matrices below each other, with scales per row or per column of each
+            matrix, or one per matrix.
+        counts_E: rows of each expert.
+        is_transposed: multiply by the transposed matrices.
+    """
+    num_experts = counts_E.shape[0]
+    codes_ERC = right.codes.unflatten(0, (num_experts, -1))
+    codes_EKN = codes_ERC.mT if is_transposed else codes_ERC.mT.contiguous().mT
+    num_rows = left.codes.shape[0]
+    num_columns = codes_EKN.shape[2]
+    if num_rows == 0:
+        return left.codes.new_empty((0, num_columns), dtype=dtype)
+    # Scales per output column: one per expert and row of a transposed matrix, or per column.
+    scales_EN = (1.0 / right.multipliers).reshape(num_experts, -1)
+    product_MN: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+        left.codes.contiguous(),
+        codes_EKN,
+        (1.0 / left.multipliers).reshape(num_rows),
+        ScalingType.RowWise,
+        scales_EN.expand(num_experts, num_columns).contiguous(),
+        ScalingType.RowWise,
+        offs=counts_E.cumsum(0).to(torch.int32),
+        output_dtype=dtype,
+    )
+    return product_MN
+
+
+def arrange_scales(scales: Tensor) -> Tensor:
+    """Order the bytes of E8M0 scales, `[rows, blocks]`, as the tensor cores read them, flat.
+
+    The scales are split into tiles of 128 rows and 4 blocks. Within a tile, row r is in line
+    r mod 32, at place r // 32. Missing scales of the last tiles are zero bytes.
+    """
+    num_rows, num_blocks = scales.shape
+    padding = (0, -num_blocks % _TILE_COLUMNS, 0, -num_rows % _TILE_ROWS)
+    tiles = F.pad(scales.view(torch.uint8), padding)
+    tiles = tiles.unflatten(1, (-1, _TILE_COLUMNS)).unflatten(0, (-1, 4, 32))
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e8m0fnu)
+
+
+def _multiply_blocks(
+    codes_MK: Tensor,
+    codes_KN: Tensor,
+    left_scales: Tensor,
+    right_scales: Tensor,
+    right: QuantisedMatrix,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Multiply blocks of 1 x 128 by blocks of 128 x 128 or 128 x 1.
+
+    Scales are column-major. Those of 128 x 128, `[K / 128, N / 128]`, have rows of zeros up to a
+    multiple of 4.
+    """
+    if right.scaling.columns == 1:
+        kind = ScalingType.BlockWise1x128
+        right_scales = right_scales.contiguous().t()
+    else:
+        kind = ScalingType.BlockWise128x128
+        right_scales = F.pad(right_scales.t(), (0, -right_scales.shape[0] % 4)).contiguous().t()
+    return F.scaled_mm(
+        codes_MK,
+        codes_KN,
+        left_scales.t().contiguous().t(),
+        ScalingType.BlockWise1x128,
+        right_scales,
+        kind,
+        output_dtype=dtype,
+    )
+
+
+def _compute_e8m0_bytes(multipliers: Tensor) -> Tensor:
+    """Compute the inverse of powers of two in the format E8M0; NaN stays NaN (byte 255)."""
+    exponents = multipliers.contiguous().view(torch.int32) >> 23
+    return (_E8M0_EXPONENTS - exponents).to(torch.uint8)

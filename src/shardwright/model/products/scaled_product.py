@@ -26,7 +26,7 @@ from torch import Tensor
 from shardwright.model.products import fp8
 from shardwright.model.products.fp8 import ProductScaling, QuantisedMatrix, Scaling
 from shardwright.model.products.grouped_matmul import multiply_grouped
-from shardwright.model.products.scaled_matmul import multiply_on_device
+from shardwright.model.products.scaled_matmul import multiply_experts_on_device, multiply_on_device
 
 LayerDim = Literal["tokens", "inputs", "outputs"]
 
@@ -89,12 +89,16 @@ class ScaledProducts:
 
     def compute_output(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """Compute x w^T, `[M, N]`, in x's dtype."""
+        left, right = self.quantise_output_operands(x_MK, w_NK)
+        return self._multiply(left, right, x_MK.dtype)
+
+    def quantise_output_operands(
+        self, x_MK: Tensor, w_NK: Tensor
+    ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
+        """Quantise the operands of x w^T, `[M, K]` and `[K, N]`."""
         x_scaling, w_scaling = self.scaling.output
-        return self._multiply(
-            self.quantise(x_MK, x_scaling, _X),
-            _transpose(self.quantise(w_NK, w_scaling, _W)),
-            x_MK.dtype,
-        )
+        x_operand = self.quantise(x_MK, x_scaling, _X)
+        return x_operand, _transpose(self.quantise(w_NK, w_scaling, _W))
 
     def compute_input_gradient(self, g_MN: Tensor, w_NK: Tensor) -> Tensor:
         """Compute g w, `[M, K]`, in g's dtype."""
@@ -175,6 +179,10 @@ class ScaledProducts:
         """Multiply rows by the experts' matrices, each quantised by itself."""
         assert left.scaling.rows == 1, "rows of different experts share no scale"
         right = self.quantise(w_ENK.flatten(0, 1), w_scaling, _W, num_matrices=w_ENK.shape[0])
+        if not self.is_emulated:
+            return multiply_experts_on_device(
+                left, right, counts_E, dtype, is_transposed=is_transposed
+            )
         wide = torch.promote_types(dtype, torch.float32)
         product_M = multiply_grouped(
             fp8.dequantise(left).to(wide),

@@ -46,6 +46,7 @@ from shardwright.planner.model_costs import LayerKind, ModelFacts
 from shardwright.planner.offload_costs import count_resident_layers, sum_tier_bytes
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.memory_traffic import count_quantisation_temporary_bytes
 
 
 def predict_memory(
@@ -290,10 +291,11 @@ def _compute_loss_peak(
     # after the loss is the last one again, but in a pipeline another one.
     at_loss = (1.0 + (layout.pp > 1), float(is_accumulated))
     in_backward = (2.0, 2.0 * is_accumulated)
+    quantisation = count_quantisation_temporary_bytes(facts, candidate)
     moments = [
         (saved, logits, load.has_head, 0.0, at_loss),
         *(
-            (saved - freed + added, remaining, False, 0.0, in_backward)
+            (saved - freed + added, remaining, False, quantisation, in_backward)
             for freed, added in live.backward_moments
         ),
     ]
@@ -308,7 +310,7 @@ def _compute_loss_peak(
                 others + live.recomputed_bytes + live.gradient_bytes,
                 remaining,
                 False,
-                0.0,
+                quantisation,
                 (2.0, 1.0 + 2.0 * is_accumulated),
             )
         )
@@ -342,6 +344,7 @@ def _compute_loss_peak(
         in_reduction = compute_pending_reduction_bytes(
             candidate, count_group_elements(facts, candidate, load)
         )
+        in_reduction += quantisation
         moments += [
             (saved - max(freed, reduced) + added, remaining, False, in_reduction, in_backward)
             for freed, added in live.backward_moments
@@ -399,6 +402,7 @@ def _compute_backward_peak(
         workspaces += (
             facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes
         )
+    workspaces += count_quantisation_temporary_bytes(facts, candidate)
     gradients = (
         persistent.gradients
         + persistent.reduced_gradients

@@ -17,6 +17,7 @@ from shardwright.planner.memory.attention_activations import (
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts, get_layer_recompute
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.memory_traffic import (
+    compute_local_sides,
     count_adapter_bytes,
     count_dequantisation_bytes,
     count_dispatched_rows,
@@ -211,35 +212,62 @@ def _find_result_name(product: Matmul) -> ResultName | None:
     return None if product.role == "router" else "projections"
 
 
+def compute_scaled_product_seconds(
+    facts: ModelFacts, candidate: Candidate, rates: DeviceRates
+) -> tuple[float, float]:
+    """Compute the seconds per micro-batch of all layers' products that `scaled_shares` gives 8-bit
+    operands, at the given rates, and of quantising these operands."""
+    shares = candidate.scaled_shares
+    assert shares is not None
+    products = moved_bytes = 0.0
+    for kind in facts.kinds:
+        seconds = 0.0
+        for product, rows in list_matmuls(facts, kind, candidate):
+            # At one precision, so that the shares only select.
+            same = replace(candidate, scaled_shares=None)
+            output, inputs, weights = _time_matmul_passes(product, rows, same, rates)
+            share = shares.get_share(product.role)
+            recomputed = 2 if candidate.recompute == "full" else 1
+            num_calls = count_matmul_calls(facts, kind, product, candidate)
+            seconds += num_calls * share * (recomputed * output + inputs)
+            if candidate.adapter is None:
+                weight_share = shares.get_weight_gradient_share(product.role)
+                seconds += num_calls * weight_share * weights
+        products += kind.count * seconds
+        forward, backward = count_quantisation_bytes(facts, kind, candidate)
+        if candidate.recompute == "full":
+            forward *= 2
+        moved_bytes += kind.count * (forward + backward)
+    return products, rates.time_copy(moved_bytes)
+
+
 def _time_matmul_passes(
     matmul: Matmul, rows: float, candidate: Candidate, rates: DeviceRates
 ) -> tuple[float, float, float]:
     """Return seconds of the matmul, of its input's gradient, and of its weight's gradient."""
-    tp = candidate.layout.tp
-    num_in = float(matmul.num_inputs)
-    num_out = float(matmul.num_outputs)
-    if (
-        matmul.sharding in ("expert_columns", "expert_rows")
-        and candidate.engine.count_expert_tensor_ranks(candidate.layout.tp) > 1
-    ):
-        tp = 1
-    if matmul.sharding in ("columns", "vocabulary", "expert_columns"):
-        num_out /= tp
-    elif matmul.sharding in ("rows", "expert_rows"):
-        num_in /= tp
+    num_out, num_in = compute_local_sides(matmul, candidate)
     # Most frameworks pad the vocabulary, whatever size a table states.
     share = 1.0 if matmul.sharding == "vocabulary" else rates.compute_tile_share(num_in, num_out)
-    wide = matmul.role in ("head", "router")
+    shares = candidate.scaled_shares if rates.is_low_precision else None
+    low_share = 0.0 if matmul.role in ("head", "router") else 1.0
+    low_weight_share = low_share
+    if shares is not None:
+        low_share = shares.get_share(matmul.role)
+        low_weight_share = shares.get_weight_gradient_share(matmul.role)
+
+    def time_product(m: float, n: float, k: float, low_precision_share: float) -> float:
+        seconds = 0.0
+        if low_precision_share > 0:
+            seconds += low_precision_share * rates.time_matmul(m, n, k)
+        if low_precision_share < 1:
+            wide = rates.time_matmul(m, n, k, is_high_precision=True)
+            seconds += (1 - low_precision_share) * wide
+        return seconds / share
+
     return (
-        rates.time_matmul(rows, num_out, num_in, is_high_precision=wide) / share,
-        rates.time_matmul(rows, num_in, num_out, is_high_precision=wide) / share,
-        rates.time_matmul(
-            num_out,
-            num_in,
-            rows,
-            is_high_precision=wide or candidate.has_wide_weight_gradients,
-        )
-        / share,
+        time_product(rows, num_out, num_in, low_share),
+        time_product(rows, num_in, num_out, low_share),
+        time_product(num_out, num_in, rows, low_weight_share),
     )
 
 

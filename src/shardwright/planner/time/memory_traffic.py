@@ -7,6 +7,12 @@ size, F feed-forward width, Q and K widths of queries and of keys.
 from __future__ import annotations
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.low_precision import (
+    COMPILED_BYTES,
+    EAGER_BYTES,
+    ScaledShares,
+    count_temporary_bytes,
+)
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
 
 
@@ -167,11 +173,13 @@ queries', up shares the gate's."""
 def count_quantisation_bytes(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
 ) -> tuple[float, float]:
-    """Count bytes moved to quantise a layer's operands: inputs in the forward pass, output
-    gradients in the backward pass.
+    """Count bytes moved to quantise a layer's operands, in the forward and backward pass.
 
-    Weights are quantised once per step and not counted.
+    Without `scaled_shares`, these are inputs in the forward pass and output gradients in the
+    backward pass: published runs quantise weights once per step.
     """
+    if candidate.scaled_shares is not None:
+        return _count_operand_bytes(facts, kind, candidate, candidate.scaled_shares)
     tp = candidate.layout.tp
     forward = backward = 0.0
     for product, rows in list_matmuls(facts, kind, candidate):
@@ -192,6 +200,51 @@ def count_quantisation_bytes(
             forward += elements * width_in
         backward += elements * width_out
     return forward * _QUANTISATION_BYTES, backward * _QUANTISATION_BYTES
+
+
+def count_quantisation_temporary_bytes(facts: ModelFacts, candidate: Candidate) -> float:
+    """Count the bytes of the largest quantisation's temporary tensors; 0 if it is compiled."""
+    shares = candidate.scaled_shares
+    if candidate.precision != "fp8" or shares is None or candidate.compile:
+        return 0.0
+    return max(
+        count_temporary_bytes(product.role, rows, *sides, shares)
+        for kind in facts.kinds
+        for product, rows in list_matmuls(facts, kind, candidate)
+        for sides in [compute_local_sides(product, candidate)]
+    )
+
+
+def _count_operand_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, shares: ScaledShares
+) -> tuple[float, float]:
+    """Count bytes moved to quantise the operands of each product, as this trainer does."""
+    element_bytes = COMPILED_BYTES if candidate.compile else EAGER_BYTES
+    forward = backward = 0.0
+    for product, rows in list_matmuls(facts, kind, candidate):
+        num_out, num_in = compute_local_sides(product, candidate)
+        elements = shares.count_operands(product.role, rows, num_out, num_in)
+        num_bytes = element_bytes * count_matmul_calls(facts, kind, product, candidate)
+        forward += num_bytes * elements.forward
+        backward += num_bytes * elements.input_gradient
+        if candidate.adapter is None:
+            backward += num_bytes * elements.weight_gradient
+    return forward, backward
+
+
+def compute_local_sides(product: Matmul, candidate: Candidate) -> tuple[float, float]:
+    """Return the output and input width of a product on a tensor-parallel rank."""
+    tp = candidate.layout.tp
+    num_out = float(product.num_outputs)
+    num_in = float(product.num_inputs)
+    is_expert = product.sharding in ("expert_columns", "expert_rows")
+    if is_expert and candidate.engine.count_expert_tensor_ranks(tp) > 1:
+        tp = 1
+    if product.sharding in ("columns", "vocabulary", "expert_columns"):
+        num_out /= tp
+    elif product.sharding in ("rows", "expert_rows"):
+        num_in /= tp
+    return num_out, num_in
 
 
 def count_weight_traffic_bytes(

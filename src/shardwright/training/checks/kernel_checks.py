@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from shardwright.config.low_precision import FP8Section
+from typing import get_args
+
+from shardwright.config.low_precision import FP8Recipe, FP8Section
 from shardwright.errors import RecipeError
+from shardwright.model.products.kernel_support import (
+    KernelDevice,
+    explain_missing_kernel,
+    format_capability,
+)
 from shardwright.model.products.scaled_matmul import DIM_MULTIPLE
 from shardwright.placement import has_micro_batch_scales, select_scaled_weights
 from shardwright.plans import Plan
 
-_FIRST_CAPABILITY = {
-    "tensorwise": (8, 9),
-    "rowwise": (9, 0),
-    "rowwise_with_gw_hp": (9, 0),
-}
-"""First CUDA compute capability whose 8-bit kernels take a recipe's scales; others are emulated."""
-
 _EMULATE = "Set precision.fp8.emulate: true (slow), or use precision.kind: bf16"
 
 
-def check_low_precision_kernels(plan: Plan, capability: tuple[int, int]) -> None:
+def check_low_precision_kernels(plan: Plan, device: KernelDevice) -> None:
     """Check, before any rank starts, that the device multiplies what the recipe quantises.
-
-    Args:
-        capability: compute capability of the CUDA device.
 
     Raises:
         RecipeError: no kernel takes the recipe, the device or the sizes.
@@ -30,22 +27,18 @@ def check_low_precision_kernels(plan: Plan, capability: tuple[int, int]) -> None
     section = plan.precision.low_precision
     if section is None or section.emulate:
         return
-    if section.recipe not in _FIRST_CAPABILITY:
+    obstacle = explain_missing_kernel(section.recipe, device)
+    if obstacle is not None:
+        possible = [
+            recipe
+            for recipe in get_args(FP8Recipe)
+            if explain_missing_kernel(recipe, device) is None
+        ]
         raise RecipeError(
-            "only emulated so far; no kernel of a device is called",
+            obstacle,
             field="precision.fp8.recipe",
-            got=section.recipe,
-            allowed=", ".join(_FIRST_CAPABILITY),
-            remedy=_EMULATE,
-        )
-    if capability < _FIRST_CAPABILITY[section.recipe]:
-        raise RecipeError(
-            "this CUDA device has no 8-bit units for the recipe",
-            field="precision.fp8.recipe",
-            got=f"{section.recipe} on compute capability {capability[0]}.{capability[1]}",
-            allowed=", ".join(
-                f"{name} from {first[0]}.{first[1]}" for name, first in _FIRST_CAPABILITY.items()
-            ),
+            got=f"{section.recipe} on compute capability {format_capability(device.capability)}",
+            allowed=", ".join(possible) or "emulation only",
             remedy=_EMULATE,
         )
     if section.compute != "bf16":
@@ -57,13 +50,14 @@ def check_low_precision_kernels(plan: Plan, capability: tuple[int, int]) -> None
             remedy=_EMULATE,
         )
     weights = select_scaled_weights(plan.shape, section)
-    if "experts" in weights.values():
+    obstacle = explain_missing_kernel(section.recipe, device, is_grouped=True)
+    if "experts" in weights.values() and obstacle is not None:
         raise RecipeError(
-            "8-bit products of experts are only emulated so far",
+            obstacle,
             field="precision.fp8.targets",
             got=list(section.targets),
             allowed="attention, mlp",
-            remedy='Set targets: ["attention", "mlp"]',
+            remedy='Set targets: ["attention", "mlp"], or precision.fp8.emulate: true (slow)',
         )
     _check_sizes(plan, section, list(weights))
     tokens = plan.batch.sequence_length * plan.batch.micro_batch_size
@@ -86,9 +80,9 @@ def _check_sizes(plan: Plan, section: FP8Section, names: list[str]) -> None:
         for shard in plan.placement.parameters[name].shards:
             if shard.axis == "tp":
                 sizes[shard.dim] //= tp
-        if any(size % DIM_MULTIPLE for size in sizes):
+        if any(size % DIM_MULTIPLE for size in sizes[-2:]):
             raise RecipeError(
-                f"{name} is {' x '.join(map(str, sizes))} on a tensor-parallel rank",
+                f"{name} is {' x '.join(map(str, sizes[-2:]))} on a tensor-parallel rank",
                 field="precision.fp8.exclude",
                 got=list(section.exclude),
                 allowed=f"weights whose sides are multiples of {DIM_MULTIPLE}",

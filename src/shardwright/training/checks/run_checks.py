@@ -34,6 +34,7 @@ from shardwright.launch.devices import should_use_cuda
 from shardwright.model.forward_context import choose_layer_kernels
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.hf.hf_weights import WeightsFolder
+from shardwright.model.products.kernel_support import describe_device
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.placement import place_model
@@ -205,7 +206,7 @@ def validate_run(
     if plan.precision.low_precision is not None and should_use_cuda(
         recipe.run.device, field="run.device"
     ):
-        check_low_precision_kernels(plan, torch.cuda.get_device_capability())
+        check_low_precision_kernels(plan, describe_device())
     check_offload(recipe, plan, _list_trained(shape, frozen))
     return ValidatedRun(
         recipe=recipe,

@@ -1,0 +1,350 @@
+"""Compare the recipes of 8-bit products with bf16: kernels, speed of a step, and loss curves.
+
+    python -m benchmarks.gpu_low_precision cuda real RESULT.json
+    python -m benchmarks.gpu_low_precision cpu tiny RESULT.json
+
+1. Kernels: every product of every recipe against its emulation on the device, with its seconds and
+   those of bf16. The step fails if one differs by more than the limit.
+2. Steps: layers of Llama 3 8B with optimizer, in bf16 and every recipe, plain and compiled.
+3. Curves: 200 steps of a small model on the text of Python's standard library, in bf16 with three
+   seeds and in every recipe with the first: losses, and elements saturated or flushed to zero.
+
+A recipe without a kernel on the device has the reason. A CPU emulates; its figures have no meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_profile import wait
+from benchmarks.shapes import SHAPES, TINY
+from shardwright.architecture import read_config
+from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.config.training import OptimizerSection, PrecisionSection
+from shardwright.data.loader import MicroBatch
+from shardwright.layout import Layout
+from shardwright.model.decoder import Decoder
+from shardwright.model.products.fp8 import RECIPES
+from shardwright.model.products.kernel_support import describe_device, explain_missing_kernel
+from shardwright.model.products.scaled_product import ScaledProducts
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.precision import resolve_dtypes
+from shardwright.optim import build_optimizer
+from shardwright.parallel import ParallelModel, apply_layout
+from shardwright.plans import BatchPlan, build_plan
+from shardwright.training.step import accumulate_gradients, update_parameters
+
+RECIPE_NAMES: tuple[FP8Recipe, ...] = get_args(FP8Recipe)
+LIMIT = 5e-3
+"""Largest distance of a kernel's result from the emulation's: results are rounded to bf16 (8 bits)
+and a tensor core may sum with fewer bits than fp32."""
+PRODUCTS = ("compute_output", "compute_input_gradient", "compute_weight_gradient")
+_CALLS = {"cpu": 2, "cuda": 20}
+_SAVED_LOSSES = 20
+"""Last losses whose mean is compared."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the three comparisons."""
+
+    tokens: int
+    """Tokens of a product."""
+    sides: tuple[int, int]
+    """Outputs and inputs of a product."""
+    layers: int
+    step_tokens: int
+    timed_steps: int
+    curve_steps: int
+    curve_seeds: int
+    curve_config: dict[str, Any]
+    curve_shape: tuple[int, int]
+    """Rows and tokens of a step."""
+
+
+_SMALL = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+SIZES = {
+    "real": Sizes(8192, (14336, 4096), 4, 8192, 8, 200, 3, _SMALL, (16, 512)),
+    "tiny": Sizes(
+        128,
+        (256, 128),
+        1,
+        128,
+        1,
+        3,
+        2,
+        _SMALL
+        | {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 1,
+        },
+        (1, 128),
+    ),
+}
+
+
+def find_obstacle(recipe: FP8Recipe, device: torch.device) -> str | None:
+    """Return why a recipe has no kernel on a CUDA device; None on a CPU, which emulates."""
+    if device.type == "cpu":
+        return None
+    return explain_missing_kernel(recipe, describe_device(device))
+
+
+def compare_kernels(recipe: FP8Recipe, sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """Compare each product with the emulation, and time it and bf16's."""
+    generator = torch.Generator().manual_seed(0)
+    num_out, num_in = sizes.sides
+    shapes = {"x": (sizes.tokens, num_in), "w": sizes.sides, "g": (sizes.tokens, num_out)}
+    operands = {
+        name: torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    x, w, g = (operands[name] for name in "xwg")
+    pairs = {PRODUCTS[0]: (x, w), PRODUCTS[1]: (g, w), PRODUCTS[2]: (g, x)}
+    plain: dict[str, Callable[[], Tensor]] = {
+        PRODUCTS[0]: lambda: x @ w.t(),
+        PRODUCTS[1]: lambda: g @ w,
+        PRODUCTS[2]: lambda: g.t() @ x,
+    }
+    emulated = ScaledProducts(RECIPES[recipe])
+    computed = ScaledProducts(RECIPES[recipe], is_emulated=device.type == "cpu")
+    result = {}
+    for product, pair in pairs.items():
+        expected = getattr(emulated, product)(*pair).double()
+        found = getattr(computed, product)(*pair).double()
+        result[product] = {
+            "distance": float((found - expected).norm() / expected.norm()),
+            "seconds": time_calls(partial(getattr(computed, product), *pair), device),
+            "bf16_seconds": time_calls(plain[product], device),
+        }
+    return result
+
+
+def time_calls(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, the mean of several."""
+    work()
+    wait(device)
+    start_seconds = time.perf_counter()
+    for _ in range(_CALLS[device.type]):
+        work()
+    wait(device)
+    return (time.perf_counter() - start_seconds) / _CALLS[device.type]
+
+
+def build_model(
+    config: dict[str, Any],
+    recipe: FP8Recipe | None,
+    device: torch.device,
+    batch_shape: tuple[int, int],
+    seed: int,
+    *,
+    is_compiled: bool = False,
+) -> ParallelModel:
+    """Build the model in bf16, with 8-bit products of a recipe if one is given."""
+    shape = read_config(config)
+    section = PrecisionSection(kind="bf16")
+    if recipe is not None:
+        section = PrecisionSection(kind="fp8", fp8=FP8Section(recipe=recipe))
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    with torch.device("meta"):
+        decoder = Decoder(
+            shape,
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=1024),
+            compute_dtype=resolve_dtypes(section).compute,
+        )
+    rows, tokens = batch_shape
+    return apply_layout(
+        decoder,
+        build_plan(shape, Layout(), BatchPlan(tokens, rows, 1, 1), section),
+        None,
+        device,
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], seed, dtype=torch.float32, narrow=narrow
+        ),
+        compile_blocks=is_compiled,
+    )
+
+
+def make_batch(ids_BT: Tensor) -> MicroBatch:
+    """Build a micro-batch of whole rows."""
+    rows, tokens = ids_BT.shape
+    labels_BT = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
+    return MicroBatch(
+        ids_BT,
+        labels_BT,
+        torch.arange(tokens).expand(rows, -1),
+        None,
+        torch.arange(rows),
+        int((labels_BT != -100).sum()),
+    )
+
+
+def time_steps(
+    recipe: FP8Recipe | None, sizes: Sizes, name: str, device: torch.device, is_compiled: bool
+) -> dict[str, Any]:
+    """Time optimizer steps of some layers on random tokens."""
+    shapes = SHAPES | TINY
+    config = shapes[name].config | {"num_hidden_layers": sizes.layers}
+    if name == "tiny":  # whole blocks of 128
+        config = config | sizes.curve_config | {"num_hidden_layers": sizes.layers}
+    tokens = sizes.step_tokens
+    model = build_model(config, recipe, device, (1, tokens), 0, is_compiled=is_compiled)
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(), learning_rate=1e-4, weight_decay=0.1
+    )
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch(torch.randint(0, config["vocab_size"], (1, tokens), generator=generator))
+
+    def run_step() -> None:
+        accumulate_gradients(model, [batch], seed=0, step=0)
+        update_parameters(model, optimizer, learning_rate=1e-4, max_grad_norm=1.0)
+
+    for _ in range(2):
+        run_step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(sizes.timed_steps):
+        wait(device)
+        start_seconds = time.perf_counter()
+        run_step()
+        wait(device)
+        seconds.append(time.perf_counter() - start_seconds)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    return {"seconds": statistics.median(seconds), "peak_bytes": peak}
+
+
+def read_text_ids(num_bytes: int) -> Tensor:
+    """Read bytes of Python's standard library, in the order of the files' names."""
+    folder = Path(os.__file__).parent
+    text = bytearray()
+    for file in sorted(folder.glob("*.py")):
+        text += file.read_bytes()
+        if len(text) >= num_bytes:
+            break
+    return torch.frombuffer(text[:num_bytes], dtype=torch.uint8).long()
+
+
+def train_curve(
+    recipe: FP8Recipe | None, sizes: Sizes, device: torch.device, seed: int
+) -> dict[str, Any]:
+    """Train on text; return every loss and the counts of the last steps."""
+    rows, tokens = sizes.curve_shape
+    ids = read_text_ids(sizes.curve_steps * rows * tokens)
+    ids_SBT = ids[: len(ids) // (rows * tokens) * rows * tokens].view(-1, rows, tokens)
+    model = build_model(sizes.curve_config, recipe, device, sizes.curve_shape, seed)
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.1
+    )
+    totals = model.decoder.rounding_totals
+    losses = []
+    for step in range(sizes.curve_steps):
+        if totals is not None:
+            totals.is_counting = step >= sizes.curve_steps - _SAVED_LOSSES
+        batch = make_batch(ids_SBT[step % len(ids_SBT)])
+        step_loss = accumulate_gradients(model, [batch], seed=seed, step=step)
+        losses.append(float(step_loss.loss_sum) / batch.num_supervised)
+        rate = 1e-3 * min(1.0, (step + 1) / 20)
+        update_parameters(model, optimizer, learning_rate=rate, max_grad_norm=1.0)
+    result: dict[str, Any] = {
+        "losses": losses,
+        "final_loss": statistics.mean(losses[-_SAVED_LOSSES:]),
+    }
+    if totals is not None:
+        saturated, flushed, nonfinite, count = totals.pop_table(device).sum(0).tolist()
+        result |= {
+            "saturated": saturated,
+            "flushed_share": flushed / max(1, count),
+            "nonfinite": nonfinite,
+            "num_counted": count,
+        }
+    return result
+
+
+def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a comparison; an error is its result, and does not end the others."""
+    try:
+        return work()
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+def main() -> None:
+    """Compare everything, and write the result after each comparison."""
+    device = torch.device(sys.argv[1])
+    name = sys.argv[2]
+    sizes = SIZES[name]
+    target = Path(sys.argv[3])
+    obstacles = {recipe: find_obstacle(recipe, device) for recipe in RECIPE_NAMES}
+    usable = [recipe for recipe, obstacle in obstacles.items() if obstacle is None]
+    shape_name = "llama-3-8b-12-layers" if name == "real" else "tiny"
+    result: dict[str, Any] = {
+        "low_precision": {"limit": LIMIT, "num_layers": sizes.layers, "shape": shape_name},
+        "obstacles": {recipe: why for recipe, why in obstacles.items() if why is not None},
+        "kernels": {},
+        "steps": {},
+        "curves": {},
+    }
+
+    def record(section: str, key: str, work: Callable[[], dict[str, Any]]) -> None:
+        result[section][key] = attempt(work)
+        target.write_text(json.dumps(result, indent=1) + "\n")
+
+    for recipe in usable:
+        record("kernels", recipe, partial(compare_kernels, recipe, sizes, device))
+    for recipe in (None, *usable):
+        work = partial(time_steps, recipe, sizes, shape_name, device, False)
+        record("steps", recipe or "bf16", work)
+    for seed in range(sizes.curve_seeds):
+        record("curves", f"bf16, seed {seed}", partial(train_curve, None, sizes, device, seed))
+    for recipe in usable:
+        record("curves", recipe, partial(train_curve, recipe, sizes, device, 0))
+    for recipe in (None, *usable) if device.type == "cuda" else ():  # compilation takes long
+        work = partial(time_steps, recipe, sizes, shape_name, device, True)
+        record("steps", f"{recipe or 'bf16'}, compiled", work)
+    distant = [
+        f"{recipe} {product}: {row['distance']:.1e}"
+        for recipe, products in result["kernels"].items()
+        if "failed" not in products
+        for product, row in products.items()
+        if not row["distance"] <= LIMIT
+    ]
+    failed = [
+        f"{key}: {row['failed']}"
+        for section in ("kernels", "curves")
+        for key, row in result[section].items()
+        if "failed" in row
+    ]
+    if distant or failed:
+        sys.exit("; ".join([*(f"differs from its emulation: {each}" for each in distant), *failed]))
+
+
+if __name__ == "__main__":
+    main()

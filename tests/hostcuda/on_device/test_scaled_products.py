@@ -1,0 +1,214 @@
+"""8-bit products on a CUDA device: arguments that its kernels take, and the emulation's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.architecture import read_config
+from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.config.training import PrecisionSection
+from shardwright.doctor import scaled_rates
+from shardwright.hardware import MatmulRate
+from shardwright.layout import Layout
+from shardwright.model.decoder import Decoder
+from shardwright.model.products import fp8
+from shardwright.model.products.fp8 import RECIPES
+from shardwright.model.products.scaled_product import ScaledProducts
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.parallel import apply_layout
+from shardwright.planner.low_precision import ScaledShares, count_temporary_bytes
+from shardwright.plans import BatchPlan, build_plan
+from tests.hostcuda import device
+from tests.multiprocess.scaled_operands import SPARSE, WIDE
+
+GPU = torch.device("cuda", 0)
+PRODUCTS = ["compute_output", "compute_input_gradient", "compute_weight_gradient"]
+SIZES = [(256, 128, 128), (384, 640, 256), (128, 256, 896)]
+"""Tokens, inputs and outputs; whole blocks of 128, and more than one tile of scales."""
+
+
+def make_operands(size: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Draw operands whose rows and columns have magnitudes over twelve powers of two."""
+    tokens, inputs, outputs = size
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (tokens, inputs), "w": (outputs, inputs), "g": (tokens, outputs)}
+
+    def draw(shape: tuple[int, int]) -> Tensor:
+        rows, columns = (torch.randint(-6, 7, (n,), generator=generator) for n in shape)
+        values = torch.randn(shape, generator=generator)
+        return (values * torch.exp2(rows[:, None] + columns.float())).bfloat16()
+
+    return {name: draw(shape) for name, shape in shapes.items()}
+
+
+def select_operands(product: str, operands: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    left, right = dict(zip(PRODUCTS, ("xw", "gw", "gx"), strict=True))[product]
+    return operands[left], operands[right]
+
+
+def assert_equal_but_for_rounding(computed: Tensor, emulated: Tensor) -> None:
+    """Compare to one unit in the last place of bf16, or of the largest terms of a sum."""
+    limit = 2.0**-7 * emulated.abs() + 1e-6 * emulated.abs().amax(1, keepdim=True)
+    assert bool(((computed - emulated).abs() <= limit).all())
+    assert (computed == emulated).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_kernels_give_the_numbers_of_the_emulation(
+    name: str, product: str, size: tuple[int, int, int]
+) -> None:
+    pair = select_operands(product, make_operands(size))
+    emulated = getattr(ScaledProducts(RECIPES[name]), product)(*pair)
+    on_device = ScaledProducts(RECIPES[name], is_emulated=False)
+    moved = [each.to(GPU) for each in pair]
+    with device.log_synchronisations() as waits:
+        computed = getattr(on_device, product)(*moved)
+    assert dict(waits) == {}, "a product makes the host wait"
+    assert computed.dtype == torch.bfloat16
+    assert_equal_but_for_rounding(computed.cpu().float(), emulated.float())
+
+
+@pytest.mark.parametrize("counts", [[40, 0, 25, 63], [0, 0, 0, 128], [0, 0, 0, 0]])
+@pytest.mark.parametrize("product", ["compute_expert_output", "compute_expert_input_gradient"])
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp"])
+def test_grouped_kernels_give_the_numbers_of_the_emulation(
+    name: str, product: str, counts: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w_ENK = torch.randn(4, 48, 32, generator=generator)
+    w_ENK = (w_ENK * torch.exp2(torch.arange(4.0))[:, None, None]).bfloat16()
+    width = 32 if product == "compute_expert_output" else 48
+    x = torch.randn(sum(counts), width, generator=generator).bfloat16()
+    counts_E = torch.tensor(counts)
+    emulated = getattr(ScaledProducts(RECIPES[name]), product)(x, w_ENK, counts_E)
+    computed = getattr(ScaledProducts(RECIPES[name], is_emulated=False), product)(
+        x.to(GPU), w_ENK.to(GPU), counts_E.to(GPU)
+    )
+    assert computed.shape == emulated.shape
+    if sum(counts):
+        assert_equal_but_for_rounding(computed.cpu().float(), emulated.float())
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_a_value_that_is_not_finite_shows(name: str) -> None:
+    operands = make_operands((128, 256, 128))
+    operands["x"][3, 40] = torch.inf
+    products = ScaledProducts(RECIPES[name], is_emulated=False)
+    out = products.compute_output(operands["x"].to(GPU), operands["w"].to(GPU)).cpu()
+    assert bool(out[3].isnan().all())
+    assert bool(out[4:].isfinite().all())
+
+
+def test_scales_of_mxfp8_are_exact_over_the_whole_range() -> None:
+    """Products of one block each have the emulation's bits, from 2^-127 to the largest scale."""
+    exponents = torch.arange(-126, 112).float()
+    x = (torch.exp2(exponents)[:, None] * torch.ones(32)).repeat(2, 1)[:224]
+    w = torch.ones(16, 32)
+    x, w = x.bfloat16(), w.bfloat16()
+    emulated = ScaledProducts(RECIPES["mxfp8"]).compute_output(x, w)
+    computed = ScaledProducts(RECIPES["mxfp8"], is_emulated=False).compute_output(
+        x.to(GPU), w.to(GPU)
+    )
+    assert torch.equal(computed.cpu(), emulated)
+    assert bool((fp8.quantise(x, RECIPES["mxfp8"].output[0]).multipliers > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("capability", "measured"),
+    [((8, 0), set()), ((9, 0), {"tensorwise", "rowwise", "blockwise"}),
+     ((10, 0), {"tensorwise", "rowwise", "mxfp8"})],
+)  # fmt: skip
+def test_the_doctor_measures_the_kernels_of_a_device(
+    capability: tuple[int, int], measured: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setitem(scaled_rates._SECONDS, "cuda", 0.001)
+    rates = list(scaled_rates.time_scaled_products(GPU, [MatmulRate("bf16", 128, 128, 128, 1e9)]))
+    assert {rate.recipe for rate in rates if rate.obstacle is None} == measured
+    assert not any(rate.is_unexpected for rate in rates)
+
+
+def compute_gradients(
+    config: dict[str, Any], recipe: FP8Recipe, *, emulate: bool
+) -> tuple[float, dict[str, Tensor]]:
+    """Compute loss and gradients of a decoder whose plan is applied on the device."""
+    shape = read_config(config)
+    section = PrecisionSection(kind="fp8", fp8=FP8Section(recipe=recipe, emulate=emulate))
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    with torch.device("meta"):
+        decoder = Decoder(shape, compute_dtype=torch.bfloat16)
+    model = apply_layout(
+        decoder,
+        build_plan(shape, Layout(), BatchPlan(128, 1, 1, 1), section),
+        None,
+        GPU,
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], 0, dtype=torch.float32, narrow=narrow
+        ),
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(0, config["vocab_size"], (1, 128), generator=generator).to(GPU)
+    loss = model.decoder(ids_BT, labels_BT=ids_BT)
+    loss.backward()
+    gradients = {
+        name: parameter.grad.cpu()
+        for name, parameter in model.decoder.named_parameters()
+        if parameter.grad is not None
+    }
+    return float(loss.detach()), gradients
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe"),
+    [(SPARSE, "rowwise_with_gw_hp"), (WIDE, "blockwise"), (WIDE, "mxfp8")],
+)
+def test_a_decoder_computes_as_it_does_with_emulation(
+    config: dict[str, Any], recipe: FP8Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums round to bf16 in another order, and nothing else differs."""
+    called: list[str] = []
+
+    def count(name: str) -> None:
+        kernel = getattr(F, name)
+
+        def call(*arguments: Any, **options: Any) -> Tensor:
+            called.append(name)
+            product: Tensor = kernel(*arguments, **options)
+            return product
+
+        monkeypatch.setattr(F, name, call)
+
+    count("scaled_mm")
+    count("scaled_grouped_mm")
+    loss, gradients = compute_gradients(config, recipe, emulate=False)
+    assert ("scaled_mm" in called, "scaled_grouped_mm" in called) == (True, config is SPARSE)
+    called.clear()
+    expected_loss, expected = compute_gradients(config, recipe, emulate=True)
+    assert not called
+    assert loss == pytest.approx(expected_loss, rel=1e-3)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        distance = (gradient - expected[name]).norm() / expected[name].norm()
+        assert distance < 1e-2, f"{name}: {distance}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_quantisation_needs_the_memory_that_the_planner_counts(name: str) -> None:
+    shares = ScaledShares(1.0, 1.0, 1.0, has_wide_weight_gradients=False)
+    for tokens, width in ((512, 1024), (1024, 256)):
+        x = torch.randn(tokens, width).bfloat16().to(GPU)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        matrix = fp8.quantise(x, RECIPES[name].output[0])
+        peak = torch.cuda.max_memory_allocated() - before
+        scales = matrix.multipliers.nbytes
+        counted = count_temporary_bytes("up", tokens, 0, width, shares)
+        assert counted <= peak <= counted + 4 * scales

@@ -1,0 +1,211 @@
+"""Predicted cost of 8-bit products: which products, casts, temporary memory, and the reasons."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from shardwright.architecture import read_config
+from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.layout import Layout
+from shardwright.model.products.kernel_support import KernelDevice, explain_missing_kernel
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.low_precision import (
+    COMPILED_BYTES,
+    EAGER_BYTES,
+    ScaledShares,
+    build_scaled_shares,
+    explain_missing_kernels,
+)
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.planning_result import plan_recipe
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.rates.device_rates import DeviceRates
+from shardwright.planner.time.compute import compute_layer_seconds
+from shardwright.planner.time.memory_traffic import (
+    count_quantisation_bytes,
+    count_quantisation_temporary_bytes,
+)
+from tests.multiprocess.scaled_operands import SPARSE, WIDE
+from tests.unit.test_low_precision_rules import build_recipe
+
+LLAMA = WIDE | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 2,
+    "head_dim": 128,
+}
+H100 = parse_cluster("8xH100-80GB")
+
+
+def make_candidate(config: dict[str, Any], **section: Any) -> Candidate:
+    shares = build_scaled_shares(read_config(config), FP8Section(**section))
+    return Candidate(Layout(), 2048, 4, precision="fp8", scaled_shares=shares)
+
+
+def test_shares_follow_targets_and_exclusions() -> None:
+    shape = read_config(LLAMA)
+
+    def build(**section: Any) -> ScaledShares | None:
+        return build_scaled_shares(shape, FP8Section(**section))
+
+    assert build() == ScaledShares(1.0, 1.0, 0.0, has_wide_weight_gradients=True)
+    assert build(recipe="mxfp8", targets=("mlp",)) == ScaledShares(0.0, 1.0, 0.0, False)
+    half = build(exclude=("model.layers.0.*",))
+    assert half == ScaledShares(0.5, 0.5, 0.0, True)
+    thirds = build(exclude=("*.down_proj.weight",))
+    assert thirds is not None
+    assert thirds.mlp == pytest.approx(2 / 3)
+    sparse = build_scaled_shares(read_config(SPARSE), FP8Section(targets=("experts",)))
+    assert sparse is not None
+    assert (sparse.attention, sparse.experts) == (0.0, 1.0)
+    assert sparse.get_share("router") == 0.0
+    assert (
+        replace(sparse, has_wide_weight_gradients=False).get_weight_gradient_share("expert_down")
+        == 0.0
+    )
+    assert build(exclude=("nothing",)) is None
+
+
+def test_products_take_the_time_of_their_precision() -> None:
+    facts = get_model_facts(read_config(LLAMA))
+    efficiency = load_efficiencies().get_efficiency(H100.accelerator)
+
+    def time_weight_gradients(candidate: Candidate) -> float:
+        rates = DeviceRates(H100, efficiency, candidate.precision)
+        return compute_layer_seconds(facts, facts.kinds[0], candidate, rates).weight_gradient
+
+    wide = time_weight_gradients(Candidate(Layout(), 2048, 4))
+    assert time_weight_gradients(make_candidate(LLAMA)) == wide
+    narrow = time_weight_gradients(make_candidate(LLAMA, recipe="tensorwise"))
+    half = make_candidate(LLAMA, recipe="tensorwise", exclude=("model.layers.0.*",))
+    assert narrow < 0.7 * wide
+    assert time_weight_gradients(half) == pytest.approx((wide + narrow) / 2)
+
+
+def test_every_product_quantises_both_of_its_operands() -> None:
+    """One matrix of 3 x 5, tokens 7: x and w forward, g and w, then g and x backward."""
+    shares = ScaledShares(1.0, 1.0, 1.0, has_wide_weight_gradients=False)
+    assert shares.count_operands("up", 7, 3, 5) == (35 + 15, 21 + 15, 21 + 35)
+    assert shares.count_operands("expert_down", 7, 3, 5) == (35 + 15, 21 + 15, 0)
+    assert shares.count_operands("router", 7, 3, 5) == (0, 0, 0)
+    facts = get_model_facts(read_config(LLAMA))
+    candidate = make_candidate(LLAMA, targets=("mlp",), recipe="mxfp8")
+    forward, backward = count_quantisation_bytes(facts, facts.kinds[0], candidate)
+    tokens = 2048 * 4
+    narrow = tokens * 2048
+    wide = tokens * 8192
+    matrix = 2048 * 8192
+    assert forward == EAGER_BYTES * (2 * narrow + wide + 3 * matrix)
+    inputs = 2 * wide + narrow + 3 * matrix
+    assert backward == EAGER_BYTES * (inputs + 3 * (wide + narrow))
+    compiled = replace(candidate, compile=True)
+    share = COMPILED_BYTES / EAGER_BYTES
+    assert count_quantisation_bytes(facts, facts.kinds[0], compiled) == pytest.approx(
+        (forward * share, backward * share)
+    )
+
+
+def test_temporary_memory_is_that_of_the_largest_operand() -> None:
+    facts = get_model_facts(read_config(LLAMA))
+    candidate = make_candidate(LLAMA)
+    assert count_quantisation_temporary_bytes(facts, candidate) == 9 * 2048 * 4 * 8192
+    halved = replace(candidate, layout=Layout(tp=2))
+    assert count_quantisation_temporary_bytes(facts, halved) == 9 * 2048 * 4 * 4096
+    assert count_quantisation_temporary_bytes(facts, replace(candidate, compile=True)) == 0
+    assert count_quantisation_temporary_bytes(facts, replace(candidate, precision="bf16")) == 0
+    efficiency = load_efficiencies().get_efficiency(H100.accelerator)
+    predictor = Predictor(facts, H100, efficiency)
+    plain = predictor.predict(replace(candidate, precision="bf16"))
+    scaled = predictor.predict(candidate)
+    assert 0 <= scaled.memory.total - plain.memory.total <= 1.1 * 9 * 2048 * 4 * 8192
+
+
+def test_the_plan_explains_the_limits_of_the_gain() -> None:
+    recipe = build_recipe(precision={"kind": "fp8"})
+    sentences = [
+        s
+        for s in plan_recipe(recipe, H100, should_explain=True).explanation
+        if s.startswith("fp8 takes")
+    ]
+    (sentence,) = sentences
+    for text in ("gradients of weights, attention", "of the bf16 step", "gathered in bf16"):
+        assert text in sentence
+    block_recipe = build_recipe(
+        precision={"kind": "fp8", "fp8": {"recipe": "mxfp8"}}, layout={"auto": True}
+    )
+    (other,) = [
+        s
+        for s in plan_recipe(block_recipe, H100, should_explain=True).explanation
+        if s.startswith("fp8 takes")
+    ]
+    assert "gradients of weights, attention" not in other
+    plain = plan_recipe(build_recipe(precision="bf16"), H100, should_explain=True)
+    assert not any("fp8" in s for s in plain.explanation)
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "message"),
+    [
+        ("H100-80GB", {}, None),
+        ("H100-80GB", {"recipe": "blockwise"}, None),
+        ("H100-80GB", {"recipe": "mxfp8"}, "no kernel for mxfp8 on H100.*rowwise_with_gw_hp"),
+        ("B200", {"recipe": "mxfp8"}, None),
+        ("B200", {"recipe": "blockwise"}, "no kernel for blockwise.*kernels for tensorwise"),
+        ("L40", {}, "kernels for tensorwise: `train` refuses"),
+        ("MI300X", {}, "no 8-bit kernels"),
+        ("H100-80GB", {"emulate": True}, "emulation is slow"),
+    ],
+)
+def test_a_plan_names_a_device_without_kernels(
+    name: str, section: dict[str, Any], message: str | None
+) -> None:
+    accelerator = parse_cluster(f"8x{name}").accelerator
+    fp8 = FP8Section(**section)
+    shares = build_scaled_shares(read_config(LLAMA), fp8)
+    assert shares is not None
+    reason = explain_missing_kernels(fp8, accelerator, shares)
+    if message is None:
+        assert reason is None
+    else:
+        assert re.search(message, str(reason))
+
+
+def test_experts_need_a_grouped_kernel_in_the_plan() -> None:
+    shares = ScaledShares(1.0, 0.0, 1.0, has_wide_weight_gradients=False)
+    blackwell = parse_cluster("8xB200").accelerator
+    assert explain_missing_kernels(FP8Section(), blackwell, shares) is None
+    reason = explain_missing_kernels(FP8Section(recipe="mxfp8"), blackwell, shares)
+    assert "no grouped kernel for experts in mxfp8" in str(reason)
+    dense = replace(shares, experts=0.0)
+    assert explain_missing_kernels(FP8Section(recipe="mxfp8"), blackwell, dense) is None
+
+
+def test_the_two_tables_of_kernels_agree() -> None:
+    """Generations of the planner, and capabilities of the check before a run."""
+    capabilities = {
+        "Ampere": (8, 0),
+        "Ada": (8, 9),
+        "Hopper": (9, 0),
+        "Blackwell": (10, 0),
+        "Blackwell Ultra": (10, 3),
+        "RTX Blackwell": (12, 0),
+    }
+    shares = ScaledShares(1.0, 1.0, 1.0, has_wide_weight_gradients=False)
+    dense = replace(shares, experts=0.0)
+    for generation, capability in capabilities.items():
+        device = KernelDevice(generation, capability, (13, 0))
+        accelerator = replace(H100.accelerator, generation=generation)
+        for recipe in get_args(FP8Recipe):
+            section = FP8Section(recipe=recipe)
+            for each, is_grouped in ((dense, False), (shares, True)):
+                planned = explain_missing_kernels(section, accelerator, each) is None
+                checked = explain_missing_kernel(recipe, device, is_grouped=is_grouped) is None
+                assert planned == checked, (generation, recipe, is_grouped)
