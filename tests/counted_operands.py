@@ -22,9 +22,7 @@ def record_counted_operands() -> Iterator[CountedOperands]:
     recorded: CountedOperands = {}
     add = RoundingTotals.add
 
-    def record(
-        self: RoundingTotals, name: str, values_RC: Tensor, matrix: QuantisedMatrix
-    ) -> None:
+    def record(self: RoundingTotals, name: str, values_RC: Tensor, matrix: QuantisedMatrix) -> None:
         codes = matrix.codes.contiguous().view(torch.uint8).numpy().tobytes()
         multipliers = matrix.multipliers.contiguous().numpy().tobytes()
         recorded.setdefault(name, set()).add((codes, multipliers))

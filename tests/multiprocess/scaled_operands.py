@@ -76,6 +76,8 @@ class Cell:
     accumulation: int = 1
     recompute: RecomputeKind = "none"
     has_adapters: bool = False
+    length: int = LENGTH
+    """Tokens of a row."""
 
 
 @dataclass
@@ -130,7 +132,7 @@ def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> Pa
         )
     specs = {spec.name: spec for spec in shape.list_parameters()}
     micro = NUM_ROWS // (cell.layout.data_ranks * cell.accumulation)
-    batch = BatchPlan(LENGTH, micro, cell.accumulation, cell.layout.data_ranks)
+    batch = BatchPlan(cell.length, micro, cell.accumulation, cell.layout.data_ranks)
     precision = PrecisionSection(kind="fp8", fp8=cell.section)
     return apply_layout(
         decoder,
@@ -155,8 +157,8 @@ def _make_adapter(shape: tuple[int, ...], narrow: Sequence[tuple[int, int]]) -> 
 def read_micro_batches(cell: Cell, data_rank: int) -> list[MicroBatch]:
     """Return a data rank's rows of the same global batch under every layout."""
     generator = torch.Generator().manual_seed(7)
-    ids_BT = torch.randint(0, 61, (NUM_ROWS, LENGTH), generator=generator)
-    positions_BT = torch.arange(LENGTH).expand(NUM_ROWS, LENGTH)
+    ids_BT = torch.randint(0, 61, (NUM_ROWS, cell.length), generator=generator)
+    positions_BT = torch.arange(cell.length).expand(NUM_ROWS, cell.length)
     own = torch.arange(NUM_ROWS).chunk(cell.layout.data_ranks)[data_rank]
     return [
         MicroBatch(
@@ -165,7 +167,7 @@ def read_micro_batches(cell: Cell, data_rank: int) -> list[MicroBatch]:
             positions_BT[rows],
             None,
             rows,
-            len(rows) * LENGTH,
+            len(rows) * cell.length,
         )
         for rows in own.chunk(cell.accumulation)
     ]

@@ -34,7 +34,7 @@ LONG = {
     "mxfp8-zero3": (DENSE, "mxfp8", Layout(dp_shard=2, zero_stage=3), "full"),
     "mxfp8-experts-tp": (SPARSE, "mxfp8", Layout(tp=2), "selective"),
     "blockwise-zero2": (WIDE, "blockwise", Layout(dp_shard=2, zero_stage=2), "selective"),
-    "gw_hp-tp-pp": (DENSE, "rowwise_with_gw_hp", Layout(tp=2, pp=2, schedule="1f1b"), "none"),
+    "gw_hp-pp": (DENSE, "rowwise_with_gw_hp", Layout(pp=2, schedule="1f1b"), "none"),
 }
 
 

@@ -31,9 +31,7 @@ EVERY_RUN = {
     ("mixtral", "rowwise_with_gw_hp", "selective"),
 }
 CASES_OF_COMPILATION = [
-    pytest.param(
-        *case, marks=() if case in EVERY_RUN else pytest.mark.long, id="-".join(case)
-    )
+    pytest.param(*case, marks=() if case in EVERY_RUN else pytest.mark.long, id="-".join(case))
     for model in ("llama", "mixtral")
     for recipe in get_args(FP8Recipe)
     for recompute in get_args(RecomputeKind)
