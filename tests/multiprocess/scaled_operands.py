@@ -61,6 +61,8 @@ SPARSE = DENSE | {
 }
 
 _NEGATIVE_ZERO = 0x80
+_FP64_NOISE = 1e-14
+"""Fraction of an operand's largest value below which elements are the noise of a sum in fp64."""
 
 OperandKey = tuple[str, tuple[LayerDim, LayerDim], str]
 """Weight's name, dims of the operand, scaling."""
@@ -107,10 +109,13 @@ def record_operands() -> Iterator[dict[OperandKey, list[Tensor]]]:
     ) -> QuantisedMatrix:
         matrix = quantise(self, values, scaling, dims, **options)
         codes = matrix.codes.contiguous().view(torch.uint8)
-        # The gradient of a row's first query is zero but for the noise of a sum, which is flushed:
-        # the order of the sum may change its sign. + 0.0 drops it.
-        codes = torch.where(codes == _NEGATIVE_ZERO, 0, codes)[..., None]
-        rounded = (fp8.dequantise(matrix) + 0.0).contiguous()[..., None].view(torch.uint8)
+        values_RC = fp8.dequantise(matrix)
+        # The gradient of a row's first query is zero but for the noise of a sum in fp64, whose
+        # order depends on the layout. Most scales flush it, and keep its sign; those of mxfp8 are
+        # small enough for it.
+        is_noise = values_RC.abs() <= _FP64_NOISE * values_RC.abs().amax()
+        codes = torch.where(is_noise | (codes == _NEGATIVE_ZERO), 0, codes)[..., None]
+        rounded = torch.where(is_noise, 0.0, values_RC).contiguous()[..., None].view(torch.uint8)
         records.setdefault((self.name, dims, str(scaling)), []).append(
             torch.cat([codes, rounded], -1)
         )
