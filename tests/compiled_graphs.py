@@ -44,3 +44,14 @@ class GraphCounter:
     def counts(self) -> tuple[int, int]:
         """Forward and backward graphs."""
         return self.num_forward, self.num_backward
+
+
+def compile_boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function to one graph whose operations run one by one."""
+
+    def box(graph: Any, _inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=box, bw_compiler=box)
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
+    return compiled

@@ -212,7 +212,7 @@ def complete_plan(
     choice = auto_precision if recipe.precision.kind == "auto" else None
     compilation = None
     if recipe.model.compile == "auto" and auto_compilation is not None:
-        obstacle = _find_compile_obstacle(placement, recipe.precision)
+        obstacle = _find_compile_obstacle(placement)
         compilation = auto_compilation if obstacle is None else CompileChoice(False, obstacle)
     plan = Plan(
         placement,
@@ -234,10 +234,7 @@ def _check_precision(plan: Plan) -> None:
     assert plan.precision.kind != "auto", "`resolve_plan` resolves `auto`"
     if plan.precision.low_precision is not None:
         check_low_precision(
-            plan.placement,
-            plan.precision.low_precision,
-            plan.batch.sequence_length,
-            is_compiled=plan.is_compiled,
+            plan.placement, plan.precision.low_precision, plan.batch.sequence_length
         )
     if plan.precision.working_weights is True:
         _check_working_weights(plan)
@@ -304,11 +301,9 @@ def balance_work(plan: Plan, *, has_documents: bool) -> Plan:
     return replace(plan, batch=replace(plan.batch, balance=balance))
 
 
-def _find_compile_obstacle(placement: Placement, precision: PrecisionSection) -> str | None:
+def _find_compile_obstacle(placement: Placement) -> str | None:
     """Return why blocks of this model under this layout cannot be compiled; None if they can."""
     layout = placement.layout
-    if precision.low_precision is not None:
-        return "8-bit products are not compiled yet"
     if isinstance(placement.shape, HFShape):
         return f"the model runs through transformers' {placement.shape.class_name}"
     if layout.pp > 1 and has_split_backward(layout.schedule):

@@ -61,6 +61,8 @@ SPARSE = DENSE | {
 }
 
 _NEGATIVE_ZERO = 0x80
+_FP64_NOISE = 1e-14
+"""Fraction of an operand's largest value below which elements are the noise of a sum in fp64."""
 
 OperandKey = tuple[str, tuple[LayerDim, LayerDim], str]
 """Weight's name, dims of the operand, scaling."""
@@ -76,6 +78,8 @@ class Cell:
     accumulation: int = 1
     recompute: RecomputeKind = "none"
     has_adapters: bool = False
+    length: int = LENGTH
+    """Tokens of a row."""
 
 
 @dataclass
@@ -105,10 +109,13 @@ def record_operands() -> Iterator[dict[OperandKey, list[Tensor]]]:
     ) -> QuantisedMatrix:
         matrix = quantise(self, values, scaling, dims, **options)
         codes = matrix.codes.contiguous().view(torch.uint8)
-        # The gradient of a row's first query is zero but for the noise of a sum, which is flushed:
-        # the order of the sum may change its sign. + 0.0 drops it.
-        codes = torch.where(codes == _NEGATIVE_ZERO, 0, codes)[..., None]
-        rounded = (fp8.dequantise(matrix) + 0.0).contiguous()[..., None].view(torch.uint8)
+        values_RC = fp8.dequantise(matrix)
+        # The gradient of a row's first query is zero but for the noise of a sum in fp64, whose
+        # order depends on the layout. Most scales flush it, and keep its sign; those of mxfp8 are
+        # small enough for it.
+        is_noise = values_RC.abs() <= _FP64_NOISE * values_RC.abs().amax()
+        codes = torch.where(is_noise | (codes == _NEGATIVE_ZERO), 0, codes)[..., None]
+        rounded = torch.where(is_noise, 0.0, values_RC).contiguous()[..., None].view(torch.uint8)
         records.setdefault((self.name, dims, str(scaling)), []).append(
             torch.cat([codes, rounded], -1)
         )
@@ -130,7 +137,7 @@ def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> Pa
         )
     specs = {spec.name: spec for spec in shape.list_parameters()}
     micro = NUM_ROWS // (cell.layout.data_ranks * cell.accumulation)
-    batch = BatchPlan(LENGTH, micro, cell.accumulation, cell.layout.data_ranks)
+    batch = BatchPlan(cell.length, micro, cell.accumulation, cell.layout.data_ranks)
     precision = PrecisionSection(kind="fp8", fp8=cell.section)
     return apply_layout(
         decoder,
@@ -155,8 +162,8 @@ def _make_adapter(shape: tuple[int, ...], narrow: Sequence[tuple[int, int]]) -> 
 def read_micro_batches(cell: Cell, data_rank: int) -> list[MicroBatch]:
     """Return a data rank's rows of the same global batch under every layout."""
     generator = torch.Generator().manual_seed(7)
-    ids_BT = torch.randint(0, 61, (NUM_ROWS, LENGTH), generator=generator)
-    positions_BT = torch.arange(LENGTH).expand(NUM_ROWS, LENGTH)
+    ids_BT = torch.randint(0, 61, (NUM_ROWS, cell.length), generator=generator)
+    positions_BT = torch.arange(cell.length).expand(NUM_ROWS, cell.length)
     own = torch.arange(NUM_ROWS).chunk(cell.layout.data_ranks)[data_rank]
     return [
         MicroBatch(
@@ -165,7 +172,7 @@ def read_micro_batches(cell: Cell, data_rank: int) -> list[MicroBatch]:
             positions_BT[rows],
             None,
             rows,
-            len(rows) * LENGTH,
+            len(rows) * cell.length,
         )
         for rows in own.chunk(cell.accumulation)
     ]

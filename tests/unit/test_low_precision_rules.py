@@ -22,7 +22,7 @@ from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.products.kernel_support import KernelDevice
-from shardwright.placement import select_scaled_weights
+from shardwright.placement import place_model, select_scaled_weights
 from shardwright.planner.auto_layout import choose_layout
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.planning_result import plan_recipe
@@ -30,7 +30,15 @@ from shardwright.planner.problem import build_template
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.compute import compute_layer_seconds
-from shardwright.plans import BatchPlan, Plan, build_plan, resolve_degrees, resolve_plan
+from shardwright.plans import (
+    BatchPlan,
+    CompileChoice,
+    Plan,
+    build_plan,
+    complete_plan,
+    resolve_degrees,
+    resolve_plan,
+)
 from shardwright.training.checks.kernel_checks import check_low_precision_kernels
 from tests.multiprocess.models import DEEPSEEK
 from tests.multiprocess.scaled_operands import DENSE, SPARSE, WIDE
@@ -119,11 +127,16 @@ def test_the_recipe_refuses_unused_and_unknown_keys() -> None:
         build_recipe(precision={"kind": "fp8", "fp8": {"recipe": "delayed"}})
 
 
-def test_compilation_is_refused_and_auto_says_why() -> None:
+def test_blocks_with_8_bit_products_are_compiled() -> None:
     shape = read_config(DENSE)
-    with pytest.raises(RecipeError, match=r"model\.compile: 8-bit products are not compiled"):
-        resolve_plan(build_recipe(precision="fp8", model={"compile": True}), shape, 1)
-    assert not resolve_plan(build_recipe(precision="fp8"), shape, 1).is_compiled
+    explicit = build_recipe(precision="fp8", model={"compile": True})
+    assert resolve_plan(explicit, shape, 1).is_compiled
+    recipe = build_recipe(precision="fp8")
+    assert not resolve_plan(recipe, shape, 1).is_compiled
+    placement = place_model(shape, Layout(), 32)
+    automatic = CompileChoice(True, "Triton is installed")
+    batch = BatchPlan(32, 1, 1, 1)
+    assert complete_plan(recipe, placement, batch, None, automatic).is_compiled
 
 
 def test_other_systems_configurations_are_refused() -> None:

@@ -24,7 +24,13 @@ ReferenceRun = Annotated[
     ),
 ]
 ToleranceOption = Annotated[
-    float, typer.Option("--tolerance", help="Maximum relative difference of the smoothed losses.")
+    float | None,
+    typer.Option(
+        "--tolerance",
+        help="Maximum relative difference of the smoothed losses; default 0.003, or 0.01 if the "
+        "runs have different precisions.",
+        show_default=False,
+    ),
 ]
 WindowOption = Annotated[
     int | None,
@@ -41,7 +47,7 @@ WindowOption = Annotated[
 def compare_command(
     run: SubjectRun,
     reference: ReferenceRun,
-    tolerance: ToleranceOption = 0.003,
+    tolerance: ToleranceOption = None,
     window: WindowOption = None,
     as_json: JsonOutput = False,
 ) -> None:

@@ -56,6 +56,8 @@ would have two symbols for one size. The results are a few bytes per row.
 
 _SAVED_OPERATION_NAMES = frozenset(
     {
+        "aten::_scaled_mm",
+        "aten::_scaled_mm_v2",
         "shardwright::grouped_product",
         "shardwright::row_attention",
         "torch_attn::_varlen_attn",

@@ -71,9 +71,7 @@ def select_scaled_weights(shape: ModelShape, section: FP8Section) -> dict[str, F
     return weights
 
 
-def check_low_precision(
-    placement: Placement, section: FP8Section, sequence_length: int, *, is_compiled: bool
-) -> None:
+def check_low_precision(placement: Placement, section: FP8Section, sequence_length: int) -> None:
     """Check that a recipe's scales are those of one process under a layout.
 
     Raises:
@@ -86,13 +84,6 @@ def check_low_precision(
             field="precision.kind",
             got="fp8",
             allowed="bf16, fp16, fp32",
-        )
-    if is_compiled:
-        raise RecipeError(
-            "8-bit products are not compiled yet: they exchange maxima and count in Python",
-            field="model.compile",
-            got=True,
-            allowed="false or auto",
         )
     weights = select_scaled_weights(placement.shape, section)
     targets = set(weights.values())

@@ -247,7 +247,7 @@ def _build_scale_check(recipe: Recipe, template: Candidate) -> Callable[[Candida
         length = template.sequence_length
         try:
             placement = place_model(shape, layout, length)
-            check_low_precision(placement, section, length, is_compiled=False)
+            check_low_precision(placement, section, length)
         except InputError:
             return False
         return True

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import numpy as np
 
+from shardwright.config.low_precision import FP8Target
 from shardwright.report.chart_data import Chart, StepAxis
 from shardwright.report.line_chart import draw_curves
 from shardwright.report.rank_charts import (
@@ -24,6 +26,7 @@ from shardwright.report.step_charts import (
     compute_mfu_percent,
     compute_offload_gigabytes,
 )
+from shardwright.telemetry.event_log import StepEvent
 
 
 def build_charts(runs: Sequence[Run]) -> list[Chart]:
@@ -71,20 +74,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             "tokens / even share",
             lambda s: s.expert_load,
         ),
-        build_curves(
-            "fp8-flushed",
-            "8-bit operands rounded to zero",
-            "% of elements, the kind of layer with most",
-            lambda s: None if not s.fp8_flushed else 100.0 * max(s.fp8_flushed.values()),
-            should_start_at_zero=True,
-        ),
-        build_curves(
-            "fp8-saturated",
-            "Saturated 8-bit operands",
-            "elements, the kind of layer with most",
-            lambda s: None if not s.fp8_saturated else max(s.fp8_saturated.values()),
-            should_start_at_zero=True,
-        ),
+        *_build_rounding_charts(runs, axis),
         build_curves(
             "offload-bytes",
             "Transfers of offloaded states",
@@ -133,6 +123,37 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
         ),
     ]
     return [chart for chart in charts if any(np.isfinite(s.y).any() for s in chart.series)]
+
+
+def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:
+    """Build charts of the 8-bit operands that rounding changed, for every kind of layer."""
+
+    def read_flushed_percent(kind: str, step: StepEvent) -> float | None:
+        fraction = (step.fp8_flushed or {}).get(kind)
+        return None if fraction is None else 100.0 * fraction
+
+    def read_saturated(kind: str, step: StepEvent) -> float | None:
+        return (step.fp8_saturated or {}).get(kind)
+
+    build_curves = partial(build_value_chart, runs, axis, should_start_at_zero=True)
+    return [
+        chart
+        for kind in get_args(FP8Target)
+        for chart in (
+            build_curves(
+                f"fp8-flushed-{kind}",
+                f"8-bit operands rounded to zero: {kind}",
+                "% of elements",
+                partial(read_flushed_percent, kind),
+            ),
+            build_curves(
+                f"fp8-saturated-{kind}",
+                f"Saturated 8-bit operands: {kind}",
+                "elements, all ranks",
+                partial(read_saturated, kind),
+            ),
+        )
+    ]
 
 
 def draw_loss_chart(

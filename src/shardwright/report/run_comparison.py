@@ -3,7 +3,8 @@
 Both runs must have seen the same batches at the same steps; otherwise the comparison is an
 error. Relative differences per step are filtered by a running median of five, which removes
 single outliers, and averaged over a window. The run deviates where such a mean exceeds the
-tolerance. Validation losses are means over many tokens and are compared one by one.
+tolerance. Validation losses are means over many tokens and are compared one by one. The default
+tolerance is larger for runs of different precisions.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.config.low_precision import FP8Section
 from shardwright.errors import InputError
 from shardwright.report.downsampling import FloatArray
 from shardwright.report.recorded_run import Run
 from shardwright.telemetry.event_log import SkippedStepEvent
 
 SCHEMA_VERSION = 1
+TOLERANCE = 0.003
+"""Relative tolerance of runs in one precision."""
+PRECISION_TOLERANCE = 0.01
+"""Relative tolerance of runs in different precisions: about how far three seeds of bf16 lie apart.
+
+Source: docs/benchmarks/low-precision-training.md, which has the differences of every precision.
+"""
+_PRECISION_SOURCE = "the spread of bf16's seeds in docs/benchmarks/low-precision-training.md"
 _NUM_MEDIAN_STEPS = 5
 _MIN_WINDOW_STEPS = 25
 _MAX_WINDOW_STEPS = 1000
@@ -64,6 +74,8 @@ class RunComparison:
     validation_left: LossDeviation | None
     notes: tuple[str, ...] = ()
     """Data that was not compared, with reasons."""
+    tolerance_reason: str = "given"
+    """Source of the tolerance, as one clause."""
 
     @property
     def agrees(self) -> bool:
@@ -91,22 +103,26 @@ class RunComparison:
 
 
 def compare_runs(
-    run: Run, reference: Run, *, tolerance: float = 0.003, window_steps: int | None = None
+    run: Run, reference: Run, *, tolerance: float | None = None, window_steps: int | None = None
 ) -> RunComparison:
     """Compare a run's losses with a reference's.
 
     Args:
         run, reference: results of `load_run`.
-        tolerance: relative tolerance; 0.003 is 0.3% of the reference's loss.
+        tolerance: relative tolerance; 0.003 is 0.3% of the reference's loss. Default: `TOLERANCE`,
+            or `PRECISION_TOLERANCE` if the runs have different precisions.
         window_steps: steps per mean; default a tenth of the compared steps, between 25 and
             1000.
 
     Raises:
         InputError: the runs cannot be compared; the message names the reason.
     """
-    if not tolerance > 0:
+    if tolerance is not None and not tolerance > 0:
         raise InputError("the tolerance must be positive", field="--tolerance", got=tolerance)
     _check_comparable(run, reference)
+    reason = "given"
+    if tolerance is None:
+        tolerance, reason = choose_tolerance(run, reference)
     steps, losses, reference_losses = _align_losses(run, reference)
     finite = np.isfinite(losses) & np.isfinite(reference_losses)
     broken = np.flatnonzero(~np.isfinite(losses) & np.isfinite(reference_losses))
@@ -148,7 +164,31 @@ def compare_runs(
         validation_worst=validation_worst,
         validation_left=validation_left,
         notes=(*_list_missing_steps(run, reference, steps), *notes),
+        tolerance_reason=reason,
     )
+
+
+def choose_tolerance(run: Run, reference: Run) -> tuple[float, str]:
+    """Return the default tolerance of two runs, and its reason as one clause."""
+    precisions = [_describe_precision(each) for each in (run, reference)]
+    if None in precisions:
+        return TOLERANCE, "a run has no recorded precision"
+    if precisions[0] == precisions[1]:
+        return TOLERANCE, "both runs have one precision"
+    change = f"{precisions[0]} against {precisions[1]}"
+    return PRECISION_TOLERANCE, f"{change}: {_PRECISION_SOURCE}"
+
+
+def _describe_precision(run: Run) -> str | None:
+    """Return the precision of a run's products, from its recorded recipe."""
+    assert run.start is not None
+    section = run.start.recipe.get("precision")
+    if not isinstance(section, dict) or "kind" not in section:
+        return None
+    options = section.get("fp8")
+    if section["kind"] != "fp8":
+        return str(section["kind"])
+    return f"fp8 {(options or {}).get('recipe', FP8Section().recipe)}"
 
 
 def _check_comparable(run: Run, reference: Run) -> None:
@@ -315,7 +355,8 @@ def describe_comparison(comparison: RunComparison) -> list[str]:
     lines = [
         f"{c.run} against {c.reference}: {c.steps_compared:,} "
         f"steps, {c.first_step:,} to {c.last_step:,}, "
-        f"means over {c.window_steps:,} steps; tolerance {c.tolerance:.2%}",
+        f"means over {c.window_steps:,} steps; tolerance {c.tolerance:.2%} "
+        f"({c.tolerance_reason})",
         _describe_deviation("training loss, largest difference", c.worst),
     ]
     if c.validation_worst is not None:

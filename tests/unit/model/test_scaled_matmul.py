@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.model.products.fp8 import RECIPES
-from shardwright.model.products.scaled_product import ScaledProducts
+from shardwright.model.products.linear import Linear
+from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
+from shardwright.numerics.recompute import build_recompute_runner
+from tests.compiled_graphs import compile_boxed
 
 KERNEL_RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 PRODUCTS = ["compute_output", "compute_input_gradient", "compute_weight_gradient"]
@@ -61,3 +67,64 @@ def test_the_cuda_checks_refuse_odd_widths() -> None:
     w = torch.empty(32, 40, device="meta")
     with pytest.raises(RuntimeError, match="divisible by 16"):
         ScaledProducts(RECIPES["rowwise"], is_emulated=False).compute_output(x, w)
+
+
+def build_layer(name: str) -> Linear:
+    """Build a layer whose products the kernels compute."""
+    layer = Linear(64, 32, bias=False).bfloat16()
+    torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
+    totals = RoundingTotals(["w"])
+    layer.scaled = ScaledProducts(RECIPES[name], "w", totals=totals, is_emulated=False)
+    return layer
+
+
+class CallCounter(TorchDispatchMode):
+    """Counter of calls of the kernels."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += "_scaled_mm" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "num_calls"), [("selective", 3), ("full", 4)])
+def test_selective_recomputation_saves_the_kernels_results(recompute: Any, num_calls: int) -> None:
+    run = build_recompute_runner(recompute)
+    assert run is not None
+    layer = build_layer("rowwise")
+    x = make_operands()["x"].requires_grad_()
+    with CallCounter() as counter:
+        # The backward pass of silu reads the product.
+        run(lambda x: torch.nn.functional.silu(layer(x)), x).sum().backward()
+    assert counter.num_calls == num_calls
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tensorwise", marks=pytest.mark.long),
+        pytest.param("rowwise", marks=pytest.mark.long),
+        "rowwise_with_gw_hp",
+    ],
+)
+def test_compiled_layers_call_the_kernels_with_the_same_operands(name: str) -> None:
+    results = []
+    for is_compiled in (False, True):
+        layer = build_layer(name)
+        assert layer.scaled is not None
+        totals = layer.scaled.totals
+        assert totals is not None
+        totals.is_counting = True
+        torch._dynamo.reset()
+        forward: Any = compile_boxed(layer.forward) if is_compiled else layer.forward
+        x = make_operands()["x"].requires_grad_()
+        y = forward(x)
+        y.float().square().sum().backward()
+        table = totals.pop_table(x.device)
+        assert table[0, 3] > 0
+        results.append((y.detach(), x.grad, layer.weight.grad, table))
+    for plain, compiled in zip(*results, strict=True):
+        assert torch.equal(plain, compiled)

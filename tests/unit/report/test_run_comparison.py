@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.report.recorded_run import load_runs
-from shardwright.report.run_comparison import RunComparison, compare_runs, describe_comparison
-from shardwright.telemetry.event_log import ResumeEvent, SkippedStepEvent
+from shardwright.report.recorded_run import Run, load_runs
+from shardwright.report.run_comparison import (
+    PRECISION_TOLERANCE,
+    TOLERANCE,
+    RunComparison,
+    compare_runs,
+    describe_comparison,
+)
+from shardwright.telemetry.event_log import ResumeEvent, RunStartedEvent, SkippedStepEvent
 from tests.unit.report.samples import (
     Loss,
     falling,
@@ -51,6 +58,48 @@ def test_equal_runs_agree_exactly() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_alone_is_within_tolerance(seed: int) -> None:
     assert compare(make_noisy_loss(0.01, seed)).agrees
+
+
+@pytest.mark.parametrize(
+    ("precision", "reference_precision", "tolerance", "reason"),
+    [
+        ({"kind": "bf16"}, {"kind": "bf16"}, TOLERANCE, "both runs have one precision"),
+        ({"kind": "fp8"}, {"kind": "bf16"}, PRECISION_TOLERANCE, "fp8 rowwise_with_gw_hp against"),
+        (
+            {"kind": "fp8", "fp8": {"recipe": "mxfp8"}},
+            {"kind": "fp8", "fp8": None},
+            PRECISION_TOLERANCE,
+            "fp8 mxfp8 against fp8 rowwise_with_gw_hp: the spread of bf16's seeds in docs/",
+        ),
+        (None, {"kind": "bf16"}, TOLERANCE, "a run has no recorded precision"),
+    ],
+)
+def test_a_change_of_precision_has_its_own_tolerance(
+    precision: Any, reference_precision: Any, tolerance: float, reason: str
+) -> None:
+    def run(name: str, section: Any, loss: Loss) -> Run:
+        events = make_complete_run_events(name, 400, loss)
+        return make_run(
+            name,
+            [
+                replace(event, recipe={"precision": section})
+                if isinstance(event, RunStartedEvent)
+                else event
+                for event in events
+            ],
+        )
+
+    middle = (TOLERANCE + PRECISION_TOLERANCE) / 2
+    comparison = compare_runs(
+        run("run", precision, lambda step: falling(step) * (1 + middle)),
+        run("reference", reference_precision, falling),
+    )
+    assert comparison.tolerance == tolerance
+    assert comparison.tolerance_reason.startswith(reason)
+    assert comparison.agrees == (tolerance == PRECISION_TOLERANCE)
+    assert reason in describe_comparison(comparison)[0]
+    given = compare_runs(run("run", precision, falling), run("b", None, falling), tolerance=0.02)
+    assert (given.tolerance, given.tolerance_reason) == (0.02, "given")
 
 
 def test_single_outliers_are_within_tolerance() -> None:

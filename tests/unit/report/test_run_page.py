@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.report.charts import build_charts
 from shardwright.report.recorded_run import load_runs
 from tests.unit.report.pages import PageParser, render
 from tests.unit.report.samples import (
@@ -169,6 +170,30 @@ def test_experts_and_samples_are_shown(tmp_path: Path) -> None:
     assert "<title>layer 1, expert 2: 4.00 x</title>" in page
     assert "<td>step-2</td><td>&lt;b&gt;once&lt;/b&gt; upon</td>" in page
     assert 'id="expert-load"' in page
+
+
+def test_rounding_of_8_bit_operands_is_shown_by_kind_of_layer(tmp_path: Path) -> None:
+    rounding = {
+        "fp8_flushed": {"attention": 0.25, "mlp": 0.5},
+        "fp8_saturated": {"attention": 0, "mlp": 17},
+    }
+    run = write_events(
+        tmp_path / "run", [make_start_event(), *(make_step(i, 2.0, **rounding) for i in (1, 2))]
+    )
+    page = render(run)
+    for kind in ("attention", "mlp"):
+        assert f"8-bit operands rounded to zero: {kind}" in page
+        assert f'id="fp8-saturated-{kind}"' in page
+    assert "experts" not in page
+    charts = {chart.key: chart for chart in build_charts(load_runs([run]))}
+    values = {key: chart.series[0].y[-1] for key, chart in charts.items() if key.startswith("fp8")}
+    assert values == {
+        "fp8-flushed-attention": 25.0,
+        "fp8-flushed-mlp": 50.0,
+        "fp8-saturated-attention": 0.0,
+        "fp8-saturated-mlp": 17.0,
+    }
+    assert "8-bit operands" not in render(write_run(tmp_path / "wide", 3))
 
 
 def test_offloaded_states_are_shown_beside_the_memory_of_the_device(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
 
+from shardwright.config.low_precision import FP8Recipe
 from shardwright.model.products import fp8
 from shardwright.telemetry.event_log import StepEvent, WarningEvent, read_events
 from shardwright.training.checks.run_checks import validate_run
@@ -78,19 +79,31 @@ def test_rows_have_whole_blocks_or_are_full(
     assert plan.batch.row_multiple == row_multiple
 
 
-def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in ("rowwise_with_gw_hp", "mxfp8") else pytest.mark.long
+        )
+        for name in get_args(FP8Recipe)
+    ],
+)
+def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path, name: FP8Recipe) -> None:
     training = {
-        "sequence_length": 32,
+        "sequence_length": 128 if name == "blockwise" else 32,
         "global_batch_size": 8,
         "micro_batch_size": 2,
         "learning_rate": 1e-2,
         "schedule": "constant",
     }
-    precision = {"kind": "fp8", "fp8": {"compute": "fp32"}}
+    precision = {"kind": "fp8", "fp8": {"recipe": name, "compute": "fp32"}}
+    wide = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128}
+    config = CONFIG | wide | {"max_position_embeddings": 128, "num_hidden_layers": 1}
 
     def build(run: str, max_steps: int) -> Any:
         section = training | {"max_steps": max_steps}
-        return build_recipe(tmp_path, run=run, precision=precision, training=section)
+        sections = {"precision": precision, "training": section, "model": {"config": config}}
+        return build_recipe(tmp_path, run=run, **sections)
 
     train(build("whole", 3))
     train(build("parts", 2))

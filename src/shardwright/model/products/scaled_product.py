@@ -16,9 +16,11 @@ Legend: M tokens, N output features, K input features, E experts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -72,9 +74,13 @@ class RoundingTotals:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ScaledProducts:
-    """Products of one weight with 8-bit operands."""
+    """Products of one weight with 8-bit operands.
+
+    Not frozen: the compiler would specialise compiled code to every field of a frozen dataclass,
+    and the name would make a graph of every layer. Compiled code reads `key`, a tensor, instead.
+    """
 
     scaling: ProductScaling
     name: str = ""
@@ -86,6 +92,13 @@ class ScaledProducts:
     is_emulated: bool = True
     """True multiplies dequantised operands; False calls the device's kernels."""
     totals: RoundingTotals | None = None
+    key: Tensor = field(init=False, repr=False)
+    """Key of these products in `_counted_products`, an int64 scalar in host memory."""
+
+    def __post_init__(self) -> None:
+        number = next(_keys)
+        self.key = torch.tensor(number, device="cpu")
+        _counted_products[number] = self
 
     def compute_output(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """Compute x w^T, `[M, N]`, in x's dtype."""
@@ -155,9 +168,25 @@ class ScaledProducts:
         if self.reduce_maxima is not None and spans_ranks:
             maxima = self.reduce_maxima(fp8.compute_block_maxima(values_RC, scaling))
         matrix = fp8.quantise(values_RC, scaling, maxima)
-        if self.totals is not None and self.totals.is_counting:
+        if self.totals is None:
+            return matrix
+        if torch.compiler.is_compiling():
+            return matrix._replace(multipliers=self._count_in_operator(values_RC, matrix))
+        if self.totals.is_counting:
             self.totals.add(self.name, values_RC, matrix)
         return matrix
+
+    def _count_in_operator(self, values_RC: Tensor, matrix: QuantisedMatrix) -> Tensor:
+        """Count an operand in compiled code; the result replaces its multipliers."""
+        multipliers: Tensor = _count_operand(
+            values_RC,
+            matrix.codes,
+            matrix.multipliers,
+            matrix.scaling.rows,
+            matrix.scaling.columns,
+            self.key,
+        )
+        return multipliers
 
     def _multiply(
         self, left: QuantisedMatrix, right: QuantisedMatrix, dtype: torch.dtype
@@ -191,6 +220,43 @@ class ScaledProducts:
             transposed=is_transposed,
         )
         return product_M.to(dtype)
+
+
+_keys = itertools.count()
+_counted_products: WeakValueDictionary[int, ScaledProducts] = WeakValueDictionary()
+"""Products of this process by key. An operator of compiled code takes no object."""
+
+
+@torch.library.custom_op("shardwright::count_operand", mutates_args=())
+def _count_operand(
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    multipliers: torch.Tensor,
+    rows: int | None,
+    columns: int | None,
+    key: torch.Tensor,
+) -> torch.Tensor:
+    """Count an operand if its step counts; return a copy of the multipliers.
+
+    The product reads the copy, so the compiler does not remove the operator as unused.
+    """
+    products = _counted_products[int(key)]
+    if products.totals is not None and products.totals.is_counting:
+        scaling = Scaling(rows, columns, codes.dtype)
+        products.totals.add(products.name, values, QuantisedMatrix(codes, multipliers, scaling))
+    return multipliers.clone(memory_format=torch.contiguous_format)
+
+
+@_count_operand.register_fake
+def _fake_count_operand(
+    values: Tensor,
+    codes: Tensor,
+    multipliers: Tensor,
+    rows: int | None,
+    columns: int | None,
+    key: Tensor,
+) -> Tensor:
+    return torch.empty_like(multipliers, memory_format=torch.contiguous_format)
 
 
 def _transpose(matrix: QuantisedMatrix) -> QuantisedMatrix:

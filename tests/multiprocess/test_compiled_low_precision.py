@@ -1,0 +1,82 @@
+"""8-bit products in compiled blocks of several ranks: the operands of uncompiled ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.config.low_precision import FP8Section
+from shardwright.layout import Layout, RankGrid
+from shardwright.parallel import ParallelModel
+from shardwright.training.step import accumulate_gradients
+from tests.compiled_graphs import GraphCounter
+from tests.counted_operands import CountedOperands, record_counted_operands
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.scaled_operands import (
+    DENSE,
+    SPARSE,
+    WIDE,
+    Cell,
+    build_model,
+    read_micro_batches,
+)
+
+NUM_LAYERS = {"num_hidden_layers": 10}
+TENSOR = (DENSE, "rowwise_with_gw_hp", Layout(tp=2), "none")
+LONG = {
+    "gw_hp-ep": (SPARSE, "rowwise_with_gw_hp", Layout(dp_shard=2, ep=2, zero_stage=2), "full"),
+    "gw_hp-ring": (DENSE, "rowwise_with_gw_hp", Layout(cp=2, cp_method="ring"), "none"),
+    "tensorwise-tp": (DENSE, "tensorwise", Layout(tp=2), "selective"),
+    "rowwise-tp": (DENSE, "rowwise", Layout(tp=2, sequence_parallel=False), "full"),
+    "mxfp8-zero3": (DENSE, "mxfp8", Layout(dp_shard=2, zero_stage=3), "full"),
+    "mxfp8-experts-tp": (SPARSE, "mxfp8", Layout(tp=2), "selective"),
+    "blockwise-zero2": (WIDE, "blockwise", Layout(dp_shard=2, zero_stage=2), "selective"),
+    "gw_hp-pp": (DENSE, "rowwise_with_gw_hp", Layout(pp=2, schedule="1f1b"), "none"),
+}
+
+
+def run_step(model: ParallelModel, cell: Cell, rank: int) -> tuple[list[Tensor], CountedOperands]:
+    """Return a step's whole gradients, and the operands of this rank."""
+    assert model.decoder.rounding_totals is not None
+    model.decoder.rounding_totals.is_counting = True
+    model.decoder.zero_grad()
+    data_rank = RankGrid(cell.layout).data_rank(rank)
+    with record_counted_operands() as operands:
+        accumulate_gradients(model, read_micro_batches(cell, data_rank), seed=0, step=0)
+    gathered = (model.gather_gradient(name) for name in model.layouts)
+    return [gradient.clone() for gradient in gathered if gradient is not None], operands
+
+
+def compare_with_uncompiled(cell: Cell) -> tuple[int, int]:
+    """Run a step uncompiled and one compiled; return the numbers of graphs."""
+    model = build_model(cell)
+    rank = torch.distributed.get_rank()
+    expected, expected_operands = run_step(model, cell, rank)
+    counter = GraphCounter()
+    counter.compile(model.decoder, fullgraph=model.decoder.shape.experts is None)
+    gradients, operands = run_step(model, cell, rank)
+    assert operands
+    assert operands == expected_operands
+    for got, want in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    return counter.counts
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(TENSOR, id="gw_hp-tp"),
+        *(pytest.param(case, id=name, marks=pytest.mark.long) for name, case in LONG.items()),
+    ],
+)
+def test_compiled_ranks_have_one_graph_and_the_same_operands(ranks: RankPool, case: Any) -> None:
+    config, recipe, layout, recompute = case
+    section = FP8Section(recipe=recipe, compute="fp64")
+    accumulation = 4 if layout.pp > 1 else 1
+    cell = Cell(config | NUM_LAYERS, section, layout, accumulation, recompute)
+    assert ranks.run(layout.world_size, compare_with_uncompiled, cell) == (
+        [(1, 1)] * layout.world_size
+    )

@@ -1,0 +1,111 @@
+"""8-bit products under every parallelism and product: the operands of one process, byte by byte.
+
+`test_low_precision` has some of these cases and runs each time; these are the daily matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.layout import Layout
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.scaled_operands import DENSE, SPARSE, Cell
+from tests.multiprocess.test_low_precision import assert_equals_one_process
+
+BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
+"""Two tensor-parallel ranks have whole blocks of 128 of every matrix."""
+CONFIGS: dict[str, dict[FP8Recipe, dict[str, Any]]] = {
+    "dense": {
+        "rowwise_with_gw_hp": DENSE,
+        "mxfp8": DENSE,
+        "blockwise": DENSE | BLOCKS,
+        "tensorwise": DENSE,
+        "rowwise": DENSE,
+    },
+    "sparse": {
+        "rowwise_with_gw_hp": SPARSE,
+        "mxfp8": SPARSE,
+        "blockwise": SPARSE | BLOCKS | {"moe_intermediate_size": 256},
+        "rowwise": SPARSE,
+    },
+}
+
+DENSE_LAYOUTS = {
+    "ddp": (Layout(dp_replicate=2), 1),
+    "zero1": (Layout(dp_shard=2, zero_stage=1), 2),
+    "zero2": (Layout(dp_shard=2, zero_stage=2), 2),
+    "zero3": (Layout(dp_shard=2, zero_stage=3), 1),
+    "hsdp": (Layout(dp_replicate=2, dp_shard=2, zero_stage=3), 1),
+    "tp-sp": (Layout(tp=2), 1),
+    "tp": (Layout(tp=2, sequence_parallel=False), 2),
+    "ring": (Layout(cp=2, cp_method="ring"), 1),
+    "ulysses": (Layout(cp=2, cp_method="ulysses"), 2),
+    "all_gather": (Layout(cp=2, cp_method="all_gather"), 1),
+    "1f1b": (Layout(pp=2, schedule="1f1b"), 4),
+    "zb_h1": (Layout(pp=2, schedule="zb_h1"), 4),
+    "zero3-tp": (Layout(dp_shard=2, tp=2, zero_stage=3), 1),
+    "ring-tp": (Layout(cp=2, tp=2, cp_method="ring"), 1),
+    "tp-zb_h1": (Layout(tp=2, pp=2, schedule="zb_h1"), 4),
+    "ring-zb_h1": (Layout(cp=2, pp=2, cp_method="ring", schedule="zb_h1"), 4),
+}
+SPARSE_LAYOUTS = {
+    "ep-zero1": (Layout(dp_shard=2, ep=2, zero_stage=1), 2),
+    "ep-zero2": (Layout(dp_shard=2, ep=2, zero_stage=2), 1),
+    "ep-zero3": (Layout(dp_shard=2, ep=2, zero_stage=3), 1),
+    "tp-sp": (Layout(tp=2), 1),
+    "ep-tp": (Layout(dp_shard=2, ep=2, tp=2, zero_stage=2), 1),
+    "ep-ring": (Layout(cp=2, ep=2, cp_method="ring"), 1),
+    "zb_h1": (Layout(pp=2, schedule="zb_h1"), 4),
+    "ep-zb_h1": (Layout(dp_shard=2, ep=2, pp=2, zero_stage=1, schedule="zb_h1"), 2),
+}
+MICRO_BATCH_LAYOUTS = ("tp-sp", "tp", "1f1b", "zb_h1", "tp-zb_h1")
+"""Layouts that recipes support whose scales span all tokens of a micro-batch."""
+ADAPTED_LAYOUTS = ("zero2", "zero3-tp", "tp-sp", "ring", "ulysses", "zb_h1", "ring-zb_h1")
+
+
+def build_cell(kind: str, recipe: FP8Recipe, layout: tuple[Layout, int], **options: Any) -> Cell:
+    config = CONFIGS[kind][recipe]
+    # A rank of ring attention has two chunks of each row, which have whole blocks of 128 tokens.
+    length = 512 if recipe == "blockwise" and layout[0].cp > 1 else 128
+    return Cell(
+        config | {"max_position_embeddings": length},
+        FP8Section(recipe=recipe, compute="fp64"),
+        *layout,
+        length=length,
+        **options,
+    )
+
+
+def list_cells() -> dict[str, Cell]:
+    """List every case by its name."""
+    cells = {}
+    for recipe in CONFIGS["dense"]:
+        is_invariant = recipe not in ("tensorwise", "rowwise")
+        for name, layout in DENSE_LAYOUTS.items():
+            if is_invariant or name in MICRO_BATCH_LAYOUTS:
+                cells[f"{recipe}-{name}"] = build_cell("dense", recipe, layout)
+        for name in ADAPTED_LAYOUTS if is_invariant else ("tp-sp", "zb_h1"):
+            layout = DENSE_LAYOUTS[name]
+            cells[f"{recipe}-lora-{name}"] = build_cell("dense", recipe, layout, has_adapters=True)
+        for recompute in ("selective", "full"):
+            for name in ("tp-sp", "zb_h1"):
+                cell = build_cell("dense", recipe, DENSE_LAYOUTS[name])
+                cells[f"{recipe}-{recompute}-{name}"] = replace(cell, recompute=recompute)
+    for recipe in CONFIGS["sparse"]:
+        for name, layout in SPARSE_LAYOUTS.items():
+            if recipe != "rowwise" or name in MICRO_BATCH_LAYOUTS:
+                cells[f"{recipe}-experts-{name}"] = build_cell("sparse", recipe, layout)
+    return cells
+
+
+CELLS = list_cells()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CELLS)
+def test_operands_and_gradients_are_those_of_one_process(ranks: RankPool, name: str) -> None:
+    assert_equals_one_process(ranks, CELLS[name])

@@ -1,0 +1,135 @@
+"""8-bit products in compiled blocks: one graph per kind of layer, and the same operands."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.architecture import read_config
+from shardwright.config.low_precision import FP8Recipe
+from shardwright.config.recipe import RecomputeKind
+from shardwright.model import Decoder
+from shardwright.model.moe import ExpertStack
+from shardwright.model.products import fp8
+from shardwright.model.products.fp8 import RECIPES
+from shardwright.model.products.linear import Linear
+from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
+from shardwright.model.routing import ExpertRules
+from shardwright.numerics.recompute import build_recompute_runner
+from tests.compiled_graphs import GraphCounter
+from tests.counted_operands import CountedOperands, record_counted_operands
+from tests.reference.cases import CASES
+from tests.unit.model.test_fp8 import SCALINGS, make_matrix
+
+NUM_LAYERS = 10
+EVERY_RUN = {
+    ("llama", "mxfp8", "full"),
+    ("mixtral", "rowwise_with_gw_hp", "selective"),
+}
+CASES_OF_COMPILATION = [
+    pytest.param(*case, marks=() if case in EVERY_RUN else pytest.mark.long, id="-".join(case))
+    for model in ("llama", "mixtral")
+    for recipe in get_args(FP8Recipe)
+    for recompute in get_args(RecomputeKind)
+    if (case := (model, recipe, recompute)) and (model, recipe) != ("mixtral", "tensorwise")
+]
+
+# Tracing reads `.grad` of a block's input, and instantiates autograd functions.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+
+
+def build(model: str, recipe: str, recompute: RecomputeKind) -> Decoder:
+    """Build a decoder of ten layers in fp64: sums in another order then change no code."""
+    shape = read_config(CASES[model] | {"num_hidden_layers": NUM_LAYERS})
+    rules = None if shape.experts is None else ExpertRules(0.01, 0.001)
+    decoder = Decoder(shape, expert_rules=rules, compute_dtype=torch.float64).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    name_of_weight = {parameter: name for name, parameter in decoder.named_parameters()}
+    layers = {
+        name_of_weight[module.weight]: module
+        for block in decoder.blocks
+        for module in block.modules()
+        if isinstance(module, Linear | ExpertStack)
+    }
+    decoder.rounding_totals = RoundingTotals(list(layers))
+    for name, module in layers.items():
+        module.scaled = ScaledProducts(RECIPES[recipe], name, totals=decoder.rounding_totals)
+    decoder.set_recompute(build_recompute_runner(recompute))
+    return decoder
+
+
+def run_step(decoder: Decoder, step: int) -> tuple[list[Tensor], CountedOperands, Tensor]:
+    """Return a step's gradients, the operands of its products, and their counts."""
+    generator = torch.Generator().manual_seed(step)
+    ids_BT = torch.randint(0, decoder.shape.vocab_size, (2, 16), generator=generator)
+    decoder.zero_grad()
+    assert decoder.rounding_totals is not None
+    decoder.rounding_totals.is_counting = True
+    with record_counted_operands() as operands:
+        row_weight = None if decoder.shape.experts is None else 0.5
+        decoder(ids_BT, labels_BT=ids_BT, row_weight=row_weight).backward()
+    gradients = [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
+    return gradients, operands, decoder.rounding_totals.pop_table(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("model", "recipe", "recompute"), CASES_OF_COMPILATION)
+def test_ten_layers_share_one_graph_and_quantise_the_same(
+    model: str, recipe: str, recompute: RecomputeKind
+) -> None:
+    decoder = build(model, recipe, recompute)
+    expected = [run_step(decoder, step) for step in (0, 1)]
+    counter = GraphCounter()
+    counter.compile(decoder, fullgraph=decoder.shape.experts is None)
+    for step in (0, 1):
+        gradients, operands, counts = run_step(decoder, step)
+        expected_gradients, expected_operands, expected_counts = expected[step]
+        assert operands.keys() == expected_operands.keys()
+        assert [name for name in operands if operands[name] != expected_operands[name]] == []
+        for got, want in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+        # Uncompiled, full recomputation quantises and counts the forward operands twice.
+        is_flushed = counts[:, 1] > 0
+        assert torch.equal(is_flushed, expected_counts[:, 1] > 0)
+        if recompute == "none":
+            assert torch.equal(counts, expected_counts)
+    # A step that does not count runs the same graph.
+    assert decoder.rounding_totals is not None
+    decoder.rounding_totals.is_counting = False
+    ids_BT = torch.zeros(2, 16, dtype=torch.long)
+    decoder(ids_BT, labels_BT=ids_BT, row_weight=0.5 if model == "mixtral" else None).backward()
+    assert not decoder.rounding_totals.pop_table(torch.device("cpu")).any()
+    assert counter.counts == (1, 1)
+
+
+@cache
+def compile_quantise() -> Any:
+    """Compile all scalings to one graph by Inductor."""
+
+    def quantise_all(values: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        matrices = [fp8.quantise(values, scaling) for scaling in SCALINGS]
+        return [(m.codes, m.multipliers, fp8.dequantise(m)) for m in matrices]
+
+    return torch.compile(quantise_all, fullgraph=True), quantise_all
+
+
+@pytest.mark.long  # compiles C++
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generated_code_quantises_the_same_bytes(dtype: torch.dtype) -> None:
+    compiled, quantise_all = compile_quantise()
+    values = make_matrix(256, 384).to(dtype)
+    values[3] = 0.0
+    for got, want in zip(compiled(values), quantise_all(values), strict=True):
+        for left, right in zip(got, want, strict=True):
+            assert left.dtype == right.dtype
+            assert torch.equal(left.contiguous().view(torch.uint8), right.view(torch.uint8))
