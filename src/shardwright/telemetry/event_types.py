@@ -303,10 +303,16 @@ class RestartEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeEvent(Event):
-    """Training continues from the checkpoint at `step`; withdraws lines of later steps."""
+    """Training continues from the state after `step`; withdraws lines of later steps."""
 
     kind: ClassVar[str] = "resumed"
-    path: str
+    path: str | None = None
+    """Checkpoint; None if the state was in memory."""
+    source: str = "checkpoint"
+    """`checkpoint`, or `memory`: copies in the memory of the ranks (`elastic.peer_copies`)."""
+    steps_lost: int | None = None
+    """With `elastic.peer_copies`: finished steps that are run again, besides the step that was in
+    progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
