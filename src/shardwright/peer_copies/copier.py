@@ -172,7 +172,7 @@ class PeerCopier:
         finally:
             self._is_copied.set()
         sent_bytes = _count_bytes(sent)
-        slot.held = self._exchange(slot, slot.own, sent_bytes)
+        slot.peer = self._exchange(slot, slot.own, sent_bytes)
         self.memory.keep_slot(slot)
         self.counts = CopyCounts(
             self.counts.num_copies + 1,
@@ -221,7 +221,7 @@ class PeerCopier:
             "values": own.values,
         }
         boxes = self._list_sent_boxes(self._owner)
-        received = slot.held_buffer.reserve_copies([_count_bytes([box]) for box in boxes])
+        received = slot.peer_buffer.reserve_copies([_count_bytes([box]) for box in boxes])
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         length = torch.zeros(1, dtype=torch.int64)
         self._transfer(torch.tensor([text.numel()], dtype=torch.int64), length)
@@ -235,15 +235,15 @@ class PeerCopier:
                 f"{own.copy_id.step} was expected"
             )
         outgoing = slot.own_buffer.list_pieces(sent_bytes)
-        incoming = slot.held_buffer.list_pieces(_count_bytes(boxes))
+        incoming = slot.peer_buffer.list_pieces(_count_bytes(boxes))
         for index in range(max(len(outgoing), len(incoming))):
             self._transfer(
                 outgoing[index] if index < len(outgoing) else None,
                 incoming[index] if index < len(incoming) else None,
             )
-        arrived = dict(zip(boxes, received, strict=True))
+        received_parts = dict(zip(boxes, received, strict=True))
         parts = {
-            box: arrived[box] if box in arrived else own.parts[box]
+            box: received_parts[box] if box in received_parts else own.parts[box]
             for box in self._boxes_of_ranks[self._owner]
         }
         return StateCopy(

@@ -67,19 +67,19 @@ class CopySlot:
     """Memory for the copies of one step: this rank's own state and that of a peer."""
 
     own: StateCopy | None = None
-    held: StateCopy | None = None
+    peer: StateCopy | None = None
     """Copy of the peer's state. Boxes that this rank has too refer to `own`'s memory."""
     own_buffer: HostBuffer = field(default_factory=HostBuffer)
-    held_buffer: HostBuffer = field(default_factory=HostBuffer)
+    peer_buffer: HostBuffer = field(default_factory=HostBuffer)
 
     def clear(self) -> None:
         """Forget the copies, and keep the memory for the next ones."""
-        self.own = self.held = None
+        self.own = self.peer = None
 
     @property
     def copies(self) -> tuple[StateCopy, ...]:
         """Complete copies."""
-        return tuple(copy for copy in (self.own, self.held) if copy is not None)
+        return tuple(copy for copy in (self.own, self.peer) if copy is not None)
 
 
 class PeerMemory:
@@ -87,7 +87,7 @@ class PeerMemory:
 
     def __init__(self) -> None:
         self._slots = (CopySlot(), CopySlot())
-        self._kept_slot = 1
+        self._complete_slot = 1
         """Index of the slot whose copies are complete on all ranks, if any are."""
         self.generation = 0
         """Number of the newest generation that this process took part in."""
@@ -107,13 +107,13 @@ class PeerMemory:
         Call it only when the copies of the step before are complete on all ranks, which are then
         the ones that are kept.
         """
-        slot = self._slots[1 - self._kept_slot]
+        slot = self._slots[1 - self._complete_slot]
         slot.clear()
         return slot
 
     def keep_slot(self, slot: CopySlot) -> None:
         """Keep this slot's copies at the next `open_slot`."""
-        self._kept_slot = self._slots.index(slot)
+        self._complete_slot = self._slots.index(slot)
 
     def keep_copies(self, copy_id: CopyId) -> None:
         """Keep the copies of this identity at the next `open_slot`, if there are any."""

@@ -19,7 +19,7 @@ from shardwright.planner.offload_costs import get_host_memory_rate, get_transfer
 from shardwright.planner.prediction import Prediction
 from shardwright.units import format_bytes, format_seconds
 
-NUM_KEPT_STEPS = 2
+NUM_COPIED_STEPS = 2
 """Steps whose copies are in memory: one is complete while the next one arrives."""
 _LOCAL_PASSES = 4.0
 """Times that a byte is read or written in host memory on its way between two processes of a node:
@@ -142,7 +142,7 @@ def count_node_bytes(
         _, received = count_copy_bytes(placement, layout, bytes_of_parameter, owner, rank)
         owns.append(own)
         sents.append(sent)
-        total += NUM_KEPT_STEPS * (own + received)
+        total += NUM_COPIED_STEPS * (own + received)
     return max(owns), max(sents), total
 
 
