@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.event_log import ResumeEvent, WarningEvent, read_events
+from shardwright.telemetry.event_log import (
+    RestartEvent,
+    ResumeEvent,
+    RunStartedEvent,
+    WarningEvent,
+    read_events,
+)
 from tests.faults.conftest import Run, assert_same_end
 from tests.faults.test_deaths import make_death
 
@@ -131,3 +137,34 @@ def test_a_rolled_back_state_is_not_continued_from_memory(run: Run, tmp_path: Pa
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
     (resume,) = read_resumes(tmp_path / "run")
     assert (resume.source, resume.step) == ("checkpoint", 4)
+
+
+@pytest.mark.long
+def test_fewer_ranks_continue_from_memory(run: Run, tmp_path: Path) -> None:
+    """Rank 3 dies again as soon as it is back: two ranks continue with the state of the four.
+
+    The run ends as one of four ranks that was stopped at the same step and resumed by two.
+    """
+    words = ["--set", "training.gradient_accumulation_steps=null"]
+    words += ["--set", "training.micro_batch_size=1", *ONLY_AT_THE_END]
+    faults = [make_death(3, 5, "forward"), make_death(3, 5, "optimizer")]
+    done = run(*words, *PEER, "--set", "elastic.min_ranks=2", faults=faults, ranks=4)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    events = read_events(tmp_path / "run")
+    starts = events.filter_by_type(RunStartedEvent)
+    assert [start.world_size for start in starts] == [4, 4, 2]
+    resumes = read_resumes(tmp_path / "run")
+    assert [resume.source for resume in resumes] == ["memory", "memory"]
+    step = resumes[1].step
+    assert step in (4, 5)
+    # Rank 1 left: of all others the copy or the state itself is in a process that stayed.
+    restart = events.filter_by_type(RestartEvent)[1]
+    assert restart.surviving_ranks == (0, 1)
+    (tmp_path / "run").rename(tmp_path / "smaller")
+    stop: dict[str, Any] = {"rank": 0, "step": step - 1, "place": "interrupt", "signals": []}
+    done = run(*words, faults=[stop], ranks=4)
+    assert done.returncode == ExitCode.PREEMPTED, done.stderr
+    done = run(*words, "--resume", ranks=2)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert [resume.step for resume in read_resumes(tmp_path / "run")] == [step]
+    assert_same_end(tmp_path / "smaller", tmp_path / "run")

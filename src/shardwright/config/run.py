@@ -68,9 +68,9 @@ class ElasticSection(RecipeSection):
     """Maximum number of restarts in one call of `train`; 0 ends the run at the first
     failure."""
     min_ranks: Positive | None = None
-    """Minimum number of ranks. After a generation that saved nothing new, restart with fewer
-    ranks, if the layout leaves a degree open and the global batch stays the same. Null always
-    restarts with the same number."""
+    """Minimum number of ranks. After a generation that saved nothing new (with `peer_copies`: that
+    finished no step), restart with fewer ranks, if the layout leaves a degree open and the global
+    batch stays the same. Null always restarts with the same number."""
     warm_restarts: bool = False
     """Keep the processes of the ranks that are not lost, with their imports, compiled code and
     caches, and start the lost rank from a spare process that waits. A restart then takes about

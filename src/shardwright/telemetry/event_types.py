@@ -293,7 +293,8 @@ class RestartEvent(Event):
     is_warm: bool = False
     """True with `elastic.warm_restarts`."""
     surviving_ranks: tuple[int, ...] = ()
-    """Warm restarts: ranks that keep their process. Without any the restart is a cold one."""
+    """Warm restarts: ranks with a process of the generation before. Without any the restart is a
+    cold one."""
     stuck_ranks: tuple[int, ...] = ()
     """Warm restarts: ranks whose process was replaced because it could not leave the failed
     generation."""
