@@ -146,7 +146,7 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
     caplog.set_level(logging.CRITICAL)
     checked, state, run = trained
     original = read_values(folder)
-    newest = checkpointing.find_newest_checkpoint(run.checkpoints)
+    newest = resume_point.find_newest_checkpoint(run.checkpoints)
     assert newest is not None
     current: list[Any] = [original]
     device = torch.device("cpu")
@@ -187,7 +187,7 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
         return content
 
     monkeypatch.setattr("shardwright.checkpoint.tensor_loading.read_values", read_current_values)
-    monkeypatch.setattr(checkpointing, "find_newest_checkpoint", lambda *_, **__: newest)
+    monkeypatch.setattr(resume_point, "find_newest_checkpoint", lambda *_, **__: newest)
     monkeypatch.setattr(checkpointing, "load_checkpoint", lambda *_, **__: None)
     refused = accepted = longest = 0
     for variant in iterate_variants():
