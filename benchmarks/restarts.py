@@ -29,13 +29,7 @@ from typing import Any
 import yaml
 
 from benchmarks.conditions import read_conditions
-from shardwright.telemetry.event_log import (
-    Event,
-    ResumeEvent,
-    StepEvent,
-    read_events,
-    select_surviving_steps,
-)
+from shardwright.telemetry.event_log import StepEvent, read_events, select_surviving_steps
 
 RANKS = 2
 SETTINGS = {
@@ -78,8 +72,8 @@ class Measurement:
     recovery_seconds: list[float]
     """Seconds from each SIGKILL to the end of the next optimizer step."""
     goodput: float
-    steps_lost: list[int]
-    """Finished steps that were run again after each SIGKILL."""
+    steps_lost: int
+    """Finished steps that were run again after all SIGKILLs."""
     step_seconds: float
     """Median time of a step."""
 
@@ -105,23 +99,20 @@ def measure_restarts(
         return Measurement(
             recovery_seconds,
             sum(surviving_seconds) / wall_seconds,
-            _count_lost_steps(list(log)),
+            _count_lost_steps(steps),
             statistics.median(surviving_seconds),
         )
     finally:
         shutil.rmtree(folder)
 
 
-def _count_lost_steps(events: Sequence[Event]) -> list[int]:
-    """Count the finished steps that each resume withdraws."""
-    lost = []
+def _count_lost_steps(steps: Sequence[StepEvent]) -> int:
+    """Count the finished steps that were run again, also from step 0 without a checkpoint."""
+    lost = 0
     newest = 0
-    for event in events:
-        if isinstance(event, StepEvent):
-            newest = event.step
-        elif isinstance(event, ResumeEvent):
-            lost.append(max(0, newest - event.step))
-            newest = event.step
+    for event in steps:
+        lost += max(0, newest - event.step + 1)
+        newest = event.step
     return lost
 
 
@@ -206,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds = sorted(result.recovery_seconds) or [0.0]
         rows.append(
             f"| {name} | {statistics.median(seconds):.2f} s | {seconds[0]:.2f} to "
-            f"{seconds[-1]:.2f} s | {statistics.mean(result.steps_lost or [0]):.1f} | "
+            f"{seconds[-1]:.2f} s | {result.steps_lost / max(1, options.kills):.1f} | "
             f"{result.goodput:.0%} | {result.step_seconds * 1000:.0f} ms |"
         )
     sys.stdout.write(
