@@ -1,9 +1,11 @@
-"""Time that lost ranks cost with cold and warm restarts: python -m benchmarks.restarts.
+"""Time that lost ranks cost with each kind of restart: python -m benchmarks.restarts.
 
-Two ranks train a small model on the CPU and save after every step. One of them gets SIGKILL every
-`--interval` seconds. Reported are the seconds from the signal to the end of the next optimizer
-step, and the goodput: the share of the time from the first step to the last one that surviving
-steps took. `--kills 0` measures the goodput of an undisturbed run.
+Two ranks train a small model on the CPU and save after every `--save-every` steps. One of them gets
+SIGKILL every `--interval` seconds. Restarts are cold, warm, or warm from the copies that the ranks
+keep of each other's state in memory. Reported are the seconds from the signal to the end of the
+next optimizer step, the finished steps that are run again, and the goodput: the share of the time
+from the first step to the last one that surviving steps took. `--kills 0` measures the goodput of
+an undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -50,9 +53,14 @@ SETTINGS = {
         "max_steps": 100_000,
         "learning_rate": 1e-3,
     },
-    "checkpoint": {"every_steps": 1, "keep_last": 3, "keep_best": False},
     "run": {"device": "cpu", "timeout_seconds": 300.0},
 }
+KINDS: dict[str, dict[str, Any]] = {
+    "cold": {},
+    "warm": {"warm_restarts": True},
+    "memory": {"warm_restarts": True, "peer_copies": 1},
+}
+"""Settings of `elastic` by the name of the kind of restart."""
 _POLL_SECONDS = 0.01
 _MAX_WAIT_SECONDS = 300.0
 
@@ -64,17 +72,21 @@ class Measurement:
     recovery_seconds: list[float]
     """Seconds from each SIGKILL to the end of the next optimizer step."""
     goodput: float
+    steps_lost: int
+    """Finished steps that were run again after all SIGKILLs."""
     step_seconds: float
     """Median time of a step."""
 
 
-def measure_restarts(num_kills: int, interval_seconds: float, *, is_warm: bool) -> Measurement:
+def measure_restarts(
+    num_kills: int, interval_seconds: float, elastic: dict[str, Any], save_every_steps: int
+) -> Measurement:
     """Train, kill a rank at each interval, and stop the run after one more interval."""
     folder = Path(tempfile.mkdtemp(prefix="restarts-"))
     try:
         run = folder / "run"
         with (folder / "errors").open("w") as errors:
-            launcher = _start_run(folder, num_kills, errors, is_warm=is_warm)
+            launcher = _start_run(folder, num_kills, errors, elastic, save_every_steps)
             try:
                 recovery_seconds = _kill_ranks(launcher, run, folder, num_kills, interval_seconds)
             finally:
@@ -87,22 +99,39 @@ def measure_restarts(num_kills: int, interval_seconds: float, *, is_warm: bool) 
         return Measurement(
             recovery_seconds,
             sum(surviving_seconds) / wall_seconds,
+            _count_lost_steps(steps),
             statistics.median(surviving_seconds),
         )
     finally:
         shutil.rmtree(folder)
 
 
+def _count_lost_steps(steps: Sequence[StepEvent]) -> int:
+    """Count the finished steps that were run again, also from step 0 without a checkpoint."""
+    lost = 0
+    newest = 0
+    for event in steps:
+        lost += max(0, newest - event.step + 1)
+        newest = event.step
+    return lost
+
+
 def _start_run(
-    folder: Path, num_kills: int, errors: object, *, is_warm: bool
+    folder: Path,
+    num_kills: int,
+    errors: object,
+    elastic: dict[str, Any],
+    save_every_steps: int,
 ) -> subprocess.Popen[bytes]:
     (folder / "corpus.txt").write_text(
         "".join(f"{a} + {b} = {a + b}\n" for a, b in itertools.product(range(200), range(200)))
     )
     data = {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")}
-    elastic = {"max_restarts": max(1, num_kills), "warm_restarts": is_warm}
+    elastic = {"max_restarts": max(1, num_kills)} | elastic
+    checkpoint = {"every_steps": save_every_steps, "keep_last": 3, "keep_best": False}
+    sections = {"data": data, "elastic": elastic, "checkpoint": checkpoint}
     recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(SETTINGS | {"data": data, "elastic": elastic}))
+    recipe.write_text(yaml.safe_dump(SETTINGS | sections))
     temporary = folder / "temporary"
     temporary.mkdir()
     words = [sys.executable, "-m", "shardwright", "train", str(recipe)]
@@ -154,25 +183,30 @@ def _wait_for_step(launcher: subprocess.Popen[bytes], run: Path, *, since_second
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure both kinds of restart and print a table in Markdown."""
+    """Measure each kind of restart and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--interval", type=float, default=10.0, help="seconds between kills")
+    parser.add_argument("--save-every", type=int, default=1, help="steps between checkpoints")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     rows = []
-    for name, is_warm in (("cold", False), ("warm", True)):
-        result = measure_restarts(options.kills, options.interval, is_warm=is_warm)
+    for name in options.kinds:
+        result = measure_restarts(options.kills, options.interval, KINDS[name], options.save_every)
         seconds = sorted(result.recovery_seconds) or [0.0]
         rows.append(
             f"| {name} | {statistics.median(seconds):.2f} s | {seconds[0]:.2f} to "
-            f"{seconds[-1]:.2f} s | {result.goodput:.0%} | {result.step_seconds * 1000:.0f} ms |"
+            f"{seconds[-1]:.2f} s | {result.steps_lost / max(1, options.kills):.1f} | "
+            f"{result.goodput:.0%} | {result.step_seconds * 1000:.0f} ms |"
         )
     sys.stdout.write(
-        f"{options.kills} kills, one every {options.interval:g} s; load average {load:.1f} at the "
+        f"{options.kills} kills, one every {options.interval:g} s; a checkpoint every "
+        f"{options.save_every} steps; load average {load:.1f} at the "
         f"beginning, {os.getloadavg()[0]:.1f} at the end; {read_conditions()}\n\n"
-        "| restart | SIGKILL to the next step, median | range | goodput | step |\n"
-        "|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        "| restart | SIGKILL to the next step, median | range | steps lost, mean | goodput "
+        "| step |\n"
+        "|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
     )
 
 

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("placement",),
     ("plans",),
     ("model", "numerics", "optim", "data", "checkpoint", "planner", "cluster", "convert"),
-    ("parallel", "offload", "report", "watchdog"),
+    ("parallel", "offload", "peer_copies", "report", "watchdog"),
     ("launch",),
     ("training", "inference"),
     ("verification", "rehearsal", "doctor", "audit", "tuning"),

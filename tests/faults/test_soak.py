@@ -17,6 +17,7 @@ import pytest
 
 from shardwright.errors import ExitCode
 from shardwright.telemetry.event_log import (
+    ResumeEvent,
     RunStartedEvent,
     StepEvent,
     read_events,
@@ -36,7 +37,7 @@ AT_START = 0.2
 """Share of the kills while ranks start: imports, rendezvous, reading the checkpoint."""
 
 
-AT_START_SECONDS = {"cold": 4.0, "warm": 0.6}
+AT_START_SECONDS = {"cold": 4.0, "warm": 0.6, "memory": 0.6}
 """Longest time after the start of a generation at which these kills happen."""
 
 
@@ -93,6 +94,7 @@ def kill_at_random(
     run: Path,
     kills: int,
     generator: random.Random,
+    kind: str,
     warm_folder: Path | None,
 ) -> list[float]:
     """Kill one rank of each generation, some at its start, some after a few steps.
@@ -100,6 +102,7 @@ def kill_at_random(
     Return the seconds from each start of ranks to the next training step.
 
     Args:
+        kind: kind of restart, a key of `AT_START_SECONDS`.
         warm_folder: folder for temporary files of a run with warm restarts, None for others.
     """
     progress = Progress(run)
@@ -123,7 +126,6 @@ def kill_at_random(
         num_steps = generator.randint(0, STEPS_PER_KILL - 2)
         started = time.monotonic()
         if generator.random() < AT_START:
-            kind = "cold" if warm_folder is None else "warm"
             time.sleep(generator.uniform(0.0, AT_START_SECONDS[kind]))
         else:
             while progress.starts == starts:
@@ -149,6 +151,7 @@ def kill_at_random(
         pytest.param(2, "cold", marks=pytest.mark.long),
         pytest.param(50, "cold", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
         pytest.param(50, "warm", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
+        pytest.param(50, "memory", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )
 def test_kills_at_random_moments_cost_time_and_nothing_else(
@@ -156,7 +159,7 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
 ) -> None:
     """Each kill comes at a random moment of a generation's life."""
     run = tmp_path / "run"
-    is_warm = kind == "warm"
+    is_warm = kind != "cold"
     is_short = kills == SHORT_KILLS
     steps = STEPS_PER_KILL * kills
     length = ["--set", f"training.max_steps={steps}"]
@@ -168,9 +171,11 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
         "--set",
         f"elastic.max_restarts={kills}",
         "--set",
-        "checkpoint.every_steps=1",
+        f"checkpoint.every_steps={10 if kind == 'memory' else 1}",
         "--set",
         f"elastic.warm_restarts={str(is_warm).lower()}",
+        "--set",
+        f"elastic.peer_copies={int(kind == 'memory')}",
     ]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -183,7 +188,7 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
         process = start(command, cwd=ROOT, env=environment, stderr=errors)
     try:
         restart_seconds = kill_at_random(
-            process, run, kills, random.Random(kills), temporary if is_warm else None
+            process, run, kills, random.Random(kills), kind, temporary if is_warm else None
         )
         assert process.wait(timeout=1800) == ExitCode.DONE, (tmp_path / "errors").read_text()[
             -4000:
@@ -198,11 +203,14 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
     useful = sum(step.step_seconds for step in select_surviving_steps(events))
     num_generations = len(events.filter_by_type(RunStartedEvent))
     num_steps = len(events.filter_by_type(StepEvent))
+    from_memory = sum(event.source == "memory" for event in events.filter_by_type(ResumeEvent))
+    assert (from_memory > kills // 2) == (kind == "memory")
     with capsys.disabled():
         sys.stdout.write(
             f"\n{kills} kills ({kind}) in {seconds:.0f} s, "
             f"{num_generations} generations that trained: "
-            f"{steps} of {num_steps} steps count; training continued "
-            f"{statistics.median(restart_seconds):.1f} s after ranks were started; "
+            f"{steps} of {num_steps} steps count; {from_memory} restarts from memory; "
+            f"training continued {statistics.median(restart_seconds):.1f} s after "
+            "ranks were started; "
             f"goodput {useful / seconds:.2%} of the time\n"
         )

@@ -31,6 +31,9 @@ PLACES = {
     "optimizer": "signals, before the update",
     "save": "signals, before a file of this step's checkpoint is synchronised to the disk",
     "publish": "signals, after that checkpoint is renamed and before `latest` points to it",
+    "announce": "signals, before this rank announces the copy of its state after the step",
+    "send": "signals, before the parts of that copy are sent, after its values",
+    "kept": "signals, after that copy and the peer's are complete on this rank",
     "flip": "a bit of a weight flips after the step",
     "poison": "a gradient is not a number",
     "pass over": "the update is skipped, as if some gradient were not a number",
@@ -56,6 +59,8 @@ class Faults:
         """Its `step` is that of the checkpoint that this thread writes; in the background it
         differs from the loop's.
         """
+        self.copying = threading.local()
+        """Its `step` is that of the copy that this thread sends, `transfers` their number."""
 
     # A process that waits for its rank has none when the faults are installed.
     @cached_property
@@ -74,7 +79,11 @@ class Faults:
     def take_due_faults(self, place: str) -> list[dict[str, Any]]:
         """Return the faults that are due at this place, each once."""
         due = []
-        step = getattr(self.saving, "step", None) if place in ("save", "publish") else self.step
+        step = self.step
+        if place in ("save", "publish"):
+            step = getattr(self.saving, "step", None)
+        elif place in ("announce", "send", "kept"):
+            step = self.copying.step
         for fault in self.plan:
             mark = Path(os.environ[MARKS]) / "-".join(
                 str(fault[key]) for key in ("rank", "step", "place")
@@ -145,6 +154,32 @@ def install_faults(faults: Faults) -> None:
     call_before(Disk, "sync", lambda *_: faults.send_signals("save"))
     call_before(commit, "move_pointer", lambda *_, **__: faults.send_signals("publish"))
     install_update_faults(faults, loop, step_policy)
+    install_copy_faults(faults)
+
+
+def install_copy_faults(faults: Faults) -> None:
+    """Install the faults while the state is copied to a peer's memory."""
+    from shardwright.peer_copies.copier import PeerCopier
+    from shardwright.peer_copies.memory import PeerMemory
+
+    def announce(_copier: object, copy_id: Any, _boxes: object) -> None:
+        faults.copying.step = copy_id.step
+        faults.copying.transfers = 0
+        faults.send_signals("announce")
+
+    def transfer(*_: object) -> None:
+        faults.copying.transfers += 1
+        if faults.copying.transfers == 3:  # after the length and the text of the values
+            faults.send_signals("send")
+
+    def keep(original: Callable[..., Any], *arguments: Any) -> None:
+        original(*arguments)
+        if hasattr(faults.copying, "step"):  # not when a generation starts
+            faults.send_signals("kept")
+
+    call_before(PeerCopier, "_announce", announce)
+    call_before(PeerCopier, "_transfer", transfer)
+    replace(PeerMemory, "keep_slot", keep)
 
 
 def _pause(seconds: float, *_: object) -> None:

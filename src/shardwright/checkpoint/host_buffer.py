@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
@@ -40,7 +41,7 @@ class HostBuffer:
         self._reserve(sum(tensor.nbytes for tensor in tensors), is_pinned=device is not None)
         copies = []
         start = 0
-        with torch.no_grad(), _use_copy_stream(device, ready_event):
+        with torch.no_grad(), use_copy_stream(device, ready_event):
             for tensor in tensors:
                 pieces = tuple(self._iterate_pieces(start, tensor.nbytes))
                 sources = view_bytes(tensor).split([piece.numel() for piece in pieces])
@@ -49,6 +50,19 @@ class HostBuffer:
                 copies.append(HostCopy(pieces))
                 start += tensor.nbytes
         return copies
+
+    def reserve_copies(self, sizes_bytes: Sequence[int]) -> list[HostCopy]:
+        """Return memory for tensors of these sizes, which the caller fills; as `copy_tensors`."""
+        self._reserve(sum(sizes_bytes), is_pinned=False)
+        starts = accumulate(sizes_bytes, initial=0)
+        return [
+            HostCopy(tuple(self._iterate_pieces(start, size)))
+            for start, size in zip(starts, sizes_bytes, strict=False)
+        ]
+
+    def list_pieces(self, num_bytes: int) -> list[torch.Tensor]:
+        """List the first bytes of the buffer, in pieces whose sizes follow from `num_bytes`."""
+        return list(self._iterate_pieces(0, num_bytes))
 
     def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
         """Allocate chunks for `num_bytes`: all of the same size but the last, which is smaller."""
@@ -78,7 +92,7 @@ def _allocate(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
 
 
 @contextmanager
-def _use_copy_stream(
+def use_copy_stream(
     device: torch.device | None, ready_event: torch.cuda.Event | None
 ) -> Iterator[None]:
     """Run the block on a separate CUDA stream, synchronised at the end, if there is a GPU."""

@@ -270,19 +270,20 @@ def _fill_tensor(
             shared = local_slice.box.intersect(stored_slice.box)
             if shared is not None:
                 file, stored = files.find(stored_slice.file, stored_slice.key)
-                target = _narrow_to_box(local_slice.values, shared.rebase(local_slice.box))
-                _read_box(
+                target = view_box(local_slice.values, shared.rebase(local_slice.box))
+                read_box(
                     file, stored, stored_slice.box.lengths, shared.rebase(stored_slice.box), target
                 )
 
 
-def _narrow_to_box(values: torch.Tensor, box: Box) -> torch.Tensor:
+def view_box(values: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the view of a tensor in `box`, whose offsets are relative to the tensor."""
     for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
         values = values.narrow(dim, start, length)
     return values
 
 
-def _read_box(
+def read_box(
     file: ReadableFile, stored: HeaderEntry, shape: tuple[int, ...], box: Box, target: torch.Tensor
 ) -> None:
     """Read part `box` of a stored slice of `shape` into `target`.
@@ -313,7 +314,7 @@ def _read_box(
         for begin, length in ((0, half), (half, box.lengths[dim] - half)):
             offsets = tuple(offset + begin * (d == dim) for d, offset in enumerate(box.offsets))
             lengths = tuple(length if d == dim else full for d, full in enumerate(box.lengths))
-            _read_box(file, stored, shape, Box(offsets, lengths), target.narrow(dim, begin, length))
+            read_box(file, stored, shape, Box(offsets, lengths), target.narrow(dim, begin, length))
 
 
 def _count_run_elements(shape: tuple[int, ...], box: Box) -> int:

@@ -103,7 +103,7 @@ def finish_save(
     disk = disk or get_disk(root)
     folder: StoragePath | None = None
     try:
-        values = {**plan.values, **_merge_values(ranks, plan.merged_values)}
+        values = {**plan.values, **merge_values(ranks, plan.merged_values)}
         folder = _create_folder(ranks, root, plan.step, disk)
         manifest = _write_files(ranks, plan, values, folder, disk)
         path, removed = _commit_folder(ranks, root, folder, manifest, retention, is_best, disk)
@@ -116,8 +116,12 @@ def finish_save(
     )
 
 
-def _merge_values(ranks: RankGroup, local_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the objects of all ranks, which are sent in full only if they differ."""
+def merge_values(ranks: RankGroup, local_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the objects of all ranks, which are sent in full only if they differ.
+
+    Raises:
+        SaveFailed: ranks disagree about a value.
+    """
     digests = ranks.all_gather(
         hashlib.sha256(json.dumps(local_values, sort_keys=True).encode()).hexdigest()
     )
@@ -125,16 +129,19 @@ def _merge_values(ranks: RankGroup, local_values: Mapping[str, Any]) -> dict[str
         return dict(local_values)
     result: dict[str, Any] = {}
     for rank, values in enumerate(ranks.all_gather(local_values)):
-        _merge_into(result, values, rank, "values")
+        merge_into(result, values, rank, "values")
     return result
 
 
-def _merge_into(
-    target: dict[str, Any], values: Mapping[str, Any], rank: int, location: str
-) -> None:
+def merge_into(target: dict[str, Any], values: Mapping[str, Any], rank: int, location: str) -> None:
+    """Merge a rank's object into `target`, key by key; `location` is its name in errors.
+
+    Raises:
+        SaveFailed: a value differs from that of an earlier rank.
+    """
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(target.setdefault(key, {}), dict):
-            _merge_into(target[key], value, rank, f"{location}.{key}")
+            merge_into(target[key], value, rank, f"{location}.{key}")
         elif target.setdefault(key, value) != value:
             raise SaveFailed(
                 f"ranks disagree about {location}.{key}: "

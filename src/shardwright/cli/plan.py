@@ -167,6 +167,7 @@ def plan_command(
     # Imported here: the catalogue and the planner take time that `--help` does not need.
     from shardwright import api
     from shardwright.planner.cluster_choice import choose_cluster
+    from shardwright.planner.peer_copy_costs import predict_recipe_copies
     from shardwright.planner.step_profile import find_profile_path, load_step_profile
 
     target = choose_cluster(loaded_recipe, cluster, num_nodes=nodes, link=link, profile=profile)
@@ -196,6 +197,7 @@ def plan_command(
     if json_output or (emit is not None and out is None):
         sys.stderr.writelines(f"{line}\n" for line in corrections)
     seconds = time.perf_counter() - started
+    peer_copies = predict_recipe_copies(loaded_recipe, result.chosen, target)
     if html is not None:
         from shardwright.report.plan_page import render_plan
 
@@ -210,6 +212,7 @@ def plan_command(
             {"schema_version": SCHEMA_VERSION}
             | _build_json(result, loaded_recipe, target)
             | {"emitted": emitted, "seconds": seconds}
+            | {"peer_copies": None if peer_copies is None else asdict(peer_copies)}
         )
         sys.stdout.write(json.dumps(content) + "\n")
         _print_warning(result)
@@ -229,6 +232,9 @@ def plan_command(
             seconds=seconds,
             corrections=corrections,
         )
+        if peer_copies is not None:
+            assert result.chosen is not None
+            sys.stdout.write(f"{peer_copies.describe(result.chosen.time.step)}\n")
     if result.chosen is None:
         raise LayoutError(
             f"no layout fits on {target.name}"

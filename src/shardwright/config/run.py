@@ -68,15 +68,21 @@ class ElasticSection(RecipeSection):
     """Maximum number of restarts in one call of `train`; 0 ends the run at the first
     failure."""
     min_ranks: Positive | None = None
-    """Minimum number of ranks. After a generation that saved nothing new, restart with fewer
-    ranks, if the layout leaves a degree open and the global batch stays the same. Null always
-    restarts with the same number."""
+    """Minimum number of ranks. After a generation that saved nothing new (with `peer_copies`: that
+    finished no step), restart with fewer ranks, if the layout leaves a degree open and the global
+    batch stays the same. Null always restarts with the same number."""
     warm_restarts: bool = False
     """Keep the processes of the ranks that are not lost, with their imports, compiled code and
     caches, and start the lost rank from a spare process that waits. A restart then takes about
     a second instead of several; the spare occupies a few hundred MB of host memory. Processes
     that cannot leave the failed generation within ten seconds are replaced. Only for ranks
     started by `train --nproc`."""
+    peer_copies: Annotated[int, Field(ge=0, le=1)] = 0
+    """1 keeps a copy of every rank's state in the memory of another rank's process, on another
+    node if there are several, and renews it after every step while the next one is computed. A
+    warm restart then continues from memory, without reading a checkpoint, and loses at most the
+    step in progress and the one whose copy was on its way. Host memory: twice the state of a rank
+    and twice what it receives. 0 keeps none."""
     rollback: RollbackSection | None = None
     """Automatic rollback on loss spikes; null continues without rollback."""
 
@@ -86,6 +92,10 @@ class ElasticSection(RecipeSection):
             raise ValueError("`min_ranks` is for restarts: set `max_restarts` too")
         if self.warm_restarts and not self.max_restarts:
             raise ValueError("`warm_restarts` is for restarts: set `max_restarts` too")
+        if self.peer_copies and not self.warm_restarts:
+            raise ValueError(
+                "`peer_copies` are in the memory of processes that stay: set `warm_restarts` too"
+            )
         return self
 
 

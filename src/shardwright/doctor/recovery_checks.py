@@ -15,7 +15,7 @@ from shardwright.doctor.checklist_context import ChecklistContext
 from shardwright.doctor.finding import Finding, Verdict
 from shardwright.doctor.storage import OutputFolder, find_existing_folder, time_write
 from shardwright.errors import CheckpointError
-from shardwright.training.checkpointing import find_resume_point
+from shardwright.training.resume_point import find_resume_point
 from shardwright.units import format_bytes, format_seconds
 
 GPU_HOURS_PER_FAILURE = 50_675.0

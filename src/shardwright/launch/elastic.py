@@ -61,13 +61,25 @@ class Restart:
 
 
 def run_with_restarts(
-    recipe: Recipe, world_size: int, launch: Callable[[LaunchAttempt], None], stop: StopRequest
+    recipe: Recipe,
+    world_size: int,
+    launch: Callable[[LaunchAttempt], None],
+    stop: StopRequest,
+    read_newest_step: Callable[[], int] = lambda: 0,
 ) -> None:
     """Call `launch` until an attempt succeeds, with at most `elastic.max_restarts` restarts.
 
-    After an attempt that saved no new checkpoint, the next one uses fewer ranks if
-    `elastic.min_ranks` and the layout allow it with the same global batch: a lost device may
-    not come back.
+    After an attempt that made no progress, the next one uses fewer ranks if `elastic.min_ranks`
+    and the layout allow it with the same global batch: a lost device may not come back. Progress
+    is a new checkpoint, or with copies in memory a finished step.
+
+    Args:
+        recipe: Recipe of the run.
+        world_size: Number of ranks of the first attempt.
+        launch: Starts the ranks of an attempt and waits for them.
+        stop: Request to stop, after which nothing is restarted.
+        read_newest_step: Returns the newest finished step from which ranks can continue without a
+            checkpoint; 0 if they cannot.
 
     Raises:
         ShardwrightError: Error of the last attempt. Raised at once if a stop was requested or a
@@ -78,6 +90,7 @@ def run_with_restarts(
     generation = LaunchAttempt(0, world_size)
     while True:
         saved_before = _read_latest(folder.checkpoints)
+        step_before = read_newest_step()
         try:
             launch(generation)
             return
@@ -89,8 +102,9 @@ def run_with_restarts(
             ):
                 raise
             has_saved = _read_latest(folder.checkpoints) != saved_before
+            has_progressed = has_saved or read_newest_step() > step_before
             # After running out of memory, fewer ranks would need even more memory each.
-            keeps_size = has_saved or isinstance(error, OutOfMemory)
+            keeps_size = has_progressed or isinstance(error, OutOfMemory)
             size = (
                 generation.world_size
                 if keeps_size

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +67,10 @@ class RankProcesses:
         self._num_restarts_left = num_restarts
         self._processes: dict[int, Popen[bytes]] = {}
         """Process of each rank of the current or last generation that still runs."""
+        self._num_ranks = 0
+        """Number of ranks of the current or last generation."""
+        self.newest_step = 0
+        """Newest step that any generation had finished when it ended."""
         self._spare: Popen[bytes] | None = None
         self._logs = tempfile.TemporaryDirectory(prefix="shardwright-")
         self.failed_at_seconds = 0.0
@@ -94,12 +98,17 @@ class RankProcesses:
         self._logs.cleanup()
 
     def list_survivors(self, num_ranks: int) -> tuple[int, ...]:
-        """List the ranks of the next generation, of `num_ranks`, that keep their process."""
-        return tuple(
-            rank
-            for rank, process in sorted(self._processes.items())
-            if rank < num_ranks and process.poll() is None
-        )
+        """List the ranks of the next generation, of `num_ranks`, that have a former process."""
+        return tuple(sorted(self._assign_survivors(num_ranks)))
+
+    def _assign_survivors(self, num_ranks: int) -> dict[int, int]:
+        """Assign ranks of the next generation to surviving processes: rank -> former rank."""
+        alive = {rank for rank, process in self._processes.items() if process.poll() is None}
+        staying = alive - choose_leaving_ranks(alive, len(alive) - num_ranks, self._num_ranks)
+        assigned = {rank: rank for rank in staying if rank < num_ranks}
+        vacant = (rank for rank in range(num_ranks) if rank not in assigned)
+        moving = sorted(rank for rank in staying if rank >= num_ranks)
+        return assigned | dict(zip(vacant, moving, strict=False))
 
     def run(
         self, num_ranks: int, module: str, arguments: Sequence[str], control: Path
@@ -112,12 +121,15 @@ class RankProcesses:
             control: Folder of this generation for outcomes and heartbeats.
         """
         self._module = module
-        survivors = self.list_survivors(num_ranks)
-        for rank in [rank for rank in self._processes if rank not in survivors]:
-            self._discard(self._processes.pop(rank))
+        survivors = self._assign_survivors(num_ranks)
+        former = self._processes
+        self._processes = {rank: former.pop(survivors[rank]) for rank in sorted(survivors)}
+        for process in former.values():
+            self._discard(process)
         for rank in range(num_ranks):
             if rank not in survivors:
                 self._processes[rank] = self._take_spare() or self._start_process()
+        self._num_ranks = num_ranks
         # In a list, so that nothing else keeps it when a rank is lost.
         stores = [_start_store()]
         run_id = uuid.uuid4().hex
@@ -191,6 +203,8 @@ class RankProcesses:
                 next_spare_check = now + _SPARE_POLL_SECONDS
                 self._prepare_spare(control, num_ranks)
             time.sleep(_POLL_SECONDS)
+        steps = [beat.step for beat in read_heartbeats(control)]
+        self.newest_step = max(self.newest_step, *steps, 0)
         if endings.statuses:
             self._num_restarts_left -= 1
         return endings
@@ -222,6 +236,32 @@ class RankProcesses:
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+def choose_leaving_ranks(alive: Collection[int], num_leaving: int, num_ranks: int) -> set[int]:
+    """Choose the processes that a smaller generation ends.
+
+    On one machine the copy of a rank's state is in the process of the next rank
+    (`elastic.peer_copies`). So a process leaves that has both neighbours, as long as there are
+    some; then no state is lost with its copy. Otherwise the last one leaves.
+
+    >>> choose_leaving_ranks({0, 1, 2}, 1, 4)  # rank 3 is lost, whose copy rank 0 has
+    {1}
+
+    Args:
+        alive: Ranks of the former generation whose processes stay.
+        num_leaving: Number of them that leave.
+        num_ranks: Number of ranks of the former generation.
+    """
+    staying = set(alive)
+    for _ in range(num_leaving):
+        apart = [
+            rank
+            for rank in staying
+            if {(rank - 1) % num_ranks, (rank + 1) % num_ranks} <= staying - {rank}
+        ]
+        staying.remove(max(apart or staying))
+    return set(alive) - staying
 
 
 def _start_store() -> dist.TCPStore:

@@ -36,6 +36,7 @@ from shardwright.launch.rank_outcome import (
 )
 from shardwright.launch.stop_signals import ignore_stop_signals
 from shardwright.parallel.mesh import abandon_process_groups, abort_nccl_groups
+from shardwright.peer_copies.copier import COPY_THREAD_NAME
 
 _OWN_ERRORS = (InputError, NonFiniteError, OutOfMemory, SaveFailed)
 """Errors that are no consequence of a lost peer, also while one is lost."""
@@ -179,11 +180,12 @@ def disconnect_from_ranks() -> None:
 def release_generation() -> bool:
     """Free what the failed generation has left; False if this process is of no further use.
 
-    Waits until threads that save have ended, so that nothing of the generation is written later.
+    Waits until threads that save or send copies have ended, so that nothing of the generation is
+    written later.
     """
     abandon_process_groups()
     for thread in threading.enumerate():
-        if thread.name.startswith(SAVE_THREAD_NAME):
+        if thread.name.startswith((SAVE_THREAD_NAME, COPY_THREAD_NAME)):
             thread.join()
     # Compiled code of the former model cannot be used again, but counts towards torch's limit of
     # recompilations. Inductor's cache on the disk stays.

@@ -84,21 +84,27 @@ def collect_optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]
     """
     create_state(optimizer)
     counts = {}
-    hyperparameters = {}
     for group in optimizer.param_groups:
-        group_values = {key: _to_json_value(group[key]) for key in _HYPERPARAMETERS if key in group}
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             counts[name] = (
                 optimizer.state[parameter]["step"]
                 if _has_step_count(optimizer)
                 else torch.zeros(())
             )
-            hyperparameters[name] = group_values
     return {
         "rule": get_rule(optimizer),
         "steps": _read_counts(counts),
-        "hyperparameters": hyperparameters,
+        "hyperparameters": collect_hyperparameters(optimizer),
     }
+
+
+def collect_hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Return as JSON the hyperparameters of each parameter, by its name."""
+    hyperparameters: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        group_values = {key: _to_json_value(group[key]) for key in _HYPERPARAMETERS if key in group}
+        hyperparameters |= dict.fromkeys(group["param_names"], group_values)
+    return hyperparameters
 
 
 def _read_counts(counts: dict[str, Tensor]) -> dict[str, int]:

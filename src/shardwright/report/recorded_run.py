@@ -271,6 +271,10 @@ def summarise_run(run: Run) -> dict[str, Any]:
             bool(event.surviving_ranks) for event in log.filter_by_type(RestartEvent)
         ),
         "resumes": len(log.filter_by_type(ResumeEvent)),
+        "memory_resumes": sum(
+            event.source == "memory" for event in log.filter_by_type(ResumeEvent)
+        ),
+        "lost_steps": sum(event.steps_lost or 0 for event in log.filter_by_type(ResumeEvent)),
         "skipped_steps": sum(isinstance(event, SkippedStepEvent) for event in run.surviving_events),
         "withdrawn_steps": withdrawn,
         "warnings": [event.message for event in log.filter_by_type(WarningEvent)],

@@ -126,7 +126,10 @@ def _format_memory(peaks: Sequence[int]) -> str | None:
 
 
 def _format_history(summary: dict[str, Any]) -> str | None:
-    names = ("checkpoints", "resumes", "skipped_steps", "withdrawn_steps")
+    names = (
+        *("checkpoints", "resumes", "memory_resumes", "lost_steps"),
+        *("skipped_steps", "withdrawn_steps"),
+    )
     counts = [
         f"{count:,} {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}"
         for name in names

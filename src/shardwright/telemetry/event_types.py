@@ -293,7 +293,8 @@ class RestartEvent(Event):
     is_warm: bool = False
     """True with `elastic.warm_restarts`."""
     surviving_ranks: tuple[int, ...] = ()
-    """Warm restarts: ranks that keep their process. Without any the restart is a cold one."""
+    """Warm restarts: ranks with a process of the generation before. Without any the restart is a
+    cold one."""
     stuck_ranks: tuple[int, ...] = ()
     """Warm restarts: ranks whose process was replaced because it could not leave the failed
     generation."""
@@ -303,10 +304,16 @@ class RestartEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeEvent(Event):
-    """Training continues from the checkpoint at `step`; withdraws lines of later steps."""
+    """Training continues from the state after `step`; withdraws lines of later steps."""
 
     kind: ClassVar[str] = "resumed"
-    path: str
+    path: str | None = None
+    """Checkpoint; None if the state was in memory."""
+    source: str = "checkpoint"
+    """`checkpoint`, or `memory`: copies in the memory of the ranks (`elastic.peer_copies`)."""
+    steps_lost: int | None = None
+    """With `elastic.peer_copies`: finished steps that are run again, besides the step that was in
+    progress."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,10 @@ def describe_event(event: Event, progress: RunProgress | None = None) -> str:
                 f"{event.world_size} ranks: {event.reason}{_describe_survivors(event)}"
             )
         case ResumeEvent():
-            return f"resumed at step {event.step:,} from {event.path}"
+            lost = (
+                f"; finished steps lost: {event.steps_lost}" if event.steps_lost is not None else ""
+            )
+            return f"resumed at step {event.step:,} from {event.path or 'copies in memory'}{lost}"
         case RollbackEvent():
             return (
                 f"rolled back from step {event.from_step:,} to step {event.step:,} "

@@ -5,23 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shardwright.checkpoint.background_save import BackgroundSaver
 from shardwright.checkpoint.commit import RetentionPolicy, list_step_folders
-from shardwright.checkpoint.drift import FieldDifference, find_differences, split_allowed
 from shardwright.checkpoint.fence import SUPERSEDED_MESSAGE, FencedDisk
 from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.object_store import get_disk
 from shardwright.checkpoint.rank_group import RankGroup
-from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.checkpoint.run_values import RunValues
 from shardwright.checkpoint.storage_path import StoragePath
 from shardwright.checkpoint.tensor_loading import (
     VerifiedCheckpoint,
-    find_newest_checkpoint,
     load_checkpoint,
     open_checkpoint,
     read_run_values,
@@ -30,102 +26,24 @@ from shardwright.checkpoint.tensor_saving import SavedCheckpoint
 from shardwright.errors import CheckpointError, SaveFailed
 from shardwright.optim.sharded_optimizer import Moment
 from shardwright.optim.state import (
+    collect_hyperparameters,
     collect_optimizer_moments,
     collect_optimizer_values,
     load_optimizer_values,
 )
 from shardwright.parallel.mesh import get_host_group
-from shardwright.training.checks.run_checks import FIXED_TRAINING_FIELDS, ValidatedRun
+from shardwright.peer_copies.copier import PeerCopier
+from shardwright.peer_copies.memory import get_process_memory
+from shardwright.peer_copies.recovery import load_copies
 from shardwright.training.rank_context import RankContext
+from shardwright.training.resume_point import (
+    CopiesInMemory,
+    ResumePoint,
+    collect_changeable_settings,
+)
 from shardwright.training.setup import TrainingState
 
 logger = logging.getLogger(__name__)
-
-_MAX_SHOWN_DIFFERENCES = 20
-
-FIXED_FIELDS = {
-    "model": "its tensors have other shapes or meanings",
-    "global_batch_size": "the data cursor counts batches: samples would be repeated or left out",
-    "optimizer.name": "its states belong to another update rule",
-    "freeze": "its optimizer states belong to other parameters",
-    "adapters": "its tensors have other shapes or meanings",
-    "base": "adapters fit only the base weights that they were trained with",
-}
-"""Fields that `--allow-drift` cannot allow to change in a resumed run, and the reasons."""
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Complete checkpoint of the same run, its values, and the drift allowed by field name."""
-
-    checkpoint: VerifiedCheckpoint
-    values: RunValues
-    allowed: tuple[FieldDifference, ...] = ()
-
-
-def find_resume_point(
-    validated_run: ValidatedRun, folder: RunFolder, allow_drift: Sequence[str] = ()
-) -> ResumePoint | None:
-    """Find the checkpoint to resume from; None if the run ended before its first one.
-
-    Collective, called before any rank writes.
-
-    Args:
-        allow_drift: Fields that may have changed, named as in the error; `optimizer` includes
-            all fields below it.
-
-    Raises:
-        CheckpointError: The checkpoints are damaged, or the recipe has changed too much.
-    """
-    found = find_newest_checkpoint(folder.checkpoints, group=get_host_group())
-    if found is None:
-        if folder.has_checkpoints:
-            raise CheckpointError(
-                "no complete checkpoint to resume from",
-                field="run.dir",
-                got=str(folder.checkpoints),
-            )
-        return None
-    values = read_run_values(found, group=get_host_group())
-    allowed, refused = split_allowed(
-        find_differences(values.run.to_saved_json(), validated_run.drift_fields),
-        allow_drift,
-        FIXED_FIELDS,
-    )
-    if refused:
-        more = (
-            f"; {len(refused) - _MAX_SHOWN_DIFFERENCES} more"
-            if len(refused) > _MAX_SHOWN_DIFFERENCES
-            else ""
-        )
-        raise CheckpointError(
-            "the recipe differs from the run's: "
-            f"{'; '.join(refused[:_MAX_SHOWN_DIFFERENCES])}{more}",
-            field="--resume",
-            remedy="Undo the change, start a new run (--run-dir), "
-            "or resume anyway (--allow-drift FIELD)",
-        )
-    return ResumePoint(found, values, tuple(allowed))
-
-
-def list_changes(start: ResumePoint, validated_run: ValidatedRun) -> list[FieldDifference]:
-    """List the changes of the recipe that a resumed run may make; they are only reported."""
-    saved = dict(start.values.recipe)
-    # A run of a former version has no value of a newer key, and behaves as by its default.
-    training = saved.get("training", {})
-    if isinstance(training, dict):
-        saved["training"] = {"deterministic": False, **training}
-    return find_differences(saved, _collect_changeable_settings(validated_run))
-
-
-def _collect_changeable_settings(validated_run: ValidatedRun) -> dict[str, Any]:
-    """Collect the settings that a resumed run may change."""
-    recipe = validated_run.recipe
-    return {
-        "training": recipe.training.model_dump(mode="json", exclude=set(FIXED_TRAINING_FIELDS)),
-        "precision": recipe.precision.model_dump(mode="json"),
-        "recompute": recipe.model_dump(mode="json")["recompute"],
-    }
 
 
 class RunCheckpointer:
@@ -135,9 +53,13 @@ class RunCheckpointer:
     step and token.
     """
 
-    def __init__(self, context: RankContext, state: TrainingState) -> None:
+    def __init__(
+        self, context: RankContext, state: TrainingState, copier: PeerCopier | None = None
+    ) -> None:
         self.context = context
         self.state = state
+        self.copier = copier
+        """Sends the state to another rank's memory after every step; None if that is off."""
         self.drift: list[dict[str, Any]] = []
         """Changes allowed so far, with their steps; copied to each checkpoint."""
         fence = context.fence
@@ -180,7 +102,7 @@ class RunCheckpointer:
     def collect_values(self) -> dict[str, Any]:
         """Collect the state that is not tensors, as JSON."""
         state = self.state
-        return {
+        return self._fixed_values | {
             "step": state.step,
             "samples_seen": (state.step + state.skipped_data_steps)
             * self.context.plan.batch.global_batch_size,
@@ -190,10 +112,52 @@ class RunCheckpointer:
             "loss_scaler": None if state.scaler is None else state.scaler.state_dict(),
             "layout": str(self.context.plan.layout),
             "evaluation_due": state.is_evaluation_due,
-            "run": self.context.validated_run.drift_fields,
-            "recipe": _collect_changeable_settings(self.context.validated_run),
             "drift": self.drift,
         }
+
+    @cached_property
+    def _fixed_values(self) -> dict[str, Any]:
+        """Values that are the same after every step."""
+        return {
+            "run": self.context.validated_run.drift_fields,
+            "recipe": collect_changeable_settings(self.context.validated_run),
+        }
+
+    def begin_peer_copy(self) -> None:
+        """Start to send the state to another rank's memory, if the recipe says so.
+
+        The copy ends during the next step, whose update waits until the state is in host memory.
+
+        Raises:
+            RunFailed: The copy of the step before failed. RuntimeError: A peer was lost.
+        """
+        if self.copier is None:
+            return
+        self.copier.memory.finished_step = self.state.step
+        if self.state.step == 0:  # a restart at step 0 needs no copy
+            return
+        optimizer = self.state.optimizer
+        tensors = self.collect_tensors()
+        # Now, because the next update changes the learning rate while the thread may still read.
+        hyperparameters = collect_hyperparameters(optimizer)
+        self.copier.begin(
+            self.state.step,
+            tensors,
+            self.collect_values(),
+            lambda: {
+                "optimizer": collect_optimizer_values(optimizer)
+                | {"hyperparameters": hyperparameters}
+            },
+        )
+
+    def discard_peer_copies(self) -> None:
+        """Forget the copies in memory, because their state must not be continued. Collective."""
+        if self.copier is None:
+            return
+        try:
+            self.copier.wait()
+        finally:
+            self.copier.memory.discard()
 
     def save(self, *, is_best: bool, is_last: bool = False) -> None:
         """Save this step; in the background unless the recipe disables it or it is the `is_last`.
@@ -237,9 +201,11 @@ class RunCheckpointer:
             self._log_checkpoint(saved, self._stall_seconds)
 
     def _await_copy(self) -> None:
-        """Wait until the running save has copied the state."""
+        """Wait until the running save and the running copy have read the state."""
         start_seconds = time.perf_counter()
         self._background.wait_for_copy()
+        if self.copier is not None:
+            self.copier.wait_for_copy()
         self._stall_seconds += time.perf_counter() - start_seconds
 
     def poll(self) -> None:
@@ -251,7 +217,11 @@ class RunCheckpointer:
         """Wait for a running save; not if the run is `is_broken`, as a peer may be gone."""
         if is_broken:
             self._background.abandon()
+            if self.copier is not None:
+                self.copier.abandon()
         else:
+            if self.copier is not None:
+                self.copier.close()
             self._finish_pending_save()
             self._background.close()
 
@@ -277,28 +247,37 @@ class RunCheckpointer:
             stall_seconds=self._stall_seconds,
         )
 
-    def restore(self, start: ResumePoint) -> None:
-        """Restore the state from a checkpoint that `find_resume_point` accepted."""
-        checkpoint = start.checkpoint
-        values = start.values
-        load_checkpoint(checkpoint, self.collect_tensors(), group=get_host_group())
+    def restore(
+        self, start: ResumePoint | CopiesInMemory, finished_step: int | None = None
+    ) -> None:
+        """Restore the state from a checkpoint that `find_resume_point` accepted, or from copies.
+
+        Args:
+            start: State to restore.
+            finished_step: Newest step that the run had finished, if that is known.
+        """
         state = self.state
-        state.step = values.step
-        state.num_consecutive_skips = values.skipped_in_a_row
-        state.skipped_data_steps = values.steps_left_out
-        state.is_evaluation_due = values.evaluation_due
-        state.best_loss = math.inf if values.best_loss is None else values.best_loss
-        load_optimizer_values(
-            state.optimizer, values.optimizer.model_dump(), trainable=state.model.trainable
+        if isinstance(start, CopiesInMemory):
+            load_copies(
+                get_host_group(), get_process_memory(), start.copy_id, self.collect_tensors()
+            )
+            self._restore_values(start.values)
+        else:
+            load_checkpoint(start.checkpoint, self.collect_tensors(), group=get_host_group())
+            self._restore_values(start.values)
+            self.drift += [
+                {"step": state.step, **difference.as_json()} for difference in start.allowed
+            ]
+        self.context.event_logger.log(
+            "resumed",
+            step=state.step,
+            path=None if isinstance(start, CopiesInMemory) else str(start.checkpoint.path),
+            source="memory" if isinstance(start, CopiesInMemory) else "checkpoint",
+            steps_lost=None if finished_step is None else max(0, finished_step - state.step),
         )
-        if state.scaler is not None and values.loss_scaler is not None:
-            state.scaler.load_state_dict(values.loss_scaler.model_dump())
-        before = [drift.model_dump() for drift in values.drift]
-        self.drift = [
-            *before,
-            *({"step": state.step, **difference.as_json()} for difference in start.allowed),
-        ]
-        self.context.event_logger.log("resumed", step=state.step, path=str(checkpoint.path))
+        if isinstance(start, CopiesInMemory):
+            return
+        checkpoint = start.checkpoint
         if checkpoint.refused:
             reasons = "; ".join(map(str, checkpoint.refused))
             newest = checkpoint.refused[0].path.name
@@ -310,12 +289,28 @@ class RunCheckpointer:
                 f"allowed differences from the run that saved: {'; '.join(map(str, start.allowed))}"
             )
 
+    def _restore_values(self, values: RunValues) -> None:
+        """Restore the state that is not tensors."""
+        state = self.state
+        state.step = values.step
+        state.num_consecutive_skips = values.skipped_in_a_row
+        state.skipped_data_steps = values.steps_left_out
+        state.is_evaluation_due = values.evaluation_due
+        state.best_loss = math.inf if values.best_loss is None else values.best_loss
+        load_optimizer_values(
+            state.optimizer, values.optimizer.model_dump(), trainable=state.model.trainable
+        )
+        if state.scaler is not None and values.loss_scaler is not None:
+            state.scaler.load_state_dict(values.loss_scaler.model_dump())
+        self.drift = [drift.model_dump() for drift in values.drift]
+
     def roll_back(self, reason: str, *, min_steps_back: int) -> bool:
         """Roll back to the newest complete checkpoint at least so many steps back.
 
         Data read since then is skipped. Returns False if there is no such checkpoint.
         """
         self._finish_pending_save()
+        self.discard_peer_copies()
         state = self.state
         batch_size = self.context.plan.batch.global_batch_size
         checkpoint = find_newest_before(

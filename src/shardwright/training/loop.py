@@ -168,6 +168,8 @@ class TrainingLoop:
         last_loss = self.policy.make_up_evaluation()
         while state.step < context.validated_run.total_steps:
             context.watchdog.begin_phase("step", state.step)
+            with self.rank_metrics.measure_checkpoint():
+                self.checkpointer.begin_peer_copy()
             result = self._run_step()
             state.step += 1
             self.num_tokens += result.tokens

@@ -31,12 +31,7 @@ from shardwright.launch.stop_signals import StopRequest
 from shardwright.numerics.determinism import use_deterministic_algorithms
 from shardwright.offload import OffloadedOptimizer, describe_transfers
 from shardwright.telemetry.event_logger import open_event_logger
-from shardwright.training.checkpointing import (
-    ResumePoint,
-    RunCheckpointer,
-    find_resume_point,
-    list_changes,
-)
+from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.checks.auto_choice import agree_on_compilation, agree_on_precision
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.loop import TrainingLoop
@@ -44,9 +39,19 @@ from shardwright.training.loss_chunk import agree_on_loss_chunk
 from shardwright.training.metrics.run_log import log_start, log_to_run
 from shardwright.training.metrics.run_prediction import predict_training_run
 from shardwright.training.oom import convert_oom_errors
+from shardwright.training.peer_copying import build_peer_copier, describe_copies
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
+from shardwright.training.resume_point import (
+    CopiesInMemory,
+    CopiesSearch,
+    ResumePoint,
+    find_copies_in_memory,
+    find_resume_point,
+    list_changes,
+)
 from shardwright.training.setup import agree_on_ceiling, build_state
+from shardwright.training.step_policy import find_differing_replicas
 from shardwright.watchdog.flight_recorder import record_collectives
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watchdog
 
@@ -111,7 +116,12 @@ def train_rank(
                 progress=progress,
             )
         validated_run = agree_on_loss_chunk(validated_run, rank_sync, device)
-        resume_point = find_resume_point(validated_run, folder, allow_drift) if resume else None
+        copies = None
+        if recipe.elastic.peer_copies and restart is not None:
+            copies = find_copies_in_memory(folder)
+        resume_point: ResumePoint | CopiesInMemory | None = copies.found if copies else None
+        if resume and resume_point is None:
+            resume_point = find_resume_point(validated_run, folder, allow_drift)
         starts_again = resume and resume_point is None and folder.is_started
         if is_main_rank:
             write_run_folder(validated_run, folder)
@@ -146,7 +156,7 @@ def train_rank(
                 # Only with the events' lock: a refused process must not claim the checkpoints.
                 context = replace(context, fence=_claim_checkpoints(folder))
             with convert_oom_errors(context):
-                _train(context, resume_point, start_seconds)
+                _train(context, resume_point, copies, start_seconds)
 
 
 def _log_restart(context: RankContext, restart: Restart) -> None:
@@ -164,12 +174,18 @@ def _log_restart(context: RankContext, restart: Restart) -> None:
     )
 
 
-def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds: float) -> None:
-    """Build the training state, restore it if there is a checkpoint, and train.
+def _train(
+    context: RankContext,
+    resume_point: ResumePoint | CopiesInMemory | None,
+    copies: CopiesSearch | None,
+    start_seconds: float,
+) -> None:
+    """Build the training state, restore it if there is one, and train.
 
     Args:
         context: Context of this rank.
-        resume_point: Checkpoint to continue from; None to start at step 0.
+        resume_point: State to continue from; None to start at step 0.
+        copies: Result of the search for copies in memory, if there was one.
         start_seconds: Start of this process's run, a reading of `time.perf_counter`.
     """
     event_logger = context.event_logger
@@ -177,11 +193,16 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
         context.validated_run, context.device, context.rank_sync
     )
     state = build_state(context.validated_run, context.device)
-    checkpointer = RunCheckpointer(context, state)
+    checkpointer = RunCheckpointer(context, state, build_peer_copier(context))
     loop = TrainingLoop(context, state, checkpointer, matmul_flops_per_second)
     log_start(context, state.step, matmul_flops_per_second)
+    if copies is not None and copies.found is None:
+        context.log_warning(
+            f"peer copies: {copies.fault}; the run continues from the newest checkpoint"
+        )
     if resume_point is not None:
-        _restore(context, checkpointer, resume_point)
+        finished_step = None if copies is None else copies.finished_step
+        _restore(context, checkpointer, resume_point, finished_step)
     first_step = state.step
 
     def log_end(status: str, final_loss: float | None = None) -> None:
@@ -198,6 +219,8 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
         final_loss = loop.run()
         context.watchdog.begin_phase("save", state.step)
         checkpointer.close()
+        if checkpointer.copier is not None and checkpointer.copier.counts.num_copies:
+            logger.info("%s", describe_copies(checkpointer.copier.counts))
         if isinstance(state.optimizer, OffloadedOptimizer) and state.step > first_step:
             logger.info("%s", describe_transfers(state.optimizer.counts, state.step - first_step))
         if state.activation_offload is not None and state.step > first_step:
@@ -233,10 +256,15 @@ def _train(context: RankContext, resume_point: ResumePoint | None, start_seconds
 
 
 def _restore(
-    context: RankContext, checkpointer: RunCheckpointer, resume_point: ResumePoint
+    context: RankContext,
+    checkpointer: RunCheckpointer,
+    resume_point: ResumePoint | CopiesInMemory,
+    finished_step: int | None,
 ) -> None:
     """Restore the state, and warn about changed settings and about a run that has ended."""
-    checkpointer.restore(resume_point)
+    checkpointer.restore(resume_point, finished_step)
+    if isinstance(resume_point, CopiesInMemory):
+        _check_restored_replicas(context, checkpointer)
     if changed := list_changes(resume_point, context.validated_run):
         context.log_warning(f"changed since the checkpoint: {'; '.join(map(str, changed))}")
     step = checkpointer.state.step
@@ -244,6 +272,21 @@ def _restore(
     if step >= total_steps:
         context.log_warning(
             f"no steps are left to train: the run is at step {step} of {total_steps}"
+        )
+
+
+def _check_restored_replicas(context: RankContext, checkpointer: RunCheckpointer) -> None:
+    """Compare replicated weights that came from memory, if the run compares any.
+
+    Raises:
+        RankFailed: A rank's weights differ from those of its replicas. The copies are discarded.
+    """
+    if context.recipe.run.replica_check_every_steps is None:
+        return
+    if difference := find_differing_replicas(checkpointer.state.model):
+        checkpointer.discard_peer_copies()
+        raise RankFailed(
+            f"the copies in memory after step {checkpointer.state.step} are discarded: {difference}"
         )
 
 

@@ -162,8 +162,11 @@ def _train_in_ranks(
                 pool=pool,
             )
 
+        def read_newest_step() -> int:
+            return pool.newest_step if pool is not None and elastic.peer_copies else 0
+
         with nullcontext() if pool is None else pool:
-            run_with_restarts(recipe, world_size, launch, stop)
+            run_with_restarts(recipe, world_size, launch, stop, read_newest_step)
 
 
 def _build_run_summary(folder: Path) -> dict[str, Any]:

@@ -124,6 +124,7 @@ class StepPolicy:
         if every_steps is None or not (is_save_step or _is_due(step, every_steps)):
             return
         if difference := find_differing_replicas(self.state.model):
+            self.checkpointer.discard_peer_copies()
             raise RankFailed(
                 f"step {step}: {difference}. "
                 "This step was not saved; the previous checkpoint is intact"

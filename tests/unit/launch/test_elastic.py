@@ -149,6 +149,21 @@ def test_the_world_shrinks_only_if_no_checkpoint_was_saved_since(tmp_path: Path)
     ]  # 5 ranks do not divide 12 sequences
 
 
+def test_the_world_keeps_its_size_while_steps_are_finished(tmp_path: Path) -> None:
+    """With copies in memory a generation without a checkpoint may still have made progress."""
+    died = RankFailed("died")
+    launches = Launches(tmp_path, died, died, None)
+    newest_steps = [0, 7, 7, 7, 7]  # before and after each generation
+    run_with_restarts(
+        build_recipe(tmp_path, max_restarts=5, min_ranks=2),
+        6,
+        launches,
+        StopRequest(),
+        lambda: newest_steps.pop(0),
+    )
+    assert [generation.world_size for generation in launches.attempts] == [6, 6, 4]
+
+
 def test_a_smaller_world_preserves_layout_and_global_batch(tmp_path: Path) -> None:
     assert find_smaller_world_size(build_recipe(tmp_path, max_restarts=1, min_ranks=1), 4) == 3
     assert find_smaller_world_size(build_recipe(tmp_path, max_restarts=1, min_ranks=4), 4) is None

@@ -12,10 +12,16 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwright.errors import ExitCode
 from shardwright.launch import rank_processes
-from shardwright.launch.rank_processes import RankEndings, RankProcesses
+from shardwright.launch.rank_processes import (
+    RankEndings,
+    RankProcesses,
+    choose_leaving_ranks,
+)
 from shardwright.watchdog.heartbeat import HeartbeatWriter
 from tests import forked
 
@@ -47,7 +53,7 @@ def test_survivors_keep_their_process(processes: RankProcesses, tmp_path: Path) 
     assert endings.statuses[1] == -signal.SIGKILL
     assert endings.statuses[0] == endings.statuses[2] == ExitCode.RUN_FAILED
     assert processes.list_survivors(3) == (0, 2)
-    assert processes.list_survivors(2) == (0,)
+    assert processes.list_survivors(2) == (0, 1)  # rank 2 becomes rank 1
     endings, second = run_generation(processes, tmp_path, "second", "finish", "finish", "finish")
     assert endings == RankEndings()
     pids = [record["pid"] for record in second]
@@ -74,10 +80,25 @@ def test_a_process_with_an_error_of_its_own_is_replaced(
 def test_a_smaller_generation_ends_the_other_processes(
     processes: RankProcesses, tmp_path: Path
 ) -> None:
-    _, first = run_generation(processes, tmp_path, "first", "die", "lose peer")
+    _, first = run_generation(processes, tmp_path, "first", "die", "lose peer", "lose peer")
     _, second = run_generation(processes, tmp_path, "second", "finish")
     assert second[0]["WORLD_SIZE"] == "1"
-    assert not psutil.pid_exists(first[1]["pid"])
+    assert second[0]["pid"] == first[1]["pid"]
+    assert not psutil.pid_exists(first[2]["pid"])
+
+
+@given(st.integers(2, 12), st.data())
+def test_processes_that_leave_take_no_copy_with_its_owner(num_ranks: int, data: Any) -> None:
+    """If every second rank may leave, no two neighbours are lost; ranks 0 and the last are such."""
+    lost = data.draw(st.integers(0, num_ranks - 1))
+    alive = set(range(num_ranks)) - {lost}
+    num_leaving = data.draw(st.integers(0, max(0, (num_ranks - 2) // 2 - 1)))
+    leaving = choose_leaving_ranks(alive, num_leaving, num_ranks)
+    assert len(leaving) == num_leaving
+    gone = leaving | {lost}
+    assert leaving <= alive
+    if num_ranks % 2 == 0:
+        assert not any((rank + 1) % num_ranks in gone for rank in gone)
 
 
 def test_a_process_that_cannot_leave_is_killed(

@@ -23,11 +23,12 @@ from shardwright.inference.model_source import open_model_source
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.telemetry.event_logger import EventLogger
-from shardwright.training import checkpointing
-from shardwright.training.checkpointing import RunCheckpointer, find_resume_point
+from shardwright.training import checkpointing, resume_point
+from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
+from shardwright.training.resume_point import find_resume_point
 from shardwright.training.run import train
 from shardwright.training.setup import TrainingState, build_state
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient
@@ -145,7 +146,7 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
     caplog.set_level(logging.CRITICAL)
     checked, state, run = trained
     original = read_values(folder)
-    newest = checkpointing.find_newest_checkpoint(run.checkpoints)
+    newest = resume_point.find_newest_checkpoint(run.checkpoints)
     assert newest is not None
     current: list[Any] = [original]
     device = torch.device("cpu")
@@ -186,7 +187,7 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
         return content
 
     monkeypatch.setattr("shardwright.checkpoint.tensor_loading.read_values", read_current_values)
-    monkeypatch.setattr(checkpointing, "find_newest_checkpoint", lambda *_, **__: newest)
+    monkeypatch.setattr(resume_point, "find_newest_checkpoint", lambda *_, **__: newest)
     monkeypatch.setattr(checkpointing, "load_checkpoint", lambda *_, **__: None)
     refused = accepted = longest = 0
     for variant in iterate_variants():
@@ -196,7 +197,7 @@ def test_every_replaced_or_missing_value_is_refused_or_restored(
             assert start is not None
             saver = RunCheckpointer(context, state)
             saver.restore(start)
-            checkpointing.list_changes(start, checked)
+            resume_point.list_changes(start, checked)
             encode_values(
                 saver.collect_values() | {"optimizer": start.values.optimizer.model_dump()}
             )

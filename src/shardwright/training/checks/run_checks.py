@@ -50,6 +50,7 @@ from shardwright.plans import (
 )
 from shardwright.training.checks.kernel_checks import check_low_precision_kernels
 from shardwright.training.checks.offload_checks import check_offload
+from shardwright.training.checks.peer_copy_checks import check_peer_copies
 from shardwright.training.checks.row_lengths import has_short_rows
 
 logger = logging.getLogger(__name__)
@@ -208,6 +209,7 @@ def validate_run(
     ):
         check_low_precision_kernels(plan, describe_device())
     check_offload(recipe, plan, _list_trained(shape, frozen))
+    check_peer_copies(recipe, plan, _list_trained(shape, frozen))
     return ValidatedRun(
         recipe=recipe,
         plan=plan,

@@ -1,0 +1,145 @@
+"""State from which a run continues: its newest checkpoint, or copies in the ranks' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.checkpoint.drift import FieldDifference, find_differences, split_allowed
+from shardwright.checkpoint.rank_group import RankGroup
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.checkpoint.run_values import RunValues, parse_values
+from shardwright.checkpoint.tensor_loading import (
+    VerifiedCheckpoint,
+    find_newest_checkpoint,
+    read_run_values,
+)
+from shardwright.errors import CheckpointError
+from shardwright.parallel.mesh import get_host_group
+from shardwright.peer_copies.memory import CopyId, get_process_memory
+from shardwright.peer_copies.recovery import find_copies, read_copied_values
+from shardwright.training.checks.run_checks import FIXED_TRAINING_FIELDS, ValidatedRun
+
+_MAX_SHOWN_DIFFERENCES = 20
+
+FIXED_FIELDS = {
+    "model": "its tensors have other shapes or meanings",
+    "global_batch_size": "the data cursor counts batches: samples would be repeated or left out",
+    "optimizer.name": "its states belong to another update rule",
+    "freeze": "its optimizer states belong to other parameters",
+    "adapters": "its tensors have other shapes or meanings",
+    "base": "adapters fit only the base weights that they were trained with",
+}
+"""Fields that `--allow-drift` cannot allow to change in a resumed run, and the reasons."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Complete checkpoint of the same run, its values, and the drift allowed by field name."""
+
+    checkpoint: VerifiedCheckpoint
+    values: RunValues
+    allowed: tuple[FieldDifference, ...] = ()
+
+
+@dataclass(frozen=True)
+class CopiesInMemory:
+    """State after one step in the memory of the ranks' processes."""
+
+    copy_id: CopyId
+    values: RunValues
+
+
+@dataclass(frozen=True)
+class CopiesSearch:
+    """Result of a search for copies in memory after the loss of a rank."""
+
+    found: CopiesInMemory | None
+    fault: str
+    """Reason why none was found; empty otherwise."""
+    finished_step: int
+    """Newest step that any process has finished."""
+
+
+def find_copies_in_memory(folder: RunFolder) -> CopiesSearch:
+    """Find the newest step that the copies of all ranks have completely.
+
+    Collective. Reads nothing from the checkpoints: the launcher starts every generation of a run
+    with the same recipe.
+    """
+    ranks = RankGroup(get_host_group())
+    memory = get_process_memory()
+    search = find_copies(ranks, memory)
+    if search.found is None:
+        return CopiesSearch(None, search.fault, search.finished_step)
+    content = read_copied_values(ranks, memory, search.found)
+    values = parse_values(content, folder.checkpoints, step=search.found.step)
+    return CopiesSearch(CopiesInMemory(search.found, values), "", search.finished_step)
+
+
+def find_resume_point(
+    validated_run: ValidatedRun, folder: RunFolder, allow_drift: Sequence[str] = ()
+) -> ResumePoint | None:
+    """Find the checkpoint to resume from; None if the run ended before its first one.
+
+    Collective, called before any rank writes.
+
+    Args:
+        allow_drift: Fields that may have changed, named as in the error; `optimizer` includes
+            all fields below it.
+
+    Raises:
+        CheckpointError: The checkpoints are damaged, or the recipe has changed too much.
+    """
+    found = find_newest_checkpoint(folder.checkpoints, group=get_host_group())
+    if found is None:
+        if folder.has_checkpoints:
+            raise CheckpointError(
+                "no complete checkpoint to resume from",
+                field="run.dir",
+                got=str(folder.checkpoints),
+            )
+        return None
+    values = read_run_values(found, group=get_host_group())
+    allowed, refused = split_allowed(
+        find_differences(values.run.to_saved_json(), validated_run.drift_fields),
+        allow_drift,
+        FIXED_FIELDS,
+    )
+    if refused:
+        more = (
+            f"; {len(refused) - _MAX_SHOWN_DIFFERENCES} more"
+            if len(refused) > _MAX_SHOWN_DIFFERENCES
+            else ""
+        )
+        raise CheckpointError(
+            "the recipe differs from the run's: "
+            f"{'; '.join(refused[:_MAX_SHOWN_DIFFERENCES])}{more}",
+            field="--resume",
+            remedy="Undo the change, start a new run (--run-dir), "
+            "or resume anyway (--allow-drift FIELD)",
+        )
+    return ResumePoint(found, values, tuple(allowed))
+
+
+def list_changes(
+    start: ResumePoint | CopiesInMemory, validated_run: ValidatedRun
+) -> list[FieldDifference]:
+    """List the changes of the recipe that a resumed run may make; they are only reported."""
+    saved = dict(start.values.recipe)
+    # A run of a former version has no value of a newer key, and behaves as by its default.
+    training = saved.get("training", {})
+    if isinstance(training, dict):
+        saved["training"] = {"deterministic": False, **training}
+    return find_differences(saved, collect_changeable_settings(validated_run))
+
+
+def collect_changeable_settings(validated_run: ValidatedRun) -> dict[str, Any]:
+    """Collect the settings that a resumed run may change, as JSON."""
+    recipe = validated_run.recipe
+    return {
+        "training": recipe.training.model_dump(mode="json", exclude=set(FIXED_TRAINING_FIELDS)),
+        "precision": recipe.precision.model_dump(mode="json"),
+        "recompute": recipe.model_dump(mode="json")["recompute"],
+    }
