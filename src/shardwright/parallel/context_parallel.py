@@ -118,9 +118,9 @@ class ContextParallel:
         """
         check_row_length(self.method, self.layout, num_tokens)
         chunks = ((0,),) if self.has_whole_rows else self.chunks
-        if document_ids_BT is not None and host_document_ids_BT is None:
-            host_document_ids_BT = document_ids_BT.cpu().numpy()
-        if self.layout.cp_split == "work" and host_document_ids_BT is not None:
+        if self.layout.cp_split == "work" and document_ids_BT is not None:
+            if host_document_ids_BT is None:
+                host_document_ids_BT = document_ids_BT.cpu().numpy()
             num_chunks = count_chunks_by_work(self.degree, num_tokens)
             work_C = count_visible_keys(host_document_ids_BT, self.windows, num_chunks)
             chunks = assign_chunks_by_work(work_C, self.degree)

@@ -7,30 +7,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardwright.placement.row_assignment import assign_by_work
+
 
 def assign_chunks_by_work(work_C: np.ndarray, degree: int) -> tuple[tuple[int, ...], ...]:
     """Return the chunks of each rank, in ascending order: as many for each, of similar work.
 
-    A chunk goes to the rank with the least work so far that has a slot left, the largest first
-    (Graham, Bounds on multiprocessing timing anomalies, 1969).
-
     Args:
         work_C: work of each chunk; `degree` divides their number.
-
-    >>> assign_chunks_by_work(np.array([5.0, 1.0, 1.0, 5.0]), 2)
-    ((0, 1), (2, 3))
     """
-    per_rank = len(work_C) // degree
-    chunks: list[list[int]] = [[] for _ in range(degree)]
-    work_by_rank = [0.0] * degree
-    for chunk in np.argsort(-work_C, kind="stable").tolist():
-        rank = min(
-            (rank for rank in range(degree) if len(chunks[rank]) < per_rank),
-            key=work_by_rank.__getitem__,
-        )
-        chunks[rank].append(chunk)
-        work_by_rank[rank] += float(work_C[chunk])
-    return tuple(tuple(sorted(chunks_of_rank)) for chunks_of_rank in chunks)
+    return tuple(tuple(sorted(chunks)) for chunks in assign_by_work(work_C.tolist(), degree))
 
 
 def count_visible_keys(

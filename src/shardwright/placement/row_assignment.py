@@ -44,15 +44,39 @@ def waits_after_each_micro_batch(layout: Layout) -> bool:
     return layout.ep > 1 or (layout.zero_stage >= 2 and layout.fsdp > 1)
 
 
+def assign_by_work(work: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Assign items to ranks: as many to each, of similar work. Return each rank's, largest first.
+
+    An item goes to the rank with the least work so far that has a slot left, the largest first
+    (Graham, Bounds on multiprocessing timing anomalies, 1969).
+
+    Args:
+        work: work of each item; `num_ranks` divides their number.
+
+    >>> assign_by_work([5.0, 1.0, 1.0, 5.0], 2)
+    [[0, 1], [3, 2]]
+    """
+    per_rank = len(work) // num_ranks
+    items: list[list[int]] = [[] for _ in range(num_ranks)]
+    work_by_rank = [0.0] * num_ranks
+    for item in sorted(range(len(work)), key=lambda item: -work[item]):
+        rank = min(
+            (rank for rank in range(num_ranks) if len(items[rank]) < per_rank),
+            key=work_by_rank.__getitem__,
+        )
+        items[rank].append(item)
+        work_by_rank[rank] += work[item]
+    return items
+
+
 def balance_rows(
     rows: Sequence[Sequence[int]], balance: WorkBalance, micro_batch_size: int, data_ranks: int
 ) -> list[int]:
     """Return the rows in the order of their slots, so that ranks wait for each other least.
 
     Rows of similar work form a micro-batch. If ranks wait after each micro-batch, those that
-    follow each other in work run at the same time. Otherwise each micro-batch, the largest first,
-    goes to the rank with the least work so far that has a slot left (Graham, Bounds on
-    multiprocessing timing anomalies, 1969).
+    follow each other in work run at the same time. Otherwise ranks get as many micro-batches each,
+    of similar work.
 
     Args:
         rows: lengths of the documents of each row.
@@ -64,22 +88,15 @@ def balance_rows(
     micro_batches = [
         order[first : first + micro_batch_size] for first in range(0, len(order), micro_batch_size)
     ]
-    num_steps = len(micro_batches) // data_ranks
-    assigned: list[list[list[int]]] = [[] for _ in range(data_ranks)]
-    totals = [0.0] * data_ranks
-    for micro_batch in micro_batches:
-        rank = min(
-            (rank for rank in range(data_ranks) if len(assigned[rank]) < num_steps),
-            key=lambda rank: totals[rank],
-        )
-        assigned[rank].append(micro_batch)
-        counts = [work[row] for row in micro_batch]
-        totals[rank] += len(counts) * max(counts) if balance.is_padded else sum(counts)
+    counts = [[work[row] for row in micro_batch] for micro_batch in micro_batches]
+    assigned = assign_by_work(
+        [len(each) * max(each) if balance.is_padded else sum(each) for each in counts], data_ranks
+    )
     return [
         row
-        for step in range(num_steps)
-        for rank in range(data_ranks)
-        for row in assigned[rank][step]
+        for of_each_rank in zip(*assigned, strict=True)
+        for micro_batch in of_each_rank
+        for row in micro_batches[micro_batch]
     ]
 
 

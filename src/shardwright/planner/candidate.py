@@ -183,6 +183,11 @@ class Candidate:
         """Tokens of the experts of the busiest expert-parallel rank, divided by the even share."""
         return 1.0 if self.expert_loads is None else self.expert_loads.get_ratio(self.layout.ep)
 
+    def count_expert_rows(self, experts_per_token: int) -> float:
+        """Count the rows of one micro-batch that the busiest expert-parallel rank processes, as if
+        its own tokens had the loads of all."""
+        return self.micro_batch_tokens * experts_per_token * self.expert_load
+
     @property
     def is_sharded(self) -> bool:
         """True if ZeRO shards parameters or states over more than one rank."""

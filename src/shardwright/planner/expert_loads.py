@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 
 from shardwright.architecture import ModelShape
@@ -34,7 +35,11 @@ class ExpertRankLoads:
 
     def get_ratio(self, num_ranks: int) -> float:
         """Return the ratio for a number of ranks that divides the number of experts."""
-        return dict(self.ratios)[num_ranks]
+        return self._ratio_of_degree[num_ranks]
+
+    @cached_property
+    def _ratio_of_degree(self) -> dict[int, float]:
+        return dict(self.ratios)
 
     def describe(self) -> str:
         """Describe the loads in one line."""

@@ -209,7 +209,7 @@ def _build_block_tensors(
     rows = float(tokens)
     width = float(shape.intermediate_size)
     if experts is not None:
-        rows = tokens * experts.experts_per_token * candidate.expert_load
+        rows = candidate.count_expert_rows(experts.experts_per_token)
         width = float(experts.intermediate_size)
     inner = rows * width / layout.tp * size
     heads = shape.num_heads / layout.tp
@@ -332,7 +332,7 @@ def _compute_feed_forward_bytes(
         return tensors * wide, num_projections * wide, (num_projections + 1) * wide
     # Rows that the experts of the busiest rank process. They are saved as inputs, as outputs, and
     # in token order.
-    rows = tokens * experts.experts_per_token * candidate.expert_load
+    rows = candidate.count_expert_rows(experts.experts_per_token)
     wide = rows * experts.intermediate_size / tp * size
     dispatched = rows * shape.hidden_size * size
     shared = tokens * experts.shared_intermediate_size / tp * size

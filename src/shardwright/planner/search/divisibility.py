@@ -53,6 +53,7 @@ def explain_context_conflict(facts: ModelFacts, layout: Layout, sequence_length:
         layout.cp,
         layout.tp,
         layout.cp_method,
+        layout.cp_split,
         layout.sequence_parallel,
         sequence_length,
     )

@@ -21,12 +21,9 @@ def count_dispatched_rows(facts: ModelFacts, candidate: Candidate) -> float:
     it sends."""
     experts = facts.shape.experts
     assert experts is not None
-    return (
-        candidate.micro_batch_tokens
-        * experts.experts_per_token
-        * candidate.expert_load
-        / candidate.engine.count_expert_tensor_ranks(candidate.layout.tp)
-    )
+    return candidate.count_expert_rows(
+        experts.experts_per_token
+    ) / candidate.engine.count_expert_tensor_ranks(candidate.layout.tp)
 
 
 def list_matmuls(
@@ -42,7 +39,7 @@ def list_matmuls(
         # Rows of all ranks that share the experts, spread evenly over the local ones of the
         # busiest rank. If tensor-parallel ranks hold whole experts, each rank has fewer experts
         # with the same number of rows each.
-        rows = tokens * experts.experts_per_token * candidate.expert_load / local_experts
+        rows = candidate.count_expert_rows(experts.experts_per_token) / local_experts
         products += [(product, rows) for product in kind.expert_matmuls]
     return products
 
@@ -81,7 +78,7 @@ def count_elementwise_bytes(
     inner = tokens * shape.intermediate_size / tp
     dispatched = 0.0
     if experts is not None:
-        rows = tokens * experts.experts_per_token * candidate.expert_load
+        rows = candidate.count_expert_rows(experts.experts_per_token)
         inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
         # Rows are gathered, weighted and added back.
         dispatched = count_dispatched_rows(facts, candidate) * shape.hidden_size

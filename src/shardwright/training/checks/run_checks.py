@@ -189,7 +189,7 @@ def validate_run(
         plan = balance_work(plan, has_documents=has_documents)
     if layout.cp_split == "work" and data.train.get_sample(0).document_ids is None:
         raise RecipeError(
-            "rows of one document have the same work in every zigzag",
+            "zigzag already gives every rank the same work on rows of one document",
             field="layout.cp_split",
             got="work",
             allowed="zigzag",
