@@ -141,10 +141,10 @@ def reduce_stage_too_early() -> Iterator[None]:
     compute = _StepExecution._compute
 
     def end_early(
-        self: Any, action: Action, received: Tensor | None, *, is_last_backward: bool
+        self: Any, action: Action, received: Tensor | None, *, is_last_backward: bool, **named: Any
     ) -> Tensor | None:
-        is_early = action.kind != "F" and action.micro_batch == 1
-        return compute(self, action, received, is_last_backward=is_last_backward or is_early)
+        is_last_backward |= action.kind != "F" and action.micro_batch == 1
+        return compute(self, action, received, is_last_backward=is_last_backward, **named)
 
     initialise = Pipeline.__init__
 

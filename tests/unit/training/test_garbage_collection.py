@@ -29,13 +29,14 @@ def test_imports_stay_excluded_and_a_former_model_is_freed() -> None:
     """In a process that trains several generations, a model of the former one can be freed."""
     freeze_imports()
     try:
-        before = gc.get_freeze_count()
-        assert before > 0
+        # Excluded objects may still end by their count of references, for example those of a thread.
+        fewest = gc.get_freeze_count() * 0.99
+        assert fewest > 0
         model = Cycle()
         former = weakref.ref(model)
         with GarbageCollection():
-            assert gc.get_freeze_count() == before
-        assert gc.get_freeze_count() == before
+            assert gc.get_freeze_count() >= fewest
+        assert gc.get_freeze_count() >= fewest
         del model
         gc.collect()
         assert former() is None

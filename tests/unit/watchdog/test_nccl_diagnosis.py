@@ -390,12 +390,13 @@ def test_records_are_waited_for_and_those_of_an_earlier_hang_are_refused(tmp_pat
     recorders[1].write(tmp_path)
     stem = get_record_stem(tmp_path, {})
     request = RecordRequest(stem, range(4))
+    (tmp_path / "whole").mkdir()
 
     def write_later() -> None:
         time.sleep(0.1)
         recorders[0].write(tmp_path)
-        path = recorders[3].write(tmp_path)
-        path.write_bytes(path.read_bytes()[:100])
+        path = recorders[3].write(tmp_path / "whole")
+        (tmp_path / path.name).write_bytes(path.read_bytes()[:100])
 
     writer = threading.Thread(target=write_later)
     writer.start()
