@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import random
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
         if item.nodeid.startswith(SEVERAL_PROCESSES) or starts_some:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Send the counts of repeated tests at once.
+
+    The plugin writes one message after another before it reads, which Nagle's algorithm and delayed
+    acknowledgements make a wait of 40 ms for every test that may be repeated.
+    """
+    connection = getattr(getattr(config, "failures_db", None), "sock", None)
+    if connection is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 @pytest.hookimpl(optionalhook=True)
