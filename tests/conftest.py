@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import os
 import random
@@ -33,6 +34,16 @@ def _seed_generators() -> None:
     for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
         if name in sys.modules:  # importing it would take seconds from tests that need none
             operator.attrgetter(seed)(sys.modules[name])(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _freeze_imports() -> None:
+    """Exclude what exists from garbage collection.
+
+    Every training run collects, which takes most of a second with the objects of all imports.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,7 @@ def test_imports_stay_excluded_and_a_former_model_is_freed() -> None:
 
 
 def test_cycles_are_freed_at_the_chosen_steps_only() -> None:
+    gc.unfreeze()  # as in a process of users
     with GarbageCollection() as collection:
         assert not gc.isenabled()
         cycle = weakref.ref(Cycle())
