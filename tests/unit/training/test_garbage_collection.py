@@ -29,7 +29,7 @@ def test_imports_stay_excluded_and_a_former_model_is_freed() -> None:
     """In a process that trains several generations, a model of the former one can be freed."""
     freeze_imports()
     try:
-        # Excluded objects may still end by their count of references, for example those of a thread.
+        # Excluded objects may still be freed when nothing refers to them, as those of a thread are.
         fewest = gc.get_freeze_count() * 0.99
         assert fewest > 0
         model = Cycle()
