@@ -23,6 +23,8 @@ class GraphCounter:
     def __init__(self) -> None:
         self.num_forward = 0
         self.num_backward = 0
+        self.num_forward_collectives = 0
+        self.num_backward_collectives = 0
 
     def compile(self, decoder: Decoder, **options: Any) -> None:
         """Compile the decoder's blocks with this backend."""
@@ -34,16 +36,25 @@ class GraphCounter:
 
     def _count_forward(self, graph: Any, _inputs: Sequence[Tensor]) -> Callable[..., Any]:
         self.num_forward += 1
+        self.num_forward_collectives += _count_collectives(graph)
         return make_boxed_func(graph.forward)
 
     def _count_backward(self, graph: Any, _inputs: Sequence[Tensor]) -> Callable[..., Any]:
         self.num_backward += 1
+        self.num_backward_collectives += _count_collectives(graph)
         return make_boxed_func(graph.forward)
 
     @property
     def counts(self) -> tuple[int, int]:
         """Forward and backward graphs."""
         return self.num_forward, self.num_backward
+
+
+def _count_collectives(graph: Any) -> int:
+    targets = [str(node.target) for node in graph.graph.nodes]
+    return sum(
+        target.startswith("_c10d_functional.") and "wait_tensor" not in target for target in targets
+    )
 
 
 def compile_boxed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ ZBV = Layout(pp=2, schedule="zbv", virtual_stages=2)
 PLAIN = VerificationCase(1, documents=False)
 ACCUMULATED = VerificationCase(2)
 RECOMPUTED = VerificationCase(2, "full")
+SELECTIVE = VerificationCase(2, "selective")
 
 
 LORA, RSLORA, DORA = ({"kind": kind, "rank": 3} for kind in ("lora", "rslora", "dora"))
@@ -36,11 +37,11 @@ DROPPING = {"dropout": 0.1}
 
 CELLS = [
     AdapterCell(TENSOR_LLAMA, LORA | DROPPING, Layout(tp=2), RECOMPUTED),
-    AdapterCell(TENSOR_LLAMA, DORA, Layout(tp=4), PLAIN),
+    AdapterCell(TENSOR_LLAMA, DORA, Layout(tp=4), SELECTIVE),
     AdapterCell(TENSOR_LLAMA, DORA | DROPPING, Layout(dp_shard=2, zero_stage=3), RECOMPUTED),
     AdapterCell(DEEP, DORA, ZBV, VerificationCase(4)),
     AdapterCell(GPT2, DORA | DROPPING, Layout(tp=2, sequence_parallel=False), ACCUMULATED),
-    AdapterCell(CASES["phi3"], RSLORA, Layout(tp=2), ACCUMULATED),
+    AdapterCell(CASES["phi3"], RSLORA, Layout(tp=2), SELECTIVE),
     AdapterCell(
         CASES["qwen3_moe"], LORA, Layout(dp_shard=2, ep=2, tp=2, zero_stage=2), ACCUMULATED
     ),

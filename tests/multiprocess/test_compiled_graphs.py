@@ -16,8 +16,8 @@ from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import DropoutKey
 from shardwright.model.routing import ExpertRules
-from shardwright.numerics import build_recompute_runner
 from shardwright.parallel import row_exchange
+from shardwright.parallel.recompute import build_block_runner
 from tests.compiled_graphs import GraphCounter
 from tests.multiprocess.models import DEEPSEEK, GPT2, GPT_OSS, LLAMA
 from tests.multiprocess.nccl_order.pool import OrderedRankPool
@@ -53,13 +53,15 @@ class CompiledCase(NamedTuple):
 
 
 CASES_ON_TWO_RANKS = [
-    CompiledCase("llama", Layout(tp=2)),
+    CompiledCase("llama", Layout(tp=2), "selective"),
     CompiledCase("gpt2", Layout(cp=2, cp_method="ring"), "full"),
     CompiledCase("mixtral", Layout(cp=2, cp_method="ulysses")),
     CompiledCase("mixtral", Layout(dp_shard=2, ep=2, zero_stage=1), "selective", LIMITED),
     CompiledCase("deepseek", Layout(dp_shard=2, ep=2, zero_stage=3), "full"),
 ]
 LONG = [
+    CompiledCase("llama", Layout(tp=2)),
+    CompiledCase("llama", Layout(tp=2, sequence_parallel=False), "selective"),
     CompiledCase("llama", Layout(tp=2, sequence_parallel=False), "full"),
     CompiledCase("llama", Layout(cp=2, cp_method="ring")),
     CompiledCase("gpt2", Layout(cp=2, cp_method="ulysses"), "selective"),
@@ -100,7 +102,8 @@ def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
     """
     model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model])
     model.decoder.expert_rules = case.rules
-    model.decoder.set_recompute(build_recompute_runner(case.recompute))
+    runner = build_block_runner(model.decoder.shape, case.layout, case.recompute)
+    model.decoder.set_recompute(runner)
     expected = [run_step(model, step) for step in (0, 1)]
     counter = GraphCounter()
     counter.compile(model.decoder, fullgraph=model.decoder.shape.experts is None)
@@ -112,6 +115,13 @@ def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
     # The host reads each layer's counts once per step, also if the layer is recomputed.
     num_sparse = sum(layer.sparse for layer in model.decoder.shape.layers)
     assert reads.call_count == (2 * num_sparse if case.layout.ep > 1 else 0)
+    if case.model == "llama" and case.layout.tp > 1:
+        # Recomputation takes the results of collectives from the forward pass; `full` repeats all
+        # but the last one, which nothing needs.
+        repeated = 3 if case.layout.sequence_parallel else 1
+        assert counter.num_backward_collectives == counter.num_forward_collectives + (
+            repeated if case.recompute == "full" else 0
+        )
     return counter.counts
 
 

@@ -125,3 +125,38 @@ def test_collectives_of_one_rank_return_their_operand() -> None:
         collectives.all_gather_copies,
     ):
         assert dim_function(x, 1, None) is x
+
+
+def sum_operands() -> tuple[dict[str, bool], str]:
+    """Return which operands a sum overwrites, and the error if an operation saved one."""
+    group = dist.group.WORLD
+    leaf = torch.ones(3, 4, requires_grad=True)
+    operands = {
+        "result": leaf * 2,
+        "leaf": leaf,
+        "constant": torch.ones(3, 4),
+        "view": (leaf * 2)[0],
+        "transposed": (leaf * 2).t() + 0,
+    }
+    is_overwritten = {}
+    for name, operand in operands.items():
+        before = operand.detach().clone()
+        total = collectives.all_reduce(operand, group)
+        assert torch.equal(total, 2 * before)
+        is_overwritten[name] = not torch.equal(operand, before)
+    saved = leaf.exp()
+    with pytest.raises(RuntimeError) as failure:
+        collectives.all_reduce(saved, group).sum().backward()
+    return is_overwritten, str(failure.value)
+
+
+def test_a_sum_overwrites_results_of_operations_and_nothing_else(ranks: RankPool) -> None:
+    for is_overwritten, failure in ranks.run(2, sum_operands):
+        assert is_overwritten == {
+            "result": True,
+            "leaf": False,
+            "constant": True,
+            "view": False,
+            "transposed": False,
+        }
+        assert "modified by an inplace operation" in failure

@@ -166,6 +166,12 @@ class ModelShape:
         return self.names.gate is not None or self.names.gate_up is not None
 
     @property
+    def is_block_end_read(self) -> bool:
+        """True if the backward pass reads the result of a block's last product: a norm or dropout
+        follows it."""
+        return self.names.post_mlp_norm is not None or self.residual_dropout > 0.0
+
+    @property
     def tied_names(self) -> dict[str, str]:
         """Names that a checkpoint may omit -> the parameter that they are tied to."""
         if not self.tied_embeddings:

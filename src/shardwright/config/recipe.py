@@ -75,10 +75,10 @@ class Recipe(RecipeSection):
     optimizer: OptimizerSection = OptimizerSection()
     precision: PrecisionSetting = PrecisionSection()
     recompute: RecomputeSetting = "none"
-    """`selective` recomputes everything except matrix products and attention in the backward
-    pass; `full` recomputes whole blocks. `{budget_gib: N}` keeps, within that memory per device,
-    the results that take longest to recompute per byte; `auto` does so within the device's
-    memory. docs/planning.md explains the choice."""
+    """`selective` recomputes everything except matrix products, attention and tensor-parallel
+    collectives in the backward pass; `full` recomputes whole blocks. `{budget_gib: N}` keeps,
+    within that memory per device, the results that take longest to recompute per byte; `auto` does
+    so within the device's memory. docs/planning.md explains the choice."""
     layout: LayoutSetting = LayoutSection()
     offload: OffloadSection = OffloadSection()
     """Optimizer states in host memory or on disk."""

@@ -7,11 +7,14 @@ from typing import Any, Literal, get_args
 
 from shardwright.units import format_bytes, format_seconds
 
-ResultName = Literal["attention", "projections", "attention_out", "gate_up", "down", "experts"]
-"""Groups of a block's results: of the attention kernel, or of its two products without one; of
-the products before attention; of the product after it; of the products before the activation;
-of the one after it; and of all products of routed experts. Products of adapters and of the
-router belong to none."""
+ResultName = Literal[
+    "gathered", "attention", "projections", "attention_out", "gate_up", "down", "experts"
+]
+"""Groups of a block's results: the inputs of both branches that sequence parallelism gathers; of
+the attention kernel, or of its two products without one; of the products before attention; of the
+product after it; of the products before the activation; of the one after it; and of all products of
+routed experts. Products of adapters and of the router belong to none. Under tensor parallelism
+`attention_out` and `down` are the results after their sum over ranks."""
 
 RESULT_NAMES: tuple[ResultName, ...] = get_args(ResultName)
 

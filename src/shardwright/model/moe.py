@@ -188,7 +188,9 @@ class MixtureOfExperts(nn.Module):
         routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
         out_BTD = routed_ND.view_as(x_BTD)
         out_BTD = out_BTD if shared_BTD is None else out_BTD + shared_BTD
-        out_BTD = out_BTD if tensor is None else tensor.reduce_output(out_BTD)
+        if tensor is not None:
+            with name_results("down"):
+                out_BTD = tensor.reduce_output(out_BTD)
         return out_BTD, routing.statistics
 
     def run_experts(

@@ -9,14 +9,18 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import traceback
 
 from shardwright.layout.saved_results import ResultName
 
-NamedPart = ResultName | None
+STATISTICS: Literal["statistics"] = "statistics"
+"""Name of small results of communication that every kind of recomputation keeps."""
+
+NamedPart = ResultName | Literal["statistics", "partial_product"] | None
+"""`partial_product`: result of a product that is then summed over tensor-parallel ranks."""
 
 _KEY = "shardwright_result"
 

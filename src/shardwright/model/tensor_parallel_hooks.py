@@ -54,7 +54,10 @@ class TensorParallelHooks(Protocol):
         ...
 
     def reduce_output(self, partial_BLD: Tensor) -> Tensor:
-        """Sum a row-parallel product's partial outputs to the residual stream, `[B, S, D]`."""
+        """Sum a row-parallel product's partial outputs to the residual stream, `[B, S, D]`.
+
+        May overwrite `partial_BLD`.
+        """
         ...
 
     def select_local_tokens(self, x_BL: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Selective recomputation whose saved results are stored through a function.
 
 torch's `create_selective_checkpoint_contexts` keeps the results of saved operations as they are,
-where autograd's hooks for saved tensors do not see them. Offloading must see them.
+where autograd's hooks for saved tensors do not see them. Offloading must see them. And it numbers
+the operations, whereas here a recomputation may omit some that are not saved.
 """
 
 from __future__ import annotations
@@ -24,6 +25,19 @@ class PackedResult(Protocol):
         ...
 
 
+class DetachedResult:
+    """A tensor without the graph that computed it, which would keep the stored results alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def unpack(self) -> Tensor:
+        """Return the tensor."""
+        assert self._tensor._version == self._version, "a kept result was modified"
+        return self._tensor.detach()
+
+
 PackFunction = Callable[[Tensor], PackedResult]
 _Results = defaultdict[Any, deque[Any]]
 """Packed results of each operation, in the order of its calls."""
@@ -33,6 +47,11 @@ class _SavingMode(TorchDispatchMode):
     """Store the results of saved operations."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let a function compiled by itself run as one operation."""
+        return True
 
     def __init__(
         self, results: _Results, is_saved: Callable[[Any], bool], pack: PackFunction
@@ -55,6 +74,11 @@ class _RestoringMode(TorchDispatchMode):
     """Return stored results in place of saved operations."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let a function compiled by itself run as one operation."""
+        return True
 
     def __init__(self, results: _Results, is_saved: Callable[[Any], bool]) -> None:
         super().__init__()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import (
@@ -15,11 +17,20 @@ from torch.utils.checkpoint import (
 
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout.saved_results import SavedResults
-from shardwright.numerics.packed_results import PackFunction, create_packing_contexts
+from shardwright.numerics.packed_results import (
+    DetachedResult,
+    PackFunction,
+    create_packing_contexts,
+)
 
 RecomputeRunner = Callable[..., Any]
 ResultNameReader = Callable[[], str | None]
 """() -> name of the results that the block computes now (`layout.saved_results`)."""
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Contexts of a block's forward pass and of its recomputation."""
+
+ContextsFactory = Callable[[frozenset[Any], PackFunction], _Contexts]
 
 _aten = torch.ops.aten
 _SAVED_OPERATIONS: frozenset[Any] = frozenset(
@@ -69,36 +80,81 @@ _SAVED_OPERATION_NAMES = frozenset(
 documents, and FlexAttention, in compiled code and compiled by itself."""
 
 
+class SavedCommunication(NamedTuple):
+    """Results of communication inside a block that its recomputation keeps."""
+
+    names: frozenset[str | None]
+    """Names of the kept results, in the sense of `get_result_name`."""
+    get_result_name: ResultNameReader
+    create_contexts: ContextsFactory
+    """(names, pack) -> contexts of the forward pass and of its recomputation. They keep results
+    outside compiled code, where the policy cannot."""
+    partial_products: frozenset[str]
+    """Names of operations that no policy keeps inside the name `partial_product`: only their sum
+    over ranks is needed again."""
+
+
 def _is_saved(operation: Any) -> bool:
     return operation in _SAVED_OPERATIONS or operation.name() in (
         _SAVED_OPERATION_NAMES | _COUNTING_OPERATION_NAMES
     )
 
 
-def _choose_full_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    is_saved = operation.name() in _COUNTING_OPERATION_NAMES
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def build_saved_results_runner(
-    saved_results: SavedResults, get_result_name: ResultNameReader, pack: PackFunction | None = None
+    saved_results: SavedResults,
+    get_result_name: ResultNameReader,
+    pack: PackFunction | None = None,
+    communication: SavedCommunication | None = None,
 ) -> RecomputeRunner:
     """Build `run(function, *args) -> output` that saves the input and some results.
 
     Results are those of matrix products and attention kernels inside a named part of the block.
-    `pack` and the rest are as for `build_recompute_runner`.
+    The other arguments are as for `build_recompute_runner`.
     """
 
     def is_in_policy(operation: Any) -> bool:
-        if operation.name() in _COUNTING_OPERATION_NAMES:
-            return True
         return _is_saved(operation) and get_result_name() in saved_results
 
-    return _build_selective_runner(is_in_policy, pack, f"keep {', '.join(sorted(saved_results))}")
+    policy_name = f"keep {', '.join(sorted(saved_results))}"
+    return _build_selective_runner(is_in_policy, pack, policy_name, communication)
+
+
+def _build_rule(
+    is_saved: Callable[[Any], bool], communication: SavedCommunication | None
+) -> Callable[[Any], bool]:
+    """Build the function that tells whether an operation's results are kept."""
+
+    def should_save(operation: Any) -> bool:
+        if operation.name() in _COUNTING_OPERATION_NAMES:
+            return True
+        if communication is None:
+            return is_saved(operation)
+        name = communication.get_result_name()
+        if operation.namespace == "_c10d_functional":
+            return name in communication.names
+        if name == "partial_product" and operation.name() in communication.partial_products:
+            return False
+        return is_saved(operation)
+
+    return should_save
+
+
+def _build_policy(should_save: Callable[[Any], bool]) -> Callable[..., CheckpointPolicy]:
+    """Build a policy of torch's selective checkpoints."""
+
+    def choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if should_save(operation):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return choose_policy
 
 
 def _build_selective_runner(
-    is_saved: Callable[[Any], bool], pack: PackFunction | None, policy_name: str
+    is_saved: Callable[[Any], bool],
+    pack: PackFunction | None,
+    policy_name: str,
+    communication: SavedCommunication | None,
 ) -> RecomputeRunner:
     """Build a runner that saves the results of the operations for which `is_saved` is True.
 
@@ -106,20 +162,24 @@ def _build_selective_runner(
         policy_name: different for different `is_saved`.
     """
 
-    def choose_policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if is_saved(operation):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+    should_save = _build_rule(is_saved, communication)
+    create_contexts = partial(create_selective_checkpoint_contexts, _build_policy(should_save))
 
-    create_contexts = partial(create_selective_checkpoint_contexts, choose_policy)
+    def create_eager_contexts() -> _Contexts:
+        if communication is None and pack is None:
+            return create_contexts()
+        # torch's contexts number the operations, and a recomputation must run all of them.
+        contexts = create_packing_contexts(should_save, pack or DetachedResult)
+        if communication is None:
+            return contexts
+        outer = communication.create_contexts(communication.names, pack or DetachedResult)
+        return _join_contexts(outer, contexts)
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
         # torch.compile does not compare policies, only the values that it reads: without the name,
         # blocks with different policies would share the first one's graph.
         assert policy_name
-        contexts = create_contexts
-        if pack is not None and not torch.compiler.is_compiling():
-            contexts = partial(create_packing_contexts, is_saved, pack)
+        contexts = create_contexts if torch.compiler.is_compiling() else create_eager_contexts
         return checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
@@ -127,8 +187,37 @@ def _build_selective_runner(
     return run
 
 
+class _Joined(AbstractContextManager[None]):
+    """Two contexts, one inside the other."""
+
+    def __init__(
+        self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+    ) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+        self._outer.__exit__(kind, error, trace)
+
+
+def _join_contexts(outer: _Contexts, inner: _Contexts) -> _Contexts:
+    return _Joined(outer[0], inner[0]), _Joined(outer[1], inner[1])
+
+
 def build_recompute_runner(
-    kind: RecomputeKind, pack: PackFunction | None = None
+    kind: RecomputeKind,
+    pack: PackFunction | None = None,
+    communication: SavedCommunication | None = None,
 ) -> RecomputeRunner | None:
     """Build `run(function, *args) -> output` for blocks; None without recomputation.
 
@@ -142,17 +231,28 @@ def build_recompute_runner(
     Args:
         pack: function through which the results that `selective` saves are stored, outside
             compiled code. Autograd's hooks see all other saved tensors, but not these.
+        communication: results of communication that are kept; None repeats it.
     """
     if kind == "none":
         return None
     if kind == "selective":
-        return _build_selective_runner(_is_saved, pack, kind)
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return _build_selective_runner(_is_saved, pack, kind, communication)
+    return _build_full_runner(communication)
+
+
+def _build_full_runner(communication: SavedCommunication | None) -> RecomputeRunner:
+    policy = _build_policy(_build_rule(lambda _operation: False, communication))
+    eager_contexts: dict[str, Any] = {}
+    if communication is not None:
+        eager_contexts["context_fn"] = partial(
+            communication.create_contexts, communication.names, DetachedResult
+        )
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
+        options = eager_contexts
         if torch.compiler.is_compiling():
-            contexts = partial(create_selective_checkpoint_contexts, _choose_full_policy)
-            return checkpoint(function, *args, **(options | {"context_fn": contexts}))
-        return checkpoint(function, *args, **options)
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            options = {"context_fn": contexts}
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     return run

@@ -23,12 +23,15 @@ Activation Recomputation, section 4.2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from shardwright.model.communication_results import keep_result, keep_statistic
 from shardwright.parallel.comm_timing import all_gather_single, reduce_scatter_single, time_wait
 
 OptionalGroup = dist.ProcessGroup | None
@@ -42,8 +45,13 @@ def copy_to_all(x: Tensor, group: OptionalGroup) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: OptionalGroup) -> Tensor:
-    """Sum the ranks' partial results; every rank then computes the same with the sum."""
-    return _apply_collective(x, group, 0, _run_all_reduce, _identity)
+    """Sum the ranks' partial results; every rank then computes the same with the sum.
+
+    Overwrites `x` where autograd allows it: a copy would cost as much as a norm. An operation that
+    saved `x` makes the backward pass fail.
+    """
+    forward = _sum_in_place if _is_overwritable(x) else _run_all_reduce
+    return _apply_collective(x, group, 0, forward, _identity)
 
 
 def all_reduce_shared(x: Tensor, group: OptionalGroup) -> Tensor:
@@ -92,7 +100,7 @@ class _CollectiveFunction(torch.autograd.Function):
         ctx.group = group
         ctx.dim = dim
         ctx.backward_move = backward
-        return forward(x, group, dim)
+        return keep_result(partial(forward, x, group, dim))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,9 +111,21 @@ def _identity(x: Tensor, _group: dist.ProcessGroup, _dim: int) -> Tensor:
     return x.view_as(x)  # autograd requires an output that is not the input itself
 
 
+def _is_overwritable(x: Tensor) -> bool:
+    """Return True if a collective may replace the values of `x`."""
+    is_input = x.is_leaf and x.requires_grad
+    return not (torch.compiler.is_compiling() or is_input or x._is_view()) and x.is_contiguous()
+
+
+def _sum_in_place(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
+    with time_wait(group):
+        dist.all_reduce(x, group=group)
+    increment_version(x)
+    return x.detach()
+
+
 def _run_all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
-    # Never in place: the operand may be another operation's saved tensor, or a gradient that is
-    # also added elsewhere.
+    # Not in place: a gradient may also be added elsewhere.
     summed = x.clone(memory_format=torch.contiguous_format)
     with time_wait(group):
         dist.all_reduce(summed, group=group)
@@ -114,6 +134,10 @@ def _run_all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
 
 def reduce_maxima(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the largest of the ranks' values, element by element, without a gradient."""
+    return keep_statistic(partial(_run_maximum, x, group))
+
+
+def _run_maximum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     largest = x.clone(memory_format=torch.contiguous_format)
     with time_wait(group):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.architecture import ModelShape
 from shardwright.layout import Layout
+from shardwright.model.communication_results import keep_statistic
 from shardwright.model.products.grouped_matmul import take_first
 from shardwright.parallel import row_exchange
 from shardwright.parallel.collectives import all_gather_single
@@ -123,6 +125,9 @@ class TokenDispatcher:
         """
         if torch.compiler.is_compiling():
             return row_exchange.exchange_traced_counts(counts_E, self.group_name)
+        return keep_statistic(partial(self._exchange_counts, counts_E, num_choices))
+
+    def _exchange_counts(self, counts_E: Tensor, num_choices: int) -> ExchangedCounts:
         assert self.group is not None
         sent_Pe = counts_E.view(self.degree, -1)
         received_Pe = row_exchange.exchange_equal_parts(sent_Pe, self.group)
@@ -183,9 +188,12 @@ class TokenDispatcher:
 
     def sum_over_row(self, x: Tensor) -> Tensor:
         """Sum `x` in place over the ranks that share a row's tokens, without gradient."""
-        if self.row_group is not None:
-            with time_wait(self.row_group):
-                dist.all_reduce(x, group=self.row_group)
+        return x if self.row_group is None else keep_statistic(partial(self._sum_over_row, x))
+
+    def _sum_over_row(self, x: Tensor) -> Tensor:
+        assert self.row_group is not None
+        with time_wait(self.row_group):
+            dist.all_reduce(x, group=self.row_group)
         return x
 
     def gather_row(self, experts_BLK: Tensor, token_indices_L: Tensor | None) -> Tensor:
@@ -195,6 +203,10 @@ class TokenDispatcher:
         """
         if self.row_group is None or token_indices_L is None:
             return experts_BLK
+        return keep_statistic(partial(self._gather_row, experts_BLK, token_indices_L))
+
+    def _gather_row(self, experts_BLK: Tensor, token_indices_L: Tensor) -> Tensor:
+        assert self.row_group is not None
         size = self.row_group.size()
         parts = experts_BLK.new_empty(size, *experts_BLK.shape)
         places = token_indices_L.new_empty(size, *token_indices_L.shape)

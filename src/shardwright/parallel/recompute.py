@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from shardwright.architecture import ModelShape
+from shardwright.config.recipe import RecomputeKind
+from shardwright.layout import Layout
+from shardwright.layout.saved_results import LayerResults, SavedResults
+from shardwright.model.communication_results import PARTIAL_PRODUCTS, create_keeping_contexts
 from shardwright.model.decoder import Decoder
-from shardwright.model.result_names import get_result_name
+from shardwright.model.result_names import STATISTICS, get_result_name
 from shardwright.numerics.packed_results import PackFunction
-from shardwright.numerics.recompute import build_recompute_runner, build_saved_results_runner
+from shardwright.numerics.recompute import (
+    RecomputeRunner,
+    SavedCommunication,
+    build_recompute_runner,
+    build_saved_results_runner,
+)
 from shardwright.plans import Plan
 
 
@@ -20,14 +30,54 @@ def install_recompute(decoder: Decoder, plan: Plan, pack: PackFunction | None = 
     choice = plan.recompute_choice
     assert plan.recompute != "auto", "`resolve_recompute` resolves `auto`"
     if plan.recompute != "mixed":
-        decoder.set_recompute(build_recompute_runner(plan.recompute, pack))
+        decoder.set_recompute(build_block_runner(plan.shape, plan.layout, plan.recompute, pack))
         return
     assert choice is not None
     runners = {
-        results: None
-        if results is None
-        else build_saved_results_runner(results, get_result_name, pack)
+        results: build_layer_runner(plan.shape, plan.layout, results, pack)
         for results in dict.fromkeys(choice.layers)
     }
     for block in decoder.blocks:
         block.set_recompute(runners[choice.layers[block.layer_index]])
+
+
+def build_block_runner(
+    shape: ModelShape, layout: Layout, kind: RecomputeKind, pack: PackFunction | None = None
+) -> RecomputeRunner | None:
+    """Build the runner of all blocks of a model, as `build_recompute_runner` does.
+
+    `selective` keeps the results of the blocks' tensor-parallel collectives too.
+    """
+    results = _STREAM_RESULTS if kind == "selective" else frozenset()
+    return build_recompute_runner(kind, pack, _build_communication(shape, layout, results))
+
+
+def build_layer_runner(
+    shape: ModelShape, layout: Layout, results: LayerResults, pack: PackFunction | None = None
+) -> RecomputeRunner | None:
+    """Build the runner of a layer that keeps some results; None if it keeps everything."""
+    if results is None:
+        return None
+    communication = _build_communication(shape, layout, results)
+    return build_saved_results_runner(results, get_result_name, pack, communication)
+
+
+_STREAM_RESULTS: SavedResults = frozenset(["gathered", "attention_out", "down"])
+"""Results of the collectives between the residual stream and tensor-parallel products."""
+
+
+def _build_communication(
+    shape: ModelShape, layout: Layout, results: SavedResults
+) -> SavedCommunication | None:
+    """Choose the results of communication that a block keeps beside its results of products.
+
+    None if no other rank computes parts of the same block.
+    """
+    if layout.tp == layout.cp == layout.ep == 1:
+        return None
+    names: set[str | None] = {STATISTICS, *(results & _STREAM_RESULTS)}
+    if not shape.is_block_end_read:
+        names.discard("down")
+    return SavedCommunication(
+        frozenset(names), get_result_name, create_keeping_contexts, PARTIAL_PRODUCTS
+    )

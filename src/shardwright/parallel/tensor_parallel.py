@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.layout import Layout
+from shardwright.model.result_names import STATISTICS, name_results
 from shardwright.numerics import VocabularyShard
 from shardwright.parallel import collectives
 from shardwright.parallel.mesh import Mesh
@@ -58,11 +59,15 @@ class TensorParallel:
     def prepare_input(self, x_BSD: Tensor) -> Tensor:
         """Return all tokens `[B, L, D]`, for products sharded over outputs; sums gradients."""
         if self.sequence_parallel:
-            return collectives.all_gather(x_BSD, 1, self.group)
+            with name_results("gathered"):
+                return collectives.all_gather(x_BSD, 1, self.group)
         return collectives.copy_to_all(x_BSD, self.group)
 
     def reduce_output(self, share_BLD: Tensor) -> Tensor:
-        """Sum the ranks' shares; return this rank's tokens of it, or all of it, `[B, S, D]`."""
+        """Sum the ranks' shares; return this rank's tokens of it, or all of it, `[B, S, D]`.
+
+        May overwrite `share_BLD`.
+        """
         if self.sequence_parallel:
             return collectives.reduce_scatter(share_BLD, 1, self.group)
         return collectives.all_reduce(share_BLD, self.group)
@@ -76,7 +81,8 @@ class TensorParallel:
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Sum a statistic over features that are sharded over the ranks."""
-        return collectives.all_reduce_shared(x, self.group)
+        with name_results(STATISTICS):
+            return collectives.all_reduce_shared(x, self.group)
 
     def embed(
         self, ids_BL: Tensor, weight_VD: Tensor, vocab_size: int, padding_row: int | None

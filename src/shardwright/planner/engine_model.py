@@ -68,6 +68,10 @@ class BlockBytes(NamedTuple):
     branch_output: float
     attention_output: float
     attention_scores: float = 0.0
+    saved_communication: float | None = None
+    """Bytes of the results of tensor-parallel collectives; None without tensor parallelism."""
+    released_communication: float = 0.0
+    """Part of them that is among `total`, or freed as soon as the block has run again."""
 
 
 class AdapterPasses(NamedTuple):
@@ -205,6 +209,11 @@ class EngineModel:
         return SavedTensors()
 
     @property
+    def should_keep_collectives(self) -> bool:
+        """True if `recompute: selective` saves the results of tensor-parallel collectives."""
+        return True
+
+    @property
     def should_save_gathered_sequence(self) -> bool:
         """True if sequence parallelism saves the gathered input of column-parallel matmuls
         rather than gathering it again."""
@@ -247,8 +256,13 @@ class EngineModel:
 
         It saves the block's input, the results of matmuls, and attention's output. Each branch
         ends with a matmul of the residual width. The result of attention's output projection is
-        freed as soon as the block runs again: nothing else reads it.
+        freed as soon as the block runs again: nothing else reads it. Under tensor parallelism the
+        results of the collectives are saved in place of those two matmuls'.
         """
+        if block.saved_communication is not None:
+            saved = block.residual + block.matmul_results + block.saved_communication
+            recomputed = block.total - block.residual - block.matmul_results
+            return saved, max(0.0, recomputed - block.released_communication)
         saved = block.residual + (block.matmul_results + 2 * block.branch_output)
         recomputed = block.total - block.residual - block.branch_output - block.matmul_results
         return saved, max(0.0, recomputed)

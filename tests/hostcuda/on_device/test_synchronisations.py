@@ -30,6 +30,9 @@ CASES: dict[str, Case] = {
     "ZeRO-1": Case(Layout(dp_shard=2, zero_stage=1)),
     "ZeRO-3": Case(SHARDED),
     "tp, sp": Case(Layout(tp=2, sequence_parallel=True)),
+    "tp, sp, selective recomputation": Case(
+        Layout(tp=2, sequence_parallel=True), recompute="selective"
+    ),
     "cp ring": Case(Layout(cp=2, cp_method="ring")),
     "cp ring, packed documents": Case(Layout(cp=2, cp_method="ring"), has_documents=True),
     "cp all-gather, packed documents": Case(

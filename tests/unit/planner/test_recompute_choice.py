@@ -11,17 +11,20 @@ import pytest
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.config.layout import ClusterSection
-from shardwright.config.recipe import Recipe, RecomputeSection
+from shardwright.config.recipe import Recipe, RecomputeMode, RecomputeSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import RecipeError
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.launch.auto_layout import resolve_recompute_here
 from shardwright.layout import Layout
+from shardwright.layout.saved_results import LayerResults
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
+from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.recompute.choice import check_choosable, choose_recompute
+from shardwright.planner.recompute.levels import compute_levels
 from shardwright.plans import resolve_plan
 from shardwright.units import GIB_BYTES
 from tests.unit.planner import models
@@ -198,3 +201,52 @@ def test_auto_on_a_cpu_needs_a_cluster() -> None:
     resolved = resolve_recompute_here(recipe.model_copy(update={"cluster": cluster}), plan)
     assert resolved.recompute == "none"
     assert resolved.as_dict()["recompute_choice"]["layers"] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("recompute", "saved", "share"),
+    [
+        ("selective", None, 0.0),
+        # Two gathers and the sum after attention. Nothing needs the last sum again.
+        ("full", None, 0.75),
+        ("mixed", frozenset(["gathered"]), 0.25),
+        ("mixed", frozenset(["attention_out"]), 0.5),
+        ("mixed", frozenset(["attention_out", "gathered"]), 0.0),
+    ],
+)
+def test_recomputation_repeats_collectives_unless_it_keeps_their_results(
+    recompute: RecomputeMode, saved: LayerResults, share: float
+) -> None:
+    """The numbers of calls are those that tests/multiprocess/test_communication_results.py counts
+    on real ranks."""
+    predictor = build_predictor(LLAMA_8B)
+    plain = replace(CANDIDATE, layout=Layout(tp=8))
+    ((_, forward, backward),) = predictor.compute_layer_costs(plain).layers
+    recomputed = replace(
+        plain, recompute=recompute, saved_results=saved and (saved,) * LLAMA_8B.num_layers
+    )
+    ((_, _, repeated),) = predictor.compute_layer_costs(recomputed).layers
+    assert backward.tensor == pytest.approx(forward.tensor)
+    assert repeated.tensor - backward.tensor == pytest.approx(share * forward.tensor)
+
+
+def test_other_trainers_repeat_all_collectives_of_a_recomputed_layer() -> None:
+    predictor = build_predictor(LLAMA_8B)
+    plain = replace(CANDIDATE, layout=Layout(tp=8), engine=FrameworkConventions())
+    ((_, forward, backward),) = predictor.compute_layer_costs(plain).layers
+    recomputed = replace(plain, recompute="selective")
+    ((_, _, repeated),) = predictor.compute_layer_costs(recomputed).layers
+    assert repeated.tensor - backward.tensor == pytest.approx(forward.tensor)
+
+
+def test_a_budget_chooses_whether_to_keep_gathered_inputs() -> None:
+    levels, *_ = compute_levels(
+        build_predictor(LLAMA_8B), replace(CANDIDATE, layout=Layout(tp=8, dp_shard=1))
+    )
+    with_gather = [level for level in levels if level.results and "gathered" in level.results]
+    without = [level for level in levels if level.results and "gathered" not in level.results]
+    # They are the largest results, of which the time per byte is short.
+    assert len(with_gather) == 1
+    assert len(without) >= 3
+    assert with_gather[0].seconds < min(level.seconds for level in without)
+    assert with_gather[0].saved_bytes > max(level.saved_bytes for level in without)

@@ -92,6 +92,8 @@ WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 NOTHING: LayerResults = frozenset()
 MIDDLE: LayerResults = frozenset(["attention", "projections"])
 PRODUCTS: LayerResults = frozenset(["attention", "projections", "attention_out", "gate_up"])
+SUMS: LayerResults = frozenset(["gathered", "attention_out"])
+GATHERED: LayerResults = frozenset(["gathered", "attention", "projections", "gate_up"])
 ENDS: LayerResults = frozenset(["attention_out", "down"])
 SPARSE: LayerResults = frozenset(["attention", "experts"])
 CASES = [
@@ -123,8 +125,14 @@ CASES = [
     Case("llama", Layout(pp=2), steps=4, sections=FROZEN_ON_DISK),
     Case("llama", Layout(dp_replicate=2), steps=2, sections=TRAINED_ON_DISK),
     Case("llama", Layout(tp=2), recompute="selective", sections=TRAINED_ON_DISK),
+    Case("llama", Layout(tp=4), recompute="selective"),
+    Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, SUMS, SUMS, GATHERED)),
 ]
 LONG_CASES = [
+    Case("llama", Layout(tp=2, sequence_parallel=False), recompute="selective"),
+    Case("qwen3_moe", Layout(tp=2), recompute="selective"),
+    Case("gemma2", Layout(tp=2), recompute="selective"),
+    Case("gpt2", Layout(tp=2), recompute="selective", sections=OFFLOAD),
     Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
     Case(
         "llama",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape
 from shardwright.architecture.nf4_layout import compute_row_bytes, count_columns
+from shardwright.model.communication_results import name_partial_product
 from shardwright.model.dropout import Dropout
 from shardwright.model.lora import compute_row_norms
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
@@ -82,9 +83,16 @@ class Linear(nn.Module):
         """Compute the product; `dropout` has the masks for the adapter's inputs."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if reduce_output is not None:
-            product = reduce_output(self._compute_product(x, None, dropout))
+            product = reduce_output(self._compute_partial_product(x, dropout))
             return product if bias is None else product + bias
         return self._compute_product(x, bias, dropout)
+
+    def _compute_partial_product(self, x: Tensor, dropout: Dropout | None) -> Tensor:
+        """Compute this rank's part of a product that is summed over ranks."""
+        if self.adapters is not None and self.is_adapter_enabled and self.adapters.kind == "dora":
+            return self._compute_product(x, None, dropout)  # its gradients read the result
+        with name_partial_product():
+            return self._compute_product(x, None, dropout)
 
     def _compute_product(self, x: Tensor, bias: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Compute the product with this rank's weight, with the adapter if it is enabled."""

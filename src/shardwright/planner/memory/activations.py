@@ -134,6 +134,11 @@ def _compute_layer_activations(
         inner_tokens = candidate.micro_batch_tokens * shape.intermediate_size
         dropped = tensors.dropped_inner * (inner_tokens / candidate.layout.tp * size)
     total += attention.saved + inner - dropped
+    # A sparse layer without shared experts gathers its input, but no product saves it.
+    unsaved_gather = 0.0
+    if kind.shape.sparse and size < 4 and _is_gathered(candidate):
+        assert shape.experts is not None
+        unsaved_gather = 0.0 if shape.experts.shared_intermediate_size else matmul_input
     gradients = engine.compute_block_gradient_bytes(
         _build_block_tensors(facts, kind, candidate), max(inner_gradients, attention.gradients)
     )
@@ -147,8 +152,10 @@ def _compute_layer_activations(
         saved = residual + sum(saved_sizes.values())
         # Only a norm reads the result of a branch's last product again. Otherwise it is freed as
         # soon as the block has run again, and no part of `total`.
-        if num_post_norms == 0 or candidate.layout.tp > 1:
+        if num_post_norms == 0:
             saved_sizes |= {"attention_out": 0.0, "down": 0.0}
+        if "gathered" in saved_sizes:
+            saved_sizes["gathered"] -= unsaved_gather
         # Nor is the product of queries and keys, of which only the softmax is saved.
         repeated = total - residual - sum(saved_sizes.values())
         repeated += attention.score_products * ("attention" in saved_sizes)
@@ -156,6 +163,15 @@ def _compute_layer_activations(
     # The block's input is saved in any case.
     if candidate.recompute == "full":
         return LayerActivations(residual, total - residual, gradients)
+    communication = released = 0.0
+    if candidate.layout.tp > 1:
+        results = compute_result_bytes(facts, kind, candidate)
+        released = sum(results.get(name, 0.0) for name in ("gathered", "attention_out"))
+        released += residual * shape.is_block_end_read
+        communication = released
+        if kind.shape.sparse:
+            # The weighted sum of the experts' results.
+            communication += _compute_branch_output_bytes(candidate, facts)
     saved, recomputed = engine.compute_selective_bytes(
         BlockBytes(
             total,
@@ -164,6 +180,8 @@ def _compute_layer_activations(
             _compute_branch_output_bytes(candidate, facts),
             attention.output,
             attention.scores,
+            communication if candidate.layout.tp > 1 else None,
+            released,
         ),
         is_fp4=candidate.precision == "nvfp4",
         is_compiled=candidate.compile,
@@ -178,15 +196,20 @@ def compute_result_bytes(
     missing. Exact for attention within a rank's own rows, and for an even load of experts."""
     attention = compute_attention_bytes(facts, kind, candidate)
     branch_output = _compute_branch_output_bytes(candidate, facts)
+    # Under tensor parallelism the sum over ranks is kept in place of this rank's product.
+    stream = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
     results: dict[ResultName, float] = {
         "attention": attention.output + attention.score_products,
         "projections": attention.matmul_results - attention.output - attention.score_products,
-        "attention_out": branch_output,
+        "attention_out": stream,
     }
+    if _is_gathered(candidate):
+        results["gathered"] = 2.0 * branch_output
     _, inner_products, _ = _compute_feed_forward_bytes(facts, kind, candidate)
     experts = facts.shape.experts if kind.shape.sparse else None
     if experts is None:
-        return results | {"gate_up": inner_products, "down": branch_output}
+        is_end_saved = candidate.layout.tp == 1 or facts.shape.is_block_end_read
+        return results | {"gate_up": inner_products, "down": stream if is_end_saved else 0.0}
     tokens = candidate.micro_batch_tokens
     size = candidate.activation_bytes
     shared = 2.0 * tokens * experts.shared_intermediate_size / candidate.layout.tp * size
@@ -306,6 +329,11 @@ def _compute_column_input_bytes(candidate: Candidate, facts: ModelFacts) -> floa
     is_gathered = candidate.engine.should_save_gathered_sequence or candidate.layout.tp == 1
     tokens = candidate.micro_batch_tokens if is_gathered else candidate.residual_tokens
     return tokens * facts.shape.hidden_size * candidate.activation_bytes
+
+
+def _is_gathered(candidate: Candidate) -> bool:
+    """Return True if sequence parallelism gathers the inputs of a block's branches."""
+    return candidate.layout.tp > 1 and candidate.layout.sequence_parallel
 
 
 def _compute_branch_output_bytes(candidate: Candidate, facts: ModelFacts) -> float:

@@ -101,6 +101,8 @@ class FrameworkConventions(EngineModel):
     torchtitan saves every second matmul's."""
     eager_selective_share: float | None = None
     """The same share without compilation. None: the same value."""
+    should_keep_collectives: bool = False
+    """`recompute: selective` saves the results of tensor-parallel collectives."""
     should_save_gathered_sequence: bool = True
     """Under sequence parallelism the gathered input of column-parallel matmuls is saved rather
     than gathered again."""

@@ -13,7 +13,9 @@ from shardwright.planner.memory.activations import compute_result_bytes, get_lay
 from shardwright.planner.memory.parameter_memory import has_saved_casts
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.predictor import Predictor
+from shardwright.planner.time.communication import build_groups
 from shardwright.planner.time.compute import compute_result_seconds, has_unneeded_end
+from shardwright.planner.time.traffic import compute_collective_seconds
 
 
 class Level(NamedTuple):
@@ -38,10 +40,14 @@ def compute_levels(predictor: Predictor, plain: Candidate) -> list[list[Level]]:
     """Compute the levels of each kind of layer, from nothing kept to everything saved."""
     facts = predictor.facts
     rates = predictor.get_rates(plain.precision)
+    network = predictor.network
+    groups = build_groups(plain.layout)
     orders: list[list[SavedResults]] = []
     for kind in facts.kinds:
         sizes = compute_result_bytes(facts, kind, plain)
         seconds = compute_result_seconds(facts, kind, plain, rates)
+        for name, traffic in compute_collective_seconds(facts, plain, network, groups).items():
+            seconds[name] = seconds.get(name, 0.0) + traffic
         if has_unneeded_end(facts, kind, plain):
             sizes.pop("down", None)
         names = sorted(

@@ -173,8 +173,7 @@ def has_unneeded_end(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -
     layout = candidate.layout
     return (
         not kind.shape.sparse
-        and facts.shape.names.post_mlp_norm is None
-        and not facts.shape.residual_dropout
+        and not facts.shape.is_block_end_read
         and not (candidate.adapter is not None and candidate.adapter.quantised)
         and not (layout.pp > 1 and has_split_backward(layout.schedule))
     )

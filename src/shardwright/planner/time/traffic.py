@@ -16,7 +16,8 @@ k experts per token.
     context, ulysses     all-to-alls of N (2 Q + 2 K) c  the same
     expert               2 all-to-alls of k N D c        the same
 
-Recomputation repeats the communication inside a block's forward pass.
+Recomputation repeats the communication inside a block's forward pass whose results it does not
+keep; `selective` keeps those of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
+from shardwright.config.recipe import RecomputeMode
+from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.attention_activations import resolve_context_method
 from shardwright.planner.model_costs import (
@@ -92,6 +95,11 @@ def compute_layer_traffic(
     tensor_forward, tensor_backward = _compute_tensor_seconds(
         facts, candidate, network, groups["tp"]
     )
+    tensor_repeated = is_recomputed * tensor_forward
+    if is_recomputed and candidate.engine.should_keep_collectives:
+        tensor_repeated = _sum_repeated_seconds(
+            kind, recompute, compute_collective_seconds(facts, candidate, network, groups)
+        )
     expert = _compute_expert_seconds(facts, kind, candidate, network, groups)
     expert_overlap = _get_expert_overlap(candidate, network)
     context_forward, context_backward, can_overlap = _compute_context_seconds(
@@ -101,7 +109,7 @@ def compute_layer_traffic(
     for tensor, context, experts, attention in (
         (tensor_forward, context_forward, expert, seconds.attention_forward),
         (
-            tensor_backward + is_recomputed * tensor_forward,
+            tensor_backward + tensor_repeated,
             context_backward + repeats_attention * context_forward,
             expert * (1 + is_recomputed),
             seconds.attention_backward,
@@ -125,20 +133,54 @@ def compute_layer_traffic(
     return directions[0], directions[1]
 
 
+def compute_collective_seconds(
+    facts: ModelFacts, candidate: Candidate, network: NetworkModel, groups: dict[str, StridedGroup]
+) -> dict[ResultName, float]:
+    """Compute the seconds of a layer's tensor-parallel collectives by the name of their result.
+
+    Recomputation ends before a block's last collective unless a norm or dropout follows it.
+    """
+    group = groups["tp"]
+    if group.num_ranks == 1:
+        return {}
+    gather, reduction = _time_stream_collectives(facts, candidate, network, group)
+    seconds: dict[ResultName, float] = {"gathered": 2 * gather, "attention_out": reduction}
+    if facts.shape.is_block_end_read:
+        seconds["down"] = reduction
+    return seconds
+
+
+def _sum_repeated_seconds(
+    kind: LayerKind, recompute: RecomputeMode, seconds: dict[ResultName, float]
+) -> float:
+    """Sum the seconds of the collectives that a layer's recomputation repeats."""
+    if recompute == "selective":
+        return 0.0
+    saved = kind.saved_results if recompute == "mixed" else None
+    return sum(value for name, value in seconds.items() if name not in (saved or ()))
+
+
+def _time_stream_collectives(
+    facts: ModelFacts, candidate: Candidate, network: NetworkModel, group: StridedGroup
+) -> tuple[float, float]:
+    """Return the seconds of a branch's gather, 0 without sequence parallelism, and of its sum."""
+    size = candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
+    hops = network.efficiency.hop_seconds * (group.num_ranks - 1)
+    if not candidate.layout.sequence_parallel:
+        return 0.0, network.time_all_reduce(group, size) + 2 * hops
+    gather = network.time_all_gather(group, size) + hops
+    return gather, network.time_reduce_scatter(group, size) + hops
+
+
 def _compute_tensor_seconds(
     facts: ModelFacts, candidate: Candidate, network: NetworkModel, group: StridedGroup
 ) -> tuple[float, float]:
     if group.num_ranks == 1:
         return 0.0, 0.0
-    size = candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
-    hops = network.efficiency.hop_seconds * (group.num_ranks - 1)
-    if not candidate.layout.sequence_parallel:
-        both = 2 * (network.time_all_reduce(group, size) + 2 * hops)
-        return both, both
-    gather = network.time_all_gather(group, size) + hops
-    scatter = network.time_reduce_scatter(group, size) + hops
+    gather, reduction = _time_stream_collectives(facts, candidate, network, group)
+    both = 2 * (gather + reduction)
     repeated_gathers = 0.0 if candidate.engine.should_save_gathered_sequence else 2 * gather
-    return 2 * (gather + scatter), 2 * (gather + scatter) + repeated_gathers
+    return both, both + repeated_gathers
 
 
 def compute_end_traffic(
