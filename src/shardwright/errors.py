@@ -181,9 +181,16 @@ class Preempted(ShardwrightError):
 class GenerationEnded(ShardwrightError):
     """Generation whose ranks left after a step, because more ranks continue the run. Only the
     launcher sees it; `train` does not raise it.
+
+    Args:
+        step: Number of finished steps.
     """
 
     exit_code = ExitCode.PREEMPTED
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"more ranks continue after step {step}")
+        self.step = step
 
 
 def find_closest_name(name: str, known: Iterable[str]) -> str | None:

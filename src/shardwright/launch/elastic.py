@@ -117,14 +117,16 @@ def run_with_restarts(
     folder = RunFolder.from_recipe(recipe)
     attempt = LaunchAttempt(0, world_size)
     num_failed_growths = 0
+    left_at_step = 0
     while True:
         saved_before = _read_latest(folder.checkpoints)
-        step_before = read_newest_step()
+        step_before = max(read_newest_step(), left_at_step)
         is_failed_growth = False
         try:
             launch(attempt)
             return
-        except GenerationEnded:
+        except GenerationEnded as ended:
+            left_at_step = ended.step
             # After a stop signal the same processes save what they have in memory.
             size = attempt.world_size if stop else world_size
             number = attempt.number

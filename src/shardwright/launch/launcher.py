@@ -87,8 +87,9 @@ def launch_ranks(
         stopped = [outcome for outcome in outcomes if outcome.exit_code == ExitCode.PREEMPTED]
         if stopped:
             # All ranks decide together, so all of them have left or all have stopped.
-            has_left = stopped[0].kind == GenerationEnded.__name__
-            raise (GenerationEnded if has_left else Preempted)(stopped[0].message)
+            if stopped[0].kind == GenerationEnded.__name__:
+                raise GenerationEnded(int(stopped[0].details["step"] or 0))
+            raise Preempted(stopped[0].message)
 
 
 def _run_with_agent(

@@ -122,7 +122,7 @@ class StepPolicy:
         step = self.state.step
         self.context.watchdog.begin_phase("save", step)
         self.checkpointer.begin_peer_copy()
-        raise GenerationEnded(f"more ranks continue after step {step}")
+        raise GenerationEnded(step)
 
     def may_act(self, step: int, update: StepUpdate) -> bool:
         """Return True if `apply` may do more after this step than note that it succeeded."""

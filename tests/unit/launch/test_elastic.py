@@ -172,7 +172,7 @@ def test_a_smaller_world_grows_again_after_some_steps(tmp_path: Path) -> None:
     twice as many steps. A growth is no restart.
     """
     died = RankFailed("died")
-    left = GenerationEnded("left")
+    left = GenerationEnded(9)
     recipe = build_recipe(tmp_path, max_restarts=4, min_ranks=2, grow_after_steps=3)
     launches = Launches(tmp_path, died, 2, left, InputError("no such device"), 4, left, died, None)
     run_with_restarts(recipe, 6, launches, StopRequest())
@@ -186,17 +186,28 @@ def test_a_smaller_world_grows_again_after_some_steps(tmp_path: Path) -> None:
     ]
 
 
-def test_a_larger_world_that_makes_progress_stays(tmp_path: Path) -> None:
+def test_a_larger_world_with_progress_stays(tmp_path: Path) -> None:
     died = RankFailed("died")
     recipe = build_recipe(tmp_path, max_restarts=4, min_ranks=2, grow_after_steps=3)
-    launches = Launches(tmp_path, died, GenerationEnded("left"), 2, died, died, None)
+    launches = Launches(tmp_path, died, GenerationEnded(9), 2, died, died, None)
     run_with_restarts(recipe, 6, launches, StopRequest())
     assert [attempt.world_size for attempt in launches.attempts] == [6, 4, 6, 6, 4]
     # The last one has waited no longer: the growth before it has not failed.
     assert launches.attempts[-1].leave_after_steps == 3
 
 
-def test_after_a_stop_the_same_ranks_save_what_they_have_in_memory(tmp_path: Path) -> None:
+def test_steps_of_the_smaller_world_are_no_progress_of_the_larger(tmp_path: Path) -> None:
+    """The larger world reaches the step at which the smaller one has left, and no further."""
+    died = RankFailed("died")
+    recipe = build_recipe(tmp_path, max_restarts=4, min_ranks=2, grow_after_steps=3)
+    launches = Launches(tmp_path, died, GenerationEnded(7), died, None)
+    # Before and after each launch. The launcher learns the step of ranks that left from them.
+    newest_steps = [0, 0, 0, 0, 7, 7]
+    run_with_restarts(recipe, 6, launches, StopRequest(), lambda: newest_steps.pop(0))
+    assert [attempt.world_size for attempt in launches.attempts] == [6, 4, 6, 4]
+
+
+def test_after_a_stop_the_same_ranks_save_their_state(tmp_path: Path) -> None:
     recipe = build_recipe(tmp_path, max_restarts=4, min_ranks=2, grow_after_steps=3)
     stop = StopRequest()
     attempts = []
@@ -207,7 +218,7 @@ def test_after_a_stop_the_same_ranks_save_what_they_have_in_memory(tmp_path: Pat
             raise RankFailed("died")
         if len(attempts) == 2:
             stop.record(signal.SIGTERM)
-            raise GenerationEnded("left")
+            raise GenerationEnded(9)
         raise Preempted("saved")
 
     with pytest.raises(Preempted):
