@@ -34,7 +34,10 @@ STOP_FILE_NAME = "stop"
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """Exit of one rank. `details` are the parts of an InputError, or the step of GenerationEnded."""
+    """Exit of one rank.
+
+    `details` are the parts of an InputError, or the step of a GenerationEnded.
+    """
 
     rank: int
     exit_code: int
