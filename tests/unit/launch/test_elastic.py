@@ -197,14 +197,16 @@ def test_a_larger_world_with_progress_stays(tmp_path: Path) -> None:
 
 
 def test_steps_of_the_smaller_world_are_no_progress_of_the_larger(tmp_path: Path) -> None:
-    """The larger world reaches the step at which the smaller one has left, and no further."""
+    """The larger world reaches the step at which the smaller one has left, and no further. So the
+    smaller one continues, not one of a size in between.
+    """
     died = RankFailed("died")
     recipe = build_recipe(tmp_path, max_restarts=4, min_ranks=2, grow_after_steps=3)
-    launches = Launches(tmp_path, died, GenerationEnded(7), died, None)
+    launches = Launches(tmp_path, died, died, GenerationEnded(7), died, None)
     # Before and after each launch. The launcher learns the step of ranks that left from them.
-    newest_steps = [0, 0, 0, 0, 7, 7]
+    newest_steps = [0, 0, 0, 0, 0, 0, 7, 7]
     run_with_restarts(recipe, 6, launches, StopRequest(), lambda: newest_steps.pop(0))
-    assert [attempt.world_size for attempt in launches.attempts] == [6, 4, 6, 4]
+    assert [attempt.world_size for attempt in launches.attempts] == [6, 4, 3, 6, 3]
 
 
 def test_after_a_stop_the_same_ranks_save_their_state(tmp_path: Path) -> None:
