@@ -106,9 +106,16 @@ class WorldSizes:
         plans = {}
         for count in counts:
             try:
-                plans[count] = plan_ranks(recipe, count)
+                planned = plan_ranks(recipe, count)
             except InputError:  # no layout fits, or the cluster has no such number of devices
                 continue
+            offload = planned.recipe.offload
+            if recipe.elastic.peer_copies and (offload.optimizer, offload.parameters) != (
+                "none",
+                "none",
+            ):
+                continue  # fits only with states offloaded, of which no copies are kept
+            plans[count] = planned
         if not plans:
             return None
         best = min(plans, key=lambda count: plans[count].prediction.time.step)

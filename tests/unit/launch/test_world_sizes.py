@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from shardwright.config import Recipe
+from shardwright.config.offload import OffloadSection
+from shardwright.config.run import ElasticSection
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.launch import auto_layout
 from shardwright.launch.auto_layout import resolve_auto_layout
@@ -103,16 +105,24 @@ def test_the_number_with_the_shortest_predicted_step_is_chosen(
         if count == 2:
             raise LayoutError("no layout fits")
         prediction = SimpleNamespace(time=SimpleNamespace(step=seconds[count]))
-        return SimpleNamespace(prediction=prediction, recipe=f"recipe for {count}")
+        offload = OffloadSection(optimizer="host" if count == 3 else "none")
+        planned = recipe.model_copy(update={"name": f"of {count}", "offload": offload})
+        return SimpleNamespace(prediction=prediction, recipe=planned)
 
     monkeypatch.setattr(auto_layout, "plan_ranks", plan)
-    monkeypatch.setattr(auto_layout, "describe_choice", lambda planned: planned.recipe)
-    auto = build_recipe("auto", min_ranks=2, cluster="6xcpu", global_batch_size=12)
+    monkeypatch.setattr(auto_layout, "describe_choice", lambda planned: planned.recipe.name)
     fixed = {"dp_shard": 6, "dp_replicate": 1}
-    first = build_recipe(fixed, min_ranks=2, cluster="6xcpu", global_batch_size=12)
-    sizes = WorldSizes(first, 6, auto)
+    recipes = [
+        build_recipe(layout, min_ranks=2, cluster="6xcpu", global_batch_size=12)
+        for layout in (fixed, "auto")
+    ]
+    sizes = WorldSizes(recipes[0], 6, recipes[1])
     assert sizes.find_smaller(6) == 3
-    assert str(sizes.get_recipe(3)) == "recipe for 3"
+    assert sizes.get_recipe(3).name == "of 3"
+    # Of offloaded states no copies are kept.
+    elastic = ElasticSection(max_restarts=3, min_ranks=2, warm_restarts=True, peer_copies=1)
+    copied = [recipe.model_copy(update={"elastic": elastic}) for recipe in recipes]
+    assert WorldSizes(copied[0], 6, copied[1]).find_smaller(6) == 4
 
 
 def test_no_layout_for_fewer_ranks_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -76,9 +76,7 @@ def test_a_rank_that_cannot_save_stays_and_tries_again(
 
     monkeypatch.setattr(checkpointing.RunCheckpointer, "save", save_to_full_disk)
     with pytest.raises(GenerationEnded) as ended:
-        train_rank(
-            build_saving_recipe(tmp_path), RankEnvironment(), StopRequest(), restart=SMALLER
-        )
+        train_rank(build_saving_recipe(tmp_path), RankEnvironment(), StopRequest(), restart=SMALLER)
     assert ended.value.step == 4
     events = read_events(tmp_path / "run")
     assert [event.step for event in events.filter_by_type(CheckpointEvent)] == [4]
