@@ -254,7 +254,8 @@ def train(
         InputError: first problem found, before any rank starts.
         RunFailed, Preempted: the run failed or was stopped.
     """
-    loaded, _world_size = resolve_training_layout(load_recipe(recipe), num_ranks)
+    original = load_recipe(recipe)
+    loaded, _world_size = resolve_training_layout(original, num_ranks)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.training.run import train as train_recipe
 
@@ -265,6 +266,7 @@ def train(
         resume_if_started=resume_if_started,
         allow_drift=allow_drift,
         open_progress=open_progress,
+        planned_from=original if original.layout.auto else None,
     )
     return None if summary is None else load_run(summary["run"])
 

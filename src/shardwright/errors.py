@@ -17,7 +17,8 @@
     │   ├── OffloadFailed               state could not be moved; the last checkpoint is intact
     │   ├── OutOfMemory                 a rank ran out of memory; states the prediction
     │   └── RankFailed                  a rank died or hung; names it
-    └── Preempted                   4   stopped on request; state is saved
+    ├── Preempted                   4   stopped on request; state is saved
+    └── GenerationEnded             4   ranks left, because more ranks continue the run
 
 Any other exception that escapes is a bug of ours and is shown with its traceback.
 """
@@ -175,6 +176,21 @@ class Preempted(ShardwrightError):
     """Run that stopped on request, after saving its state."""
 
     exit_code = ExitCode.PREEMPTED
+
+
+class GenerationEnded(ShardwrightError):
+    """Generation whose ranks left after a step, because more ranks continue the run. Only the
+    launcher sees it; `train` does not raise it.
+
+    Args:
+        step: Number of finished steps.
+    """
+
+    exit_code = ExitCode.PREEMPTED
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"more ranks continue after step {step}")
+        self.step = step
 
 
 def find_closest_name(name: str, known: Iterable[str]) -> str | None:

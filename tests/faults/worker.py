@@ -46,6 +46,8 @@ PLACES = {
     "slow": "reading a step's samples takes `seconds` longer from here on",
     "memory": "no more memory can be allocated",
     "clock": "the wall clock jumps by a day from here on",
+    "finished": "no fault: the state after the step is also saved beside the marks",
+    "restored": "no fault: the state from which the ranks continue is saved there",
 }
 """Fault at each place."""
 
@@ -155,6 +157,28 @@ def install_faults(faults: Faults) -> None:
     call_before(commit, "move_pointer", lambda *_, **__: faults.send_signals("publish"))
     install_update_faults(faults, loop, step_policy)
     install_copy_faults(faults)
+    install_probes(faults)
+
+
+def install_probes(faults: Faults) -> None:
+    """Install the probes, which save what the ranks have; each is in the plan of every rank."""
+    from shardwright.checkpoint.tensor_saving import save_checkpoint
+    from shardwright.parallel.mesh import get_host_group
+    from shardwright.training.checkpointing import RunCheckpointer
+    from shardwright.training.step_policy import StepPolicy
+
+    def save(place: str, checkpointer: Any) -> None:
+        step = checkpointer.state.step
+        if any(fault["place"] == place and fault["step"] == step for fault in faults.plan):
+            root = Path(os.environ[MARKS]) / f"{place}-by-{os.environ['WORLD_SIZE']}"
+            save_checkpoint(root, step, checkpointer.collect_tensors(), {}, group=get_host_group())
+
+    def restore(original: Callable[..., Any], checkpointer: Any, *arguments: Any) -> None:
+        original(checkpointer, *arguments)
+        save("restored", checkpointer)
+
+    replace(RunCheckpointer, "restore", restore)
+    call_before(StepPolicy, "apply", lambda policy, *_, **__: save("finished", policy.checkpointer))
 
 
 def install_copy_faults(faults: Faults) -> None:

@@ -21,7 +21,12 @@ from shardwright.config import load_recipe
 from shardwright.errors import Preempted
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.stop_signals import StopRequest
-from shardwright.telemetry.event_log import ResumeEvent, read_events, select_surviving_steps
+from shardwright.telemetry.event_log import (
+    ReshardEvent,
+    ResumeEvent,
+    read_events,
+    select_surviving_steps,
+)
 from shardwright.training.rank_run import train_rank
 from tests.multiprocess.pool import RankPool
 
@@ -116,6 +121,10 @@ def test_steps_under_changing_layouts_equal_those_of_one_layout(
         ranks.run(num_ranks, train_some, str(recipe), str(tmp_path / "run"), layout, 2, number > 0)
     events = read_events(tmp_path / "run")
     assert [event.step for event in events.filter_by_type(ResumeEvent)] == list(range(2, STEPS, 2))
+    changes = events.filter_by_type(ReshardEvent)
+    assert [event.step for event in changes] == list(range(2, STEPS, 2))
+    assert [event.world_size for event in changes] == [num_ranks for num_ranks, _ in CHAIN[1:]]
+    assert all(event.from_layout != event.to_layout for event in changes)
     ours = select_surviving_steps(events)
     whole = select_surviving_steps(read_events(tmp_path / "whole"))
     assert [step.samples_seen for step in ours] == [BATCH * step for step in range(1, STEPS + 1)]

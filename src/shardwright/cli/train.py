@@ -89,7 +89,8 @@ def train_command(
     if run_dir is not None:
         changes.append(f"run.dir={json.dumps(str(run_dir))}")
     loaded_recipe = load_recipe(recipe, changes, layout)
-    if loaded_recipe.layout.auto:
+    planned_from = loaded_recipe if loaded_recipe.layout.auto else None
+    if planned_from is not None:
         enable_log()
     loaded_recipe, world_size = api.resolve_training_layout(loaded_recipe, nproc)
     if rehearse_first:
@@ -106,6 +107,7 @@ def train_command(
             resume_if_started=resume_if_begun,
             allow_drift=allow_drift or (),
             open_progress=show_data_progress,
+            planned_from=planned_from,
         )
     finally:
         if detect_rank_environment() is not None:

@@ -70,7 +70,13 @@ class ElasticSection(RecipeSection):
     min_ranks: Positive | None = None
     """Minimum number of ranks. After a generation that saved nothing new (with `peer_copies`: that
     finished no step), restart with fewer ranks, if the layout leaves a degree open and the global
-    batch stays the same. Null always restarts with the same number."""
+    batch stays the same. With `layout: auto` the planner chooses number and layout. Null always
+    restarts with the same number."""
+    grow_after_steps: Positive | None = None
+    """Number of steps of a run that continues with fewer ranks, after which as many ranks as at
+    first start again, because a lost device may be back. If these save nothing new (with
+    `peer_copies`: finish no step), the smaller number continues, and twice as many steps pass
+    before the next try. Null never returns to more ranks."""
     warm_restarts: bool = False
     """Keep the processes of the ranks that are not lost, with their imports, compiled code and
     caches, and start the lost rank from a spare process that waits. A restart then takes about
@@ -90,6 +96,10 @@ class ElasticSection(RecipeSection):
     def _check_restarts(self) -> ElasticSection:
         if self.min_ranks is not None and not self.max_restarts:
             raise ValueError("`min_ranks` is for restarts: set `max_restarts` too")
+        if self.grow_after_steps is not None and self.min_ranks is None:
+            raise ValueError(
+                "`grow_after_steps` is for runs that continue with fewer ranks: set `min_ranks` too"
+            )
         if self.warm_restarts and not self.max_restarts:
             raise ValueError("`warm_restarts` is for restarts: set `max_restarts` too")
         if self.peer_copies and not self.warm_restarts:

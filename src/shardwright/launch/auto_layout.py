@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -11,12 +12,14 @@ from shardwright.config import Recipe
 from shardwright.config.layout import ClusterSection
 from shardwright.config.recipe import RecomputeSection
 from shardwright.errors import InputError, LayoutError, RecipeError
+from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation, find_compiler_obstacle
 from shardwright.planner.auto_layout import build_cluster, choose_layout
+from shardwright.planner.prediction import Prediction
 from shardwright.planner.problem import choose_precision_on
 from shardwright.planner.recompute.choice import resolve_recompute
 from shardwright.planner.scaling import resize_cluster
@@ -39,27 +42,48 @@ def resolve_auto_layout(recipe: Recipe, world_size: int) -> Recipe:
     """
     if not recipe.layout.auto:
         return recipe
+    planned = plan_ranks(recipe, world_size)
+    logger.info("%s", describe_choice(planned))
+    if planned.prediction.warning is not None:
+        logger.warning(
+            "layout auto: no layout fits with memory to spare; the chosen one %s",
+            planned.prediction.warning,
+        )
+    return planned.recipe
+
+
+@dataclass(frozen=True)
+class PlannedRecipe:
+    """Recipe with the layout that the planner chose for its cluster."""
+
+    recipe: Recipe
+    cluster: Cluster
+    prediction: Prediction
+
+
+def plan_ranks(recipe: Recipe, world_size: int) -> PlannedRecipe:
+    """Choose the layout of a recipe with `layout: auto` for a number of ranks.
+
+    Raises:
+        InputError, LayoutError: As `resolve_auto_layout`.
+    """
     section = recipe.cluster or detect_cluster(recipe, world_size)
     cluster = build_cluster(section, world_size)
     chosen, prediction = choose_layout(recipe, cluster, world_size)
-    logger.info(
-        "layout auto on %s: %s, micro batch %d x %d, recompute %s; "
-        "predicted %s per step, %s tokens/s, %s per device",
-        cluster.name,
-        prediction.candidate.describe(),
-        prediction.candidate.micro_batch_size,
-        prediction.candidate.gradient_accumulation_steps,
-        prediction.candidate.recompute,
-        format_seconds(prediction.time.step),
-        format_count(prediction.tokens_per_second),
-        format_bytes(prediction.memory.total),
+    return PlannedRecipe(chosen.model_copy(update={"cluster": section}), cluster, prediction)
+
+
+def describe_choice(planned: PlannedRecipe) -> str:
+    """Describe the planner's choice and its prediction in one line."""
+    prediction = planned.prediction
+    candidate = prediction.candidate
+    return (
+        f"layout auto on {planned.cluster.name}: {candidate.describe()}, micro batch "
+        f"{candidate.micro_batch_size} x {candidate.gradient_accumulation_steps}, "
+        f"recompute {candidate.recompute}; predicted {format_seconds(prediction.time.step)} per "
+        f"step, {format_count(prediction.tokens_per_second)} tokens/s, "
+        f"{format_bytes(prediction.memory.total)} per device"
     )
-    if prediction.warning is not None:
-        logger.warning(
-            "layout auto: no layout fits with memory to spare; the chosen one %s",
-            prediction.warning,
-        )
-    return chosen.model_copy(update={"cluster": section})
 
 
 def choose_precision_here(recipe: Recipe) -> PrecisionChoice:

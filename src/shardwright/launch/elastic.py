@@ -1,4 +1,4 @@
-"""Restarts after a lost rank: from the newest complete checkpoint, perhaps with fewer ranks.
+"""Restarts after a lost rank, with as many ranks, fewer, or later as many as at first again.
 
 Each attempt is a separate launch through torch's elastic agent, with its own rendezvous. The
 agent's own restarts share one store, where a late rank of the old attempt could join the new.
@@ -15,25 +15,37 @@ from shardwright.checkpoint.commit import LATEST_NAME, StepFolder, read_pointer
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.checkpoint.storage_path import StoragePath
 from shardwright.config import Recipe
-from shardwright.errors import InputError, NonFiniteError, OutOfMemory, RunFailed, SaveFailed
+from shardwright.errors import (
+    GenerationEnded,
+    InputError,
+    NonFiniteError,
+    OutOfMemory,
+    RunFailed,
+    SaveFailed,
+)
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.plans import resolve_degrees
 
 
 @dataclass(frozen=True)
 class LaunchAttempt:
-    """One launch of the ranks; `number` starts at 0, `restart_reason` is the reason for the
-    restart.
+    """One launch of the ranks; `number` counts the restarts after failures, `restart_reason` is
+    the reason for the last one.
     """
 
     number: int
     world_size: int
     restart_reason: str = ""
+    former_world_size: int | None = None
+    """Number of ranks of the launch before, if that was another."""
+    leave_after_steps: int | None = None
+    """Number of steps after which the ranks leave, because a larger launch follows; None if none
+    does."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Restart as the launcher describes it to rank 0, which logs it."""
+    """New start of the ranks as the launcher describes it to them; rank 0 logs it."""
 
     number: int
     max_restarts: int
@@ -46,6 +58,15 @@ class Restart:
     """Ranks whose process had to be killed although they were not lost."""
     noticed_at_seconds: float | None = None
     """Wall clock time at which the launcher noticed the loss."""
+    former_world_size: int | None = None
+    """Number of ranks before, if that was another."""
+    leave_after_steps: int | None = None
+    """Number of steps after which the ranks leave for a larger launch."""
+
+    @property
+    def is_growth(self) -> bool:
+        """True if no rank was lost: more ranks continue the run than before."""
+        return self.former_world_size is not None and self.world_size > self.former_world_size
 
     def to_json(self) -> str:
         """Return the text for the ranks' command line."""
@@ -66,12 +87,16 @@ def run_with_restarts(
     launch: Callable[[LaunchAttempt], None],
     stop: StopRequest,
     read_newest_step: Callable[[], int] = lambda: 0,
+    find_smaller: Callable[[int], int | None] | None = None,
 ) -> None:
     """Call `launch` until an attempt succeeds, with at most `elastic.max_restarts` restarts.
 
     After an attempt that made no progress, the next one uses fewer ranks if `elastic.min_ranks`
     and the layout allow it with the same global batch: a lost device may not come back. Progress
-    is a new checkpoint, or with copies in memory a finished step.
+    is a new checkpoint, or with copies in memory a finished step. With `elastic.grow_after_steps`
+    a smaller attempt ends after that many steps, and as many ranks as at first continue. If these
+    make no progress, the former number continues, and twice as many steps pass before the next
+    try.
 
     Args:
         recipe: Recipe of the run.
@@ -80,38 +105,65 @@ def run_with_restarts(
         stop: Request to stop, after which nothing is restarted.
         read_newest_step: Returns the newest finished step from which ranks can continue without a
             checkpoint; 0 if they cannot.
+        find_smaller: Returns the number of ranks that replaces a given one, None if there is
+            none; by default `find_smaller_world_size`.
 
     Raises:
         ShardwrightError: Error of the last attempt. Raised at once if a stop was requested or a
             restart cannot help (invalid input, disk full at the last save, non-finite
             gradients).
     """
+    find_smaller = find_smaller or (lambda size: find_smaller_world_size(recipe, size))
     folder = RunFolder.from_recipe(recipe)
-    generation = LaunchAttempt(0, world_size)
+    attempt = LaunchAttempt(0, world_size)
+    num_failed_growths = 0
+    left_at_step = 0
     while True:
         saved_before = _read_latest(folder.checkpoints)
-        step_before = read_newest_step()
+        step_before = max(read_newest_step(), left_at_step)
+        is_failed_growth = False
         try:
-            launch(generation)
+            launch(attempt)
             return
-        except RunFailed as error:
+        except GenerationEnded as ended:
+            left_at_step = ended.step
+            # After a stop signal the same processes save what they have in memory.
+            size = attempt.world_size if stop else world_size
+            number = attempt.number
+            reason = "a stop was requested while more ranks were about to start" if stop else ""
+        except (RunFailed, InputError) as error:
+            former_size = attempt.former_world_size or attempt.world_size
+            has_grown = attempt.world_size > former_size
+            # Wrong input would be wrong again, but a device that is missing is no wrong input.
             if (
                 isinstance(error, NonFiniteError | SaveFailed)
+                or (isinstance(error, InputError) and not has_grown)
                 or stop
-                or generation.number >= recipe.elastic.max_restarts
+                or attempt.number >= recipe.elastic.max_restarts
             ):
                 raise
             has_saved = _read_latest(folder.checkpoints) != saved_before
             has_progressed = has_saved or read_newest_step() > step_before
-            # After running out of memory, fewer ranks would need even more memory each.
-            keeps_size = has_progressed or isinstance(error, OutOfMemory)
-            size = (
-                generation.world_size
-                if keeps_size
-                else find_smaller_world_size(recipe, generation.world_size) or generation.world_size
-            )
+            is_failed_growth = has_grown and not has_progressed
+            size = attempt.world_size
+            if is_failed_growth:
+                size = former_size
+            elif not (has_progressed or isinstance(error, OutOfMemory)):
+                # After running out of memory, fewer ranks would need even more memory each.
+                size = find_smaller(size) or size
+            number = attempt.number + 1
             reason = str(error).partition("\n")[0]
-            generation = LaunchAttempt(generation.number + 1, size, reason)
+        num_failed_growths += is_failed_growth
+        every_steps = recipe.elastic.grow_after_steps
+        attempt = LaunchAttempt(
+            number,
+            size,
+            reason,
+            attempt.world_size if attempt.world_size != size else None,
+            every_steps * 2**num_failed_growths
+            if every_steps is not None and size < world_size and not stop
+            else None,
+        )
 
 
 def _read_latest(root: StoragePath) -> StepFolder | None:
@@ -124,7 +176,10 @@ def _read_latest(root: StoragePath) -> StepFolder | None:
 
 
 def find_smaller_world_size(recipe: Recipe, world_size: int) -> int | None:
-    """Find the largest smaller world size with the same global batch; None if there is none."""
+    """Find the largest smaller world size with the same global batch; None if there is none.
+
+    Degrees that the recipe names are kept; the data degree that it leaves open shrinks.
+    """
     if recipe.elastic.min_ranks is None:
         return None
     _, batch = resolve_degrees(recipe, world_size)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from shardwright.errors import ExitCode, Preempted, RankFailed
+from shardwright.errors import ExitCode, GenerationEnded, Preempted, RankFailed
 from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.launch.rank_outcome import (
     CONTROL_VARIABLE,
@@ -58,7 +58,7 @@ def launch_ranks(
 
     Raises:
         ShardwrightError: The cause, if a rank failed. Preempted: The ranks were asked to stop
-            and have saved.
+            and have saved. GenerationEnded: The ranks have left, because more ranks follow.
     """
     with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
         control = Path(name)
@@ -84,8 +84,12 @@ def launch_ranks(
                 find_cause(outcomes, endings.statuses, endings.ended_at_seconds),
                 find_skipped_collective(read_heartbeats(control)),
             )
-        if any(outcome.exit_code == ExitCode.PREEMPTED for outcome in outcomes):
-            raise Preempted(outcomes[0].message)
+        stopped = [outcome for outcome in outcomes if outcome.exit_code == ExitCode.PREEMPTED]
+        if stopped:
+            # All ranks decide together, so all of them have left or all have stopped.
+            if stopped[0].kind == GenerationEnded.__name__:
+                raise GenerationEnded(int(stopped[0].details["step"] or 0))
+            raise Preempted(stopped[0].message)
 
 
 def _run_with_agent(
@@ -172,6 +176,8 @@ def _forward_stop_signals(control: Path, stop: StopRequest | None) -> Iterator[N
                 os.kill(int(pid_file.read_text()), number)
 
     former = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    if stop:  # while no rank ran
+        (control / STOP_FILE_NAME).touch()
     try:
         yield
     finally:

@@ -13,7 +13,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shardwright import errors
-from shardwright.errors import ExitCode, InputError, RankFailed, RunFailed, ShardwrightError
+from shardwright.errors import (
+    ExitCode,
+    GenerationEnded,
+    InputError,
+    RankFailed,
+    RunFailed,
+    ShardwrightError,
+)
 from shardwright.masking import mask_secrets
 from shardwright.watchdog.hang_diagnosis import HangDiagnosis
 
@@ -27,7 +34,10 @@ STOP_FILE_NAME = "stop"
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """Exit of one rank. `details` are the parts of an InputError."""
+    """Exit of one rank.
+
+    `details` are the parts of an InputError, or the step of a GenerationEnded.
+    """
 
     rank: int
     exit_code: int
@@ -74,7 +84,9 @@ def write_outcome(rank: int, error: BaseException | None) -> ExitCode:
     if folder := get_control_folder():
         outcome = RankOutcome(rank, int(code), at_seconds=time.time())
         if error is not None:
-            details = {}
+            details: dict[str, str | None] = {}
+            if isinstance(error, GenerationEnded):
+                details = {"step": str(error.step)}
             if isinstance(error, InputError):
                 got = None if error.got is None else str(error.got)
                 details = {
@@ -128,7 +140,11 @@ def find_cause(
         ended_at_seconds: Rank -> time of its end according to the launcher, on the outcomes'
             clock.
     """
-    failed = [outcome for outcome in outcomes if outcome.exit_code]
+    failed = [
+        outcome
+        for outcome in outcomes
+        if outcome.exit_code and outcome.kind != GenerationEnded.__name__
+    ]
     hung = []
     for rank, status in exit_statuses.items():
         if status < 0 and -status != signal.SIGTERM:

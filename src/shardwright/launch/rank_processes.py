@@ -71,7 +71,10 @@ class RankProcesses:
         """Number of ranks of the current or last generation."""
         self.newest_step = 0
         """Newest step that any generation had finished when it ended."""
-        self._spare: Popen[bytes] | None = None
+        self._spares: list[Popen[bytes]] = []
+        self.num_awaited_ranks = 0
+        """Number of ranks that the next, larger generation adds, whose processes are started
+        ahead as well."""
         self._logs = tempfile.TemporaryDirectory(prefix="shardwright-")
         self.failed_at_seconds = 0.0
         """Wall clock time at which the last generation was found to have lost a rank."""
@@ -83,7 +86,7 @@ class RankProcesses:
 
     def __exit__(self, *_: object) -> None:
         """End all processes: those that wait exit at once, others are killed after a while."""
-        processes = [*self._processes.values(), *([self._spare] if self._spare else [])]
+        processes = [*self._processes.values(), *self._spares]
         for process in processes:
             _close_input(process)
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -94,7 +97,7 @@ class RankProcesses:
                 process.kill()
             process.wait()
         self._processes.clear()
-        self._spare = None
+        self._spares.clear()
         self._logs.cleanup()
 
     def list_survivors(self, num_ranks: int) -> tuple[int, ...]:
@@ -113,7 +116,10 @@ class RankProcesses:
     def run(
         self, num_ranks: int, module: str, arguments: Sequence[str], control: Path
     ) -> RankEndings:
-        """Run one generation and wait for its end; after a failure survivors stay in the pool.
+        """Run one generation and wait for its end.
+
+        After a failure survivors stay in the pool. All stay after `GenerationEnded`, which is no
+        failure.
 
         Args:
             module: Module of the ranks, the same for all generations; supports `POOL_OPTION`.
@@ -177,7 +183,7 @@ class RankProcesses:
                 if status is not None:
                     self._discard(self._processes.pop(rank))
                 elif get_idle_path(control, rank).exists():
-                    status = int(ExitCode.RUN_FAILED)
+                    status = int(ExitCode.RUN_FAILED if _has_failed(control, rank) else 0)
                 if status is not None:
                     pending.remove(rank)
                 if status:
@@ -201,7 +207,7 @@ class RankProcesses:
                     self._processes[rank].kill()
             elif now > next_spare_check and not has_failed:
                 next_spare_check = now + _SPARE_POLL_SECONDS
-                self._prepare_spare(control, num_ranks)
+                self._prepare_spares(control, num_ranks)
             time.sleep(_POLL_SECONDS)
         steps = [beat.step for beat in read_heartbeats(control)]
         self.newest_step = max(self.newest_step, *steps, 0)
@@ -209,20 +215,25 @@ class RankProcesses:
             self._num_restarts_left -= 1
         return endings
 
-    def _prepare_spare(self, control: Path, num_ranks: int) -> None:
-        """Start the spare once no rank is in its set-up, which it would slow down."""
-        if self._spare is not None or self._num_restarts_left <= 0:
+    def _prepare_spares(self, control: Path, num_ranks: int) -> None:
+        """Start the spares once no rank is in its set-up, which they would slow down.
+
+        One while restarts are left, and one for each rank that the next generation adds.
+        """
+        missing = (self._num_restarts_left > 0) + self.num_awaited_ranks - len(self._spares)
+        if missing <= 0:
             return
         heartbeats = read_heartbeats(control)
         if len(heartbeats) == num_ranks and all(beat.phase != "setup" for beat in heartbeats):
-            self._spare = self._start_process()
+            self._spares += [self._start_process() for _ in range(missing)]
 
     def _take_spare(self) -> Popen[bytes] | None:
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.poll() is not None:
+        while self._spares:
+            spare = self._spares.pop(0)  # the one that has imported the most
+            if spare.poll() is None:
+                return spare
             self._discard(spare)
-            return None
-        return spare
+        return None
 
     def _start_process(self) -> Popen[bytes]:
         """Start a process that imports what a rank needs and waits for an assignment."""

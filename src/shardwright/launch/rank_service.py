@@ -4,8 +4,9 @@ The launcher writes lines of JSON to this process's standard input (`rank_proces
 assignment, or the request to abort the current generation because a rank is lost. The end of the
 input ends a process that waits.
 
-A process stays for the next generation only if it failed because of a lost peer, and if nothing of
-the failed generation is left in it: process groups, model, threads that save.
+A process stays for the next generation only if it failed because of a lost peer, or left with all
+others because more ranks follow. And nothing of the former generation may be left in it: process
+groups, model, threads that save.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from typing import BinaryIO
 import torch
 
 from shardwright.checkpoint.background_save import SAVE_THREAD_NAME
-from shardwright.errors import ExitCode, InputError, NonFiniteError, OutOfMemory, SaveFailed
+from shardwright.errors import (
+    ExitCode,
+    GenerationEnded,
+    InputError,
+    NonFiniteError,
+    OutOfMemory,
+    SaveFailed,
+)
 from shardwright.launch.rank_outcome import (
     CONTROL_VARIABLE,
     get_idle_path,
@@ -108,7 +116,9 @@ def serve_generations(train: Callable[[Sequence[str]], BaseException | None]) ->
         rank = int(assignment.environment["RANK"])
         failure = train(assignment.arguments)
         code = write_outcome(rank, failure)
-        stays = _is_lost_peer(failure, is_aborted=reader.is_aborted.is_set())
+        stays = isinstance(failure, GenerationEnded) or _is_lost_peer(
+            failure, is_aborted=reader.is_aborted.is_set()
+        )
         failure = None  # its traceback holds the model
         if not stays or not release_generation():
             # For the launcher a stopped rank succeeded.

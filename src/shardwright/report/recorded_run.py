@@ -25,6 +25,7 @@ from shardwright.telemetry.event_log import (
     FailureEvent,
     PreemptionEvent,
     RanksEvent,
+    ReshardEvent,
     RestartEvent,
     ResumeEvent,
     RunFinishedEvent,
@@ -274,6 +275,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
         "memory_resumes": sum(
             event.source == "memory" for event in log.filter_by_type(ResumeEvent)
         ),
+        "layout_changes": len(log.filter_by_type(ReshardEvent)),
         "lost_steps": sum(event.steps_lost or 0 for event in log.filter_by_type(ResumeEvent)),
         "skipped_steps": sum(isinstance(event, SkippedStepEvent) for event in run.surviving_events),
         "withdrawn_steps": withdrawn,

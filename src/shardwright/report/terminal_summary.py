@@ -127,7 +127,7 @@ def _format_memory(peaks: Sequence[int]) -> str | None:
 
 def _format_history(summary: dict[str, Any]) -> str | None:
     names = (
-        *("checkpoints", "resumes", "memory_resumes", "lost_steps"),
+        *("checkpoints", "resumes", "memory_resumes", "layout_changes", "lost_steps"),
         *("skipped_steps", "withdrawn_steps"),
     )
     counts = [

@@ -317,6 +317,26 @@ class ResumeEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReshardEvent(Event):
+    """The state after `step` was sharded by another layout than the run's now, and was loaded bit
+    by bit. Follows the `resumed` line.
+    """
+
+    kind: ClassVar[str] = "resharded"
+    from_layout: str
+    """Layout that had the state, in the syntax of `--layout`."""
+    to_layout: str
+    world_size: int
+    """Number of ranks now."""
+    former_world_size: int | None = None
+    """Number of ranks before; None if this is not known, as after `--resume`."""
+    source: str = "checkpoint"
+    """As in `resumed`."""
+    seconds: float | None = None
+    """Time to load the state under the layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RollbackEvent(Event):
     """The run returned to the checkpoint at `step` automatically and skips the data in between.
 
@@ -398,7 +418,8 @@ EVENT_TYPES: dict[str, type[Event]] = {
     event_type.kind: event_type
     for event_type in (
         RunStartedEvent, StepEvent, RanksEvent, MemoryEvent, PipelineEvent,
-        ProfileEvent, EvaluationEvent, CheckpointEvent, RestartEvent, ResumeEvent, RollbackEvent,
-        SkippedStepEvent, WarningEvent, PreemptionEvent, RunFinishedEvent, FailureEvent,
+        ProfileEvent, EvaluationEvent, CheckpointEvent, RestartEvent, ResumeEvent, ReshardEvent,
+        RollbackEvent, SkippedStepEvent, WarningEvent, PreemptionEvent, RunFinishedEvent,
+        FailureEvent,
     )
 }  # fmt: skip

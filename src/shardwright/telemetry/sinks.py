@@ -20,6 +20,7 @@ from shardwright.telemetry.event_log import (
     FailureEvent,
     PreemptionEvent,
     ProfileEvent,
+    ReshardEvent,
     RestartEvent,
     ResumeEvent,
     RollbackEvent,
@@ -98,6 +99,12 @@ def describe_event(event: Event, progress: RunProgress | None = None) -> str:
                 f"; finished steps lost: {event.steps_lost}" if event.steps_lost is not None else ""
             )
             return f"resumed at step {event.step:,} from {event.path or 'copies in memory'}{lost}"
+        case ReshardEvent():
+            return (
+                f"resharded at step {event.step:,} {_describe_resizing(event)}"
+                f"{event.from_layout} to {event.to_layout}, from {event.source}"
+                + (f" in {format_seconds(event.seconds)}" if event.seconds is not None else "")
+            )
         case RollbackEvent():
             return (
                 f"rolled back from step {event.from_step:,} to step {event.step:,} "
@@ -186,6 +193,13 @@ def _describe_survivors(event: RestartEvent) -> str:
     if not event.surviving_ranks:
         return f"{text}. No process stays (cold restart)"
     return f"{text}. Processes that stay: {_name_ranks(event.surviving_ranks)}"
+
+
+def _describe_resizing(event: ReshardEvent) -> str:
+    """Describe the change of the number of ranks, if the ranks before are known."""
+    if event.former_world_size is None:
+        return f"for {event.world_size} ranks: "
+    return f"from {event.former_world_size} ranks to {event.world_size}: "
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

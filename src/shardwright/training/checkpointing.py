@@ -159,11 +159,19 @@ class RunCheckpointer:
         finally:
             self.copier.memory.discard()
 
-    def save(self, *, is_best: bool, is_last: bool = False) -> None:
+    def save(self, *, is_best: bool, is_last: bool = False, should_wait: bool = False) -> bool:
         """Save this step; in the background unless the recipe disables it or it is the `is_last`.
 
         Waits for a save that is still running. A failed save is only reported: older
         checkpoints are intact, and training continues.
+
+        Args:
+            is_best: True if the validation loss is the lowest so far.
+            is_last: True if the run ends after this step.
+            should_wait: Wait until the checkpoint is complete.
+
+        Returns:
+            True if the checkpoint is complete or being written. The same on all ranks.
 
         Raises:
             SaveFailed: On every rank, if the last save failed, as the steps since the previous
@@ -180,7 +188,7 @@ class RunCheckpointer:
                 step,
                 time.perf_counter() - start_seconds,
             )
-        in_background = section.asynchronous and not is_last
+        in_background = section.asynchronous and not (is_last or should_wait)
         try:
             saved = (self._background.save if in_background else self._background.save_and_wait)(
                 self.context.folder.checkpoints,
@@ -195,10 +203,11 @@ class RunCheckpointer:
             if is_last or SUPERSEDED_MESSAGE in str(error):
                 raise
             self.context.log_warning(str(error))
-            return
+            return False
         self._blocking_seconds = self._stall_seconds = time.perf_counter() - start_seconds
         if saved is not None:
             self._log_checkpoint(saved, self._stall_seconds)
+        return True
 
     def _await_copy(self) -> None:
         """Wait until the running save and the running copy have read the state."""
@@ -257,11 +266,15 @@ class RunCheckpointer:
             finished_step: Newest step that the run had finished, if that is known.
         """
         state = self.state
+        start_seconds = time.perf_counter()
         if isinstance(start, CopiesInMemory):
             load_copies(
                 get_host_group(), get_process_memory(), start.copy_id, self.collect_tensors()
             )
             self._restore_values(start.values)
+            if self.copier is None:
+                # One rank is left, which renews no copies: old ones must not be continued.
+                get_process_memory().discard()
         else:
             load_checkpoint(start.checkpoint, self.collect_tensors(), group=get_host_group())
             self._restore_values(start.values)
@@ -275,6 +288,7 @@ class RunCheckpointer:
             source="memory" if isinstance(start, CopiesInMemory) else "checkpoint",
             steps_lost=None if finished_step is None else max(0, finished_step - state.step),
         )
+        self._log_resharding(start, time.perf_counter() - start_seconds)
         if isinstance(start, CopiesInMemory):
             return
         checkpoint = start.checkpoint
@@ -288,6 +302,24 @@ class RunCheckpointer:
             self.context.log_warning(
                 f"allowed differences from the run that saved: {'; '.join(map(str, start.allowed))}"
             )
+
+    def _log_resharding(self, start: ResumePoint | CopiesInMemory, seconds: float) -> None:
+        """Log that the state was of another layout, if it was."""
+        context = self.context
+        layout = str(context.plan.layout)
+        if start.values.layout == layout:
+            return
+        restart = context.restart
+        context.event_logger.log(
+            "resharded",
+            step=self.state.step,
+            from_layout=start.values.layout,
+            to_layout=layout,
+            world_size=context.rank_environment.world_size,
+            former_world_size=None if restart is None else restart.former_world_size,
+            source="memory" if isinstance(start, CopiesInMemory) else "checkpoint",
+            seconds=seconds,
+        )
 
     def _restore_values(self, values: RunValues) -> None:
         """Restore the state that is not tensors."""

@@ -151,7 +151,8 @@ class TrainingLoop:
         """Train to the last step; return the last validation loss, else the last training loss.
 
         Raises:
-            Preempted, SaveFailed, NonFiniteError, RankFailed: As `StepPolicy.apply`.
+            Preempted, GenerationEnded, SaveFailed, NonFiniteError, RankFailed: As
+                `StepPolicy.apply`.
         """
         self.num_tokens = self.state.step * self.context.plan.batch.global_batch_tokens
         with self.batches, GarbageCollection() as garbage_collection:
@@ -165,6 +166,7 @@ class TrainingLoop:
         """
         context = self.context
         state = self.state
+        self.policy.begin()
         last_loss = self.policy.make_up_evaluation()
         while state.step < context.validated_run.total_steps:
             context.watchdog.begin_phase("step", state.step)

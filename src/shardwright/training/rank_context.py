@@ -10,6 +10,7 @@ import torch
 from shardwright.checkpoint.fence import GenerationFence
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
+from shardwright.launch.elastic import Restart
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.layout import RankGrid
@@ -36,6 +37,8 @@ class RankContext:
     """Claim of the checkpoint folder, on rank 0; a save after a newer claim fails."""
     is_trial: bool = False
     """True if the run only times its steps: it evaluates and saves nothing."""
+    restart: Restart | None = None
+    """New start of the ranks to which this generation belongs; None for the first."""
 
     @property
     def recipe(self) -> Recipe:

@@ -16,7 +16,7 @@ from shardwright.checkpoint.fence import GenerationFence, acquire_fence
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.data.source_files import ProgressOpener
-from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
+from shardwright.errors import GenerationEnded, InputError, Preempted, RankFailed, RunFailed
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import choose_rank_device, should_use_cuda
 from shardwright.launch.elastic import Restart
@@ -119,6 +119,8 @@ def train_rank(
         copies = None
         if recipe.elastic.peer_copies and restart is not None:
             copies = find_copies_in_memory(folder)
+            if restart.former_world_size == 1:
+                copies = None  # a single rank keeps none: its state is in the checkpoint
         resume_point: ResumePoint | CopiesInMemory | None = copies.found if copies else None
         if resume and resume_point is None:
             resume_point = find_resume_point(validated_run, folder, allow_drift)
@@ -145,8 +147,9 @@ def train_rank(
                 stop,
                 watchdog,
                 is_trial=is_trial,
+                restart=restart,
             )
-            if restart is not None and is_main_rank:
+            if restart is not None and is_main_rank and not restart.is_growth:
                 _log_restart(context, restart)
             if starts_again:
                 context.log_warning(
@@ -233,6 +236,11 @@ def _train(
     except Preempted:
         checkpointer.close()
         log_end("preempted")
+        raise
+    except GenerationEnded:
+        checkpointer.close()
+        # No process gives up its connections while another still sends its copy.
+        context.rank_sync.barrier()
         raise
     except Exception as error:
         # Our own errors are raised on all ranks; after any other error a peer may be gone.

@@ -29,6 +29,7 @@ from shardwright.launch.rank_environment import (
 )
 from shardwright.launch.rank_processes import RankProcesses
 from shardwright.launch.stop_signals import StopRequest, listen_for_stop
+from shardwright.launch.world_sizes import WorldSizes
 from shardwright.telemetry.event_log import (
     EvaluationEvent,
     RunFinishedEvent,
@@ -48,6 +49,7 @@ def train(
     resume_if_started: bool = False,
     allow_drift: Sequence[str] = (),
     open_progress: ProgressOpener = nullcontext,
+    planned_from: Recipe | None = None,
 ) -> dict[str, Any] | None:
     """Train a recipe; return a summary of the run on rank 0, None on other ranks.
 
@@ -58,6 +60,8 @@ def train(
         resume: Continue a run, which must exist.
         resume_if_started: Continue the run if it exists, else start it; implied when torchrun
             has restarted the ranks.
+        planned_from: Recipe with `layout: auto` from which the layout of `recipe` was planned; with
+            `elastic.min_ranks` the planner plans it again for fewer ranks.
 
     Raises:
         InputError: First problem found, before any rank starts. RunFailed, Preempted: The run
@@ -93,13 +97,16 @@ def train(
         folder.check_started(resume=should_resume)
     # All ranks then look for a checkpoint before one is written, so all find the same one.
     resume = resume or resume_if_started
+    sizes = WorldSizes(recipe, world_size, planned_from)
+    if ranks is None:
+        sizes.check()
     if ranks is None and world_size > 1:
         if should_use_cuda(recipe.run.device, field="run.device"):
             use_expandable_segments()  # the ranks inherit it
         with open_progress() as progress:
             validate_run(recipe, world_size, progress=progress)
         with listen_for_stop() as stop:
-            _train_in_ranks(recipe, world_size, stop, resume=resume, allow_drift=allow_drift)
+            _train_in_ranks(recipe, world_size, sizes, stop, resume=resume, allow_drift=allow_drift)
     else:
         from shardwright.training.rank_run import train_rank
 
@@ -118,6 +125,7 @@ def train(
 def _train_in_ranks(
     recipe: Recipe,
     world_size: int,
+    sizes: WorldSizes,
     stop: StopRequest,
     *,
     resume: bool,
@@ -128,21 +136,27 @@ def _train_in_ranks(
     # Not in the run folder, which must not change before rank 0 has checked it.
     with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
         path = Path(name) / "recipe.yaml"
-        path.write_text(dump_recipe(recipe), encoding="utf-8")
         options = [word for field in allow_drift for word in ("--allow-drift", field)]
         elastic = recipe.elastic
         pool = RankProcesses(elastic.max_restarts) if elastic.warm_restarts else None
 
         def launch(attempt: LaunchAttempt) -> None:
+            # No rank runs that could read the former recipe.
+            path.write_text(dump_recipe(sizes.get_recipe(attempt.world_size)), encoding="utf-8")
             words = [str(path), *options]
             if resume or attempt.number:
                 words.append("--resume")
+            if pool is not None:
+                is_smaller = attempt.leave_after_steps is not None
+                pool.num_awaited_ranks = world_size - attempt.world_size if is_smaller else 0
             if attempt.number:
                 restart = Restart(
                     attempt.number,
                     elastic.max_restarts,
                     attempt.world_size,
                     attempt.restart_reason,
+                    former_world_size=attempt.former_world_size,
+                    leave_after_steps=attempt.leave_after_steps,
                 )
                 if pool is not None:
                     restart = replace(
@@ -166,7 +180,9 @@ def _train_in_ranks(
             return pool.newest_step if pool is not None and elastic.peer_copies else 0
 
         with nullcontext() if pool is None else pool:
-            run_with_restarts(recipe, world_size, launch, stop, read_newest_step)
+            run_with_restarts(
+                recipe, world_size, launch, stop, read_newest_step, sizes.find_smaller
+            )
 
 
 def _build_run_summary(folder: Path) -> dict[str, Any]:

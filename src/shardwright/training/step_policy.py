@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from shardwright.checkpoint.rank_group import RankGroup
-from shardwright.errors import Preempted, RankFailed
+from shardwright.errors import GenerationEnded, Preempted, RankFailed
 from shardwright.launch.stop_signals import describe_cause
 from shardwright.parallel.gradient_reduction import narrow_to_box
 from shardwright.parallel.mesh import get_host_group
@@ -37,6 +37,14 @@ class StepPolicy:
         self.rank_metrics = rank_metrics
         self.rollback = RollbackPolicy(context, state, checkpointer)
         self.has_validation = context.validated_run.data.validation is not None
+        restart = context.restart
+        self._leave_after_steps = None if restart is None else restart.leave_after_steps
+        self._leave_step: int | None = None
+
+    def begin(self) -> None:
+        """Note the step from which this generation starts."""
+        if self._leave_after_steps is not None:
+            self._leave_step = self.state.step + self._leave_after_steps
 
     def apply(self, loss: float, update: StepUpdate, *, should_stop: bool) -> float | None:
         """Act on the step that has just ended; collective.
@@ -51,6 +59,7 @@ class StepPolicy:
 
         Raises:
             Preempted: A stop was requested; the state is saved, except in a trial.
+            GenerationEnded: A launch of more ranks follows; the state is in memory or saved.
             SaveFailed: The last checkpoint could not be written.
             NonFiniteError: Too many consecutive steps had a non-finite gradient.
             RankFailed: A rank's weights differ from those of its replicas.
@@ -75,20 +84,45 @@ class StepPolicy:
             else:
                 loss = evaluated.loss
                 is_best = evaluated.is_best
+        leaves = self._is_leave_step(step) and not should_stop
+        # Without copies in memory the next launch reads this step's checkpoint.
+        needs_checkpoint = leaves and self.checkpointer.copier is None
         should_save = (
             is_last
             or should_stop
+            or needs_checkpoint
             or (is_best and recipe.checkpoint.keep_best)
             or _is_due(step, recipe.checkpoint.every_steps)
         )
-        self._check_replicas(should_save)
+        self._check_replicas(should_save or leaves)
         if should_save:
             self.context.watchdog.begin_phase("save", step)
             with self.rank_metrics.measure_checkpoint():
-                self.checkpointer.save(is_best=is_best, is_last=is_last or should_stop)
+                has_saved = self.checkpointer.save(
+                    is_best=is_best, is_last=is_last or should_stop, should_wait=needs_checkpoint
+                )
+            if needs_checkpoint and not has_saved:
+                self.begin()  # as many steps until the next try
+                return loss
         if should_stop and not is_last:
             self._stop()
+        if leaves:
+            self._leave()
         return loss
+
+    def _is_leave_step(self, step: int) -> bool:
+        """Return True if the ranks leave after this step, because more ranks follow."""
+        return (
+            self._leave_step is not None
+            and self._leave_step <= step < self.context.validated_run.total_steps
+        )
+
+    def _leave(self) -> None:
+        """Begin the copy of this step, if the ranks keep copies, and raise `GenerationEnded`."""
+        step = self.state.step
+        self.context.watchdog.begin_phase("save", step)
+        self.checkpointer.begin_peer_copy()
+        raise GenerationEnded(step)
 
     def may_act(self, step: int, update: StepUpdate) -> bool:
         """Return True if `apply` may do more after this step than note that it succeeded."""
@@ -100,6 +134,7 @@ class StepPolicy:
             or (self.has_validation and _is_due(step, recipe.evaluation.every_steps))
             or _is_due(step, recipe.checkpoint.every_steps)
             or _is_due(step, recipe.run.replica_check_every_steps)
+            or self._is_leave_step(step)
         )
 
     def make_up_evaluation(self) -> float | None:

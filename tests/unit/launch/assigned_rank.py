@@ -1,7 +1,8 @@
 """A rank's process that follows orders instead of training: `-m` module for `RankProcesses`.
 
-The arguments of a generation are JSON: an order for each rank, `finish`, `lose peer`, `fail`,
-`wait` (until the launcher reports that a rank is lost) or `die`.
+The arguments of a generation are JSON: an order for each rank, `finish`, `leave` (because more
+ranks follow), `lose peer`, `fail`, `wait` (until the launcher reports that a rank is lost) or
+`die`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwright.errors import InputError, RankFailed
+from shardwright.errors import GenerationEnded, InputError, RankFailed
 from shardwright.launch import rank_service
 from shardwright.launch.rank_outcome import CONTROL_VARIABLE, write_pid
 
@@ -30,6 +31,8 @@ def follow_order(arguments: Sequence[str]) -> BaseException | None:
     order = json.loads(arguments[0])[int(rank)]
     if order == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if order == "leave":
+        return GenerationEnded(1)
     if order == "fail":
         return InputError("wrong", field="model", got=1)
     if order == "wait":

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from shardwright.config import Recipe
 from shardwright.errors import (
+    GenerationEnded,
     InputError,
     NonFiniteError,
     Preempted,
@@ -68,8 +69,10 @@ def test_warm_restarts_need_restarts_and_our_launcher(
 
 
 def test_a_restart_is_passed_to_the_ranks_as_text() -> None:
-    restart = Restart(1, 3, 4, "rank 1 was killed", True, (0, 2), (3,), 12.5)
+    restart = Restart(1, 3, 4, "rank 1 was killed", True, (0, 2), (3,), 12.5, 6, 100)
     assert Restart.from_json(restart.to_json()) == restart
+    assert not restart.is_growth
+    assert Restart(1, 3, 4, "", former_world_size=2).is_growth
 
 
 class Launches:
@@ -162,6 +165,74 @@ def test_the_world_keeps_its_size_while_steps_are_finished(tmp_path: Path) -> No
         lambda: newest_steps.pop(0),
     )
     assert [generation.world_size for generation in launches.attempts] == [6, 6, 4]
+
+
+def test_a_smaller_world_grows_again_after_some_steps(tmp_path: Path) -> None:
+    """Attempts of the first size that make no progress return to the size before, each time for
+    twice as many steps. A growth is no restart.
+    """
+    died = RankFailed("died")
+    left = GenerationEnded(9)
+    recipe = build_recipe(tmp_path, max_restarts=4, min_ranks=2, grow_after_steps=3)
+    launches = Launches(tmp_path, died, 2, left, InputError("no such device"), 4, left, died, None)
+    run_with_restarts(recipe, 6, launches, StopRequest())
+    assert launches.attempts == [
+        LaunchAttempt(0, 6),
+        LaunchAttempt(1, 4, "died", 6, 3),
+        LaunchAttempt(1, 6, "", 4),
+        LaunchAttempt(2, 4, "no such device", 6, 6),
+        LaunchAttempt(2, 6, "", 4),
+        LaunchAttempt(3, 4, "died", 6, 12),
+    ]
+
+
+def test_a_larger_world_with_progress_stays(tmp_path: Path) -> None:
+    died = RankFailed("died")
+    recipe = build_recipe(tmp_path, max_restarts=4, min_ranks=2, grow_after_steps=3)
+    launches = Launches(tmp_path, died, GenerationEnded(9), 2, died, died, None)
+    run_with_restarts(recipe, 6, launches, StopRequest())
+    assert [attempt.world_size for attempt in launches.attempts] == [6, 4, 6, 6, 4]
+    # The last one has waited no longer: the growth before it has not failed.
+    assert launches.attempts[-1].leave_after_steps == 3
+
+
+def test_steps_of_the_smaller_world_are_no_progress_of_the_larger(tmp_path: Path) -> None:
+    """The larger world reaches the step at which the smaller one has left, and no further. So the
+    smaller one continues, not one of a size in between.
+    """
+    died = RankFailed("died")
+    recipe = build_recipe(tmp_path, max_restarts=4, min_ranks=2, grow_after_steps=3)
+    launches = Launches(tmp_path, died, died, GenerationEnded(7), died, None)
+    # Before and after each launch. The launcher learns the step of ranks that left from them.
+    newest_steps = [0, 0, 0, 0, 0, 0, 7, 7]
+    run_with_restarts(recipe, 6, launches, StopRequest(), lambda: newest_steps.pop(0))
+    assert [attempt.world_size for attempt in launches.attempts] == [6, 4, 3, 6, 3]
+
+
+def test_after_a_stop_the_same_ranks_save_their_state(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path, max_restarts=4, min_ranks=2, grow_after_steps=3)
+    stop = StopRequest()
+    attempts = []
+
+    def launch(attempt: LaunchAttempt) -> None:
+        attempts.append(attempt)
+        if len(attempts) == 1:
+            raise RankFailed("died")
+        if len(attempts) == 2:
+            stop.record(signal.SIGTERM)
+            raise GenerationEnded(9)
+        raise Preempted("saved")
+
+    with pytest.raises(Preempted):
+        run_with_restarts(recipe, 6, launch, stop)
+    last = attempts[-1]
+    assert (last.world_size, last.former_world_size, last.leave_after_steps) == (4, None, None)
+    assert last.restart_reason == "a stop was requested while more ranks were about to start"
+
+
+def test_growth_needs_smaller_worlds(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="`grow_after_steps` is for runs that continue"):
+        build_recipe(tmp_path, max_restarts=1, grow_after_steps=3)
 
 
 def test_a_smaller_world_preserves_layout_and_global_batch(tmp_path: Path) -> None:

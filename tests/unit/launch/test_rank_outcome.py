@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.errors import DataError, ExitCode, NonFiniteError, Preempted, RankFailed, RunFailed
+from shardwright.errors import (
+    DataError,
+    ExitCode,
+    GenerationEnded,
+    NonFiniteError,
+    Preempted,
+    RankFailed,
+    RunFailed,
+)
 from shardwright.launch.rank_outcome import (
     CONTROL_VARIABLE,
     RankOutcome,
@@ -84,6 +92,17 @@ def test_our_errors_preserve_their_type_and_gain_their_rank(control: Path) -> No
     error = find_cause(read_outcomes(control), {2: 3})
     assert isinstance(error, NonFiniteError)
     assert str(error) == "rank 2: eleven in a row"
+
+
+def test_a_rank_that_left_is_no_cause(control: Path) -> None:
+    """All ranks leave for a larger launch, but one has an error of its own on the way."""
+    assert write_outcome(0, GenerationEnded(7)) == ExitCode.PREEMPTED
+    write_outcome(1, ValueError("odd"))
+    left = read_outcomes(control)[0]
+    assert (left.kind, left.details) == ("GenerationEnded", {"step": "7"})
+    cause = find_cause(read_outcomes(control), {1: 3})
+    assert type(cause) is RunFailed
+    assert "rank 1: ValueError: odd" in str(cause)
 
 
 def test_a_rank_without_an_outcome_is_named() -> None:

@@ -101,6 +101,27 @@ def test_processes_that_leave_take_no_copy_with_its_owner(num_ranks: int, data: 
         assert not any((rank + 1) % num_ranks in gone for rank in gone)
 
 
+def test_all_stay_when_more_ranks_follow(processes: RankProcesses, tmp_path: Path) -> None:
+    """Ranks that leave for a larger generation have not failed; spares take the new ranks."""
+    heartbeats = tmp_path / "heartbeats"
+    heartbeats.mkdir()
+    processes._module = "tests.unit.launch.assigned_rank"
+    processes._num_restarts_left = 1
+    processes.num_awaited_ranks = 2
+    processes._prepare_spares(heartbeats, 0)
+    spares = [spare.pid for spare in processes._spares]
+    endings, first = run_generation(processes, tmp_path, "first", "finish", "leave")
+    assert endings == RankEndings()
+    assert (processes._num_restarts_left, len(spares)) == (1, 3)
+    assert processes.list_survivors(2) == (1,)
+    _, second = run_generation(processes, tmp_path, "second", *["leave"] * 2)
+    assert [record["pid"] for record in second] == [spares[2], first[1]["pid"]]
+    processes.num_awaited_ranks = 0
+    endings, third = run_generation(processes, tmp_path, "third", *["finish"] * 4)
+    assert endings == RankEndings()
+    assert [record["pid"] for record in third[:2]] == [record["pid"] for record in second]
+
+
 def test_a_process_that_cannot_leave_is_killed(
     processes: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,18 +150,18 @@ def test_the_spare_takes_the_lost_rank(
     first.mkdir()
     heartbeat = HeartbeatWriter(first, 0, 1)
     processes._module = "tests.unit.launch.assigned_rank"
-    processes._prepare_spare(first, 1)
+    processes._prepare_spares(first, 1)
     assert not started
     heartbeat.begin_phase("step", 0.0)
-    processes._prepare_spare(first, 1)
-    processes._prepare_spare(first, 1)
+    processes._prepare_spares(first, 1)
+    processes._prepare_spares(first, 1)
     heartbeat.close()
     (spare,) = started
     _, (record,) = run_generation(processes, tmp_path, "first", "die")
     assert record["pid"] == spare
     assert started == [spare]
     processes._num_restarts_left = 0
-    processes._prepare_spare(first, 0)
+    processes._prepare_spares(first, 0)
     assert started == [spare]
 
 

@@ -22,6 +22,7 @@ from shardwright.telemetry.event_log import (
     MemoryEvent,
     PreemptionEvent,
     ProfileEvent,
+    ReshardEvent,
     RestartEvent,
     ResumeEvent,
     RollbackEvent,
@@ -82,6 +83,15 @@ ONE_OF_EACH: tuple[Event, ...] = (
         seconds_since_loss=0.5,
     ),
     ResumeEvent(step=1, path="checkpoints/1"),
+    ReshardEvent(
+        step=1,
+        from_layout="dp_replicate=3,zero_stage=0",
+        to_layout="pp=2,zero_stage=0",
+        world_size=2,
+        former_world_size=3,
+        source="memory",
+        seconds=0.5,
+    ),
     RollbackEvent(
         step=100,
         reason="a spike",

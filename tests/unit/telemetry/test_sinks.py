@@ -20,6 +20,7 @@ from shardwright.telemetry.event_log import (
     MEASUREMENT_TYPES,
     Event,
     EventWriter,
+    ReshardEvent,
     RestartEvent,
     ResumeEvent,
     RunFinishedEvent,
@@ -382,3 +383,24 @@ def test_a_restart_names_the_processes_that_stay() -> None:
     assert describe_event(partly) == f"{text}{stuck}. Processes that stay: ranks 0, 2"
     cold = replace(restart, is_warm=True, stuck_ranks=(3,))
     assert describe_event(cold) == f"{text}{stuck}. No process stays (cold restart)"
+
+
+def test_a_layout_change_names_both_layouts_and_the_numbers_of_ranks() -> None:
+    event = ReshardEvent(
+        step=1200,
+        from_layout="dp_shard=3,zero_stage=3",
+        to_layout="dp_shard=2,zero_stage=3",
+        world_size=2,
+        former_world_size=3,
+        source="memory",
+        seconds=0.25,
+    )
+    assert describe_event(event) == (
+        "resharded at step 1,200 from 3 ranks to 2: dp_shard=3,zero_stage=3 to "
+        "dp_shard=2,zero_stage=3, from memory in 250 ms"
+    )
+    resumed = replace(event, former_world_size=None, source="checkpoint", seconds=None)
+    assert describe_event(resumed) == (
+        "resharded at step 1,200 for 2 ranks: dp_shard=3,zero_stage=3 to "
+        "dp_shard=2,zero_stage=3, from checkpoint"
+    )
