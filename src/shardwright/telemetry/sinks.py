@@ -85,14 +85,14 @@ def describe_event(event: Event, progress: RunProgress | None = None) -> str:
                 stall = f", training waited {format_seconds(event.stall_seconds)}"
             return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds}{stall})"
         case ProfileEvent():
-            ranks = f"{event.ranks} rank{'s' if event.ranks != 1 else ''}"
+            ranks = _count_ranks(event.ranks)
             error = format_seconds(event.clock_error_seconds)
             clocks = f"clocks aligned within {error}"
             return f"profile of step {event.step:,}  {event.path}  ({ranks}, {clocks})"
         case RestartEvent():
             return (
                 f"restart {event.number} of at most {event.max_restarts}, "
-                f"{event.world_size} ranks: {event.reason}{_describe_survivors(event)}"
+                f"{_count_ranks(event.world_size)}: {event.reason}{_describe_survivors(event)}"
             )
         case ResumeEvent():
             lost = (
@@ -198,8 +198,12 @@ def _describe_survivors(event: RestartEvent) -> str:
 def _describe_resizing(event: ReshardEvent) -> str:
     """Describe the change of the number of ranks, if the ranks before are known."""
     if event.former_world_size is None:
-        return f"for {event.world_size} ranks: "
-    return f"from {event.former_world_size} ranks to {event.world_size}: "
+        return f"for {_count_ranks(event.world_size)}: "
+    return f"from {_count_ranks(event.former_world_size)} to {event.world_size}: "
+
+
+def _count_ranks(num_ranks: int) -> str:
+    return f"{num_ranks} rank{'s' if num_ranks != 1 else ''}"
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
