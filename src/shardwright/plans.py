@@ -23,6 +23,7 @@ from shardwright.placement import (
     compute_token_multiple,
     place_model,
 )
+from shardwright.placement.pointwise import PointwiseChoice, PointwiseKind, choose_pointwise
 from shardwright.placement.row_assignment import WorkBalance, waits_after_each_micro_batch
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
@@ -101,6 +102,9 @@ class Plan:
     """Reason of `model.compile: auto`; None if the recipe chooses, or if nothing is to train."""
     recompute_choice: RecomputeChoice | None = None
     """Results that each layer keeps, if the plan chose them; None if the recipe names a kind."""
+    pointwise: PointwiseChoice | None = None
+    """Functions of norms, gates and rotations; None, in plans that nothing runs, for separate
+    operations."""
 
     @property
     def shape(self) -> ModelShape:
@@ -111,6 +115,11 @@ class Plan:
     def layout(self) -> Layout:
         """Degrees and options of all parallelisms."""
         return self.placement.layout
+
+    @property
+    def pointwise_kind(self) -> PointwiseKind:
+        """Functions that norms, gates and rotations call."""
+        return "none" if self.pointwise is None else self.pointwise.kind
 
     @property
     def has_working_weights(self) -> bool:
@@ -148,6 +157,7 @@ class Plan:
             ),
             "compile": self.is_compiled,
             **({} if self.compile_reason is None else {"compile_reason": self.compile_reason}),
+            **({} if self.pointwise is None else {"fused_pointwise": asdict(self.pointwise)}),
         }
 
 
@@ -204,7 +214,8 @@ def complete_plan(
 ) -> Plan:
     """Complete a placed model to a plan: precision, recompute and compilation of the recipe.
 
-    Without `auto_compilation`, `model.compile: auto` compiles nothing.
+    Without `auto_compilation`, `model.compile: auto` and `model.fused_pointwise: auto` compile
+    nothing.
 
     Raises:
         LayoutError, RecipeError: 8-bit products would not be those of one process.
@@ -225,8 +236,23 @@ def complete_plan(
         recipe.model.compile is True if compilation is None else compilation.is_compiled,
         None if compilation is None else compilation.reason,
     )
+    plan = replace(plan, pointwise=_choose_pointwise(recipe, plan, auto_compilation))
     _check_precision(plan)
     return plan
+
+
+def _choose_pointwise(
+    recipe: Recipe, plan: Plan, auto_compilation: CompileChoice | None
+) -> PointwiseChoice:
+    obstacle: str | None = "no device is known"
+    if auto_compilation is not None:
+        obstacle = None if auto_compilation.is_compiled else auto_compilation.reason
+    return choose_pointwise(
+        recipe.model.fused_pointwise,
+        plan.shape,
+        has_compiled_blocks=plan.is_compiled,
+        compiler_obstacle=obstacle,
+    )
 
 
 def _check_precision(plan: Plan) -> None:

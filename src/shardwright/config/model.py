@@ -14,6 +14,7 @@ def _parse_dropout(value: Any) -> Any:
 
 
 AttentionSetting = Literal["auto", "sdpa", "varlen", "flex", "explicit"]
+PointwiseSetting = Literal["auto", "compiled", "none"]
 Dropout = Annotated[Literal["config", "off"], BeforeValidator(_parse_dropout)]
 
 
@@ -44,6 +45,11 @@ class ModelSection(RecipeSection):
     updates of `adamw_8bit` and `adafactor`, and the dequantisation of `nf4`. `auto` compiles on
     CUDA devices on which Triton works. A function whose results differ in a bit from the
     uncompiled one's is not used; the log says so."""
+    fused_pointwise: PointwiseSetting = "auto"
+    """Norms, gates, rotary embeddings and residual sums in one pass over memory each, where blocks
+    are not compiled as a whole: `compiled` compiles each function by itself with torch.compile,
+    `none` runs separate operations. `auto` is `compiled` on CUDA devices on which Triton works, if
+    `compile` is off there; the log says which and why. Results differ by rounding."""
     loss_chunk_tokens: Positive | Literal["auto"] = "auto"
     """Tokens whose logits the chunked linear cross-entropy computes at a time. `auto` is 1,024,
     and on CUDA up to 8,192 if the predicted memory of the run with them fits into the free

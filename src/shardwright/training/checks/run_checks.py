@@ -140,7 +140,8 @@ def validate_run(
     Args:
         auto_precision: Precision that `precision: auto` stands for; None chooses the best one
             for this machine's device.
-        auto_compilation: Choice that `model.compile: auto` stands for, likewise.
+        auto_compilation: Choice that `auto` of `model.compile` and `model.fused_pointwise`
+            stands for, likewise.
 
     Raises:
         InputError: First problem found, with its field.
@@ -160,7 +161,9 @@ def validate_run(
     recipe = recipe.model_copy(
         update={
             "precision": plan.precision,
-            "model": recipe.model.model_copy(update={"compile": plan.is_compiled}),
+            "model": recipe.model.model_copy(
+                update={"compile": plan.is_compiled, "fused_pointwise": plan.pointwise_kind}
+            ),
         }
     )
     if recipe.model.is_pretrained:
