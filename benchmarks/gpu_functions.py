@@ -1,4 +1,4 @@
-"""Measure `model.compile_functions`, working weights and larger chunks of the loss on against off.
+"""Measure compiled functions, working weights and larger chunks of the loss on against off.
 
     python -m benchmarks.gpu_functions cuda real RESULT.json
     python -m benchmarks.gpu_functions cpu tiny RESULT.json
@@ -28,6 +28,10 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gpu_profile import wait
 from shardwright.config.training import OptimizerSection
 from shardwright.layout import ParameterBox, ParameterLayout
+from shardwright.model.attention.rope import rotate
+from shardwright.model.mlp import apply_gate
+from shardwright.model.norms import RMSNorm
+from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.products import nf4
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.working_weights import WorkingWeights
@@ -155,6 +159,45 @@ def build_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> 
     return run
 
 
+def build_pointwise(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+    """Build the norms, residual sums, rotations and gate of a layer, in both passes.
+
+    On, as with `model.fused_pointwise: compiled`; off, in separate operations.
+    """
+    num_tokens, width, inner = (512, 512, 1408) if sizes == "tiny" else (8192, 4096, 14336)
+    fused = COMPILED_FUNCTIONS if compiler.obstacle is None else None
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        return x.requires_grad_()
+
+    x, update = draw(1, num_tokens, width), draw(1, num_tokens, width)
+    gate, up = draw(1, num_tokens, inner), draw(1, num_tokens, inner)
+    angles = torch.rand(1, num_tokens, 64, generator=generator).to(device)
+    norms = nn.ModuleList([RMSNorm(width, 1e-5), RMSNorm(width, 1e-5)]).to(device)
+    for norm in norms:
+        nn.init.ones_(norm.get_parameter("weight"))
+        norm.fused = fused  # type: ignore[assignment]
+    first, second = norms
+
+    def run() -> dict[str, Tensor]:
+        inputs = [x, update, gate, up, *norms.parameters()]
+        normed = first(x)
+        queries = rotate(normed.unflatten(-1, (-1, 128)), angles.cos(), angles.sin(), fused)
+        if fused is None:
+            total = x + update
+            outputs = [queries, total, second(total)]
+        else:
+            outputs = [queries, *second.add_and_normalise(x, update, 1.0)]  # type: ignore[operator]
+        outputs.append(apply_gate("silu", gate, up, fused))
+        gradients = torch.autograd.grad(outputs, inputs, [each.detach() for each in outputs])
+        named = enumerate((*outputs, *gradients))
+        return {str(index): tensor.detach() for index, tensor in named}
+
+    return run
+
+
 def build_products(
     recompute: bool, sizes: str, device: torch.device, compiler: FunctionCompiler
 ) -> Run:
@@ -222,6 +265,7 @@ CASES: dict[str, Callable[[str, torch.device, FunctionCompiler], Run]] = {
     "Adafactor": lambda *arguments: build_update("adafactor", *arguments),
     "NF4 to bf16": build_dequantisation,
     "loss of the head, bf16": build_loss,
+    "norms, gate, rotation and residual sum of a layer, bf16": build_pointwise,
     "tile of a shared row": build_tiles,
     "weights cast once per step": partial(build_products, False),
     "weights cast once per step, recomputed": partial(build_products, True),
