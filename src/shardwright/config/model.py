@@ -54,6 +54,10 @@ class ModelSection(RecipeSection):
     """Tokens whose logits the chunked linear cross-entropy computes at a time. `auto` is 1,024,
     and on CUDA up to 8,192 if the predicted memory of the run with them fits into the free
     memory of the fullest device."""
+    loss_kernel: Literal["chunked", "liger"] = "chunked"
+    """`chunked` computes the head and its loss in chunks of tokens. `liger` takes Liger Kernel's
+    fused linear cross-entropy, on CUDA with the package liger-kernel: equal numbers but for
+    rounding. Without tensor parallelism, factors of logits, loss weights and preferences."""
     dropout: Dropout = "config"
     """`off` disables the dropout that the model's config.json specifies."""
     trust_remote_code: bool = False
@@ -73,6 +77,11 @@ class ModelSection(RecipeSection):
         if (self.path is None) == (self.config is None):
             raise ValueError(
                 "give exactly one of `path` (Hugging Face folder) and `config` (inline config.json)"
+            )
+        if self.loss_kernel != "chunked" and self.loss_chunk_tokens != "auto":
+            raise ValueError(
+                f"`loss_chunk_tokens` has no effect with `loss_kernel: {self.loss_kernel}`, which "
+                "chooses its own chunks; remove it"
             )
         if self.init == "pretrained" and self.path is None:
             raise ValueError("`init: pretrained` needs `path`, the folder with the weights")

@@ -49,6 +49,7 @@ from shardwright.plans import (
     resolve_degrees,
 )
 from shardwright.training.checks.kernel_checks import check_low_precision_kernels
+from shardwright.training.checks.loss_kernel_checks import check_loss_kernel
 from shardwright.training.checks.offload_checks import check_offload
 from shardwright.training.checks.peer_copy_checks import check_peer_copies
 from shardwright.training.checks.row_lengths import has_short_rows
@@ -171,6 +172,7 @@ def validate_run(
         WeightsFolder(recipe.model.path).check(shape.base_shape)
     _check_hf_model(recipe, shape)
     _check_attention(recipe, plan)
+    check_loss_kernel(recipe, plan)
     if recipe.evaluation.num_samples:
         from shardwright.training.sample_texts import check_samples  # imports the engine
 
