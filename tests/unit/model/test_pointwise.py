@@ -80,7 +80,7 @@ def run_step(decoder: Decoder, num_tokens: int = 14, num_rows: int = 2) -> dict[
     """Return the loss and all gradients of a step."""
     ids_BT = torch.randint(
         0, decoder.shape.vocab_size, (num_rows, num_tokens), generator=torch.Generator()
-    )
+    ).to(next(decoder.parameters()).device)
     decoder.zero_grad()
     loss = decoder(
         ids_BT, labels_BT=ids_BT, row_weight=None if decoder.shape.experts is None else 0.5

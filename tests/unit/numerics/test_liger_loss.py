@@ -30,6 +30,7 @@ from tests.unit.training import test_run_checks
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
+CONFIG = test_run_checks.CONFIG | {"max_position_embeddings": test_run_checks.LENGTH}
 HAS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec(
     "liger_kernel"
 )
@@ -162,7 +163,7 @@ def test_devices_and_versions_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
     ("sections", "world_size", "reason"),
     [
         ({"layout": {"tp": 2}}, 2, "ranks share the vocabulary"),
-        ({"precision": "fp64"}, 1, "the precision is fp64"),
+        ({"precision": {"kind": "fp64"}}, 1, "the precision is fp64"),
         (
             {
                 "model": {
