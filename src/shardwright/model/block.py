@@ -151,8 +151,8 @@ class Block(nn.Module):
     def _add_and_normalise(self, x_BTD: Tensor, update_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Add the residual connection of attention, and normalise the sum for the feed-forward."""
         norm = self.pre_mlp_norm
-        is_fused = self.fused is not None and isinstance(norm, RMSNorm | LayerNorm)
-        if is_fused and not torch.compiler.is_compiling():
+        is_fused = self.fused is not None and not torch.compiler.is_compiling()
+        if is_fused and isinstance(norm, RMSNorm | LayerNorm):
             return norm.add_and_normalise(x_BTD, update_BTD, self.residual_scale)
         x_BTD = self._add_residual(x_BTD, update_BTD)
         return x_BTD, norm(x_BTD)

@@ -40,8 +40,7 @@ def choose_pointwise(
     Raises:
         RecipeError: the recipe names functions that this model does not call.
     """
-    is_hf = isinstance(shape, HFShape)
-    if is_hf and setting == "compiled":
+    if isinstance(shape, HFShape) and setting == "compiled":
         raise RecipeError(
             f"transformers' {shape.class_name} computes its own norms, gates and rotations",
             field="model.fused_pointwise",
@@ -53,7 +52,7 @@ def choose_pointwise(
         return PointwiseChoice("compiled", "the recipe names them")
     if setting == "none":
         return PointwiseChoice("none", "the recipe says none")
-    if is_hf:
+    if isinstance(shape, HFShape):
         return PointwiseChoice("none", f"auto: transformers' {shape.class_name} computes them")
     if has_compiled_blocks:
         return PointwiseChoice("none", "auto: model.compile fuses those of blocks")
