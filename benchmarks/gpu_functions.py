@@ -204,8 +204,8 @@ def build_pointwise(sizes: str, device: torch.device, compiler: FunctionCompiler
         x = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
         return x.requires_grad_()
 
-    x, update = draw(1, num_tokens, width), draw(1, num_tokens, width)
-    gate, up = draw(1, num_tokens, inner), draw(1, num_tokens, inner)
+    x, update = (draw(1, num_tokens, width) for _ in range(2))
+    gate, up = (draw(1, num_tokens, inner) for _ in range(2))
     angles = torch.rand(1, num_tokens, 64, generator=generator).to(device)
     norms = nn.ModuleList([RMSNorm(width, 1e-5), RMSNorm(width, 1e-5)]).to(device)
     for norm in norms:

@@ -23,7 +23,12 @@ from shardwright.placement import (
     compute_token_multiple,
     place_model,
 )
-from shardwright.placement.pointwise import PointwiseChoice, PointwiseKind, choose_pointwise
+from shardwright.placement.compilation import (
+    SEPARATE_FUNCTIONS,
+    CompileChoice,
+    PointwiseChoice,
+    choose_pointwise,
+)
 from shardwright.placement.row_assignment import WorkBalance, waits_after_each_micro_batch
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
@@ -74,17 +79,6 @@ class PrecisionChoice:
 
 
 @dataclass(frozen=True)
-class CompileChoice:
-    """Result of `model.compile: auto` for a run; the reason is one clause for a person to read."""
-
-    is_compiled: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{'compiled' if self.is_compiled else 'not compiled'} (auto: {self.reason})"
-
-
-@dataclass(frozen=True)
 class Plan:
     """Distribution of a training run over devices, from `build_plan` or `complete_plan`."""
 
@@ -102,9 +96,8 @@ class Plan:
     """Reason of `model.compile: auto`; None if the recipe chooses, or if nothing is to train."""
     recompute_choice: RecomputeChoice | None = None
     """Results that each layer keeps, if the plan chose them; None if the recipe names a kind."""
-    pointwise: PointwiseChoice | None = None
-    """Functions of norms, gates and rotations; None, in plans that nothing runs, for separate
-    operations."""
+    pointwise: PointwiseChoice = SEPARATE_FUNCTIONS
+    """Functions that norms, gates and rotations call."""
 
     @property
     def shape(self) -> ModelShape:
@@ -115,11 +108,6 @@ class Plan:
     def layout(self) -> Layout:
         """Degrees and options of all parallelisms."""
         return self.placement.layout
-
-    @property
-    def pointwise_kind(self) -> PointwiseKind:
-        """Functions that norms, gates and rotations call."""
-        return "none" if self.pointwise is None else self.pointwise.kind
 
     @property
     def has_working_weights(self) -> bool:
@@ -157,7 +145,7 @@ class Plan:
             ),
             "compile": self.is_compiled,
             **({} if self.compile_reason is None else {"compile_reason": self.compile_reason}),
-            **({} if self.pointwise is None else {"fused_pointwise": asdict(self.pointwise)}),
+            "fused_pointwise": asdict(self.pointwise),
         }
 
 
@@ -236,23 +224,15 @@ def complete_plan(
         recipe.model.compile is True if compilation is None else compilation.is_compiled,
         None if compilation is None else compilation.reason,
     )
-    plan = replace(plan, pointwise=_choose_pointwise(recipe, plan, auto_compilation))
-    _check_precision(plan)
-    return plan
-
-
-def _choose_pointwise(
-    recipe: Recipe, plan: Plan, auto_compilation: CompileChoice | None
-) -> PointwiseChoice:
-    obstacle: str | None = "no device is known"
-    if auto_compilation is not None:
-        obstacle = None if auto_compilation.is_compiled else auto_compilation.reason
-    return choose_pointwise(
+    pointwise = choose_pointwise(
         recipe.model.fused_pointwise,
         plan.shape,
         has_compiled_blocks=plan.is_compiled,
-        compiler_obstacle=obstacle,
+        auto_compilation=auto_compilation,
     )
+    plan = replace(plan, pointwise=pointwise)
+    _check_precision(plan)
+    return plan
 
 
 def _check_precision(plan: Plan) -> None:

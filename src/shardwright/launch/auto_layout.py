@@ -16,11 +16,12 @@ from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation, find_compiler_obstacle
+from shardwright.placement.compilation import CompileChoice
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.problem import choose_precision_on
 from shardwright.planner.recompute.choice import resolve_recompute
 from shardwright.planner.scaling import resize_cluster
-from shardwright.plans import CompileChoice, Plan, PrecisionChoice
+from shardwright.plans import Plan, PrecisionChoice
 from shardwright.units import format_bytes, format_count, format_seconds
 
 logger = logging.getLogger("shardwright")

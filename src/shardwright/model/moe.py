@@ -159,8 +159,9 @@ class Experts(nn.Module):
             gate_MF, up_MF = gate_up_M2F.chunk(2, dim=-1)
         if self.shape.swiglu_limit is None:
             return apply_gate(self.activation, gate_MF, up_MF, self.fused)
-        limit, gain = self.shape.swiglu_limit, self.shape.swiglu_gain
-        return apply_clamped_gate(gate_MF, up_MF, limit, gain, self.fused)
+        return apply_clamped_gate(
+            gate_MF, up_MF, self.shape.swiglu_limit, self.shape.swiglu_gain, self.fused
+        )
 
 
 class MixtureOfExperts(nn.Module):

@@ -113,5 +113,6 @@ class LayerNorm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute x + update_scale x update, and its norm, in one pass."""
         assert self.fused is not None
-        weight_D, bias_D = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        weight_D = self.weight.to(x.dtype)
+        bias_D = self.bias.to(x.dtype)
         return self.fused.add_normalise_layer(x, update, weight_D, bias_D, self.eps, update_scale)

@@ -5,6 +5,7 @@ Shapes: N tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from importlib import metadata
@@ -85,8 +86,5 @@ def liger_cross_entropy(
 
 
 def _import_loss() -> Any:
-    from liger_kernel.transformers.fused_linear_cross_entropy import (  # type: ignore[import-not-found, unused-ignore]
-        LigerFusedLinearCrossEntropyLoss,
-    )
-
-    return LigerFusedLinearCrossEntropyLoss
+    module = importlib.import_module("liger_kernel.transformers.fused_linear_cross_entropy")
+    return module.LigerFusedLinearCrossEntropyLoss

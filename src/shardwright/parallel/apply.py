@@ -128,7 +128,7 @@ def apply_layout(
     )
     install_low_precision(decoder, plan, mesh, device)
     install_recompute(decoder, plan)
-    if plan.pointwise_kind == "compiled":
+    if plan.pointwise.kind == "compiled":
         decoder.fuse_functions(COMPILED_FUNCTIONS)
     if compile_blocks:
         # Rows of a length of their own would each be a graph. None lets torch assume that shapes

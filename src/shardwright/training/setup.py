@@ -236,8 +236,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
     recipe = validated_run.recipe
     weight_offload = offload_weights(validated_run, device)
     model = build_model(validated_run, device, weight_offload)
-    if validated_run.plan.pointwise is not None:
-        logger.info("%s", validated_run.plan.pointwise)
+    logger.info("%s", validated_run.plan.pointwise)
     if recipe.offload.parameters != "none":
         logger.info("%s", _describe_offloaded_weights(weight_offload, recipe))
     update_device = device

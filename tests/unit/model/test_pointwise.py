@@ -173,7 +173,8 @@ def call_sum(norm: Any, x: Tensor, update: Tensor, fused: Any) -> Tensor:
 def test_each_function_rounds_no_more_than_separate_operations(
     name: str, dtype: torch.dtype
 ) -> None:
-    x, update = (draw(2, 32, 512, dtype=dtype), draw(2, 33, 512, dtype=dtype)[:, :32])
+    x = draw(2, 32, 512, dtype=dtype)
+    update = draw(2, 33, 512, dtype=dtype)[:, :32]
     outputs = []
     for fused, kind in ((None, torch.float64), (None, dtype), (COMPILED_FUNCTIONS, dtype)):
         inputs = [each.to(kind).requires_grad_() for each in (x, update)]
@@ -265,9 +266,11 @@ def list_calls(dtype: torch.dtype) -> dict[Callable[..., Any], tuple[Any, ...]]:
     """Return formulas with arguments for `run_formula`."""
     wide = torch.promote_types(dtype, torch.float32)
     x, update, gradient = (draw(24, width, dtype=dtype)[:, :40] for width in (40, 41, 42))
-    weight, bias = draw(40, dtype=dtype), draw(40, dtype=dtype)
+    weight = draw(40, dtype=dtype)
+    bias = draw(40, dtype=dtype).flip(0)
     scale = draw(24, 1, dtype=wide).abs() + 0.5
-    cos, sin = draw(1, 12, 3, dtype=wide), draw(1, 12, 3, dtype=wide)
+    cos = draw(1, 12, 3, dtype=wide)
+    sin = cos.flip(1)
     return {
         formulas.normalise_rms: ((x,), (weight,), (1e-5,)),
         formulas.differentiate_rms: ((gradient, x, scale), (weight,), (True,)),
@@ -325,7 +328,8 @@ def test_single_tokens_and_inference_are_not_compiled(graph_counter: CompileCoun
 
 def test_tables_of_one_row_rotate_all_rows(graph_counter: CompileCounter) -> None:
     x = draw(3, 5, 2, 8, dtype=torch.float64)
-    cos, sin = draw(1, 5, 3, dtype=torch.float64), draw(1, 5, 3, dtype=torch.float64)
+    cos = draw(1, 5, 3, dtype=torch.float64)
+    sin = cos.flip(1)
     shared = functions.rotate(x, cos, sin)
     own = functions.rotate(x, cos.repeat(3, 1, 1), sin.repeat(3, 1, 1))
     torch.testing.assert_close(shared, own, rtol=0, atol=0)

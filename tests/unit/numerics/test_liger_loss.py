@@ -102,7 +102,7 @@ def compare(dtype: torch.dtype, *, is_exact_weight: bool, **options: Any) -> Non
 @pytest.mark.parametrize(
     "options", [{}, {"soft_cap": 5.0}, {"label_smoothing": 0.1}], ids=lambda options: str(options)
 )
-def test_arguments_mean_what_they_mean_for_the_chunked_loss(options: dict[str, Any]) -> None:
+def test_arguments_have_the_meaning_of_the_chunked_loss(options: dict[str, Any]) -> None:
     compare(torch.float32, is_exact_weight=True, **options)
 
 
@@ -183,7 +183,7 @@ def test_devices_and_versions_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
         ),
     ],
 )
-def test_what_it_cannot_compute_is_refused(
+def test_runs_of_other_losses_are_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sections: dict[str, Any],

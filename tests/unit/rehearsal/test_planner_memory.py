@@ -19,7 +19,8 @@ from shardwright.config.recipe import RecomputeKind, RecomputeMode
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.layout.saved_results import LayerResults, RecomputeChoice, describe_results
-from shardwright.placement.pointwise import PointwiseChoice
+from shardwright.placement.compilation import PointwiseChoice
+from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import compute_persistent_memory
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
@@ -220,6 +221,22 @@ LONG_CASES = [
     Case("llama", Layout(pp=2), steps=4, sections=TRAINED_ON_DISK),
     Case("llama", Layout(pp=2), steps=4, recompute="full", sections=TRAINED_ON_DISK),
 ]
+
+
+def test_fused_norms_save_no_wider_copies_of_their_inputs() -> None:
+    """PyTorch's kernel takes inputs in the precision of Gemma's weights, which is fp32."""
+    case = Case("gemma2", Layout())
+    facts = ModelFacts(read_recipe_shape(case.make_recipe()))
+    candidate = replace(build_template(case.make_recipe()), layout=Layout(), micro_batch_size=ROWS)
+    saved = [
+        get_layer_activations(
+            facts,
+            facts.kinds[0],
+            replace(candidate, has_fused_norms=has_norms, has_fused_functions=has_functions),
+        ).saved_bytes
+        for has_norms, has_functions in ((True, False), (True, True), (False, True))
+    ]
+    assert saved[0] > saved[1] == saved[2]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from shardwright.errors import RecipeError
 from shardwright.launch import auto_layout
 from shardwright.model.pointwise import operators
 from shardwright.numerics.compilation import find_compiler_obstacle
-from shardwright.placement.pointwise import choose_pointwise
-from shardwright.plans import CompileChoice
+from shardwright.placement.compilation import CompileChoice, choose_pointwise
 from shardwright.telemetry.event_log import StepEvent, read_events
 from shardwright.training.checks.auto_choice import agree_on_compilation
 from shardwright.training.checks.run_checks import validate_run
@@ -39,23 +38,26 @@ def build_fused_recipe(
 
 
 @pytest.mark.parametrize(
-    ("setting", "has_compiled_blocks", "obstacle", "kind", "reason"),
+    ("setting", "has_compiled_blocks", "can_compile", "kind", "reason"),
     [
-        ("auto", False, None, "compiled", "auto: Triton compiles for the device"),
-        ("auto", True, None, "none", "auto: model.compile fuses those of blocks"),
-        ("auto", False, "the device is a CPU", "none", "auto: the device is a CPU"),
-        ("compiled", False, "the device is a CPU", "compiled", "the recipe names them"),
-        ("none", False, None, "none", "the recipe says none"),
+        ("auto", False, True, "compiled", "auto: Triton compiles for the device"),
+        ("auto", True, True, "none", "auto: model.compile fuses those of blocks"),
+        ("auto", False, False, "none", "auto: a test says so"),
+        ("auto", False, None, "none", "auto: no device is known"),
+        ("compiled", False, False, "compiled", "the recipe names them"),
+        ("none", False, True, "none", "the recipe says none"),
     ],
 )
 def test_recipe_blocks_and_device_decide(
-    setting: Any, has_compiled_blocks: bool, obstacle: str | None, kind: str, reason: str
+    setting: Any, has_compiled_blocks: bool, can_compile: bool | None, kind: str, reason: str
 ) -> None:
     choice = choose_pointwise(
         setting,
         read_config(LLAMA),
         has_compiled_blocks=has_compiled_blocks,
-        compiler_obstacle=obstacle,
+        auto_compilation=None
+        if can_compile is None
+        else CompileChoice(can_compile, "a test says so"),
     )
     assert (choice.kind, choice.reason) == (kind, reason)
     assert str(choice).endswith(f"({reason})")
@@ -64,7 +66,7 @@ def test_recipe_blocks_and_device_decide(
 def test_a_model_of_transformers_computes_its_own_functions() -> None:
     shape = object.__new__(HFShape)
     object.__setattr__(shape, "class_name", "OtherForCausalLM")
-    rules: dict[str, Any] = {"has_compiled_blocks": False, "compiler_obstacle": None}
+    rules: dict[str, Any] = {"has_compiled_blocks": False, "auto_compilation": CHOSEN}
     assert choose_pointwise("auto", shape, **rules).kind == "none"
     with pytest.raises(RecipeError, match=r"model\.fused_pointwise.*OtherForCausalLM.*auto, none"):
         choose_pointwise("compiled", shape, **rules)
@@ -81,7 +83,7 @@ def test_auto_fuses_functions_where_blocks_are_not_compiled(
     layout = {"pp": 2, "schedule": schedule}
     recipe = build_fused_recipe(tmp_path, "auto", compile, layout=layout, training=training)
     plan = complete(recipe, 2)
-    assert plan.pointwise_kind == kind
+    assert plan.pointwise.kind == kind
     assert plan.as_dict()["fused_pointwise"]["kind"] == kind
 
 

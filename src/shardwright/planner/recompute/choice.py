@@ -83,7 +83,7 @@ def resolve_recompute(recipe: Recipe, plan: Plan, cluster: Cluster) -> Plan:
     candidate = replace(
         build_plan_candidate(recipe, plan),
         compile=plan.is_compiled,
-        has_fused_functions=plan.pointwise_kind == "compiled",
+        has_fused_functions=plan.pointwise.kind == "compiled",
     )
     predictor = Predictor(
         get_model_facts(plan.shape.base_shape),

@@ -1,4 +1,4 @@
-"""What `auto` in a recipe stands for in a run: recorded by it, or agreed on by all ranks.
+"""Meaning of `auto` in a recipe for a run: recorded by it, or agreed on by all ranks.
 
 For `precision`, `model.compile` and `model.fused_pointwise`.
 """
@@ -19,7 +19,8 @@ from shardwright.errors import ShardwrightError
 from shardwright.launch.auto_layout import choose_planned_precision
 from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation
-from shardwright.plans import CompileChoice, PrecisionChoice
+from shardwright.placement.compilation import CompileChoice
+from shardwright.plans import PrecisionChoice
 from shardwright.training.rank_sync import RankSync
 
 AutoPrecision = Literal["fp32", "bf16"]

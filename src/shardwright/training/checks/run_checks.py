@@ -38,8 +38,8 @@ from shardwright.model.products.kernel_support import describe_device
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.placement import place_model
+from shardwright.placement.compilation import CompileChoice
 from shardwright.plans import (
-    CompileChoice,
     Plan,
     PrecisionChoice,
     balance_work,
@@ -163,7 +163,7 @@ def validate_run(
         update={
             "precision": plan.precision,
             "model": recipe.model.model_copy(
-                update={"compile": plan.is_compiled, "fused_pointwise": plan.pointwise_kind}
+                update={"compile": plan.is_compiled, "fused_pointwise": plan.pointwise.kind}
             ),
         }
     )

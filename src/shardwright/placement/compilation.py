@@ -1,4 +1,4 @@
-"""Choice of `model.fused_pointwise`: which functions norms, gates and rotations call."""
+"""Choices of compiled code: whole blocks, or the functions of norms, gates and rotations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ PointwiseKind = Literal["compiled", "none"]
 
 
 @dataclass(frozen=True)
+class CompileChoice:
+    """Result of `model.compile: auto` for a run; the reason is one clause for a person to read."""
+
+    is_compiled: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'compiled' if self.is_compiled else 'not compiled'} (auto: {self.reason})"
+
+
+@dataclass(frozen=True)
 class PointwiseChoice:
     """Functions that a run takes; the reason is one clause for a person to read."""
 
@@ -24,18 +35,22 @@ class PointwiseChoice:
         return f"norms, gates, rotations, residual sums: {functions} ({self.reason})"
 
 
+SEPARATE_FUNCTIONS = PointwiseChoice("none", "nothing runs")
+"""Choice of plans that no device runs."""
+
+
 def choose_pointwise(
     setting: PointwiseSetting,
     shape: ModelShape,
     *,
     has_compiled_blocks: bool,
-    compiler_obstacle: str | None,
+    auto_compilation: CompileChoice | None,
 ) -> PointwiseChoice:
     """Choose the functions for a model.
 
     Args:
         has_compiled_blocks: `model.compile` is on; it fuses the functions of blocks.
-        compiler_obstacle: reason why `auto` compiles nothing on these devices; None if it does.
+        auto_compilation: whether `auto` compiles on these devices; None if they are not known.
 
     Raises:
         RecipeError: the recipe names functions that this model does not call.
@@ -56,6 +71,8 @@ def choose_pointwise(
         return PointwiseChoice("none", f"auto: transformers' {shape.class_name} computes them")
     if has_compiled_blocks:
         return PointwiseChoice("none", "auto: model.compile fuses those of blocks")
-    if compiler_obstacle is not None:
-        return PointwiseChoice("none", f"auto: {compiler_obstacle}")
+    if auto_compilation is None:
+        return PointwiseChoice("none", "auto: no device is known")
+    if not auto_compilation.is_compiled:
+        return PointwiseChoice("none", f"auto: {auto_compilation.reason}")
     return PointwiseChoice("compiled", "auto: Triton compiles for the device")
