@@ -1,4 +1,4 @@
-"""Measure `model.compile_functions`, working weights and larger chunks of the loss on against off.
+"""Measure compiled functions, working weights and larger chunks of the loss on against off.
 
     python -m benchmarks.gpu_functions cuda real RESULT.json
     python -m benchmarks.gpu_functions cpu tiny RESULT.json
@@ -28,11 +28,16 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gpu_profile import wait
 from shardwright.config.training import OptimizerSection
 from shardwright.layout import ParameterBox, ParameterLayout
+from shardwright.model.attention.rope import rotate
+from shardwright.model.mlp import apply_gate
+from shardwright.model.norms import RMSNorm
+from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.products import nf4
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics import wide_sums
 from shardwright.numerics.function_compiler import FunctionCompiler, build_function_compiler
+from shardwright.numerics.liger_loss import find_liger_obstacle, liger_cross_entropy
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel.attention_kernels import (
@@ -117,20 +122,51 @@ def build_dequantisation(sizes: str, device: torch.device, compiler: FunctionCom
     return run
 
 
+def build_liger_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+    """Build the loss of a head with its gradients: on, by Liger's kernel; off, in one chunk."""
+    hidden, weight, labels = _draw_head(sizes, device)
+    is_on = compiler.obstacle != "model.compile_functions is false"
+
+    def run() -> dict[str, Tensor]:
+        hidden.grad = weight.grad = None
+        if is_on:
+            loss = liger_cross_entropy(hidden, weight, None, labels)
+        else:
+            loss = chunked_cross_entropy(
+                hidden,
+                weight,
+                None,
+                labels,
+                chunk_tokens=len(labels),
+                num_supervised=len(labels),
+            )
+        (loss / len(labels)).backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        return {"hidden": hidden.grad, "weight": weight.grad}
+
+    return run
+
+
+def _draw_head(sizes: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw hidden states in bf16, a head's weight in fp32, and labels."""
+    is_tiny = sizes == "tiny"
+    num_tokens, width, vocab_size = (2048, 256, 4096) if is_tiny else (8192, 4096, 128256)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, width, generator=generator).to(device, torch.bfloat16)
+    weight = (torch.randn(vocab_size, width, generator=generator) * 0.02).to(device)
+    labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator).to(device)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
 def build_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
     """Build the loss of a head with its gradients: on, larger chunks and sums in one kernel each.
 
     Off are chunks of 1,024 tokens, whose products are rounded to 16 bits before they are summed.
     """
-    is_tiny = sizes == "tiny"
-    num_tokens, width, vocab_size = (2048, 256, 4096) if is_tiny else (8192, 4096, 128256)
+    hidden, weight, labels = _draw_head(sizes, device)
+    num_tokens = len(labels)
     is_on = compiler.obstacle != "model.compile_functions is false"
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(num_tokens, width, generator=generator).to(device, torch.bfloat16)
-    weight = (torch.randn(vocab_size, width, generator=generator) * 0.02).to(device)
-    labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator).to(device)
-    hidden.requires_grad_()
-    weight.requires_grad_()
 
     def run() -> dict[str, Tensor]:
         hidden.grad = weight.grad = None
@@ -151,6 +187,45 @@ def build_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> 
         assert hidden.grad is not None
         assert weight.grad is not None
         return {"hidden": hidden.grad, "weight": weight.grad}
+
+    return run
+
+
+def build_pointwise(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+    """Build the norms, residual sums, rotations and gate of a layer, in both passes.
+
+    On, as with `model.fused_pointwise: compiled`; off, in separate operations.
+    """
+    num_tokens, width, inner = (512, 512, 1408) if sizes == "tiny" else (8192, 4096, 14336)
+    fused = COMPILED_FUNCTIONS if compiler.obstacle is None else None
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        return x.requires_grad_()
+
+    x, update = (draw(1, num_tokens, width) for _ in range(2))
+    gate, up = (draw(1, num_tokens, inner) for _ in range(2))
+    angles = torch.rand(1, num_tokens, 64, generator=generator).to(device)
+    norms = nn.ModuleList([RMSNorm(width, 1e-5), RMSNorm(width, 1e-5)]).to(device)
+    for norm in norms:
+        nn.init.ones_(norm.get_parameter("weight"))
+        norm.fused = fused  # type: ignore[assignment]
+    first, second = norms
+
+    def run() -> dict[str, Tensor]:
+        inputs = [x, update, gate, up, *norms.parameters()]
+        normed = first(x)
+        queries = rotate(normed.unflatten(-1, (-1, 128)), angles.cos(), angles.sin(), fused)
+        if fused is None:
+            total = x + update
+            outputs = [queries, total, second(total)]
+        else:
+            outputs = [queries, *second.add_and_normalise(x, update, 1.0)]  # type: ignore[operator]
+        outputs.append(apply_gate("silu", gate, up, fused))
+        gradients = torch.autograd.grad(outputs, inputs, [each.detach() for each in outputs])
+        named = enumerate((*outputs, *gradients))
+        return {str(index): tensor.detach() for index, tensor in named}
 
     return run
 
@@ -217,11 +292,14 @@ def build_tiles(sizes: str, device: torch.device, compiler: FunctionCompiler) ->
     return run
 
 
+LIGER_CASE = "loss of the head by Liger's kernel, bf16"
 CASES: dict[str, Callable[[str, torch.device, FunctionCompiler], Run]] = {
     "8-bit AdamW": lambda *arguments: build_update("adamw_8bit", *arguments),
     "Adafactor": lambda *arguments: build_update("adafactor", *arguments),
     "NF4 to bf16": build_dequantisation,
     "loss of the head, bf16": build_loss,
+    LIGER_CASE: build_liger_loss,
+    "norms, gate, rotation and residual sum of a layer, bf16": build_pointwise,
     "tile of a shared row": build_tiles,
     "weights cast once per step": partial(build_products, False),
     "weights cast once per step, recomputed": partial(build_products, True),
@@ -288,6 +366,9 @@ def main() -> None:
     elements = sum(rows * columns for rows, columns in _SHAPES[sizes].values())
     result: dict[str, Any] = {"num_elements": elements, "functions": {}}
     for name in CASES:
+        if name == LIGER_CASE and (obstacle := find_liger_obstacle(device)):
+            print(f"{name}: not measured, {obstacle}")
+            continue
         result["functions"][name] = measure(name, sizes, device)
         Path(sys.argv[3]).write_text(json.dumps(result, indent=1) + "\n")
 

@@ -29,7 +29,9 @@ are. The loss is not compiled: off are chunks of 1,024 tokens, whose products ar
 they are summed; on is one chunk, as `model.loss_chunk_tokens: auto` takes where memory is free.
 The tile of a row that ranks share is on the kernel that plain attention takes (cuDNN on Hopper),
 off flash attention. Weights cast once per step (`precision.working_weights`) are those of forward
-and backward passes of four micro-batches; off casts them at every use."""
+and backward passes of four micro-batches; off casts them at every use. Norms, gate, rotation and
+residual sum are those of `model.fused_pointwise: compiled` and `none`, forward and backward. The
+loss by Liger's kernel (`model.loss_kernel: liger`, where it is installed) is beside one chunk."""
 
 LOW_PRECISION = """\
 Distance: norm of the difference between a kernel's result and its emulation on the same device,

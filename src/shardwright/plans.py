@@ -23,6 +23,12 @@ from shardwright.placement import (
     compute_token_multiple,
     place_model,
 )
+from shardwright.placement.compilation import (
+    SEPARATE_FUNCTIONS,
+    CompileChoice,
+    PointwiseChoice,
+    choose_pointwise,
+)
 from shardwright.placement.row_assignment import WorkBalance, waits_after_each_micro_batch
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
@@ -73,17 +79,6 @@ class PrecisionChoice:
 
 
 @dataclass(frozen=True)
-class CompileChoice:
-    """Result of `model.compile: auto` for a run; the reason is one clause for a person to read."""
-
-    is_compiled: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{'compiled' if self.is_compiled else 'not compiled'} (auto: {self.reason})"
-
-
-@dataclass(frozen=True)
 class Plan:
     """Distribution of a training run over devices, from `build_plan` or `complete_plan`."""
 
@@ -101,6 +96,8 @@ class Plan:
     """Reason of `model.compile: auto`; None if the recipe chooses, or if nothing is to train."""
     recompute_choice: RecomputeChoice | None = None
     """Results that each layer keeps, if the plan chose them; None if the recipe names a kind."""
+    pointwise: PointwiseChoice = SEPARATE_FUNCTIONS
+    """Functions that norms, gates and rotations call."""
 
     @property
     def shape(self) -> ModelShape:
@@ -148,6 +145,7 @@ class Plan:
             ),
             "compile": self.is_compiled,
             **({} if self.compile_reason is None else {"compile_reason": self.compile_reason}),
+            "fused_pointwise": asdict(self.pointwise),
         }
 
 
@@ -204,7 +202,8 @@ def complete_plan(
 ) -> Plan:
     """Complete a placed model to a plan: precision, recompute and compilation of the recipe.
 
-    Without `auto_compilation`, `model.compile: auto` compiles nothing.
+    Without `auto_compilation`, `model.compile: auto` and `model.fused_pointwise: auto` compile
+    nothing.
 
     Raises:
         LayoutError, RecipeError: 8-bit products would not be those of one process.
@@ -225,6 +224,13 @@ def complete_plan(
         recipe.model.compile is True if compilation is None else compilation.is_compiled,
         None if compilation is None else compilation.reason,
     )
+    pointwise = choose_pointwise(
+        recipe.model.fused_pointwise,
+        plan.shape,
+        has_compiled_blocks=plan.is_compiled,
+        auto_compilation=auto_compilation,
+    )
+    plan = replace(plan, pointwise=pointwise)
     _check_precision(plan)
     return plan
 

@@ -8,7 +8,10 @@ import torch.nn.functional as F
 
 from shardwright.config.training import OptimizerSection
 from shardwright.layout import ParameterLayout
+from shardwright.model.pointwise.operators import run_formula
 from shardwright.numerics import chunked_cross_entropy, clip_, compute_global_norm
+from shardwright.numerics.compilation import find_compiler_obstacle
+from shardwright.numerics.liger_loss import find_liger_obstacle, liger_cross_entropy
 from shardwright.optim import (
     build_optimizer,
     collect_optimizer_tensors,
@@ -16,6 +19,7 @@ from shardwright.optim import (
     load_optimizer_values,
 )
 from tests.gpu.conftest import is_gpu, measure_peak_bytes
+from tests.unit.model.test_pointwise import list_calls
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
@@ -70,6 +74,44 @@ def test_peak_memory_holds_one_chunk_of_logits(device: torch.device) -> None:
 
     whole_logits_bytes = tokens * vocabulary * torch.bfloat16.itemsize
     assert measure_peak_bytes(device, differentiate) < whole_logits_bytes / 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_fused_functions_equal_their_formulas_in_float64(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    if not is_gpu(device):
+        pytest.skip("tests/unit/model/test_pointwise.py compiles them for a CPU")
+    if obstacle := find_compiler_obstacle(device):
+        pytest.skip(obstacle)
+    for formula, (tensors, others, constants) in list_calls(dtype).items():
+        exact = formula(*(t.double() for t in (*tensors, *others)), *constants)
+        on_device = [[t.to(device) for t in group] for group in (tensors, others)]
+        found = run_formula(formula, *on_device, constants)
+        for got, want in zip(found, exact, strict=True):
+            assert got.device.type == device.type
+            error = (got.cpu().double() - want).norm() / want.norm()
+            assert error <= 2 * torch.finfo(dtype).eps, formula.__name__
+
+
+def test_ligers_loss_equals_the_chunked_one(device: torch.device) -> None:
+    if obstacle := find_liger_obstacle(device):
+        pytest.skip(obstacle)
+    hidden_ND = torch.randn(300, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight_VD = torch.randn(1000, 64, device=device, requires_grad=True)
+    labels_N = torch.randint(0, 1000, (300,), device=device)
+    labels_N[::3] = -100
+    for options in ({}, {"soft_cap": 20.0}, {"label_smoothing": 0.1}):
+        losses = [
+            chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=64, **options),
+            liger_cross_entropy(hidden_ND, weight_VD, None, labels_N, **options),
+        ]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+        wanted, found = (torch.autograd.grad(loss / 200, (hidden_ND, weight_VD)) for loss in losses)
+        for got, want in zip(found, wanted, strict=True):
+            assert got.dtype == want.dtype
+            assert (got - want).norm() <= 1e-2 * want.norm()
 
 
 def test_norm_and_clip(device: torch.device) -> None:

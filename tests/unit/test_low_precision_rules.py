@@ -23,6 +23,7 @@ from shardwright.layout import Layout
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.products.kernel_support import KernelDevice
 from shardwright.placement import place_model, select_scaled_weights
+from shardwright.placement.compilation import CompileChoice
 from shardwright.planner.auto_layout import choose_layout
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.planning_result import plan_recipe
@@ -32,7 +33,6 @@ from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.compute import compute_layer_seconds
 from shardwright.plans import (
     BatchPlan,
-    CompileChoice,
     Plan,
     build_plan,
     complete_plan,

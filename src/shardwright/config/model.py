@@ -14,6 +14,7 @@ def _parse_dropout(value: Any) -> Any:
 
 
 AttentionSetting = Literal["auto", "sdpa", "varlen", "flex", "explicit"]
+PointwiseSetting = Literal["auto", "compiled", "none"]
 Dropout = Annotated[Literal["config", "off"], BeforeValidator(_parse_dropout)]
 
 
@@ -44,10 +45,19 @@ class ModelSection(RecipeSection):
     updates of `adamw_8bit` and `adafactor`, and the dequantisation of `nf4`. `auto` compiles on
     CUDA devices on which Triton works. A function whose results differ in a bit from the
     uncompiled one's is not used; the log says so."""
+    fused_pointwise: PointwiseSetting = "auto"
+    """Norms, gates, rotary embeddings and residual sums in one pass over memory each, where blocks
+    are not compiled as a whole: `compiled` compiles each function by itself with torch.compile,
+    `none` runs separate operations. `auto` is `compiled` on CUDA devices on which Triton works, if
+    `compile` is off there; the log says which and why. Results differ by rounding."""
     loss_chunk_tokens: Positive | Literal["auto"] = "auto"
     """Tokens whose logits the chunked linear cross-entropy computes at a time. `auto` is 1,024,
     and on CUDA up to 8,192 if the predicted memory of the run with them fits into the free
     memory of the fullest device."""
+    loss_kernel: Literal["chunked", "liger"] = "chunked"
+    """`chunked` computes the head and its loss in chunks of tokens. `liger` takes Liger Kernel's
+    fused linear cross-entropy, on CUDA with the package liger-kernel: equal numbers but for
+    rounding. Without tensor parallelism, factors of logits, loss weights and preferences."""
     dropout: Dropout = "config"
     """`off` disables the dropout that the model's config.json specifies."""
     trust_remote_code: bool = False
@@ -67,6 +77,11 @@ class ModelSection(RecipeSection):
         if (self.path is None) == (self.config is None):
             raise ValueError(
                 "give exactly one of `path` (Hugging Face folder) and `config` (inline config.json)"
+            )
+        if self.loss_kernel != "chunked" and self.loss_chunk_tokens != "auto":
+            raise ValueError(
+                f"`loss_chunk_tokens` has no effect with `loss_kernel: {self.loss_kernel}`, which "
+                "chooses its own chunks; remove it"
             )
         if self.init == "pretrained" and self.path is None:
             raise ValueError("`init: pretrained` needs `path`, the folder with the weights")

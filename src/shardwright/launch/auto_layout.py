@@ -18,12 +18,13 @@ from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation, find_compiler_obstacle
+from shardwright.placement.compilation import CompileChoice
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.problem import choose_precision_on
 from shardwright.planner.recompute.choice import resolve_recompute
 from shardwright.planner.scaling import resize_cluster
-from shardwright.plans import CompileChoice, Plan, PrecisionChoice
+from shardwright.plans import Plan, PrecisionChoice
 from shardwright.units import format_bytes, format_count, format_seconds
 
 logger = logging.getLogger("shardwright")
@@ -96,29 +97,36 @@ def choose_precision_here(recipe: Recipe) -> PrecisionChoice:
 
 
 def choose_compilation_here(recipe: Recipe) -> CompileChoice | None:
-    """Resolve `model.compile: auto` for the device of this machine on which the recipe runs.
+    """Resolve `auto` of `model.compile` and `model.fused_pointwise` for this machine's device.
 
-    Returns None if the recipe sets it to true or false.
+    Returns None if the recipe sets both.
 
     Raises:
         InputError: The recipe requests CUDA, and this machine has no CUDA device.
-        RecipeError: It or `model.compile_functions` is true, and torch.compile cannot compile for
+        RecipeError: The recipe compiles blocks or functions, and torch.compile cannot compile for
             the device.
     """
-    if recipe.model.compile is False and recipe.model.compile_functions is not True:
+    model = recipe.model
+    named = [
+        field
+        for field in ("compile", "compile_functions", "fused_pointwise")
+        if getattr(model, field) in (True, "compiled")
+    ]
+    is_auto = "auto" in (model.compile, model.fused_pointwise)
+    if not named and not is_auto:
         return None
     device = _get_device_here(recipe)
-    for field in ("compile", "compile_functions"):
-        obstacle = find_compiler_obstacle(device) if getattr(recipe.model, field) is True else None
+    for field in named:
+        obstacle = find_compiler_obstacle(device)
         if obstacle is not None:
             raise RecipeError(
                 f"torch.compile cannot compile for {device.type}: {obstacle}",
                 field=f"model.{field}",
-                got="true",
-                allowed="auto or false",
+                got=str(getattr(model, field)).lower(),
+                allowed="auto or none" if field == "fused_pointwise" else "auto or false",
                 remedy=f"Install what is missing, or leave model.{field} at auto",
             )
-    return choose_compilation(device) if recipe.model.compile == "auto" else None
+    return choose_compilation(device) if is_auto else None
 
 
 def _get_device_here(recipe: Recipe) -> torch.device:

@@ -20,6 +20,7 @@ from shardwright.model.forward_context import ForwardContext
 from shardwright.model.mlp import FeedForward
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.norms import LayerNorm, RMSNorm
+from shardwright.model.pointwise.functions import FusedFunctions
 from shardwright.model.routing import RouterStatistics
 
 RecomputeRunner = Callable[..., Any]
@@ -47,6 +48,8 @@ class Block(nn.Module):
     FSDP wraps `forward`. The computation is `compute`: recomputation calls it again, and
     `forward_with_recompute` around it is compiled.
     """
+
+    fused: FusedFunctions | None = None
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
@@ -131,8 +134,8 @@ class Block(nn.Module):
             mlp_out, statistics = self._apply_mlp(self.pre_mlp_norm(x_BTD), context, dropout)
             mlp_out = self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)
             return mlp_out + attention_out + x_BTD, statistics
-        x_BTD = self._add_residual(x_BTD, attention_out)
-        mlp_out, statistics = self._apply_mlp(self.pre_mlp_norm(x_BTD), context, dropout)
+        x_BTD, normed_BTD = self._add_and_normalise(x_BTD, attention_out)
+        mlp_out, statistics = self._apply_mlp(normed_BTD, context, dropout)
         mlp_out = self.post_mlp_norm(mlp_out)
         mlp_out = self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)
         return self._add_residual(x_BTD, mlp_out), statistics
@@ -144,6 +147,15 @@ class Block(nn.Module):
             output: BlockOutput = self.mlp(x_BTD, context, dropout)
             return output
         return self.mlp(x_BTD, context.tensor_parallel, dropout), None
+
+    def _add_and_normalise(self, x_BTD: Tensor, update_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the residual connection of attention, and normalise the sum for the feed-forward."""
+        norm = self.pre_mlp_norm
+        is_fused = self.fused is not None and not torch.compiler.is_compiling()
+        if is_fused and isinstance(norm, RMSNorm | LayerNorm):
+            return norm.add_and_normalise(x_BTD, update_BTD, self.residual_scale)
+        x_BTD = self._add_residual(x_BTD, update_BTD)
+        return x_BTD, norm(x_BTD)
 
     def _add_residual(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
         if self.residual_scale == 1.0:

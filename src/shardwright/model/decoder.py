@@ -35,6 +35,7 @@ from shardwright.model.head import (
 )
 from shardwright.model.moe import ExpertStack
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
+from shardwright.model.pointwise.functions import FusedFunctions
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.scaled_product import RoundingTotals
 from shardwright.model.products.working_weights import (
@@ -193,6 +194,12 @@ class Decoder(nn.Module):
         for module in self.modules():
             if hasattr(module, "parallel_hooks"):
                 module.parallel_hooks = hooks  # type: ignore[assignment]
+
+    def fuse_functions(self, fused: FusedFunctions) -> None:
+        """Let norms, gates, rotations and residual sums call these outside compiled code."""
+        for module in self.modules():
+            if hasattr(module, "fused"):
+                module.fused = fused  # type: ignore[assignment]
 
     def select_stages(self, stages: Sequence[PipelineStage]) -> None:
         """Remove the modules outside `stages`; the remaining parameters keep their names."""

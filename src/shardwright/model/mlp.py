@@ -10,33 +10,25 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import Activation, ModelShape
 from shardwright.model.dropout import Dropout
+from shardwright.model.pointwise.formulas import ACTIVATION_BACKWARD, ACTIVATION_FUNCTIONS
+from shardwright.model.pointwise.functions import FusedFunctions
 from shardwright.model.products.linear import Linear
 from shardwright.model.result_names import name_results
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
-_ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": torch.ops.aten.silu_backward,
-    "gelu": torch.ops.aten.gelu_backward,
-    "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-}
-"""(gradient, input) -> gradient of the input; activations without an entry do not need it."""
 
-
-def apply_gate(activation: Activation, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
+def apply_gate(
+    activation: Activation, gate_BTF: Tensor, up_BTF: Tensor, fused: FusedFunctions | None = None
+) -> Tensor:
     """Compute activation(gate) * up."""
-    if torch.compiler.is_compiling() or activation not in _ACTIVATION_BACKWARD:
+    if torch.compiler.is_compiling() or activation not in ACTIVATION_BACKWARD:
         return ACTIVATION_FUNCTIONS[activation](gate_BTF) * up_BTF
+    if fused is not None:
+        return fused.apply_gate(activation, gate_BTF, up_BTF)
     gated: Tensor = _GatedActivation.apply(gate_BTF, up_BTF, activation)
     return gated
 
@@ -58,13 +50,19 @@ class _GatedActivation(torch.autograd.Function):
         gate_BTF, up_BTF = ctx.saved_tensors
         up_gradient = ACTIVATION_FUNCTIONS[ctx.activation](gate_BTF).mul_(gradients[0])
         return (
-            _ACTIVATION_BACKWARD[ctx.activation](gradients[0] * up_BTF, gate_BTF),
+            ACTIVATION_BACKWARD[ctx.activation](gradients[0] * up_BTF, gate_BTF),
             up_gradient,
             None,
         )
 
 
-def apply_clamped_gate(gate_BTF: Tensor, up_BTF: Tensor, limit: float, gain: float) -> Tensor:
+def apply_clamped_gate(
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    limit: float,
+    gain: float,
+    fused: FusedFunctions | None = None,
+) -> Tensor:
     """Compute min(g, limit) * sigmoid(gain * min(g, limit)) * (clamp(u, -limit, limit) + 1).
 
     Source: gpt-oss.
@@ -72,6 +70,8 @@ def apply_clamped_gate(gate_BTF: Tensor, up_BTF: Tensor, limit: float, gain: flo
     if torch.compiler.is_compiling():
         gate_BTF, share_BTF, factor_BTF = _clamp_gate(gate_BTF, up_BTF, limit, gain)
         return gate_BTF * share_BTF * factor_BTF
+    if fused is not None:
+        return fused.apply_clamped_gate(gate_BTF, up_BTF, limit, gain)
     gated: Tensor = _ClampedGate.apply(gate_BTF, up_BTF, limit, gain)
     return gated
 
@@ -117,6 +117,8 @@ class FeedForward(nn.Module):
 
     `intermediate_size` None stands for the model's.
     """
+
+    fused: FusedFunctions | None = None
 
     def __init__(self, shape: ModelShape, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -165,7 +167,7 @@ class FeedForward(nn.Module):
         if gate_BTF is None:
             inner_BTF = ACTIVATION_FUNCTIONS[self.activation](up_BTF)
         else:
-            inner_BTF = apply_gate(self.activation, gate_BTF, up_BTF)
+            inner_BTF = apply_gate(self.activation, gate_BTF, up_BTF, self.fused)
         with name_results("down"):
             out_BTD: Tensor = self.down(inner_BTF, reduce_output, dropout)
         return out_BTD

@@ -19,6 +19,7 @@ from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
 from shardwright.model.mlp import FeedForward, apply_clamped_gate, apply_gate
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
+from shardwright.model.pointwise.functions import FusedFunctions
 from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows, take_first
 from shardwright.model.products.product import ProductRule, multiply_by_expert
 from shardwright.model.products.scaled_product import ScaledProducts
@@ -129,6 +130,7 @@ class ExpertStack(nn.Module):
 class Experts(nn.Module):
     """Gated feed-forwards of all experts, each product computed by a stack of matrices."""
 
+    fused: FusedFunctions | None = None
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
@@ -156,8 +158,10 @@ class Experts(nn.Module):
         else:
             gate_MF, up_MF = gate_up_M2F.chunk(2, dim=-1)
         if self.shape.swiglu_limit is None:
-            return apply_gate(self.activation, gate_MF, up_MF)
-        return apply_clamped_gate(gate_MF, up_MF, self.shape.swiglu_limit, self.shape.swiglu_gain)
+            return apply_gate(self.activation, gate_MF, up_MF, self.fused)
+        return apply_clamped_gate(
+            gate_MF, up_MF, self.shape.swiglu_limit, self.shape.swiglu_gain, self.fused
+        )
 
 
 class MixtureOfExperts(nn.Module):

@@ -14,7 +14,7 @@ from sysconfig import get_path
 
 import torch
 
-from shardwright.plans import CompileChoice
+from shardwright.placement.compilation import CompileChoice
 
 _TRITON_CAPABILITY = (7, 0)
 """First CUDA compute capability for which Inductor generates Triton code."""

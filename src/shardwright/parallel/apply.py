@@ -5,7 +5,7 @@ On the meta device until step 6:
     1  pipeline     keep the blocks of this rank's stages
     2  tensor, expert, context: parameters of this rank's shape, and the hooks that modules call;
                     8-bit products, which agree on scales over tensor ranks
-    3  recompute    around each block's inner function
+    3  recompute    around each block's inner function; its norms and gates may be fused
     4  compile      the block's function with recomputation inside: around compiled code,
                     selective recomputation sees no operations to save
     5  shard        FSDP2 over dp_shard (x dp_replicate), block groups first, the root last
@@ -49,6 +49,7 @@ from shardwright.model.block_weights import (
 )
 from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
+from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.context_parallel import build_context_parallel
@@ -127,6 +128,8 @@ def apply_layout(
     )
     install_low_precision(decoder, plan, mesh, device)
     install_recompute(decoder, plan)
+    if plan.pointwise.kind == "compiled":
+        decoder.fuse_functions(COMPILED_FUNCTIONS)
     if compile_blocks:
         # Rows of a length of their own would each be a graph. None lets torch assume that shapes
         # stay, and generalise only those that change after all (an evaluation's batch).

@@ -26,6 +26,7 @@ from shardwright.model import Decoder
 from shardwright.model.block import Block
 from shardwright.model.moe import Experts
 from shardwright.numerics import PrecisionDtypes, chunked_cross_entropy
+from shardwright.numerics.liger_loss import liger_cross_entropy
 from shardwright.parallel.comm_timing import time_fsdp_waits
 from shardwright.parallel.mesh import Mesh
 
@@ -175,10 +176,9 @@ def _build_expert_placement(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parame
 
 
 def _is_chunked_loss(loss_function: Any) -> bool:
-    """True for the loss whose backward pass does not read the head's weight."""
-    return (
-        loss_function.func if isinstance(loss_function, partial) else loss_function
-    ) is chunked_cross_entropy
+    """True for losses whose backward pass does not read the head's weight."""
+    function = loss_function.func if isinstance(loss_function, partial) else loss_function
+    return function in (chunked_cross_entropy, liger_cross_entropy)
 
 
 def _refuse_logits(

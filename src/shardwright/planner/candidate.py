@@ -108,6 +108,8 @@ class Candidate:
     """True if the device has fused kernels for documents, windows, soft caps and sinks (CUDA)."""
     has_fused_norms: bool = True
     """True if one kernel computes a norm's gradient. On the CPU separate fp32 operations do."""
+    has_fused_functions: bool = False
+    """True if norms, gates and rotations are compiled functions (`model.fused_pointwise`)."""
     document_tokens: int | None = None
     num_fp4_layers: int | None = None
     """With `nvfp4`: number of layers, from the first, that use it; the others use bf16. None:

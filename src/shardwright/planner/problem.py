@@ -122,6 +122,7 @@ def build_template(
         # `auto` is decided by the device and, under a split backward pass, by the schedule. Without
         # compilation a step needs no less memory and time.
         compile=recipe.model.compile is True,
+        has_fused_functions=recipe.model.fused_pointwise == "compiled",
         flash_attention=recipe.model.attention != "explicit",
         attention=recipe.model.attention,
         has_masked_kernels=recipe.run.device != "cpu",

@@ -32,6 +32,9 @@ def agree_on_loss_chunk(
     compute a chunk together. On a CPU the number is fixed. Collective.
     """
     model = validated_run.recipe.model
+    if model.loss_kernel != "chunked":
+        logger.info("loss: %s's kernel, in chunks of its own", model.loss_kernel)
+        return validated_run
     if model.loss_chunk_tokens != "auto":
         return validated_run
     chunk_tokens = model.smallest_loss_chunk

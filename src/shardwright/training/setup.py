@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
+from shardwright.model.head import LossFunction
 from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.peft_folder import PeftFolder
@@ -25,6 +26,7 @@ from shardwright.model.products import nf4
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.function_compiler import build_function_compiler
+from shardwright.numerics.liger_loss import liger_cross_entropy
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
 from shardwright.numerics.precision import LossScaler
@@ -122,9 +124,7 @@ def build_model(
         decoder = build_decoder(
             validated_run.shape,
             attention=recipe.model.attention,
-            loss_function=partial(
-                chunked_cross_entropy, chunk_tokens=recipe.model.smallest_loss_chunk
-            ),
+            loss_function=_build_loss_function(recipe),
             compute_dtype=validated_run.dtypes.compute,
             expert_rules=resolve_expert_rules(recipe.moe, validated_run.shape),
         )
@@ -143,6 +143,12 @@ def build_model(
         compile_blocks=plan.is_compiled,
         offload=offload,
     )
+
+
+def _build_loss_function(recipe: Recipe) -> LossFunction:
+    if recipe.model.loss_kernel == "liger":
+        return liger_cross_entropy
+    return partial(chunked_cross_entropy, chunk_tokens=recipe.model.smallest_loss_chunk)
 
 
 def offload_weights(
@@ -230,6 +236,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
     recipe = validated_run.recipe
     weight_offload = offload_weights(validated_run, device)
     model = build_model(validated_run, device, weight_offload)
+    logger.info("%s", validated_run.plan.pointwise)
     if recipe.offload.parameters != "none":
         logger.info("%s", _describe_offloaded_weights(weight_offload, recipe))
     update_device = device

@@ -218,7 +218,7 @@ def _prepare(
         update = {"config": {**config, "vocab_size": shape.vocab_size}}
         planned = planned.model_copy(update={"model": recipe.model.model_copy(update=update)})
     is_compiled = recipe.model.compile is True
-    if compilation is not None:
+    if recipe.model.compile == "auto" and compilation is not None:
         is_compiled = compilation.is_compiled
     return planned, TuningRequest(
         planned,

@@ -179,7 +179,7 @@ def test_only_results_that_are_not_saved_are_computed_again(
     assert calls[grouped] - plain[grouped] == NUM_LAYERS * num_grouped
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Track the bytes of live memory that operations allocated."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ def measure_saved_bytes(name: str, choice: Sequence[LayerResults]) -> int:
     """Return the bytes that live between the forward and the backward pass."""
     decoder = build(name, choice, torch.float32)
     gc.collect()
-    with _LiveBytes() as live:
+    with LiveBytes() as live:
         loss = compute_loss(decoder)
         gc.collect()
         num_bytes = sum(live.live.values())

@@ -19,6 +19,8 @@ from shardwright.config.recipe import RecomputeKind, RecomputeMode
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
 from shardwright.layout.saved_results import LayerResults, RecomputeChoice, describe_results
+from shardwright.placement.compilation import PointwiseChoice
+from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import compute_persistent_memory
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
@@ -52,7 +54,6 @@ class Case:
         """Build a recipe with `ROWS` rows of `TOKENS` per micro-batch."""
         return validate_recipe(
             {
-                "model": {"config": models.CONFIGS[self.model], "loss_chunk_tokens": 128},
                 "data": {"sources": ["nowhere"]},
                 "precision": {"kind": self.kind},
                 "training": {
@@ -62,6 +63,11 @@ class Case:
                     "max_steps": 1,
                 },
                 **self.sections,
+                "model": {
+                    "config": models.CONFIGS[self.model],
+                    "loss_chunk_tokens": 128,
+                    **self.sections.get("model", {}),
+                },
             }
         )
 
@@ -88,6 +94,7 @@ FROZEN_ON_DISK = {
 }
 TRAINED_ON_DISK = {"offload": {"parameters": "disk", "optimizer": "disk", "buffer_bytes": 2**20}}
 WEIGHT_SECTIONS = (FROZEN_ON_HOST, FROZEN_ON_DISK, TRAINED_ON_DISK)
+FUSED = {"model": {"fused_pointwise": "compiled"}}
 WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 NOTHING: LayerResults = frozenset()
 MIDDLE: LayerResults = frozenset(["attention", "projections"])
@@ -127,12 +134,20 @@ CASES = [
     Case("llama", Layout(tp=2), recompute="selective", sections=TRAINED_ON_DISK),
     Case("llama", Layout(tp=4), recompute="selective"),
     Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, SUMS, SUMS, GATHERED)),
+    Case("llama", Layout(), recompute="full", sections=FUSED),
+    Case("gemma2", Layout(), sections=FUSED),
+    Case("qwen3_moe", Layout(), sections=FUSED),
 ]
 LONG_CASES = [
     Case("llama", Layout(tp=2, sequence_parallel=False), recompute="selective"),
     Case("qwen3_moe", Layout(tp=2), recompute="selective"),
     Case("gemma2", Layout(tp=2), recompute="selective"),
     Case("gpt2", Layout(tp=2), recompute="selective", sections=OFFLOAD),
+    Case("llama", Layout(tp=2), sections=FUSED),
+    Case("llama", Layout(dp_shard=2, zero_stage=3), recompute="selective", sections=FUSED),
+    Case("gpt2", Layout(), sections=FUSED),
+    Case("gemma2", Layout(), recompute="selective", sections=FUSED),
+    Case("qwen3_moe", Layout(), recompute="full", sections=FUSED),
     Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
     Case(
         "llama",
@@ -216,6 +231,22 @@ LONG_CASES = [
 ]
 
 
+def test_fused_norms_save_no_wider_copies_of_their_inputs() -> None:
+    """PyTorch's kernel takes inputs in the precision of Gemma's weights, which is fp32."""
+    case = Case("gemma2", Layout())
+    facts = ModelFacts(read_recipe_shape(case.make_recipe()))
+    candidate = replace(build_template(case.make_recipe()), layout=Layout(), micro_batch_size=ROWS)
+    saved = [
+        get_layer_activations(
+            facts,
+            facts.kinds[0],
+            replace(candidate, has_fused_norms=has_norms, has_fused_functions=has_functions),
+        ).saved_bytes
+        for has_norms, has_functions in ((True, False), (True, True), (False, True))
+    ]
+    assert saved[0] > saved[1] == saved[2]
+
+
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)], ids=str
 )
@@ -229,6 +260,8 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         recipe.precision.model_copy(update={"working_weights": recipe.working_weights}),
     )
     plan = replace(plan, recompute=case.recompute, recompute_choice=case.build_choice())
+    if case.sections == FUSED:
+        plan = replace(plan, pointwise=PointwiseChoice("compiled", "test"))
     report = rehearse_rank(recipe, plan, 0)
     facts = ModelFacts(shape.base_shape, case.saved)
     candidate = replace(

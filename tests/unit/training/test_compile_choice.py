@@ -17,7 +17,8 @@ from shardwright.launch import auto_layout
 from shardwright.model import Decoder
 from shardwright.numerics import compilation
 from shardwright.placement import place_model
-from shardwright.plans import CompileChoice, Plan, complete_plan, resolve_degrees
+from shardwright.placement.compilation import CompileChoice
+from shardwright.plans import Plan, complete_plan, resolve_degrees
 from shardwright.telemetry.event_log import RunStartedEvent, read_events
 from shardwright.telemetry.sinks import describe_event
 from shardwright.training.checks.auto_choice import agree_on_compilation

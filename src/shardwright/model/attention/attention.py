@@ -20,6 +20,7 @@ from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
 from shardwright.model.norms import RMSNorm
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
+from shardwright.model.pointwise.functions import FusedFunctions
 from shardwright.model.products.linear import Linear
 from shardwright.model.result_names import name_results
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
@@ -28,6 +29,7 @@ from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 class Attention(nn.Module):
     """Projections, optional q/k norms, rotary embedding, attention and output projection."""
 
+    fused: FusedFunctions | None = None
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
 
     def __init__(self, shape: ModelShape, index: int) -> None:
@@ -73,8 +75,8 @@ class Attention(nn.Module):
         )
         if self.layer.rope is not None:
             cos, sin = context.rope_tables[self.layer.rope]
-            q_BTHE = rotate(q_BTHE, cos, sin)
-            k_BTKE = rotate(k_BTKE, cos, sin)
+            q_BTHE = rotate(q_BTHE, cos, sin, self.fused)
+            k_BTKE = rotate(k_BTKE, cos, sin, self.fused)
         q_BHTE = q_BTHE.transpose(1, 2)
         k_BKSE = k_BTKE.transpose(1, 2)
         v_BKSE = v_BTKE.transpose(1, 2)

@@ -92,7 +92,7 @@ class LatentAttention(Attention):
             # alike, so their products stay the same.
             x_BTHR = x_BTHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         cos, sin = context.rope_tables[self.layer.rope]
-        return rotate(x_BTHR, cos, sin)
+        return rotate(x_BTHR, cos, sin, self.fused)
 
     def _expand_latent(
         self, latent_BSL: Tensor, k_rope_B1SR: Tensor, dropout: Dropout | None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import RopeShape
+from shardwright.model.pointwise.functions import FusedFunctions
 
 
 def compute_inverse_frequencies(
@@ -96,7 +97,9 @@ def compute_rope_tables(
     ).to(dtype)
 
 
-def rotate(x_BTHE: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
+def rotate(
+    x_BTHE: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, fused: FusedFunctions | None = None
+) -> Tensor:
     """Rotate each feature pair (i, i + R / 2) of the first R features; the others stay.
 
     Products are computed in the tables' precision and rounded once.
@@ -105,6 +108,8 @@ def rotate(x_BTHE: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
     sin = sin_BTR.unsqueeze(-2)
     if torch.compiler.is_compiling():
         return _rotate_out_of_place(x_BTHE, cos, sin)
+    if fused is not None:
+        return fused.rotate(x_BTHE, cos_BTR, sin_BTR)
     rotated: Tensor = _Rotation.apply(x_BTHE, cos, sin)
     return rotated
 

@@ -82,6 +82,7 @@ def get_layer_activations(
         candidate.attention,
         candidate.has_masked_kernels,
         candidate.has_fused_norms,
+        candidate.has_fused_functions,
         candidate.compile,
         candidate.adapted_roles,
         candidate.expert_load,
@@ -113,10 +114,9 @@ def _compute_layer_activations(
     num_post_norms = kind.num_norms - num_pre_norms
     if shape.parallel_residual:
         num_pre_norms = min(num_pre_norms, 1)  # the norms of both branches share one input
-    # Norms that add an offset to their weight run in fp32 and save an fp32 copy of their input.
-    fp32_factor = (
-        max(size, 4) / size if shape.norm_offset != 0.0 and candidate.has_fused_norms else 1.0
-    )
+    # PyTorch's kernel takes the input in the precision of the weight, which is fp32 with an offset.
+    has_copies = shape.norm_offset != 0.0 and candidate.has_fused_norms
+    fp32_factor = max(size, 4) / size if has_copies and not candidate.has_fused_functions else 1.0
     total = (
         (tensors.norm - 1.0) * num_pre_norms + num_post_norms
     ) * residual * fp32_factor + 4 * kind.num_norms * stream
@@ -241,7 +241,7 @@ def _build_block_tensors(
         # Gradients of the fp32 weights, before and after the softmax. The weights in the
         # compute precision are freed by then.
         scores = tokens * heads * candidate.sequence_length * (2 * max(size, 4) - size)
-    fused = shape.norm == "layer" or candidate.has_fused_norms
+    fused = shape.norm == "layer" or candidate.has_fused_norms or candidate.has_fused_functions
     return BlockTensorBytes(
         stream=stream,
         gathered=gathered,
@@ -253,6 +253,7 @@ def _build_block_tensors(
         keys=tokens * shape.head_dim * max(1.0, shape.num_kv_heads / layout.tp) * size,
         scores=scores,
         norm_gradient=compute_norm_gradient_bytes(stream, size, is_fused=fused),
+        is_gate_fused=candidate.has_fused_functions,
     )
 
 

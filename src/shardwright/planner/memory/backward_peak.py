@@ -8,6 +8,7 @@ without), w a norm's gradient.
     operation    live beside the saved tensors                     freed by then
     down matmul  r, e, f; n if sequence parallelism gathers it     nothing
     gate         r, f of its output, f of each input, f temporary  f, e
+      fused      r, f of its output, f of each input               f, e
     no gate      r, f of its output, f of its input                f
     up matmul    r, 2 n, and with a gate f                         3 f with a gate, else 2 f; e
     norm         2 r, w                                            the same, and n
@@ -40,6 +41,7 @@ class BlockTensorBytes:
     keys: float
     scores: float
     norm_gradient: float
+    is_gate_fused: bool = False
 
 
 def compute_norm_gradient_bytes(
@@ -61,7 +63,10 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     inner = tensor_bytes.inner
     branch_output = tensor_bytes.gathered if tensor_bytes.should_gather_gradient else 0.0
     at_down = stream + branch_output + tensor_bytes.routed + inner
-    at_activation = stream + (3.0 if tensor_bytes.is_gated else 1.0) * inner - tensor_bytes.routed
+    num_tensors = 1.0
+    if tensor_bytes.is_gated:
+        num_tensors = 2.0 if tensor_bytes.is_gate_fused else 3.0
+    at_activation = stream + num_tensors * inner - tensor_bytes.routed
     freed = (3.0 if tensor_bytes.is_gated else 2.0) * inner + tensor_bytes.routed
     at_up = stream + 2.0 * tensor_bytes.gathered + (inner if tensor_bytes.is_gated else 0.0) - freed
     at_norm = 2.0 * stream + tensor_bytes.norm_gradient - freed - tensor_bytes.gathered

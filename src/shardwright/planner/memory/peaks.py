@@ -314,7 +314,7 @@ def _compute_loss_peak(
                 (2.0, 1.0 + 2.0 * is_accumulated),
             )
         )
-    if load.has_head and not candidate.has_fused_norms:
+    if load.has_head and not (candidate.has_fused_norms or candidate.has_fused_functions):
         # The last norm's gradient, before any layer has freed activations; the norm's output
         # and its gradient.
         stream = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes

@@ -1,4 +1,7 @@
-"""`precision` and `model.compile: auto` of a run: recorded by it, or agreed on by all ranks."""
+"""Meaning of `auto` in a recipe for a run: recorded by it, or agreed on by all ranks.
+
+For `precision`, `model.compile` and `model.fused_pointwise`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from shardwright.errors import ShardwrightError
 from shardwright.launch.auto_layout import choose_planned_precision
 from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation
-from shardwright.plans import CompileChoice, PrecisionChoice
+from shardwright.placement.compilation import CompileChoice
+from shardwright.plans import PrecisionChoice
 from shardwright.training.rank_sync import RankSync
 
 AutoPrecision = Literal["fp32", "bf16"]
@@ -68,12 +72,12 @@ def _build_recorded_choice(kind: AutoPrecision, local_choice: PrecisionChoice) -
 def agree_on_compilation(
     recipe: Recipe, rank_sync: RankSync, device: torch.device
 ) -> CompileChoice | None:
-    """Choose whether a run with `model.compile: auto` is compiled; None if the recipe chooses.
+    """Choose what `auto` compiles, blocks or single functions; None if the recipe chooses both.
 
     All ranks compile if each of them would, because compiled code rounds differently and ranks
     that share a row or have copies of it must compute the same. Collective.
     """
-    if recipe.model.compile != "auto":
+    if "auto" not in (recipe.model.compile, recipe.model.fused_pointwise):
         return None
     local = choose_compilation(device)
     rows = rank_sync.gather([float(local.is_compiled)])

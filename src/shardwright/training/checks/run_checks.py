@@ -38,8 +38,8 @@ from shardwright.model.products.kernel_support import describe_device
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.placement import place_model
+from shardwright.placement.compilation import CompileChoice
 from shardwright.plans import (
-    CompileChoice,
     Plan,
     PrecisionChoice,
     balance_work,
@@ -49,6 +49,7 @@ from shardwright.plans import (
     resolve_degrees,
 )
 from shardwright.training.checks.kernel_checks import check_low_precision_kernels
+from shardwright.training.checks.loss_kernel_checks import check_loss_kernel
 from shardwright.training.checks.offload_checks import check_offload
 from shardwright.training.checks.peer_copy_checks import check_peer_copies
 from shardwright.training.checks.row_lengths import has_short_rows
@@ -140,7 +141,8 @@ def validate_run(
     Args:
         auto_precision: Precision that `precision: auto` stands for; None chooses the best one
             for this machine's device.
-        auto_compilation: Choice that `model.compile: auto` stands for, likewise.
+        auto_compilation: Choice that `auto` of `model.compile` and `model.fused_pointwise`
+            stands for, likewise.
 
     Raises:
         InputError: First problem found, with its field.
@@ -160,7 +162,9 @@ def validate_run(
     recipe = recipe.model_copy(
         update={
             "precision": plan.precision,
-            "model": recipe.model.model_copy(update={"compile": plan.is_compiled}),
+            "model": recipe.model.model_copy(
+                update={"compile": plan.is_compiled, "fused_pointwise": plan.pointwise.kind}
+            ),
         }
     )
     if recipe.model.is_pretrained:
@@ -168,6 +172,7 @@ def validate_run(
         WeightsFolder(recipe.model.path).check(shape.base_shape)
     _check_hf_model(recipe, shape)
     _check_attention(recipe, plan)
+    check_loss_kernel(recipe, plan)
     if recipe.evaluation.num_samples:
         from shardwright.training.sample_texts import check_samples  # imports the engine
 

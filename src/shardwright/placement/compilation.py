@@ -1,0 +1,78 @@
+"""Choices of compiled code: whole blocks, or the functions of norms, gates and rotations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.architecture import HFShape, ModelShape
+from shardwright.config.model import PointwiseSetting
+from shardwright.errors import RecipeError
+
+PointwiseKind = Literal["compiled", "none"]
+
+
+@dataclass(frozen=True)
+class CompileChoice:
+    """Result of `model.compile: auto` for a run; the reason is one clause for a person to read."""
+
+    is_compiled: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'compiled' if self.is_compiled else 'not compiled'} (auto: {self.reason})"
+
+
+@dataclass(frozen=True)
+class PointwiseChoice:
+    """Functions that a run takes; the reason is one clause for a person to read."""
+
+    kind: PointwiseKind
+    reason: str
+
+    def __str__(self) -> str:
+        functions = "each compiled by itself" if self.kind == "compiled" else "separate operations"
+        return f"norms, gates, rotations, residual sums: {functions} ({self.reason})"
+
+
+SEPARATE_FUNCTIONS = PointwiseChoice("none", "nothing runs")
+"""Choice of plans that no device runs."""
+
+
+def choose_pointwise(
+    setting: PointwiseSetting,
+    shape: ModelShape,
+    *,
+    has_compiled_blocks: bool,
+    auto_compilation: CompileChoice | None,
+) -> PointwiseChoice:
+    """Choose the functions for a model.
+
+    Args:
+        has_compiled_blocks: `model.compile` is on; it fuses the functions of blocks.
+        auto_compilation: whether `auto` compiles on these devices; None if they are not known.
+
+    Raises:
+        RecipeError: the recipe names functions that this model does not call.
+    """
+    if isinstance(shape, HFShape) and setting == "compiled":
+        raise RecipeError(
+            f"transformers' {shape.class_name} computes its own norms, gates and rotations",
+            field="model.fused_pointwise",
+            got=setting,
+            allowed="auto, none",
+            remedy="Remove the key",
+        )
+    if setting == "compiled":
+        return PointwiseChoice("compiled", "the recipe names them")
+    if setting == "none":
+        return PointwiseChoice("none", "the recipe says none")
+    if isinstance(shape, HFShape):
+        return PointwiseChoice("none", f"auto: transformers' {shape.class_name} computes them")
+    if has_compiled_blocks:
+        return PointwiseChoice("none", "auto: model.compile fuses those of blocks")
+    if auto_compilation is None:
+        return PointwiseChoice("none", "auto: no device is known")
+    if not auto_compilation.is_compiled:
+        return PointwiseChoice("none", f"auto: {auto_compilation.reason}")
+    return PointwiseChoice("compiled", "auto: Triton compiles for the device")
