@@ -66,7 +66,7 @@ PrecisionName = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="Precision instead of the recipe's; nvfp4 is only predicted, not trained.",
+        help="Precision instead of the recipe's, for example fp8; nvfp4 is experimental.",
         show_default=False,
     ),
 ]

@@ -75,7 +75,7 @@ class StepResult:
     transfers: TransferCounts | None = None
     """Transfers of offloaded states. None without offloading."""
     rounding: RoundingReport | None = None
-    """Rounding of 8-bit operands. None in other precisions, and in steps that do not count."""
+    """Rounding of quantised operands. None in other precisions, and in steps that do not count."""
     activation_transfers: TransferCounts | None = None
     """Transfers of saved tensors. None if none are offloaded."""
     parameter_transfers: TransferCounts | None = None
@@ -373,7 +373,7 @@ class TrainingLoop:
         )
 
     def _collect_rounding(self, step: int, rounding: RoundingReport) -> dict[str, Any]:
-        """Return the step event's fields of 8-bit operands; warn about persistent saturation."""
+        """Return the step event's fields of quantised operands; warn if they saturate."""
         warning = self.saturation_monitor.observe(rounding)
         if warning is not None:
             self.context.event_logger.log("warning", step=step, message=warning)

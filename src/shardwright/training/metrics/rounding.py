@@ -1,4 +1,4 @@
-"""Rounding of 8-bit operands in logged steps: counts per kind of layer, and warnings."""
+"""Rounding of quantised operands in logged steps: counts per kind of layer, and warnings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sum_rounding_table(model: ParallelModel, totals: RoundingTotals) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundingReport:
-    """Rounding of the 8-bit operands of one step, over all ranks."""
+    """Rounding of the quantised operands of one step, over all ranks."""
 
     saturated: dict[str, int]
     """Elements clamped to the format's largest number, by kind of layer."""
@@ -67,7 +67,7 @@ class SaturationMonitor:
             return None
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
         return (
-            f"8-bit operands of {found[0]}{others} saturated in {self.NUM_STEPS} logged steps in a "
-            "row: their scales do not belong to their values. Exclude them by "
-            "precision.fp8.exclude, and report it"
+            f"quantised operands of {found[0]}{others} saturated in {self.NUM_STEPS} logged steps "
+            "in a row: their scales do not belong to their values. Exclude them by the `exclude` "
+            "of precision, and report it"
         )
