@@ -2,10 +2,11 @@
 
     SHARDWRIGHT_DATA=/path/to/data python -m benchmarks.low_precision --publish
 
-Trains on `text/tinyshakespeare.txt`, one process on one core, about twenty minutes. bf16 is trained
-with three seeds: how far they are apart is the measure of the differences of the others. These
-see the batches of the first seed; nvfp4 is trained with all three seeds. `--publish` writes the page, the curves and the numbers;
-`--render` writes the page and the curves from the published numbers.
+Trains on `text/tinyshakespeare.txt`, one process on one core, about twenty minutes. bf16 is
+trained with three seeds: how far they are apart is the measure of the differences of the others,
+which see the batches of the first seed; nvfp4 is trained with all three. `--publish` writes the
+page, the curves and the numbers; `--render` writes the page and the curves from the published
+numbers.
 """
 
 from __future__ import annotations
