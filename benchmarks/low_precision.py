@@ -204,19 +204,19 @@ def render_page(result: dict[str, Any]) -> str:
     (low, high), (validation_low, validation_high) = spreads
     outside = list_outside(result)
     verdict = (
-        "Every run differs from bf16's first seed by less than its three seeds differ from each "
+        "Every run differs from bf16 of the same seed by less than bf16's seeds differ from each "
         "other."
         if not outside
-        else f"Farther from bf16's first seed than its seeds lie apart: {', '.join(outside)}."
+        else f"Farther from bf16 of the same seed than its seeds lie apart: {', '.join(outside)}."
     )
-    return f"""# Losses in fp32, bf16 and 8 bits
+    return f"""# Losses in fp32, bf16, 8 and 4 bits
 
 <!-- Written by `python -m benchmarks.low_precision --publish`; edit the script. -->
 
 A Llama of {MODEL["num_hidden_layers"]} layers and width {MODEL["hidden_size"]} on
-tinyshakespeare, characters as tokens, {result["steps"]} steps of 512 tokens. 8-bit products are
-emulated and everything else is computed in bf16. All runs but two see the batches and the initial
-weights of the first seed.
+tinyshakespeare, characters as tokens, {result["steps"]} steps of 512 tokens. 8-bit and 4-bit
+products are emulated, in both layers, and everything else is computed in bf16. Runs without a seed
+in their names see the batches and the initial weights of the first seed.
 
     SHARDWRIGHT_DATA=/path/to/data python -m benchmarks.low_precision --publish
 
@@ -224,9 +224,9 @@ weights of the first seed.
 
 - Training loss: mean of the last {NUM_LAST_STEPS} steps. Validation loss: 256 rows that are not
   trained on.
-- Difference: the largest from bf16's first seed, of means over windows of
+- Difference: the largest from bf16 of the same seed, of means over windows of
   {max(25, result["steps"] // 10)} steps, as `shardwright compare` computes it.
-- Flushed: largest fraction of a step's 8-bit elements that became zero, of one kind of layer.
+- Flushed: largest fraction of a step's quantised elements that became zero, of one kind of layer.
   Saturated: elements of all steps that were clamped.
 
 **{verdict}** The three seeds of bf16 span {low:.4f} to {high:.4f} in training and
@@ -248,27 +248,29 @@ def smooth(values: np.ndarray[Any, Any], window: int = 25) -> np.ndarray[Any, An
 
 
 def draw(result: dict[str, Any]) -> tuple[str, str]:
-    """Draw the losses, and their relative differences from bf16's first seed."""
+    """Draw the losses, and their relative differences from bf16 of the same seed."""
     losses = {run["name"]: np.array(run["losses"]) for run in result["runs"]}
-    reference = losses[f"bf16 seed {SEEDS[0]}"]
+    seeds = {run["name"]: run["seed"] for run in result["runs"]}
     curves = []
     differences = []
     for number, (name, values) in enumerate(losses.items()):
         smoothed = smooth(values)
         first = len(values) - len(smoothed) + 1
         steps = np.arange(first, len(values) + 1, dtype=np.float64)
-        is_other_seed = name in [f"bf16 seed {seed}" for seed in SEEDS[1:]]
-        colour = max(0, number - len(SEEDS) + 1)
+        reference = losses[f"bf16 seed {seeds[name]}"]
+        # Seeds of nvfp4 share a colour, as those of bf16 do.
+        first_of_nvfp4 = len(losses) - len(SEEDS)
+        colour = max(0, min(number, first_of_nvfp4) - len(SEEDS) + 1)
         style: Any = "dashed" if name.startswith("bf16") else "line"
         curves.append(Series(name, steps, smoothed, colour, style))
-        if not is_other_seed and values is not reference:
+        if values is not reference:
             relative = 100 * smooth((values - reference) / reference)
             differences.append(Series(name, steps, relative, colour))
     frame = ChartFrame(y_label="training loss", labels="legend", height=400)
     title = "Training loss, mean over 25 steps"
     loss_image = draw_curves(curves, frame, title=title, is_standalone=True)
     frame = ChartFrame(y_label="percent", labels="legend", rules=((0.0, ""),), height=320)
-    title = "Training loss against bf16 on the same batches, mean over 25 steps"
+    title = "Training loss against bf16 of the same seed, mean over 25 steps"
     return loss_image, draw_curves(differences, frame, title=title, is_standalone=True)
 
 

@@ -21,7 +21,6 @@ _BLOCK_16 = int(ScalingType.BlockWise1x16.value)
 _SWIZZLED = int(SwizzleType.SWIZZLE_32_4_4.value)
 _UNSWIZZLED = int(SwizzleType.NO_SWIZZLE.value)
 _GROUPED_DTYPE = torch.float8_e4m3fn
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def _describe(x: Tensor) -> Tensor:
@@ -61,7 +60,12 @@ def _unpack(packed: Tensor) -> Tensor:
     """Return the numbers of packed E2M1 rows, fp32; the lower bits are the first of a pair."""
     codes = packed.view(torch.uint8)
     pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
-    magnitudes = _E2M1.to(pairs.device)[(pairs & 7).long()]
+    exponents = (pairs >> 1) & 3
+    fractions = (pairs & 1) / 2
+    # Exponent 0 is that of subnormal numbers.
+    magnitudes = torch.where(
+        exponents == 0, fractions, (1 + fractions) * torch.exp2(exponents.float() - 1)
+    )
     return torch.where(pairs > 7, -magnitudes, magnitudes)
 
 

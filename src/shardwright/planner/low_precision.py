@@ -38,8 +38,9 @@ to a byte; packing two to a byte is not counted."""
 _TEMPORARY_BYTES = 9.0
 """Bytes per element at the peak of a quantisation in separate operations: fp32 before and after
 the clamp, and the codes."""
-_TEMPORARY_4BIT_BYTES = 17.0
-"""The same for `nvfp4`: fp32 values, magnitudes and two tensors of distances, and a condition."""
+_TEMPORARY_4BIT_BYTES = 20.0
+"""The same for `nvfp4`: fp32 values, magnitudes, distances, and quotients before and after they are
+rounded."""
 
 
 _SINCE_BLACKWELL = ("Blackwell", "Blackwell Ultra", "RTX Blackwell")

@@ -1,4 +1,4 @@
-"""Quantised products on a CUDA device: arguments that its kernels take, and the emulation's numbers."""
+"""Quantised products on a CUDA device: arguments of its kernels, and the emulation's numbers."""
 
 from __future__ import annotations
 
