@@ -138,8 +138,8 @@ class TrainingLoop:
             context.recipe.watchdog, RankGrid(plan.layout), ranks.world_size
         )
         experts = validated_run.shape.experts
-        self.saturation_monitor = SaturationMonitor()
         low_precision = plan.precision.low_precision
+        self.saturation_monitor = SaturationMonitor(plan.precision.kind)
         self.kind_of_scaled_weight = (
             {}
             if low_precision is None

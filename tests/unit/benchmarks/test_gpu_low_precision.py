@@ -67,6 +67,6 @@ def test_the_page_names_missing_and_failed_recipes(result: dict[str, Any]) -> No
     whole = render_page(
         {"steps": [{"name": "low precision", "part": 7, "status": "passed", "result": changed}]}
     )
-    assert "## 8-bit products" in whole
+    assert "## 8-bit and 4-bit products" in whole
     assert "tensorwise" in whole
     assert "has another form" not in whole

@@ -55,6 +55,8 @@ class SaturationMonitor:
 
     NUM_STEPS = 3
 
+    kind: str = "fp8"
+    """Kind of the run's precision."""
     _num_in_a_row: dict[str, int] = field(default_factory=dict)
 
     def observe(self, report: RoundingReport) -> str | None:
@@ -68,6 +70,6 @@ class SaturationMonitor:
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
         return (
             f"quantised operands of {found[0]}{others} saturated in {self.NUM_STEPS} logged steps "
-            "in a row: their scales do not belong to their values. Exclude them by the `exclude` "
-            "of precision, and report it"
+            "in a row: their scales do not belong to their values. Exclude them by "
+            f"precision.{self.kind}.exclude, and report it"
         )
