@@ -193,7 +193,7 @@ def test_rounding_of_8_bit_operands_is_shown_by_kind_of_layer(tmp_path: Path) ->
         "fp8-saturated-attention": 0.0,
         "fp8-saturated-mlp": 17.0,
     }
-    assert "8-bit operands" not in render(write_run(tmp_path / "wide", 3))
+    assert "uantised operands" not in render(write_run(tmp_path / "wide", 3))
 
 
 def test_offloaded_states_are_shown_beside_the_memory_of_the_device(tmp_path: Path) -> None:

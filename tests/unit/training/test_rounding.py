@@ -1,4 +1,4 @@
-"""Counts of saturated and flushed 8-bit operands: by kind of layer, in events, and warnings."""
+"""Counts of saturated and flushed quantised operands: by kind of layer, in events, and warnings."""
 
 from __future__ import annotations
 
