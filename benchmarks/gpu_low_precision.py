@@ -1,4 +1,4 @@
-"""Compare the recipes of 8-bit products with bf16: kernels, speed of a step, and loss curves.
+"""Compare recipes of 8-bit and 4-bit products with bf16: kernels, speed of a step, loss curves.
 
     python -m benchmarks.gpu_low_precision cuda real RESULT.json
     python -m benchmarks.gpu_low_precision cpu tiny RESULT.json
@@ -31,13 +31,13 @@ from torch import Tensor
 from benchmarks.gpu_profile import wait
 from benchmarks.shapes import SHAPES, TINY
 from shardwright.architecture import read_config
-from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVFP4Section
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder
-from shardwright.model.products.fp8 import RECIPES
 from shardwright.model.products.kernel_support import describe_device, explain_missing_kernel
+from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.loss import chunked_cross_entropy
@@ -47,7 +47,7 @@ from shardwright.parallel import ParallelModel, apply_layout
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import accumulate_gradients, update_parameters
 
-RECIPE_NAMES: tuple[FP8Recipe, ...] = get_args(FP8Recipe)
+RECIPE_NAMES: tuple[LowPrecisionRecipe, ...] = get_args(LowPrecisionRecipe)
 LIMIT = 5e-3
 """Largest distance of a kernel's result from the emulation's: results are rounded to bf16 (8 bits)
 and a tensor core may sum with fewer bits than fp32."""
@@ -110,14 +110,16 @@ SIZES = {
 }
 
 
-def find_obstacle(recipe: FP8Recipe, device: torch.device) -> str | None:
+def find_obstacle(recipe: LowPrecisionRecipe, device: torch.device) -> str | None:
     """Return why a recipe has no kernel on a CUDA device; None on a CPU, which emulates."""
     if device.type == "cpu":
         return None
     return explain_missing_kernel(recipe, describe_device(device))
 
 
-def compare_kernels(recipe: FP8Recipe, sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def compare_kernels(
+    recipe: LowPrecisionRecipe, sizes: Sizes, device: torch.device
+) -> dict[str, Any]:
     """Compare each product with the emulation, and time it and bf16's."""
     generator = torch.Generator().manual_seed(0)
     num_out, num_in = sizes.sides
@@ -133,8 +135,8 @@ def compare_kernels(recipe: FP8Recipe, sizes: Sizes, device: torch.device) -> di
         PRODUCTS[1]: lambda: g @ w,
         PRODUCTS[2]: lambda: g.t() @ x,
     }
-    emulated = ScaledProducts(RECIPES[recipe])
-    computed = ScaledProducts(RECIPES[recipe], is_emulated=device.type == "cpu")
+    emulated = ScaledProducts(PRODUCT_SCALINGS[recipe])
+    computed = ScaledProducts(PRODUCT_SCALINGS[recipe], is_emulated=device.type == "cpu")
     result = {}
     for product, pair in pairs.items():
         expected = getattr(emulated, product)(*pair).double()
@@ -160,18 +162,20 @@ def time_calls(work: Callable[[], object], device: torch.device) -> float:
 
 def build_model(
     config: dict[str, Any],
-    recipe: FP8Recipe | None,
+    recipe: LowPrecisionRecipe | None,
     device: torch.device,
     batch_shape: tuple[int, int],
     seed: int,
     *,
     is_compiled: bool = False,
 ) -> ParallelModel:
-    """Build the model in bf16, with 8-bit products of a recipe if one is given."""
+    """Build the model in bf16, with quantised products of a recipe if one is given."""
     shape = read_config(config)
     section = PrecisionSection(kind="bf16")
     if recipe is not None:
-        section = PrecisionSection(kind="fp8", fp8=FP8Section(recipe=recipe))
+        section = PrecisionSection.of_low_precision(
+            NVFP4Section(experimental=True) if recipe == "nvfp4" else FP8Section(recipe=recipe)
+        )
     specs = {spec.name: spec for spec in shape.list_parameters()}
     with torch.device("meta"):
         decoder = Decoder(
@@ -207,7 +211,11 @@ def make_batch(ids_BT: Tensor) -> MicroBatch:
 
 
 def time_steps(
-    recipe: FP8Recipe | None, sizes: Sizes, name: str, device: torch.device, is_compiled: bool
+    recipe: LowPrecisionRecipe | None,
+    sizes: Sizes,
+    name: str,
+    device: torch.device,
+    is_compiled: bool,
 ) -> dict[str, Any]:
     """Time optimizer steps of some layers on random tokens."""
     shapes = SHAPES | TINY
@@ -253,7 +261,7 @@ def read_text_ids(num_bytes: int) -> Tensor:
 
 
 def train_curve(
-    recipe: FP8Recipe | None, sizes: Sizes, device: torch.device, seed: int
+    recipe: LowPrecisionRecipe | None, sizes: Sizes, device: torch.device, seed: int
 ) -> dict[str, Any]:
     """Train on text; return every loss and the counts of the last steps."""
     rows, tokens = sizes.curve_shape

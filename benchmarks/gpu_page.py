@@ -36,9 +36,9 @@ loss by Liger's kernel (`model.loss_kernel: liger`, where it is installed) is be
 LOW_PRECISION = """\
 Distance: norm of the difference between a kernel's result and its emulation on the same device,
 over the norm of the latter; at most {limit:g}. Steps are those of {num_layers} layer(s) of {shape}
-with the optimizer. Curves are of a small model on the text of Python's standard library, in 8 bits
-from the weights of the first seed. Final loss is the mean of the last 20 steps, in which elements
-are counted."""
+with the optimizer. Curves are of a small model on the text of Python's standard library, in 8 and
+4 bits from the weights of the first seed. Final loss is the mean of the last 20 steps, in which
+elements are counted."""
 
 _WRONG_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """Errors of reading a result that lacks something."""
@@ -341,7 +341,7 @@ def _render_low_precision(result: dict[str, Any]) -> str:
     ]
     return "\n\n".join(
         [
-            "## 8-bit products",
+            "## 8-bit and 4-bit products",
             LOW_PRECISION.format(**result["low_precision"]),
             _render_table(("recipe", "product", "distance", "ms", "times bf16"), kernels),
             _render_table(("step", "ms", "times bf16 (compiled if it ran)", "peak GiB"), timed),

@@ -1,11 +1,12 @@
-"""Losses of a small Llama on real text in fp32, bf16 and every 8-bit recipe, emulated.
+"""Losses of a small Llama on real text in fp32, bf16, every 8-bit recipe and nvfp4, emulated.
 
     SHARDWRIGHT_DATA=/path/to/data python -m benchmarks.low_precision --publish
 
-Trains on `text/tinyshakespeare.txt`, one process on one core, about ten minutes. bf16 is trained
-with three seeds: how far they are apart is the measure of the differences of the others, which
-see the batches of the first seed. `--publish` writes the page, the curves and the numbers;
-`--render` writes the page and the curves from the published numbers.
+Trains on `text/tinyshakespeare.txt`, one process on one core, about twenty minutes. bf16 is
+trained with three seeds: how far they are apart is the measure of the differences of the others,
+which see the batches of the first seed; nvfp4 is trained with all three. `--publish` writes the
+page, the curves and the numbers; `--render` writes the page and the curves from the published
+numbers.
 """
 
 from __future__ import annotations
@@ -93,10 +94,12 @@ def list_runs() -> dict[str, tuple[int, Any]]:
     """Return seed and precision of every run, by its name."""
     runs: dict[str, tuple[int, Any]] = {"fp32": (SEEDS[0], "fp32")}
     runs |= {f"bf16 seed {seed}": (seed, "bf16") for seed in SEEDS}
-    return runs | {
+    runs |= {
         f"fp8 {recipe}": (SEEDS[0], {"kind": "fp8", "fp8": {"recipe": recipe}})
         for recipe in FP8_RECIPES
     }
+    nvfp4 = {"kind": "nvfp4", "nvfp4": {"experimental": True}}
+    return runs | {f"nvfp4 seed {seed}": (seed, nvfp4) for seed in SEEDS}
 
 
 def measure(folder: Path, num_steps: int) -> dict[str, Any]:
@@ -124,11 +127,11 @@ def measure(folder: Path, num_steps: int) -> dict[str, Any]:
         run_folder = folder / name.replace(" ", "-")
         if not run_folder.exists():
             train(recipe)
-        runs.append({"name": name} | read_run(run_folder))
+        runs.append({"name": name, "seed": seed} | read_run(run_folder))
         print(f"{name}: {runs[-1]['final_loss']:.4f}, {runs[-1]['validation_loss']:.4f}")
     for run in runs:
         if run["name"] not in [f"bf16 seed {seed}" for seed in SEEDS[1:]]:
-            run["difference"] = compare_with_bf16(folder, str(run["name"]))
+            run["difference"] = compare_with_bf16(folder, str(run["name"]), int(run["seed"]))
     return {"conditions": read_conditions(), "steps": num_steps, "runs": runs}
 
 
@@ -149,9 +152,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def compare_with_bf16(folder: Path, name: str) -> float:
-    """Return the largest relative difference from bf16's first seed, as `compare` finds it."""
-    names = (name, f"bf16 seed {SEEDS[0]}")
+def compare_with_bf16(folder: Path, name: str, seed: int) -> float:
+    """Return the largest relative difference from bf16 of the same seed, as `compare` finds it."""
+    names = (name, f"bf16 seed {seed}")
     run, reference = load_runs([folder / each.replace(" ", "-") for each in names])
     return abs(compare_runs(run, reference).worst.relative_difference)
 
@@ -163,15 +166,16 @@ def find_spread(result: dict[str, Any], field: str) -> tuple[float, float]:
 
 
 def list_outside(result: dict[str, Any]) -> list[str]:
-    """List the runs whose final loss is farther from bf16's first seed than its seeds lie apart."""
+    """List the runs whose final loss is farther from bf16's of the same seed than its seeds lie
+    apart."""
     outside = []
+    references = {run["seed"]: run for run in result["runs"] if str(run["name"]).startswith("bf16")}
     for field in ("final_loss", "validation_loss"):
         low, high = find_spread(result, field)
-        first = next(run for run in result["runs"] if run["name"] == f"bf16 seed {SEEDS[0]}")
         outside += [
             f"{run['name']} ({field})"
             for run in result["runs"]
-            if not abs(run[field] - first[field]) <= high - low
+            if not abs(run[field] - references[run["seed"]][field]) <= high - low
         ]
     return outside
 
@@ -200,19 +204,19 @@ def render_page(result: dict[str, Any]) -> str:
     (low, high), (validation_low, validation_high) = spreads
     outside = list_outside(result)
     verdict = (
-        "Every run differs from bf16's first seed by less than its three seeds differ from each "
+        "Every run differs from bf16 of the same seed by less than bf16's seeds differ from each "
         "other."
         if not outside
-        else f"Farther from bf16's first seed than its seeds lie apart: {', '.join(outside)}."
+        else f"Farther from bf16 of the same seed than its seeds lie apart: {', '.join(outside)}."
     )
-    return f"""# Losses in fp32, bf16 and 8 bits
+    return f"""# Losses in fp32, bf16, 8 and 4 bits
 
 <!-- Written by `python -m benchmarks.low_precision --publish`; edit the script. -->
 
 A Llama of {MODEL["num_hidden_layers"]} layers and width {MODEL["hidden_size"]} on
-tinyshakespeare, characters as tokens, {result["steps"]} steps of 512 tokens. 8-bit products are
-emulated and everything else is computed in bf16. All runs but two see the batches and the initial
-weights of the first seed.
+tinyshakespeare, characters as tokens, {result["steps"]} steps of 512 tokens. 8-bit and 4-bit
+products are emulated, in both layers, and everything else is computed in bf16. Runs without a seed
+in their names see the batches and the initial weights of the first seed.
 
     SHARDWRIGHT_DATA=/path/to/data python -m benchmarks.low_precision --publish
 
@@ -220,9 +224,9 @@ weights of the first seed.
 
 - Training loss: mean of the last {NUM_LAST_STEPS} steps. Validation loss: 256 rows that are not
   trained on.
-- Difference: the largest from bf16's first seed, of means over windows of
+- Difference: the largest from bf16 of the same seed, of means over windows of
   {max(25, result["steps"] // 10)} steps, as `shardwright compare` computes it.
-- Flushed: largest fraction of a step's 8-bit elements that became zero, of one kind of layer.
+- Flushed: largest fraction of a step's quantised elements that became zero, of one kind of layer.
   Saturated: elements of all steps that were clamped.
 
 **{verdict}** The three seeds of bf16 span {low:.4f} to {high:.4f} in training and
@@ -244,27 +248,29 @@ def smooth(values: np.ndarray[Any, Any], window: int = 25) -> np.ndarray[Any, An
 
 
 def draw(result: dict[str, Any]) -> tuple[str, str]:
-    """Draw the losses, and their relative differences from bf16's first seed."""
+    """Draw the losses, and their relative differences from bf16 of the same seed."""
     losses = {run["name"]: np.array(run["losses"]) for run in result["runs"]}
-    reference = losses[f"bf16 seed {SEEDS[0]}"]
+    seeds = {run["name"]: run["seed"] for run in result["runs"]}
     curves = []
     differences = []
     for number, (name, values) in enumerate(losses.items()):
         smoothed = smooth(values)
         first = len(values) - len(smoothed) + 1
         steps = np.arange(first, len(values) + 1, dtype=np.float64)
-        is_other_seed = name in [f"bf16 seed {seed}" for seed in SEEDS[1:]]
-        colour = max(0, number - len(SEEDS) + 1)
+        reference = losses[f"bf16 seed {seeds[name]}"]
+        # Seeds of nvfp4 share a colour, as those of bf16 do.
+        first_of_nvfp4 = len(losses) - len(SEEDS)
+        colour = max(0, min(number, first_of_nvfp4) - len(SEEDS) + 1)
         style: Any = "dashed" if name.startswith("bf16") else "line"
         curves.append(Series(name, steps, smoothed, colour, style))
-        if not is_other_seed and values is not reference:
+        if values is not reference:
             relative = 100 * smooth((values - reference) / reference)
             differences.append(Series(name, steps, relative, colour))
     frame = ChartFrame(y_label="training loss", labels="legend", height=400)
     title = "Training loss, mean over 25 steps"
     loss_image = draw_curves(curves, frame, title=title, is_standalone=True)
     frame = ChartFrame(y_label="percent", labels="legend", rules=((0.0, ""),), height=320)
-    title = "Training loss against bf16 on the same batches, mean over 25 steps"
+    title = "Training loss against bf16 of the same seed, mean over 25 steps"
     return loss_image, draw_curves(differences, frame, title=title, is_standalone=True)
 
 

@@ -1,4 +1,4 @@
-"""Operands of 8-bit products, recorded where they are counted: in compiled code by an operator."""
+"""Quantised operands, recorded where they are counted: in compiled code by an operator."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shardwright.model.products.fp8 import QuantisedMatrix
+from shardwright.model.products.operand import Operand, list_scales
 from shardwright.model.products.scaled_product import RoundingTotals
 
 CountedOperands = dict[str, set[tuple[bytes, bytes]]]
-"""Codes and multipliers of the products of each weight."""
+"""Codes and scales of the products of each weight."""
 
 
 @contextmanager
@@ -22,10 +22,11 @@ def record_counted_operands() -> Iterator[CountedOperands]:
     recorded: CountedOperands = {}
     add = RoundingTotals.add
 
-    def record(self: RoundingTotals, name: str, values_RC: Tensor, matrix: QuantisedMatrix) -> None:
+    def record(self: RoundingTotals, name: str, values_RC: Tensor, matrix: Operand) -> None:
         codes = matrix.codes.contiguous().view(torch.uint8).numpy().tobytes()
-        multipliers = matrix.multipliers.contiguous().numpy().tobytes()
-        recorded.setdefault(name, set()).add((codes, multipliers))
+        scales = [each.contiguous().view(torch.uint8) for each in list_scales(matrix)]
+        scale_bytes = b"".join(each.numpy().tobytes() for each in scales)
+        recorded.setdefault(name, set()).add((codes, scale_bytes))
         add(self, name, values_RC, matrix)
 
     with mock.patch.object(RoundingTotals, "add", record):

@@ -61,7 +61,7 @@ def plan(
             `cluster`.
         num_nodes, link, profile: number of such nodes, link between them, and file of measured
             rates (`doctor --calibrate`); only with the text of a cluster.
-        precision: instead of the recipe's; `fp8` and `nvfp4` are predictions only.
+        precision: instead of the recipe's; `nvfp4` is experimental (docs/low-precision.md).
         lora_rank: train adapters of this rank; with `is_quantised` over NF4 weights (QLoRA).
         gpu_counts: numbers of devices whose throughput is predicted too.
         should_explain: add sentences that explain the choice.

@@ -1,5 +1,5 @@
 """Operators that only CUDA has a kernel for, by plain operators: attention, RMS norm, wide sums,
-8-bit products.
+8-bit and 4-bit products.
 
 Arguments, checks, shapes and dtypes are CUDA's. Import it after the library is loaded: it imports
 torch. Legend: B sequences, H query heads, K key/value heads, T queries, S keys, E head_dim, N rows,

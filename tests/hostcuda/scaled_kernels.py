@@ -1,4 +1,4 @@
-"""CUDA's kernels for 8-bit operands: torch's own checks of the arguments, then plain arithmetic.
+"""CUDA's kernels for operands of 8 and 4 bits: torch's own checks, then plain arithmetic.
 
 The checks are those of torch's meta kernels, which test shapes, strides and dtypes as CUDA does.
 The scales are read from memory as cuBLAS documents their layouts, independent of the package.
@@ -17,7 +17,9 @@ _TENSOR, _ROW, _ROW_32, _ROW_128, _SQUARE_128 = (
     int(getattr(ScalingType, name).value)
     for name in ("TensorWise", "RowWise", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
 )
+_BLOCK_16 = int(ScalingType.BlockWise1x16.value)
 _SWIZZLED = int(SwizzleType.SWIZZLE_32_4_4.value)
+_UNSWIZZLED = int(SwizzleType.NO_SWIZZLE.value)
 _GROUPED_DTYPE = torch.float8_e4m3fn
 
 
@@ -27,11 +29,13 @@ def _describe(x: Tensor) -> Tensor:
 
 
 def _read_tiles(scales: Tensor, num_rows: int, num_blocks: int) -> Tensor:
-    """Read E8M0 scales at the offsets that cuBLAS documents, fp32 `[rows, blocks]`."""
+    """Read scales of a byte at the offsets that cuBLAS documents, fp32 `[rows, blocks]`."""
     row = torch.arange(num_rows, device=scales.device)[:, None]
     block = torch.arange(num_blocks, device=scales.device)
     tile = row // 128 * -(-num_blocks // 4) + block // 4
     offsets = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+    if scales.dtype == torch.float8_e4m3fn:
+        return scales.view(torch.uint8)[offsets].view(torch.float8_e4m3fn).float()
     exponents = scales.view(torch.uint8)[offsets].float()
     powers = torch.exp2(exponents - 127)
     return torch.where(exponents == 255, torch.nan, powers)
@@ -50,6 +54,31 @@ def _expand_scales(scales: Tensor, kind: int, num_rows: int, num_summed: int) ->
     assert kind == _SQUARE_128, kind
     blocks = scales[: num_summed // 128].t()
     return blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """Return the numbers of packed E2M1 rows, fp32; the lower bits are the first of a pair."""
+    codes = packed.view(torch.uint8)
+    pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+    exponents = (pairs >> 1) & 3
+    fractions = (pairs & 1) / 2
+    # Exponent 0 is that of subnormal numbers.
+    magnitudes = torch.where(
+        exponents == 0, fractions, (1 + fractions) * torch.exp2(exponents.float() - 1)
+    )
+    return torch.where(pairs > 7, -magnitudes, magnitudes)
+
+
+def _multiply_4bit(
+    left_MK: Tensor, right_KN: Tensor, scale_a: list[Tensor], scale_b: list[Tensor]
+) -> Tensor:
+    """Multiply packed E2M1 numbers with block scales, and by both scales of the tensors."""
+    operands = []
+    for packed, scales in ((left_MK, scale_a), (right_KN.t(), scale_b)):
+        numbers = _unpack(packed)
+        blocks = _read_tiles(scales[0], numbers.shape[0], numbers.shape[1] // 16)
+        operands.append(numbers * blocks.repeat_interleave(16, 1))
+    return (operands[0] @ operands[1].t()) * (scale_a[1] * scale_b[1])
 
 
 def _multiply_scaled(
@@ -83,6 +112,10 @@ def _multiply_scaled(
     assert bias is None
     assert {left_MK.dtype, right_KN.dtype} != {torch.float8_e5m2}, "cuBLAS has no e5m2 by e5m2"
     assert left_MK.shape[0] > 0, "cuBLAS refuses an empty matrix"
+    if recipe_a == [_BLOCK_16, _TENSOR]:
+        assert recipe_b == recipe_a
+        assert swizzle_a == swizzle_b == [_SWIZZLED, _UNSWIZZLED]
+        return _multiply_4bit(left_MK, right_KN, scale_a, scale_b).to(checked.dtype)
     num_rows, num_summed = left_MK.shape
     num_columns = right_KN.shape[1]
     if recipe_a == [_ROW_32]:

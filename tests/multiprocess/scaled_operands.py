@@ -1,4 +1,4 @@
-"""Operands of 8-bit products, captured at the product in every rank, and assembled to whole rows.
+"""Quantised operands, captured at the product in every rank, and assembled to whole rows.
 
 Rows are compared as sets: which rank has a token, an output feature or an expert does not matter,
 every byte of its row does.
@@ -20,14 +20,20 @@ from torch import Tensor
 from shardwright.architecture import read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.adapter_section import AdapterSection
-from shardwright.config.low_precision import FP8Section
+from shardwright.config.low_precision import (
+    FP8Section,
+    LowPrecisionRecipe,
+    LowPrecisionSection,
+    NVFP4Section,
+)
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
-from shardwright.model.products import fp8
-from shardwright.model.products.fp8 import QuantisedMatrix, Scaling
+from shardwright.model.products.fp8 import Scaling
+from shardwright.model.products.nvfp4 import TwoLevelMatrix
+from shardwright.model.products.operand import Operand, dequantise
 from shardwright.model.products.scaled_product import LayerDim, ScaledProducts
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
@@ -73,7 +79,7 @@ class Cell:
     """A model and recipe under a layout."""
 
     config: dict[str, Any]
-    section: FP8Section
+    section: LowPrecisionSection
     layout: Layout
     accumulation: int = 1
     recompute: RecomputeKind = "none"
@@ -88,7 +94,8 @@ class StepRecord:
 
     tensor_rank: int
     operands: dict[OperandKey, list[Tensor]]
-    """Per operand `[rows, columns, 5]`: each element's code and fp32 value as bytes."""
+    """Per operand `[rows, columns, 5]`: each element's code and fp32 value as bytes; of two levels
+    of scales `[rows, columns, 10]`, with the block scale and the outer scale."""
     sharded: dict[str, str | None]
     gradients: dict[str, Tensor]
     counts: Tensor
@@ -106,23 +113,43 @@ def record_operands() -> Iterator[dict[OperandKey, list[Tensor]]]:
         scaling: Scaling,
         dims: tuple[LayerDim, LayerDim],
         **options: int,
-    ) -> QuantisedMatrix:
+    ) -> Operand:
         matrix = quantise(self, values, scaling, dims, **options)
         codes = matrix.codes.contiguous().view(torch.uint8)
-        values_RC = fp8.dequantise(matrix)
+        values_RC = dequantise(matrix)
         # The gradient of a row's first query is zero but for the noise of a sum in fp64, whose
         # order depends on the layout. Most scales flush it, and keep its sign; those of mxfp8 are
         # small enough for it.
         is_noise = values_RC.abs() <= _FP64_NOISE * values_RC.abs().amax()
         codes = torch.where(is_noise | (codes == _NEGATIVE_ZERO), 0, codes)[..., None]
         rounded = torch.where(is_noise, 0.0, values_RC).contiguous()[..., None].view(torch.uint8)
-        records.setdefault((self.name, dims, str(scaling)), []).append(
-            torch.cat([codes, rounded], -1)
-        )
+        parts = [codes, rounded]
+        if isinstance(matrix, TwoLevelMatrix):
+            parts += expand_scales(matrix)
+        records.setdefault((self.name, dims, str(scaling)), []).append(torch.cat(parts, -1))
         return matrix
 
     with mock.patch.object(ScaledProducts, "quantise", record):
         yield records
+
+
+def expand_scales(matrix: TwoLevelMatrix) -> list[Tensor]:
+    """Return the bytes of both scales for each element, `[rows, columns, 1]` and `[.., 4]`."""
+    num_rows, num_columns = matrix.codes.shape
+    blocks = matrix.block_scales.contiguous().view(torch.uint8)
+    blocks = blocks.repeat_interleave(matrix.scaling.rows or num_rows, 0)
+    blocks = blocks.repeat_interleave(matrix.scaling.columns or num_columns, 1)
+    outer = matrix.outer_scales
+    outer = outer.repeat_interleave(num_rows // max(1, outer.shape[0]), 0)
+    outer = outer.expand(-1, num_columns).contiguous()[..., None]
+    return [blocks[:num_rows, :num_columns, None], outer.view(torch.uint8)]
+
+
+def build_section(recipe: LowPrecisionRecipe) -> LowPrecisionSection:
+    """Build the section of a recipe that computes everything else in fp64."""
+    if recipe == "nvfp4":
+        return NVFP4Section(experimental=True, compute="fp64")
+    return FP8Section(recipe=recipe, compute="fp64")
 
 
 def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> ParallelModel:
@@ -138,7 +165,7 @@ def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> Pa
     specs = {spec.name: spec for spec in shape.list_parameters()}
     micro = NUM_ROWS // (cell.layout.data_ranks * cell.accumulation)
     batch = BatchPlan(cell.length, micro, cell.accumulation, cell.layout.data_ranks)
-    precision = PrecisionSection(kind="fp8", fp8=cell.section)
+    precision = PrecisionSection.of_low_precision(cell.section)
     return apply_layout(
         decoder,
         build_plan(shape, cell.layout, batch, precision, cell.recompute),

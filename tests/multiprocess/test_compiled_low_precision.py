@@ -1,4 +1,4 @@
-"""8-bit products in compiled blocks of several ranks: the operands of uncompiled ones."""
+"""Quantised products in compiled blocks of several ranks: the operands of uncompiled ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.config.low_precision import FP8Section
 from shardwright.layout import Layout, RankGrid
 from shardwright.parallel import ParallelModel
 from shardwright.training.step import accumulate_gradients
@@ -21,6 +20,7 @@ from tests.multiprocess.scaled_operands import (
     WIDE,
     Cell,
     build_model,
+    build_section,
     read_micro_batches,
 )
 
@@ -34,6 +34,9 @@ LONG = {
     "mxfp8-zero3": (DENSE, "mxfp8", Layout(dp_shard=2, zero_stage=3), "full"),
     "mxfp8-experts-tp": (SPARSE, "mxfp8", Layout(tp=2), "selective"),
     "blockwise-zero2": (WIDE, "blockwise", Layout(dp_shard=2, zero_stage=2), "selective"),
+    "nvfp4-tp": (DENSE, "nvfp4", Layout(tp=2), "selective"),
+    "nvfp4-zero3": (DENSE, "nvfp4", Layout(dp_shard=2, zero_stage=3), "full"),
+    "nvfp4-experts-ep": (SPARSE, "nvfp4", Layout(dp_shard=2, ep=2, zero_stage=2), "none"),
     "gw_hp-pp": (DENSE, "rowwise_with_gw_hp", Layout(pp=2, schedule="1f1b"), "none"),
 }
 
@@ -74,7 +77,7 @@ def compare_with_uncompiled(cell: Cell) -> tuple[int, int]:
 )
 def test_compiled_ranks_have_one_graph_and_the_same_operands(ranks: RankPool, case: Any) -> None:
     config, recipe, layout, recompute = case
-    section = FP8Section(recipe=recipe, compute="fp64")
+    section = build_section(recipe)
     accumulation = 4 if layout.pp > 1 else 1
     cell = Cell(config | NUM_LAYERS, section, layout, accumulation, recompute)
     assert ranks.run(layout.world_size, compare_with_uncompiled, cell) == (

@@ -1,4 +1,4 @@
-"""8-bit products: under every layout the operands of one process, byte by byte."""
+"""Quantised products: under every layout the operands of one process, byte by byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.architecture import read_recipe_shape
 from shardwright.config.low_precision import FP8Section
 from shardwright.layout import Layout
-from shardwright.model.products import fp8
+from shardwright.model.products import fp8, nvfp4
 from shardwright.model.products.fp8 import QuantisedMatrix, Scaling
 from shardwright.parallel import low_precision
 from shardwright.verification.cases import VerificationCase
@@ -31,10 +31,12 @@ from tests.multiprocess.scaled_operands import (
     OperandKey,
     StepRecord,
     assemble_rows,
+    build_section,
     run_cell,
 )
 
 TENSOR = Layout(tp=2)
+NVFP4 = {"kind": "nvfp4", "nvfp4": {"experimental": True}}
 CASES = {
     "gw_hp-zero0": (DENSE, "rowwise_with_gw_hp", Layout(dp_replicate=2), 2),
     "gw_hp-zero1": (DENSE, "rowwise_with_gw_hp", Layout(dp_shard=2, zero_stage=1), 1),
@@ -58,11 +60,17 @@ CASES = {
     "tensorwise-tp-zb": (DENSE, "tensorwise", Layout(tp=2, pp=2, schedule="zb_h1"), 4),
     "rowwise-tp-sp": (DENSE, "rowwise", TENSOR, 2),
     "rowwise-zb": (DENSE, "rowwise", Layout(pp=2, schedule="zb_h1"), 4),
+    "nvfp4-zero3": (DENSE, "nvfp4", Layout(dp_shard=2, zero_stage=3), 2),
+    "nvfp4-tp-sp": (DENSE, "nvfp4", TENSOR, 1),
+    "nvfp4-ring": (DENSE, "nvfp4", Layout(cp=2, cp_method="ring"), 1),
+    "nvfp4-zb": (DENSE, "nvfp4", Layout(pp=2, schedule="zb_h1"), 4),
+    "nvfp4-ep": (SPARSE, "nvfp4", Layout(dp_shard=2, ep=2, zero_stage=2), 1),
+    "nvfp4-experts-tp": (SPARSE, "nvfp4", TENSOR, 1),
 }
 
 
 def build_cell(config: dict[str, Any], recipe: Any, layout: Layout, accumulation: int) -> Cell:
-    return Cell(config, FP8Section(recipe=recipe, compute="fp64"), layout, accumulation)
+    return Cell(config, build_section(recipe), layout, accumulation)
 
 
 _references: dict[str, tuple[dict[OperandKey, set[bytes]], StepRecord]] = {}
@@ -114,14 +122,18 @@ def test_operands_and_gradients_are_those_of_one_process(ranks: RankPool, name: 
     assert_equals_one_process(ranks, build_cell(*CASES[name]))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_with_recompute(ranks: RankPool, recompute: Any) -> None:
-    cell = build_cell(DENSE, "rowwise_with_gw_hp", TENSOR, 1)
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    [("rowwise_with_gw_hp", "selective"), ("rowwise_with_gw_hp", "full"), ("nvfp4", "full")],
+)
+def test_with_recompute(ranks: RankPool, recipe: str, recompute: Any) -> None:
+    cell = build_cell(DENSE, recipe, TENSOR, 1)
     assert_equals_one_process(ranks, replace(cell, recompute=recompute))
 
 
-def test_adapters_over_an_8_bit_base(ranks: RankPool) -> None:
-    cell = build_cell(DENSE, "rowwise_with_gw_hp", Layout(dp_shard=2, tp=2, zero_stage=2), 1)
+@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "nvfp4"])
+def test_adapters_over_a_quantised_base(ranks: RankPool, recipe: str) -> None:
+    cell = build_cell(DENSE, recipe, Layout(dp_shard=2, tp=2, zero_stage=2), 1)
     assert_equals_one_process(ranks, replace(cell, has_adapters=True))
 
 
@@ -185,6 +197,54 @@ def test_wrong_scales_are_caught(ranks: RankPool, mutate: Any) -> None:
         assert records[0].counts[:, 0].sum() > 0, "saturation shows a stale scale"
 
 
+@contextmanager
+def omit_outer_scales() -> Iterator[None]:
+    """Use block scales only."""
+    with mock.patch.object(
+        nvfp4, "_compute_outer_scales", lambda maxima, outer: torch.ones_like(maxima)
+    ):
+        yield
+
+
+@contextmanager
+def transpose_block_scales() -> Iterator[None]:
+    """Give each block of a weight the scale of the block in the transposed place."""
+    compute = fp8.compute_block_maxima
+
+    def compute_transposed(values: Tensor, scaling: Scaling) -> Tensor:
+        maxima = compute(values, scaling)
+        is_square = scaling.rows == scaling.columns == nvfp4.BLOCK
+        return maxima.t().reshape(maxima.shape) if is_square else maxima
+
+    with mock.patch.object(fp8, "compute_block_maxima", compute_transposed):
+        yield
+
+
+FOUR_BIT_MUTATIONS = [
+    take_scales_from_the_shard,
+    transpose_scales,
+    omit_outer_scales,
+    transpose_block_scales,
+]
+
+
+@pytest.mark.parametrize("mutate", FOUR_BIT_MUTATIONS)
+def test_wrong_4_bit_operands_are_caught(ranks: RankPool, mutate: Any) -> None:
+    cell = build_cell(DENSE, "nvfp4", TENSOR, 1)
+    expected, single = compute_reference(ranks, cell)
+    records = ranks.run(2, run_cell, cell, mutate)
+    if mutate is transpose_scales:
+        records = [replace(record, sharded=single.sharded | _true_dims()) for record in records]
+    wrong = compare(cell, records, expected)
+    assert wrong
+    if mutate is take_scales_from_the_shard:  # of activations, gradients and weights
+        assert {dims for _, dims, _ in wrong} == {
+            ("tokens", "inputs"),
+            ("tokens", "outputs"),
+            ("outputs", "inputs"),
+        }
+
+
 @cache
 def _true_dims() -> dict[str, str | None]:
     names = [f"model.layers.{layer}" for layer in range(2)]
@@ -196,8 +256,11 @@ def _true_dims() -> dict[str, str | None]:
     }
 
 
-def test_verify_holds_8_bit_products_to_one_process(ranks: RankPool) -> None:
-    recipe = build_recipe(DENSE, precision="fp8")
+@pytest.mark.parametrize(
+    "precision", ["fp8", pytest.param(NVFP4, id="nvfp4", marks=pytest.mark.long)]
+)
+def test_verify_holds_quantised_products_to_one_process(ranks: RankPool, precision: Any) -> None:
+    recipe = build_recipe(DENSE, precision=precision)
     shape = read_recipe_shape(recipe)
     case = VerificationCase(2, "selective", dropout=True)
 

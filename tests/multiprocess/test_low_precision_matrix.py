@@ -1,4 +1,4 @@
-"""8-bit products under every parallelism and product: the operands of one process, byte by byte.
+"""Quantised products under every parallelism: the operands of one process, byte by byte.
 
 `test_low_precision` has some of these cases and runs each time; these are the daily matrix.
 """
@@ -10,27 +10,29 @@ from typing import Any
 
 import pytest
 
-from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.layout import Layout
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.scaled_operands import DENSE, SPARSE, Cell
+from tests.multiprocess.scaled_operands import DENSE, SPARSE, Cell, build_section
 from tests.multiprocess.test_low_precision import assert_equals_one_process
 
 BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
 """Two tensor-parallel ranks have whole blocks of 128 of every matrix."""
-CONFIGS: dict[str, dict[FP8Recipe, dict[str, Any]]] = {
+CONFIGS: dict[str, dict[LowPrecisionRecipe, dict[str, Any]]] = {
     "dense": {
         "rowwise_with_gw_hp": DENSE,
         "mxfp8": DENSE,
         "blockwise": DENSE | BLOCKS,
         "tensorwise": DENSE,
         "rowwise": DENSE,
+        "nvfp4": DENSE,
     },
     "sparse": {
         "rowwise_with_gw_hp": SPARSE,
         "mxfp8": SPARSE,
         "blockwise": SPARSE | BLOCKS | {"moe_intermediate_size": 256},
         "rowwise": SPARSE,
+        "nvfp4": SPARSE,
     },
 }
 
@@ -67,13 +69,15 @@ MICRO_BATCH_LAYOUTS = ("tp-sp", "tp", "1f1b", "zb_h1", "tp-zb_h1")
 ADAPTED_LAYOUTS = ("zero2", "zero3-tp", "tp-sp", "ring", "ulysses", "zb_h1", "ring-zb_h1")
 
 
-def build_cell(kind: str, recipe: FP8Recipe, layout: tuple[Layout, int], **options: Any) -> Cell:
+def build_cell(
+    kind: str, recipe: LowPrecisionRecipe, layout: tuple[Layout, int], **options: Any
+) -> Cell:
     config = CONFIGS[kind][recipe]
     # A rank of ring attention has two chunks of each row, which have whole blocks of 128 tokens.
     length = 512 if recipe == "blockwise" and layout[0].cp > 1 else 128
     return Cell(
         config | {"max_position_embeddings": length},
-        FP8Section(recipe=recipe, compute="fp64"),
+        build_section(recipe),
         *layout,
         length=length,
         **options,

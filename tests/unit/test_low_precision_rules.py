@@ -1,4 +1,4 @@
-"""Refusals of 8-bit products: layouts that change a scale, sizes, devices, patterns."""
+"""Refusals of quantised products: layouts that change a scale, sizes, devices, patterns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from shardwright.architecture import read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.adapter_section import AdapterSection
-from shardwright.config.low_precision import FP8Section
+from shardwright.config.low_precision import FP8Section, NVFP4Section
 from shardwright.config.model import ModelSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.config.training import PrecisionSection
@@ -47,11 +47,16 @@ from tests.unit.model.hf_models import HF_CONFIGS
 
 def plan(config: dict[str, Any], layout: Layout, tokens: int = 128, **section: Any) -> Plan:
     batch = BatchPlan(tokens, 1, 4, layout.data_ranks)
-    precision = PrecisionSection(kind="fp8", fp8=FP8Section(**section))
+    is_4bit = section.get("recipe") == "nvfp4"
+    options = {name: value for name, value in section.items() if not is_4bit or name != "recipe"}
+    precision = PrecisionSection.of_low_precision(
+        NVFP4Section(experimental=True, **options) if is_4bit else FP8Section(**options)
+    )
     return build_plan(read_config(config), layout, batch, precision)
 
 
 RING = Layout(cp=2, cp_method="ring")
+NVFP4 = {"kind": "nvfp4", "nvfp4": {"experimental": True}}
 REFUSED = [
     (DENSE, Layout(dp_replicate=2), 128, "tensorwise", r"activations span .* 2 ranks"),
     (DENSE, RING, 128, "tensorwise", r"precision\.fp8\.recipe.*rowwise_with_gw_hp"),
@@ -66,6 +71,14 @@ REFUSED = [
     (WIDE | {"num_key_value_heads": 4, "head_dim": 32}, Layout(tp=2), 128, "blockwise",
      r"inside blocks of 128 of blockwise.*Use tp=1"),
     (DENSE | {"intermediate_size": 96}, Layout(tp=2), 128, "mxfp8", r"48|inside blocks of 32"),
+    (DENSE, Layout(tp=4), 128, "nvfp4", r"at most 2 with 4-bit .*precision\.nvfp4\.targets to"),
+    (DENSE | {"intermediate_size": 72}, Layout(), 128, "nvfp4",
+     r"precision\.kind.*72 x 64, not whole blocks of 16.*kind: fp8 with recipe: rowwise_with_gw_hp"
+     r".*precision\.nvfp4\.exclude"),
+    (DENSE | {"intermediate_size": 80}, Layout(tp=2), 128, "nvfp4",
+     r"layout\.tp.*80 x 64.*inside blocks of 16 of nvfp4.*Use tp=1, or precision\.kind: fp8"),
+    (DENSE | {"intermediate_size": 96, "num_key_value_heads": 4}, Layout(tp=4), 128, "nvfp4",
+     r"96 x 64.*inside blocks of 16 of nvfp4.*Use tp=2, or"),
 ]  # fmt: skip
 
 
@@ -75,6 +88,11 @@ def test_layouts_that_change_a_scale_are_refused(
 ) -> None:
     with pytest.raises((LayoutError, RecipeError), match=message):
         plan(config, layout, tokens, recipe=recipe)
+
+
+def test_nvfp4_supports_any_tokens() -> None:
+    for layout in (Layout(), RING, Layout(dp_replicate=2), Layout(pp=2, schedule="zb_h1")):
+        plan(DENSE, layout, 100 if layout.cp == 1 else 96, recipe="nvfp4")
 
 
 def test_targets_lift_a_refusal() -> None:
@@ -87,9 +105,11 @@ def test_blocks_over_packed_weights_are_refused_under_tp() -> None:
     shape = add_adapters(
         read_config(DENSE | {"hidden_size": 256}), AdapterSection(rank=4, quantize="nf4")
     )
-    precision = PrecisionSection(kind="fp8", fp8=FP8Section(recipe="mxfp8"))
-    with pytest.raises(LayoutError, match="bytes of 4-bit weights"):
-        build_plan(shape, Layout(tp=2), BatchPlan(128, 1, 1, 1), precision)
+    for section in (FP8Section(recipe="mxfp8"), NVFP4Section(experimental=True)):
+        precision = PrecisionSection.of_low_precision(section)
+        with pytest.raises(LayoutError, match="bytes of 4-bit weights"):
+            build_plan(shape, Layout(tp=2), BatchPlan(128, 1, 1, 1), precision)
+        build_plan(shape, Layout(), BatchPlan(128, 1, 1, 1), precision)
 
 
 def test_targets_and_patterns_select_weights() -> None:
@@ -127,6 +147,18 @@ def test_the_recipe_refuses_unused_and_unknown_keys() -> None:
         build_recipe(precision={"kind": "fp8", "fp8": {"recipe": "delayed"}})
 
 
+def test_nvfp4_needs_its_flag() -> None:
+    for precision in ("nvfp4", {"kind": "nvfp4", "nvfp4": {}}):
+        with pytest.raises(ShardwrightError, match=r"set `precision\.nvfp4\.experimental: true`"):
+            build_recipe(precision=precision)
+    section = build_recipe(precision=NVFP4).precision.low_precision
+    assert (section.kind, section.recipe) == ("nvfp4", "nvfp4")
+    with pytest.raises(ShardwrightError, match="set `kind: nvfp4`"):
+        build_recipe(precision={"kind": "fp8", "nvfp4": {"experimental": True}})
+    with pytest.raises(ShardwrightError, match="recipe"):
+        build_recipe(precision={"kind": "nvfp4", "nvfp4": {"recipe": "nvfp4"}})
+
+
 def test_blocks_with_8_bit_products_are_compiled() -> None:
     shape = read_config(DENSE)
     explicit = build_recipe(precision="fp8", model={"compile": True})
@@ -140,11 +172,11 @@ def test_blocks_with_8_bit_products_are_compiled() -> None:
 
 
 def test_other_systems_configurations_are_refused() -> None:
-    request = EmitRequest(
-        build_recipe(precision="fp8"), Layout(), BatchPlan(32, 1, 1, 1), "none", 1
-    )
-    with pytest.raises(InputError, match="not converted"):
-        emit("deepspeed", request)
+    for precision in ("fp8", NVFP4):
+        recipe = build_recipe(precision=precision)
+        request = EmitRequest(recipe, Layout(), BatchPlan(32, 1, 1, 1), "none", 1)
+        with pytest.raises(InputError, match="not converted"):
+            emit("deepspeed", request)
 
 
 def test_models_of_transformers_classes_are_refused() -> None:
@@ -198,8 +230,10 @@ def test_an_automatic_layout_keeps_the_scales() -> None:
 
 
 def test_doctor_measures_no_8_bit_products() -> None:
-    with pytest.raises(InputError, match="does not measure 8-bit products"):
-        build_request(build_recipe(precision="fp8"), Layout(), device="cpu", should_calibrate=True)
+    for precision in ("fp8", NVFP4):
+        recipe = build_recipe(precision=precision)
+        with pytest.raises(InputError, match="does not measure 8-bit products"):
+            build_request(recipe, Layout(), device="cpu", should_calibrate=True)
 
 
 H100 = KernelDevice("NVIDIA H100", (9, 0), (12, 9))
@@ -219,7 +253,12 @@ UNSUPPORTED = [
     ({"recipe": "blockwise"}, OLD_BUILD, r"need CUDA 12\.9.* built for CUDA 12\.8"),
     ({}, MI300X, r"MI300X.*ROCm.*emulation only"),
     ({"compute": "fp32"}, H100, "write bf16"),
-]
+    ({"recipe": "nvfp4"}, H100, r"precision\.kind: .*H100 .*no 4-bit floating-point units.*10\.0"
+     r".*fp8 with recipe tensorwise.*nvfp4\.emulate: true"),
+    ({"recipe": "nvfp4"}, A100, r"A100 .*no 4-bit floating-point units.*emulation only"),
+    ({"recipe": "nvfp4"}, MI300X, r"MI300X.*ROCm.*emulation only"),
+    ({"recipe": "nvfp4", "compute": "fp32"}, B200, r"nvfp4\.compute: 4-bit kernels write bf16"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("section", "device", "message"), UNSUPPORTED)
@@ -234,7 +273,14 @@ def test_devices_without_kernels_are_refused_unless_emulated(
 
 @pytest.mark.parametrize(
     ("recipe", "device"),
-    [("tensorwise", L40), ("rowwise", H100), ("blockwise", H100), ("mxfp8", B200)],
+    [
+        ("tensorwise", L40),
+        ("rowwise", H100),
+        ("blockwise", H100),
+        ("mxfp8", B200),
+        ("nvfp4", B200),
+        ("nvfp4", RTX_5090),
+    ],
 )
 def test_devices_with_kernels_are_used(recipe: str, device: KernelDevice) -> None:
     check_low_precision_kernels(plan(WIDE, Layout(), recipe=recipe), device)
@@ -258,6 +304,11 @@ def test_kernels_refuse_experts_and_sizes() -> None:
     check_low_precision_kernels(plan(DENSE, Layout(), recipe="tensorwise"), L40)
     with pytest.raises(RecipeError, match=r"targets: \[.attention., .mlp.\]"):
         check_low_precision_kernels(plan(SPARSE, Layout(), recipe="mxfp8"), B200)
+    with pytest.raises(RecipeError, match=r"nvfp4\.targets: torch has no grouped kernel.*experts"):
+        check_low_precision_kernels(plan(SPARSE, Layout(), recipe="nvfp4"), B200)
+    uneven = DENSE | {"intermediate_size": 80}
+    with pytest.raises(RecipeError, match=r"nvfp4\.exclude.*multiples of 32"):
+        check_low_precision_kernels(plan(uneven, Layout(), recipe="nvfp4"), B200)
     narrow = DENSE | {"intermediate_size": 48}
     check_low_precision_kernels(plan(narrow, Layout()), H100)
     with pytest.raises(RecipeError, match=r"24 x 64 on a tensor-parallel rank|64 x 24"):

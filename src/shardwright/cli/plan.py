@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -66,7 +66,7 @@ PrecisionName = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="Precision instead of the recipe's; nvfp4 is only predicted, not trained.",
+        help="Precision instead of the recipe's, for example fp8; nvfp4 is experimental.",
         show_default=False,
     ),
 ]
@@ -286,7 +286,6 @@ def _emit_layout(
     """Return the chosen layout as another system's configuration; print its notes on standard
     error."""
     from shardwright.config.adapter_section import AdapterSection, QuantizeKind
-    from shardwright.config.training import PrecisionKind
     from shardwright.convert.emit import emit
     from shardwright.convert.emitted_config import EmitRequest
     from shardwright.planner.auto_layout import apply_candidate
@@ -299,19 +298,8 @@ def _emit_layout(
         resolved = resolved.model_copy(
             update={"adapters": AdapterSection(rank=candidate.adapter.rank, quantize=quantize)}
         )
-    if candidate.precision in get_args(PrecisionKind):
-        resolved = resolved.model_copy(
-            update={
-                "precision": resolved.precision.model_copy(update={"kind": candidate.precision})
-            }
-        )
-    else:
-        raise InputError(
-            "can only be predicted, not trained",
-            field="--precision",
-            got=candidate.precision,
-            remedy="Remove it to use --emit",
-        )
+    precision = resolved.precision.model_copy(update={"kind": candidate.precision})
+    resolved = resolved.model_copy(update={"precision": precision})
     emitted = emit(
         system,
         EmitRequest(

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shardwright.config.low_precision import FP8Section
+from shardwright.config.low_precision import FP8Section, LowPrecisionSection, NVFP4Section
 from shardwright.config.recipe_section import Fraction, NonNegative, Positive, RecipeSection
 
-PrecisionKind = Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8"]
+PrecisionKind = Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8", "nvfp4"]
 ScheduleKind = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 
 
@@ -141,10 +141,12 @@ class PrecisionSection(RecipeSection):
     kind: PrecisionKind = "auto"
     """Precision of matrix products. `auto` is bf16 if the device multiplies bf16 natively,
     otherwise fp32; the choice is made at the start of the run, recorded in its folder, and kept
-    if the run resumes on another machine. `fp8` quantises the operands of products in the blocks
-    and computes all else in bf16."""
+    if the run resumes on another machine. `fp8`, and the experimental `nvfp4`, quantise the
+    operands of products in the blocks and compute all else in bf16."""
     fp8: FP8Section | None = None
     """Options of `kind: fp8`; null uses their defaults."""
+    nvfp4: NVFP4Section | None = None
+    """Options of `kind: nvfp4`; its `experimental` must be true."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are summed over ranks; with bf16, FSDP2 (zero_stage 1 to 3)
     also accumulates micro-batches in bf16."""
@@ -169,16 +171,33 @@ class PrecisionSection(RecipeSection):
                 f"`working_weights` has no effect with `kind: {self.kind}`, which multiplies the "
                 "master weights themselves; remove it"
             )
-        if self.fp8 is not None and self.kind != "fp8":
-            raise ValueError(f"`fp8` has no effect with `kind: {self.kind}`; set `kind: fp8`")
+        for name in ("fp8", "nvfp4"):
+            if getattr(self, name) is not None and self.kind != name:
+                raise ValueError(
+                    f"`{name}` has no effect with `kind: {self.kind}`; set `kind: {name}`"
+                )
+        if self.kind == "nvfp4" and not (self.nvfp4 and self.nvfp4.experimental):
+            raise ValueError(
+                "`kind: nvfp4` is experimental: long runs are not measured; set "
+                "`precision.nvfp4.experimental: true` to train with it, or use `kind: fp8`"
+            )
         return self
 
     @property
-    def low_precision(self) -> FP8Section | None:
-        """Options of 8-bit products; None for other kinds."""
+    def low_precision(self) -> LowPrecisionSection | None:
+        """Options of 8-bit or 4-bit products; None for other kinds."""
+        if self.kind == "nvfp4":
+            return self.nvfp4
         if self.kind != "fp8":
             return None
         return FP8Section() if self.fp8 is None else self.fp8
+
+    @classmethod
+    def of_low_precision(cls, section: LowPrecisionSection) -> PrecisionSection:
+        """Build the precision whose quantised products have these options."""
+        if section.kind == "nvfp4":
+            return cls(kind="nvfp4", nvfp4=section)
+        return cls(kind="fp8", fp8=section)
 
 
 def should_cast_once(

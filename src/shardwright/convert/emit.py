@@ -21,15 +21,15 @@ def emit(system: str, request: EmitRequest) -> EmittedConfig:
     express.
 
     Raises:
-        InputError: an unknown system, or 8-bit products.
+        InputError: an unknown system, or 8-bit or 4-bit products.
     """
     check_system(system)
-    if request.recipe.precision.kind == "fp8":
+    if request.recipe.precision.kind in ("fp8", "nvfp4"):
         raise InputError(
-            "recipes of 8-bit products differ between systems and are not converted",
+            "recipes of 8-bit and 4-bit products differ between systems and are not converted",
             field="precision.kind",
-            got="fp8",
-            remedy="Plan with --precision bf16, and set 8-bit products in the other system",
+            got=request.recipe.precision.kind,
+            remedy="Plan with --precision bf16, and set such products in the other system",
         )
     return CONFIG_WRITERS[system](request)
 

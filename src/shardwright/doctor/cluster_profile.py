@@ -226,13 +226,13 @@ def _list_recipe_lookups(recipe: Recipe, layout: Layout, device_kind: str) -> _P
 
     Raises:
         InputError: the layout does not divide the recipe's batch, the model's size depends on a
-            tokenizer that is missing, or the recipe multiplies 8-bit operands.
+            tokenizer that is missing, or the recipe multiplies 8-bit or 4-bit operands.
     """
-    if recipe.precision.kind == "fp8":
+    if recipe.precision.kind in ("fp8", "nvfp4"):
         raise InputError(
-            "--calibrate does not measure 8-bit products yet",
+            "--calibrate does not measure 8-bit products, nor 4-bit ones",
             field="precision.kind",
-            got="fp8",
+            got=recipe.precision.kind,
             remedy="Measure the other precisions with --set precision=bf16",
         )
     candidate = build_recipe_candidate(recipe, build_template(recipe), layout.world_size)

@@ -1,4 +1,4 @@
-"""Rates of products of 8-bit operands, compared with bf16, or the reason why there is none.
+"""Rates of products of quantised operands, compared with bf16, or the reason why there is none.
 
 Two rates count: that of the kernel alone, and that with the quantisation of both operands, which
 the trainer repeats in every product.
@@ -12,22 +12,28 @@ from statistics import median
 
 import torch
 
-from shardwright.config.low_precision import FP8Recipe
+from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.doctor.device_rates import measure_best_seconds
 from shardwright.doctor.finding import Finding
 from shardwright.doctor.rate_findings import SECTION, judge_slow_ranks
 from shardwright.hardware import MatmulRate
 from shardwright.launch.rank_outcome import extract_first_line
-from shardwright.model.products.fp8 import RECIPES
 from shardwright.model.products.kernel_support import (
     describe_device,
     explain_missing_kernel,
 )
+from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_matmul import multiply_on_device
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.units import format_flops_per_second
 
-MEASURED_RECIPES: tuple[FP8Recipe, ...] = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+MEASURED_RECIPES: tuple[LowPrecisionRecipe, ...] = (
+    "tensorwise",
+    "rowwise",
+    "blockwise",
+    "mxfp8",
+    "nvfp4",
+)
 """`rowwise_with_gw_hp` has the output product of `rowwise`."""
 _CPU_RECIPES = ("tensorwise", "rowwise")
 _MAX_CPU_SIDE = 512
@@ -67,7 +73,7 @@ def time_scaled_products(
         yield _time_recipe(recipe, device, best)
 
 
-def _time_recipe(recipe: FP8Recipe, device: torch.device, bf16: MatmulRate) -> ScaledRate:
+def _time_recipe(recipe: LowPrecisionRecipe, device: torch.device, bf16: MatmulRate) -> ScaledRate:
     side = bf16.m
     if device.type == "cuda":
         obstacle = explain_missing_kernel(recipe, describe_device(device))
@@ -77,7 +83,7 @@ def _time_recipe(recipe: FP8Recipe, device: torch.device, bf16: MatmulRate) -> S
     if obstacle is not None:
         return ScaledRate(recipe, side, bf16.flops_per_second, obstacle=obstacle)
     x_MK, w_NK = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
-    products = ScaledProducts(RECIPES[recipe], is_emulated=False)
+    products = ScaledProducts(PRODUCT_SCALINGS[recipe], is_emulated=False)
     left, right = products.quantise_output_operands(x_MK, w_NK)
     seconds = _SECONDS[device.type]
     try:
@@ -94,6 +100,10 @@ def _time_recipe(recipe: FP8Recipe, device: torch.device, bf16: MatmulRate) -> S
     return ScaledRate(recipe, side, bf16.flops_per_second, flops / kernel, flops / whole)
 
 
+def _name_precision(recipe: str) -> str:
+    return recipe if recipe == "nvfp4" else f"fp8 {recipe}"
+
+
 def judge_scaled_products(
     rates: Mapping[int, Sequence[ScaledRate]], device_kind: str
 ) -> list[Finding]:
@@ -105,7 +115,7 @@ def judge_scaled_products(
             for rank, each in rates.items()
             if any(rate.recipe == recipe for rate in each)
         }
-        name = f"products, fp8 {recipe}"
+        name = f"products, {_name_precision(recipe)}"
         missing = {rank: rate for rank, rate in by_rank.items() if rate.obstacle is not None}
         if missing:
             first = next(iter(missing.values()))
@@ -116,7 +126,7 @@ def judge_scaled_products(
                     name,
                     "warn" if is_unexpected else "pass",
                     f"not measured: {first.obstacle}",
-                    "Use precision: bf16, or another recipe; precision.fp8.emulate: true is slow"
+                    "Use precision: bf16, or another recipe; to emulate is slow"
                     if is_unexpected
                     else "",
                     {"recipe": recipe, "obstacle": first.obstacle},

@@ -58,7 +58,7 @@ class Decoder(nn.Module):
     """
 
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
-    rounding_totals: RoundingTotals | None = None  # None without 8-bit operands
+    rounding_totals: RoundingTotals | None = None  # None without quantised operands
     label_smoothing: float = 0.0
     """Fraction of each target spread evenly over the vocabulary, in training."""
     noise_size: float = 0.0

@@ -71,7 +71,7 @@ class ExpertStack(nn.Module):
     """
 
     scaled: ScaledProducts | None = None
-    """Products of 8-bit operands with its own weight; adapters multiply in x's precision."""
+    """Products of quantised operands with its own weight; adapters multiply in x's precision."""
     adapters: AdapterShape | None = None
     is_adapter_enabled: bool = True
     working_weight: Tensor | None

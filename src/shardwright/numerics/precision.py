@@ -17,7 +17,8 @@ class PrecisionDtypes:
     """Dtypes of one precision kind.
 
     `param` is that of master weights, gradients and moments, `compute` that of matrix products
-    (with `kind: fp8`, of those without 8-bit operands), `reduce` that of gradient sums over ranks.
+    (with `fp8` and `nvfp4`, of those without quantised operands), `reduce` that of gradient sums
+    over ranks.
     """
 
     param: torch.dtype

@@ -1,4 +1,4 @@
-"""Installation of 8-bit products in a decoder, with scales of whole tensors."""
+"""Installation of quantised products in a decoder, with scales of whole tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from shardwright.layout import ParameterLayout
 from shardwright.model.decoder import Decoder
 from shardwright.model.moe import ExpertStack
-from shardwright.model.products.fp8 import RECIPES
 from shardwright.model.products.linear import Linear
+from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 from shardwright.parallel.collectives import reduce_maxima
 from shardwright.parallel.mesh import Mesh
@@ -22,7 +22,7 @@ from shardwright.plans import Plan
 def install_low_precision(
     decoder: Decoder, plan: Plan, mesh: Mesh | None, device: torch.device
 ) -> None:
-    """Let the targeted layers multiply 8-bit operands; no effect for other precisions."""
+    """Let the targeted layers multiply quantised operands; no effect for other precisions."""
     section = plan.precision.low_precision
     if section is None:
         return
@@ -39,7 +39,7 @@ def install_low_precision(
         if name not in names:
             continue
         module.scaled = ScaledProducts(
-            RECIPES[section.recipe],
+            PRODUCT_SCALINGS[section.recipe],
             name,
             find_sharded_dim(plan.placement.parameters[name], is_transposed=module.is_transposed),
             None if group is None else partial(reduce_maxima, group=group),

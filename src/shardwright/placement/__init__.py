@@ -3,6 +3,7 @@
 from shardwright.placement.low_precision import (
     check_low_precision,
     compute_token_multiple,
+    describe_bits,
     has_micro_batch_scales,
     select_scaled_weights,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "build_parameter_layouts",
     "check_low_precision",
     "compute_token_multiple",
+    "describe_bits",
     "has_micro_batch_scales",
     "partition_stages",
     "place_model",

@@ -1,4 +1,4 @@
-"""Rules under which 8-bit products are the same as in one process. No torch."""
+"""Rules under which products of quantised operands are those of one process. No torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import fnmatch
 
 from shardwright.architecture import HFShape, ModelShape
 from shardwright.architecture.parameter_spec import ParameterRole
-from shardwright.config.low_precision import FP8Recipe, FP8Section, FP8Target
+from shardwright.config.low_precision import (
+    LowPrecisionRecipe,
+    LowPrecisionSection,
+    LowPrecisionTarget,
+)
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import RankGrid, compute_local_boxes
 from shardwright.layout.context_method import MAX_CHUNKS_PER_RANK, count_chunks
 from shardwright.placement.model_placement import Placement
 
-TARGET_OF_ROLE: dict[ParameterRole, FP8Target] = {
+TARGET_OF_ROLE: dict[ParameterRole, LowPrecisionTarget] = {
     "query": "attention",
     "key": "attention",
     "value": "attention",
@@ -28,16 +32,21 @@ TARGET_OF_ROLE: dict[ParameterRole, FP8Target] = {
     "expert_gate_up": "experts",
     "expert_down": "experts",
 }
-"""Matrices that may multiply 8-bit operands."""
+"""Matrices that may multiply quantised operands."""
 
-BLOCK_OF_RECIPE: dict[FP8Recipe, int] = {"blockwise": 128, "mxfp8": 32}
-"""Elements of a block, of recipes whose blocks have a fixed size."""
+BLOCK_OF_RECIPE: dict[LowPrecisionRecipe, int] = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
+"""Elements of a block of weights, of recipes whose blocks have a fixed size."""
+
+TOKEN_BLOCK_OF_RECIPE: dict[LowPrecisionRecipe, int] = {"blockwise": 128, "mxfp8": 32}
+"""Tokens of a block, of recipes whose weight gradients have blocks of a fixed size."""
 
 _INVARIANT = "rowwise_with_gw_hp"
 
 
-def select_scaled_weights(shape: ModelShape, section: FP8Section) -> dict[str, FP8Target]:
-    """Select the weights that multiply 8-bit operands; their kinds of layer by name.
+def select_scaled_weights(
+    shape: ModelShape, section: LowPrecisionSection
+) -> dict[str, LowPrecisionTarget]:
+    """Select the weights that multiply quantised operands; their kinds of layer by name.
 
     Raises:
         RecipeError: a pattern matches no such weight, or none is left.
@@ -54,8 +63,8 @@ def select_scaled_weights(shape: ModelShape, section: FP8Section) -> dict[str, F
         excluded = fnmatch.filter(weights, pattern)
         if not excluded:
             raise RecipeError(
-                "matches no weight that multiplies 8-bit operands",
-                field="precision.fp8.exclude",
+                f"matches no weight that multiplies {describe_bits(section)} operands",
+                field=f"precision.{section.kind}.exclude",
                 got=pattern,
                 allowed=f"a pattern such as {next(iter(weights), 'model.layers.0.*')}",
             )
@@ -63,15 +72,17 @@ def select_scaled_weights(shape: ModelShape, section: FP8Section) -> dict[str, F
             del weights[name]
     if not weights:
         raise RecipeError(
-            "no weight is left that multiplies 8-bit operands",
-            field="precision.fp8",
+            f"no weight is left that multiplies {describe_bits(section)} operands",
+            field=f"precision.{section.kind}",
             got=f"targets {list(section.targets)}, exclude {list(section.exclude)}",
             remedy="Name more targets, exclude less, or use precision.kind: bf16",
         )
     return weights
 
 
-def check_low_precision(placement: Placement, section: FP8Section, sequence_length: int) -> None:
+def check_low_precision(
+    placement: Placement, section: LowPrecisionSection, sequence_length: int
+) -> None:
     """Check that a recipe's scales are those of one process under a layout.
 
     Raises:
@@ -82,7 +93,7 @@ def check_low_precision(placement: Placement, section: FP8Section, sequence_leng
             f"the products of {placement.shape.family} run in transformers' own "
             f"{placement.shape.class_name}",
             field="precision.kind",
-            got="fp8",
+            got=section.kind,
             allowed="bf16, fp16, fp32",
         )
     weights = select_scaled_weights(placement.shape, section)
@@ -97,14 +108,31 @@ def check_low_precision(placement: Placement, section: FP8Section, sequence_leng
             remedy=f"Use {_INVARIANT}, or leave experts out of precision.fp8.targets",
         )
     _check_token_scales(placement, section)
-    _check_partial_gradients(placement, targets)
-    if section.recipe in BLOCK_OF_RECIPE:
+    _check_partial_gradients(placement, section, targets)
+    if section.recipe in TOKEN_BLOCK_OF_RECIPE:
         _check_token_blocks(placement, section, sequence_length)
+    if section.recipe in BLOCK_OF_RECIPE:
         for name in weights:
             _check_weight_blocks(placement, section, name)
 
 
-def _check_token_scales(placement: Placement, section: FP8Section) -> None:
+def describe_bits(section: LowPrecisionSection) -> str:
+    """Return `8-bit` or `4-bit`."""
+    return "4-bit" if section.kind == "nvfp4" else "8-bit"
+
+
+def _name_recipe_field(section: LowPrecisionSection) -> str:
+    return "precision.kind" if section.kind == "nvfp4" else "precision.fp8.recipe"
+
+
+def _name_alternative(section: LowPrecisionSection) -> str:
+    """Name the recipe that every layout supports, as it is chosen from this section."""
+    if section.kind == "nvfp4":
+        return f"precision.kind: fp8 with recipe: {_INVARIANT}"
+    return f"recipe: {_INVARIANT}"
+
+
+def _check_token_scales(placement: Placement, section: LowPrecisionSection) -> None:
     """Check that ranks with different tokens never share a scale."""
     layout = placement.layout
     num_ranks = layout.data_ranks * layout.cp
@@ -120,20 +148,22 @@ def _check_token_scales(placement: Placement, section: FP8Section) -> None:
         )
 
 
-def _check_partial_gradients(placement: Placement, targets: set[FP8Target]) -> None:
+def _check_partial_gradients(
+    placement: Placement, section: LowPrecisionSection, targets: set[LowPrecisionTarget]
+) -> None:
     """Check that no rank quantises its part of a sum of gradients."""
     shape = placement.shape
     tp = placement.layout.tp
     if tp == 1 or "attention" not in targets:
         return
-    remedy = 'Set precision.fp8.targets to ["mlp", "experts"]'
+    remedy = f'Set precision.{section.kind}.targets to ["mlp", "experts"]'
     if shape.latent is not None:
         raise LayoutError(
             "tensor-parallel ranks each have a part of the gradient of the latent projections, "
             "and would quantise the parts",
             field="layout.tp",
             got=tp,
-            allowed="1 with 8-bit attention projections",
+            allowed=f"1 with {describe_bits(section)} attention projections",
             remedy=remedy,
         )
     if tp > shape.num_kv_heads:
@@ -142,16 +172,19 @@ def _check_partial_gradients(placement: Placement, targets: set[FP8Target]) -> N
             "part of their gradient, and would quantise the part",
             field="layout.tp",
             got=tp,
-            allowed=f"at most {shape.num_kv_heads} with 8-bit attention projections",
+            allowed=f"at most {shape.num_kv_heads} with {describe_bits(section)} attention "
+            "projections",
             remedy=remedy,
         )
 
 
-def _check_token_blocks(placement: Placement, section: FP8Section, sequence_length: int) -> None:
+def _check_token_blocks(
+    placement: Placement, section: LowPrecisionSection, sequence_length: int
+) -> None:
     """Check that no block of tokens spans rows of the batch or context ranks."""
     multiple = compute_token_multiple(placement, section)
     if sequence_length % multiple:
-        block = BLOCK_OF_RECIPE[section.recipe]
+        block = TOKEN_BLOCK_OF_RECIPE[section.recipe]
         raise RecipeError(
             f"weight gradients of {section.recipe} have blocks of {block} tokens, which must lie "
             "within one row" + (" and one rank's part of it" if placement.layout.cp > 1 else ""),
@@ -163,14 +196,14 @@ def _check_token_blocks(placement: Placement, section: FP8Section, sequence_leng
         )
 
 
-def has_micro_batch_scales(section: FP8Section | None) -> bool:
+def has_micro_batch_scales(section: LowPrecisionSection | None) -> bool:
     """Return True if a scale spans all tokens of a micro-batch, padding included."""
     return section is not None and section.recipe in ("tensorwise", "rowwise")
 
 
-def compute_token_multiple(placement: Placement, section: FP8Section | None) -> int:
+def compute_token_multiple(placement: Placement, section: LowPrecisionSection | None) -> int:
     """Return the number of which row lengths must be a multiple for whole blocks of tokens."""
-    if section is None or section.recipe not in BLOCK_OF_RECIPE:
+    if section is None or section.recipe not in TOKEN_BLOCK_OF_RECIPE:
         return 1
     context = placement.context
     layout = placement.layout
@@ -181,10 +214,10 @@ def compute_token_multiple(placement: Placement, section: FP8Section | None) -> 
             if layout.cp_split == "zigzag"
             else MAX_CHUNKS_PER_RANK * layout.cp
         )
-    return BLOCK_OF_RECIPE[section.recipe] * chunks
+    return TOKEN_BLOCK_OF_RECIPE[section.recipe] * chunks
 
 
-def _check_weight_blocks(placement: Placement, section: FP8Section, name: str) -> None:
+def _check_weight_blocks(placement: Placement, section: LowPrecisionSection, name: str) -> None:
     """Check that a weight, and every rank's part of it, has whole blocks."""
     block = BLOCK_OF_RECIPE[section.recipe]
     layout = placement.layout
@@ -197,10 +230,11 @@ def _check_weight_blocks(placement: Placement, section: FP8Section, name: str) -
         raise RecipeError(
             f"{name} is {sizes[0]} x {sizes[1]}, not whole blocks of {block} x {block} of "
             f"{section.recipe}",
-            field="precision.fp8.recipe",
+            field=_name_recipe_field(section),
             got=section.recipe,
-            allowed=f"{_INVARIANT}, or widths that are multiples of {block}",
-            remedy=f"Use recipe: {_INVARIANT}, or exclude it by precision.fp8.exclude",
+            allowed=f"widths that are multiples of {block}, or {_name_alternative(section)}",
+            remedy=f"Use {_name_alternative(section)}, or exclude it by "
+            f"precision.{section.kind}.exclude",
         )
     if layout.tp == 1:
         return
@@ -211,7 +245,7 @@ def _check_weight_blocks(placement: Placement, section: FP8Section, name: str) -
             field="layout.tp",
             got=layout.tp,
             allowed="1",
-            remedy=f"Use recipe: {_INVARIANT}",
+            remedy=f"Use {_name_alternative(section)}",
         )
     first = RankGrid(layout).coordinates(0) | {"pp": parameter.pp_ranks[0]}
     parts = [
@@ -234,5 +268,5 @@ def _check_weight_blocks(placement: Placement, section: FP8Section, name: str) -
             field="layout.tp",
             got=layout.tp,
             allowed=f"parts that are multiples of {block}",
-            remedy=f"Use tp={max(valid, default=1)}, or recipe: {_INVARIANT}",
+            remedy=f"Use tp={max(valid, default=1)}, or {_name_alternative(section)}",
         )

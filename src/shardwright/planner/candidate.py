@@ -79,7 +79,7 @@ class Candidate:
     gradient_accumulation_steps: int = 1
     precision: Precision = "bf16"
     scaled_shares: ScaledShares | None = None
-    """With `fp8` as this trainer computes it: the products that have 8-bit operands. None: all
+    """With `fp8` or `nvfp4` as this trainer computes it: the products with such operands. None: all
     products of the blocks, with weights quantised once per step, as in published runs."""
     recompute: RecomputeMode = "none"
     saved_results: tuple[LayerResults, ...] | None = None
@@ -132,12 +132,12 @@ class Candidate:
 
     @property
     def is_runnable(self) -> bool:
-        """True if `train` supports it. Other frameworks' offloading and 4-bit floats are predicted
-        only, schedules with a split backward pass keep what offloading would move, and some
-        settings need all weights on the device."""
+        """True if `train` supports it. Other frameworks' offloading and 4-bit products are
+        predicted only, schedules with a split backward pass keep what offloading would move, and
+        some settings need all weights on the device."""
         return (
             self.offload != "parameters"
-            and self.precision != "nvfp4"
+            and (self.precision != "nvfp4" or self.scaled_shares is not None)
             and not (self.activation_offload != "none" and self._has_split_backward)
             and (self.parameter_offload == "none" or self._can_offload_weights)
         )

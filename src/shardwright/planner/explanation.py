@@ -164,12 +164,12 @@ def _explain_recomputation(
 
 
 def _explain_low_precision(predictor: Predictor, chosen: Prediction) -> str | None:
-    """Compare 8-bit products with bf16 on the same layout, and say what limits the gain."""
+    """Compare quantised products with bf16 on the same layout, and say what limits the gain."""
     candidate = chosen.candidate
-    if candidate.precision != "fp8" or candidate.scaled_shares is None:
+    if candidate.precision not in ("fp8", "nvfp4") or candidate.scaled_shares is None:
         return None
     plain = predictor.predict(replace(candidate, precision="bf16", scaled_shares=None))
-    wide, narrow = (predictor.get_rates(precision) for precision in ("bf16", "fp8"))
+    wide, narrow = (predictor.get_rates(precision) for precision in ("bf16", candidate.precision))
     micro_batches = candidate.gradient_accumulation_steps / candidate.layout.pp
     wide_products, _ = compute_scaled_product_seconds(predictor.facts, candidate, wide)
     narrow_products, quantisation = compute_scaled_product_seconds(
@@ -183,13 +183,15 @@ def _explain_low_precision(predictor: Predictor, chosen: Prediction) -> str | No
     gradients = (
         "gradients of weights, " if candidate.scaled_shares.has_wide_weight_gradients else ""
     )
+    width = "4-bit" if candidate.precision == "nvfp4" else "8-bit"
     compilation = "" if candidate.compile else ", which is not compiled,"
     return (
-        f"fp8 takes {format_seconds(chosen.time.step)} per step and bf16 "
-        f"{format_seconds(plain.time.step)} on this layout: {change}. Products that become 8-bit "
+        f"{candidate.precision} takes {format_seconds(chosen.time.step)} per step and bf16 "
+        f"{format_seconds(plain.time.step)} on this layout: {change}. Products that become {width} "
         f"are {share:.0%} of the bf16 step; {gradients}attention, the head and everything between "
-        f"products stay as they are. 8 bits save {saved:.0%} of the step, and quantising the "
-        f"operands of each product{compilation} adds {added:.0%}. Parameters are gathered in bf16."
+        f"products stay as they are. Narrower products save {saved:.0%} of the step, and "
+        f"quantising the operands of each{compilation} adds {added:.0%}. Parameters are gathered "
+        "in bf16."
     )
 
 

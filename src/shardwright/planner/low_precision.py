@@ -1,7 +1,8 @@
-"""Costs of 8-bit products as this trainer computes them.
+"""Costs of 8-bit and 4-bit products as this trainer computes them.
 
 Every product quantises both of its operands, weights too, in each micro-batch. Gradients of
-experts' weights, and with `rowwise_with_gw_hp` all gradients of weights, are products in bf16.
+experts' weights, and with `rowwise_with_gw_hp` and `nvfp4` all gradients of weights, are products
+in bf16.
 
 Legend: M tokens, N output features, K input features of a product.
 """
@@ -12,7 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.architecture import ModelShape
-from shardwright.config.low_precision import FP8Recipe, FP8Section, FP8Target
+from shardwright.config.low_precision import (
+    FP8Section,
+    LowPrecisionRecipe,
+    LowPrecisionSection,
+    LowPrecisionTarget,
+    NVFP4Section,
+)
+from shardwright.config.recipe import Recipe
 from shardwright.errors import RecipeError
 from shardwright.hardware import Accelerator
 from shardwright.placement.low_precision import TARGET_OF_ROLE, select_scaled_weights
@@ -23,21 +31,30 @@ magnitudes 4 + 4, reduction 4, and a cast of 2 + 4 to scale), 8 to scale, 8 to c
 and 2 to copy the codes into the order of the kernel."""
 COMPILED_BYTES = 7.0
 """Read twice in bf16, written once, and copied into the order of the kernel."""
+EAGER_4BIT_BYTES = 109.0
+"""The same for `nvfp4`: 24 for the maxima and a cast, 8 to scale, 8 to clamp, 64 to round to E2M1
+(magnitudes 8, distances between neighbours 24, quotient 12, rounding 8, product 12), and 5 to cast
+to a byte; packing two to a byte is not counted."""
 _TEMPORARY_BYTES = 9.0
 """Bytes per element at the peak of a quantisation in separate operations: fp32 before and after
 the clamp, and the codes."""
+_TEMPORARY_4BIT_BYTES = 20.0
+"""The same for `nvfp4`: fp32 values, magnitudes, distances, and quotients before and after they are
+rounded."""
 
 
-_SINCE_HOPPER = ("Hopper", "Blackwell", "Blackwell Ultra", "RTX Blackwell")
-_KERNEL_GENERATIONS: dict[FP8Recipe, tuple[str, ...]] = {
+_SINCE_BLACKWELL = ("Blackwell", "Blackwell Ultra", "RTX Blackwell")
+_SINCE_HOPPER = ("Hopper", *_SINCE_BLACKWELL)
+_KERNEL_GENERATIONS: dict[LowPrecisionRecipe, tuple[str, ...]] = {
     "tensorwise": ("Ada", *_SINCE_HOPPER),
     "rowwise": _SINCE_HOPPER,
     "rowwise_with_gw_hp": _SINCE_HOPPER,
     "blockwise": ("Hopper",),
-    "mxfp8": _SINCE_HOPPER[1:],
+    "mxfp8": _SINCE_BLACKWELL,
+    "nvfp4": _SINCE_BLACKWELL,
 }
 """Generations with a kernel for a recipe, as `model.products.kernel_support` by capability."""
-_GROUPED_GENERATIONS: dict[FP8Recipe, tuple[str, ...]] = {
+_GROUPED_GENERATIONS: dict[LowPrecisionRecipe, tuple[str, ...]] = {
     "rowwise": ("Hopper", "Blackwell"),
     "rowwise_with_gw_hp": ("Hopper", "Blackwell"),
 }
@@ -53,21 +70,28 @@ class OperandElements(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaledShares:
-    """Share of the weights of each kind of layer that multiply 8-bit operands."""
+    """Share of the weights of each kind of layer that multiply quantised operands."""
 
     attention: float
     mlp: float
     experts: float
     has_wide_weight_gradients: bool
     """Gradients of all weights are multiplied in bf16."""
+    has_4bit_operands: bool = False
+    """Operands have 4 bits (`nvfp4`), not 8."""
+
+    @property
+    def eager_bytes(self) -> float:
+        """Bytes moved per element to quantise in separate operations."""
+        return EAGER_4BIT_BYTES if self.has_4bit_operands else EAGER_BYTES
 
     def get_share(self, role: str) -> float:
-        """Return the share of products of a role with 8-bit operands."""
+        """Return the share of products of a role with quantised operands."""
         target = TARGET_OF_ROLE.get(role)  # type: ignore[call-overload]
         return 0.0 if target is None else float(getattr(self, target))
 
     def get_weight_gradient_share(self, role: str) -> float:
-        """Return the share of weight gradients of a role with 8-bit operands."""
+        """Return the share of weight gradients of a role with quantised operands."""
         is_expert = TARGET_OF_ROLE.get(role) == "experts"  # type: ignore[call-overload]
         return 0.0 if self.has_wide_weight_gradients or is_expert else self.get_share(role)
 
@@ -86,22 +110,26 @@ def count_temporary_bytes(role: str, m: float, n: float, k: float, shares: Scale
     operations."""
     if not shares.get_share(role):
         return 0.0
-    return _TEMPORARY_BYTES * max(m * k, n * k, m * n)
+    num_bytes = _TEMPORARY_4BIT_BYTES if shares.has_4bit_operands else _TEMPORARY_BYTES
+    return num_bytes * max(m * k, n * k, m * n)
 
 
 def explain_missing_kernels(
-    section: FP8Section, accelerator: Accelerator, shares: ScaledShares
+    section: LowPrecisionSection, accelerator: Accelerator, shares: ScaledShares
 ) -> str | None:
     """Explain why `train` would not run a recipe's products at a predicted rate; None if it
     would."""
     if section.emulate:
-        return "precision.fp8.emulate is true: the prediction is that of kernels, emulation is slow"
-    remedy = "`train` refuses it, unless precision.fp8.emulate is true, which is slow"
+        return (
+            f"precision.{section.kind}.emulate is true: the prediction is that of kernels, "
+            "emulation is slow"
+        )
+    remedy = f"`train` refuses it, unless precision.{section.kind}.emulate is true, which is slow"
     if accelerator.generation not in _KERNEL_GENERATIONS[section.recipe]:
         possible = [
             recipe
             for recipe, generations in _KERNEL_GENERATIONS.items()
-            if accelerator.generation in generations
+            if recipe != "nvfp4" and accelerator.generation in generations
         ]
         kernels = f"kernels for {', '.join(possible)}" if possible else "no 8-bit kernels"
         return (
@@ -113,18 +141,30 @@ def explain_missing_kernels(
     ):
         return (
             f"torch has no grouped kernel for experts in {section.recipe} on {accelerator.name}: "
-            f"{remedy}; leave experts out of precision.fp8.targets"
+            f"{remedy}; leave experts out of precision.{section.kind}.targets"
         )
     return None
 
 
-def build_scaled_shares(shape: ModelShape, section: FP8Section) -> ScaledShares | None:
+def read_low_precision_section(recipe: Recipe, precision: str) -> LowPrecisionSection | None:
+    """Return the recipe's options of a precision with quantised products, or its defaults if the
+    recipe has another; None for other precisions."""
+    section = recipe.precision.low_precision
+    if section is not None and section.kind == precision:
+        return section
+    if precision == "fp8":
+        return FP8Section()
+    # Planning needs no flag; `train` asks for it.
+    return NVFP4Section(experimental=True) if precision == "nvfp4" else None
+
+
+def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> ScaledShares | None:
     """Compute the shares of a recipe; None if the model or its patterns are refused anyway."""
     try:
         selected = select_scaled_weights(shape, section)
     except RecipeError:
         return None
-    totals: dict[FP8Target, list[int]] = {
+    totals: dict[LowPrecisionTarget, list[int]] = {
         "attention": [0, 0],
         "mlp": [0, 0],
         "experts": [0, 0],
@@ -144,5 +184,6 @@ def build_scaled_shares(shape: ModelShape, section: FP8Section) -> ScaledShares 
         shares["attention"],
         shares["mlp"],
         shares["experts"],
-        section.recipe == "rowwise_with_gw_hp",
+        section.recipe in ("rowwise_with_gw_hp", "nvfp4"),
+        section.kind == "nvfp4",
     )

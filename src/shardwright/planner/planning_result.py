@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwright.config.low_precision import FP8Section
 from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
@@ -12,7 +11,10 @@ from shardwright.layout.saved_results import RecomputeChoice
 from shardwright.planner.candidate import Candidate, LowRankAdapter, Precision
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.explanation import explain
-from shardwright.planner.low_precision import explain_missing_kernels
+from shardwright.planner.low_precision import (
+    explain_missing_kernels,
+    read_low_precision_section,
+)
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -86,7 +88,7 @@ class PlanningResult:
     expert_summary: str | None = None
     """Description of the loads of experts that times and memory are predicted with. None: even."""
     missing_kernels: str | None = None
-    """Reason why the device has no kernels for the recipe's 8-bit products. None if it has."""
+    """Reason why the device has no kernels for the recipe's quantised products. None if it has."""
     recipe_conflict: str | None = None
     """Reason why the recipe's layout cannot run on this number of devices, whatever their
     memory."""
@@ -228,9 +230,9 @@ def _choose_results(
 
 
 def _explain_missing_kernels(recipe: Recipe, template: Candidate, cluster: Cluster) -> str | None:
-    if template.precision != "fp8" or template.scaled_shares is None:
+    section = read_low_precision_section(recipe, template.precision)
+    if section is None or template.scaled_shares is None:
         return None
-    section = recipe.precision.low_precision or FP8Section()
     return explain_missing_kernels(section, cluster.accelerator, template.scaled_shares)
 
 

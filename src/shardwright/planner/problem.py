@@ -9,7 +9,6 @@ from typing import get_args
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
-from shardwright.config.low_precision import FP8Section
 from shardwright.config.recipe import Recipe, RecomputeMode
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
@@ -24,7 +23,7 @@ from shardwright.planner.candidate import (
     Precision,
     ReferenceKind,
 )
-from shardwright.planner.low_precision import build_scaled_shares
+from shardwright.planner.low_precision import build_scaled_shares, read_low_precision_section
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import BatchPlan, Plan, PrecisionChoice, resolve_batch
@@ -92,9 +91,7 @@ def build_template(
     training = recipe.training
     kind = precision or recipe.precision.kind
     assert kind != "auto", "call settle_precision first"
-    low_precision = recipe.precision.low_precision
-    if low_precision is None and kind == "fp8":
-        low_precision = FP8Section()
+    low_precision = read_low_precision_section(recipe, kind)
     adapter = adapter or build_adapter(recipe)
     moved = recipe.moved_offload
     return Candidate(
@@ -106,9 +103,9 @@ def build_template(
         ),
         sequence_length=training.sequence_length,
         precision=kind,
-        scaled_shares=build_scaled_shares(read_planning_shape(recipe), low_precision)
-        if kind == "fp8" and low_precision is not None
-        else None,
+        scaled_shares=None
+        if low_precision is None
+        else build_scaled_shares(read_planning_shape(recipe), low_precision),
         optimizer=optimizer or _choose_optimizer(recipe.optimizer),
         offload=OPTIMIZER_OFFLOADS[moved.optimizer],
         is_updated_on_host=choose_update_place(recipe).place == "host",
@@ -212,7 +209,7 @@ def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> Plannin
 
 
 def build_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], bool] | None:
-    """Return a function that is True for layouts with the 8-bit scales of one process, and with
+    """Return a function that is True for layouts with the scales of one process, and with
     blocks whose saved tensors and weights can leave. None if all layouts are allowed."""
     keeps_scales = _build_scale_check(recipe, template)
     if template.activation_offload == template.parameter_offload == "none":
@@ -237,10 +234,10 @@ def restrict_to_runnable(problem: PlanningProblem, shape: ModelShape) -> Plannin
 
 
 def _build_scale_check(recipe: Recipe, template: Candidate) -> Callable[[Candidate], bool] | None:
-    """Return a function that is True for layouts with the 8-bit scales of one process."""
-    if template.precision != "fp8":
+    """Return a function that is True for layouts with the scales of one process."""
+    section = read_low_precision_section(recipe, template.precision)
+    if section is None:
         return None
-    section = recipe.precision.low_precision or FP8Section()
     shape = read_planning_shape(recipe)
 
     @cache

@@ -9,7 +9,7 @@ from typing import get_args
 
 import numpy as np
 
-from shardwright.config.low_precision import FP8Target
+from shardwright.config.low_precision import LowPrecisionTarget
 from shardwright.report.chart_data import Chart, StepAxis
 from shardwright.report.line_chart import draw_curves
 from shardwright.report.rank_charts import (
@@ -126,7 +126,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:
-    """Build charts of the 8-bit operands that rounding changed, for every kind of layer."""
+    """Build charts of the quantised operands that rounding changed, for every kind of layer."""
 
     def read_flushed_percent(kind: str, step: StepEvent) -> float | None:
         fraction = (step.fp8_flushed or {}).get(kind)
@@ -138,17 +138,17 @@ def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:
     build_curves = partial(build_value_chart, runs, axis, should_start_at_zero=True)
     return [
         chart
-        for kind in get_args(FP8Target)
+        for kind in get_args(LowPrecisionTarget)
         for chart in (
             build_curves(
                 f"fp8-flushed-{kind}",
-                f"8-bit operands rounded to zero: {kind}",
+                f"Quantised operands rounded to zero: {kind}",
                 "% of elements",
                 partial(read_flushed_percent, kind),
             ),
             build_curves(
                 f"fp8-saturated-{kind}",
-                f"Saturated 8-bit operands: {kind}",
+                f"Saturated quantised operands: {kind}",
                 "elements, all ranks",
                 partial(read_saturated, kind),
             ),

@@ -185,9 +185,9 @@ def _describe_precision(run: Run) -> str | None:
     section = run.start.recipe.get("precision")
     if not isinstance(section, dict) or "kind" not in section:
         return None
-    options = section.get("fp8")
     if section["kind"] != "fp8":
         return str(section["kind"])
+    options = section.get("fp8")
     return f"fp8 {(options or {}).get('recipe', FP8Section().recipe)}"
 
 

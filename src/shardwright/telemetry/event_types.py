@@ -120,8 +120,8 @@ class StepEvent(Event):
     loss_scale: float | None = None
     """Loss scale, fp16 only."""
     fp8_saturated: dict[str, int] | None = None
-    """8-bit products, at multiples of run.log_every_steps: elements of operands clamped to the
-    format's largest number, over all ranks, by kind of layer."""
+    """8-bit and 4-bit products, at multiples of run.log_every_steps: elements of operands clamped
+    to the format's largest number, over all ranks, by kind of layer."""
     fp8_flushed: dict[str, float] | None = None
     """The same: fraction of the elements that became zero."""
     expert_load: float | None = None

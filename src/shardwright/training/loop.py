@@ -75,7 +75,7 @@ class StepResult:
     transfers: TransferCounts | None = None
     """Transfers of offloaded states. None without offloading."""
     rounding: RoundingReport | None = None
-    """Rounding of 8-bit operands. None in other precisions, and in steps that do not count."""
+    """Rounding of quantised operands. None in other precisions, and in steps that do not count."""
     activation_transfers: TransferCounts | None = None
     """Transfers of saved tensors. None if none are offloaded."""
     parameter_transfers: TransferCounts | None = None
@@ -138,8 +138,8 @@ class TrainingLoop:
             context.recipe.watchdog, RankGrid(plan.layout), ranks.world_size
         )
         experts = validated_run.shape.experts
-        self.saturation_monitor = SaturationMonitor()
         low_precision = plan.precision.low_precision
+        self.saturation_monitor = SaturationMonitor(plan.precision.kind)
         self.kind_of_scaled_weight = (
             {}
             if low_precision is None
@@ -375,7 +375,7 @@ class TrainingLoop:
         )
 
     def _collect_rounding(self, step: int, rounding: RoundingReport) -> dict[str, Any]:
-        """Return the step event's fields of 8-bit operands; warn about persistent saturation."""
+        """Return the step event's fields of quantised operands; warn if they saturate."""
         warning = self.saturation_monitor.observe(rounding)
         if warning is not None:
             self.context.event_logger.log("warning", step=step, message=warning)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwright.architecture import HFClassInit, HFShape, ModelShape, NormalInit, ParameterSpec
 from shardwright.config.data import IGNORED_LABEL
-from shardwright.config.low_precision import FP8Section
+from shardwright.config.low_precision import LowPrecisionSection
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder, DropoutKey
@@ -67,8 +67,8 @@ class VerificationProblem:
     case: VerificationCase
     dtype: VerificationDtype
     seed: int
-    low_precision: FP8Section | None = None
-    """8-bit products of engine and reference; None multiplies in `dtype`."""
+    low_precision: LowPrecisionSection | None = None
+    """Quantised products of engine and reference; None multiplies in `dtype`."""
     is_balanced: bool = False
     """True if the engine assigns rows by their work (`data.assignment`)."""
 
@@ -77,7 +77,7 @@ class VerificationProblem:
         """Precision section for `dtype` and `low_precision`."""
         if self.low_precision is None:
             return PrecisionSection(kind="fp32" if self.dtype == "float32" else "fp64")
-        return PrecisionSection(kind="fp8", fp8=self.low_precision)
+        return PrecisionSection.of_low_precision(self.low_precision)
 
     def build_plan(self, layout: Layout) -> Plan:
         """Build the plan of the case under a layout; rows end with the longest if they may.
@@ -248,7 +248,7 @@ def _build_decoder(problem: VerificationProblem) -> Decoder:
         for name, parameter in decoder.named_parameters():
             parameter.copy_(build_initial_value(problem, specs[name]))
             parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen_names)
-    # The emulation of 8-bit products is their definition; the reference has it, too.
+    # The emulation of quantised products is their definition; the reference has it, too.
     install_low_precision(decoder, problem.build_plan(Layout()), None, torch.device("cpu"))
     return decoder
 

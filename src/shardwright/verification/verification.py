@@ -205,7 +205,7 @@ def verify(
         recipe: source of attention, optimizer, seed and frozen parameters, not of the data.
         shape: the recipe's model, possibly shrunk.
         sequence_length: tokens per row.
-        dtypes: dtypes to compute in; 8-bit products are always verified in float64.
+        dtypes: dtypes to compute in; quantised products are always verified in float64.
         pool: pool that runs the ranks.
         on_result: called with every result when it is finished.
         mutation: known bug on every rank but not in the reference, for tests of the verifier.

@@ -1,4 +1,4 @@
-"""8-bit products on a CUDA device: arguments that its kernels take, and the emulation's numbers."""
+"""Quantised products on a CUDA device: arguments of its kernels, and the emulation's numbers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.architecture import read_config
-from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVFP4Section
 from shardwright.config.training import PrecisionSection
 from shardwright.doctor import scaled_rates
 from shardwright.hardware import MatmulRate
 from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder
 from shardwright.model.products import fp8
-from shardwright.model.products.fp8 import RECIPES
+from shardwright.model.products.operand import PRODUCT_SCALINGS, list_scales, quantise
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.parallel import apply_layout
@@ -60,13 +60,13 @@ def assert_equal_but_for_rounding(computed: Tensor, emulated: Tensor) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRODUCT_SCALINGS)
 def test_kernels_give_the_numbers_of_the_emulation(
     name: str, product: str, size: tuple[int, int, int]
 ) -> None:
     pair = select_operands(product, make_operands(size))
-    emulated = getattr(ScaledProducts(RECIPES[name]), product)(*pair)
-    on_device = ScaledProducts(RECIPES[name], is_emulated=False)
+    emulated = getattr(ScaledProducts(PRODUCT_SCALINGS[name]), product)(*pair)
+    on_device = ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False)
     moved = [each.to(GPU) for each in pair]
     with device.log_synchronisations() as waits:
         computed = getattr(on_device, product)(*moved)
@@ -87,8 +87,8 @@ def test_grouped_kernels_give_the_numbers_of_the_emulation(
     width = 32 if product == "compute_expert_output" else 48
     x = torch.randn(sum(counts), width, generator=generator).bfloat16()
     counts_E = torch.tensor(counts)
-    emulated = getattr(ScaledProducts(RECIPES[name]), product)(x, w_ENK, counts_E)
-    computed = getattr(ScaledProducts(RECIPES[name], is_emulated=False), product)(
+    emulated = getattr(ScaledProducts(PRODUCT_SCALINGS[name]), product)(x, w_ENK, counts_E)
+    computed = getattr(ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False), product)(
         x.to(GPU), w_ENK.to(GPU), counts_E.to(GPU)
     )
     assert computed.shape == emulated.shape
@@ -96,11 +96,11 @@ def test_grouped_kernels_give_the_numbers_of_the_emulation(
         assert_equal_but_for_rounding(computed.cpu().float(), emulated.float())
 
 
-@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "nvfp4"])
 def test_a_value_that_is_not_finite_shows(name: str) -> None:
     operands = make_operands((128, 256, 128))
     operands["x"][3, 40] = torch.inf
-    products = ScaledProducts(RECIPES[name], is_emulated=False)
+    products = ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False)
     out = products.compute_output(operands["x"].to(GPU), operands["w"].to(GPU)).cpu()
     assert bool(out[3].isnan().all())
     assert bool(out[4:].isfinite().all())
@@ -112,18 +112,18 @@ def test_scales_of_mxfp8_are_exact_over_the_whole_range() -> None:
     x = (torch.exp2(exponents)[:, None] * torch.ones(32)).repeat(2, 1)[:224]
     w = torch.ones(16, 32)
     x, w = x.bfloat16(), w.bfloat16()
-    emulated = ScaledProducts(RECIPES["mxfp8"]).compute_output(x, w)
-    computed = ScaledProducts(RECIPES["mxfp8"], is_emulated=False).compute_output(
+    emulated = ScaledProducts(PRODUCT_SCALINGS["mxfp8"]).compute_output(x, w)
+    computed = ScaledProducts(PRODUCT_SCALINGS["mxfp8"], is_emulated=False).compute_output(
         x.to(GPU), w.to(GPU)
     )
     assert torch.equal(computed.cpu(), emulated)
-    assert bool((fp8.quantise(x, RECIPES["mxfp8"].output[0]).multipliers > 0).all())
+    assert bool((fp8.quantise(x, PRODUCT_SCALINGS["mxfp8"].output[0]).multipliers > 0).all())
 
 
 @pytest.mark.parametrize(
     ("capability", "measured"),
     [((8, 0), set()), ((9, 0), {"tensorwise", "rowwise", "blockwise"}),
-     ((10, 0), {"tensorwise", "rowwise", "mxfp8"})],
+     ((10, 0), {"tensorwise", "rowwise", "mxfp8", "nvfp4"})],
 )  # fmt: skip
 def test_the_doctor_measures_the_kernels_of_a_device(
     capability: tuple[int, int], measured: set[str], monkeypatch: pytest.MonkeyPatch
@@ -137,11 +137,15 @@ def test_the_doctor_measures_the_kernels_of_a_device(
 
 
 def compute_gradients(
-    config: dict[str, Any], recipe: FP8Recipe, *, emulate: bool
+    config: dict[str, Any], recipe: LowPrecisionRecipe, *, emulate: bool
 ) -> tuple[float, dict[str, Tensor]]:
     """Compute loss and gradients of a decoder whose plan is applied on the device."""
     shape = read_config(config)
-    section = PrecisionSection(kind="fp8", fp8=FP8Section(recipe=recipe, emulate=emulate))
+    section = PrecisionSection.of_low_precision(
+        NVFP4Section(experimental=True, emulate=emulate)
+        if recipe == "nvfp4"
+        else FP8Section(recipe=recipe, emulate=emulate)
+    )
     specs = {spec.name: spec for spec in shape.list_parameters()}
     with torch.device("meta"):
         decoder = Decoder(shape, compute_dtype=torch.bfloat16)
@@ -168,10 +172,10 @@ def compute_gradients(
 
 @pytest.mark.parametrize(
     ("config", "recipe"),
-    [(SPARSE, "rowwise_with_gw_hp"), (WIDE, "blockwise"), (WIDE, "mxfp8")],
+    [(SPARSE, "rowwise_with_gw_hp"), (WIDE, "blockwise"), (WIDE, "mxfp8"), (WIDE, "nvfp4")],
 )
 def test_a_decoder_computes_as_it_does_with_emulation(
-    config: dict[str, Any], recipe: FP8Recipe, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], recipe: LowPrecisionRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums round to bf16 in another order, and nothing else differs."""
     called: list[str] = []
@@ -200,15 +204,15 @@ def test_a_decoder_computes_as_it_does_with_emulation(
         assert distance < 1e-2, f"{name}: {distance}"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRODUCT_SCALINGS)
 def test_a_quantisation_needs_the_memory_that_the_planner_counts(name: str) -> None:
-    shares = ScaledShares(1.0, 1.0, 1.0, has_wide_weight_gradients=False)
+    shares = ScaledShares(1.0, 1.0, 1.0, False, has_4bit_operands=name == "nvfp4")
     for tokens, width in ((512, 1024), (1024, 256)):
         x = torch.randn(tokens, width).bfloat16().to(GPU)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        matrix = fp8.quantise(x, RECIPES[name].output[0])
+        matrix = quantise(x, PRODUCT_SCALINGS[name].output[0])
         peak = torch.cuda.max_memory_allocated() - before
-        scales = matrix.multipliers.nbytes
+        scales = sum(4 * each.numel() for each in list_scales(matrix))
         counted = count_temporary_bytes("up", tokens, 0, width, shares)
         assert counted <= peak <= counted + 4 * scales

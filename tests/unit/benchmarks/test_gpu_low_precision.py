@@ -1,4 +1,4 @@
-"""The comparison of 8-bit recipes with bf16, rehearsed on a CPU, and its page."""
+"""The comparison of 8-bit and 4-bit recipes with bf16, rehearsed on a CPU, and its page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gpu_low_precision
 from benchmarks.gpu_page import _render_low_precision, render_page
 
-RECIPES = ("tensorwise", "mxfp8")
+RECIPES = ("tensorwise", "mxfp8", "nvfp4")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,6 @@ def test_the_page_names_missing_and_failed_recipes(result: dict[str, Any]) -> No
     whole = render_page(
         {"steps": [{"name": "low precision", "part": 7, "status": "passed", "result": changed}]}
     )
-    assert "## 8-bit products" in whole
+    assert "## 8-bit and 4-bit products" in whole
     assert "tensorwise" in whole
     assert "has another form" not in whole

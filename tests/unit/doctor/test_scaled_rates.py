@@ -31,7 +31,7 @@ def test_a_cpu_measures_the_recipes_that_it_has_kernels_for() -> None:
         assert rate.kernel_flops_per_second is not None
         assert rate.whole_flops_per_second is not None
         assert rate.kernel_flops_per_second > 0 < rate.whole_flops_per_second
-    for recipe in ("blockwise", "mxfp8"):
+    for recipe in ("blockwise", "mxfp8", "nvfp4"):
         assert rates[recipe].obstacle == f"torch has no CPU kernel for {recipe} scales"
         assert not rates[recipe].is_unexpected
     assert list(time_scaled_products(CPU, [LARGE])) == []
@@ -57,6 +57,8 @@ def test_findings_compare_with_bf16_and_between_ranks() -> None:
     assert "with the quantisation of both operands 1.20 times" in finding.value
     assert "emulates" not in finding.value
     assert finding.numbers["times_bf16_with_quantisation"] == pytest.approx(1.2)
+    (other,) = judge_scaled_products({0: [replace(rate, recipe="nvfp4")]}, "cuda")
+    assert other.name == "products, nvfp4"
     slow = replace(rate, kernel_flops_per_second=5e14)
     findings = judge_scaled_products({0: [rate], 1: [rate], 2: [slow], 3: [rate]}, "cuda")
     assert [each.name for each in findings if each.verdict != "pass"] == [

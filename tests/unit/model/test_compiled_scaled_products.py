@@ -1,4 +1,4 @@
-"""8-bit products in compiled blocks: one graph per kind of layer, and the same operands."""
+"""Quantised products in compiled blocks: one graph per kind of layer, and the same operands."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import read_config
-from shardwright.config.low_precision import FP8Recipe
+from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeKind
 from shardwright.model import Decoder
 from shardwright.model.moe import ExpertStack
-from shardwright.model.products import fp8
-from shardwright.model.products.fp8 import RECIPES
 from shardwright.model.products.linear import Linear
+from shardwright.model.products.operand import (
+    PRODUCT_SCALINGS,
+    dequantise,
+    list_scales,
+    quantise,
+)
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 from shardwright.model.routing import ExpertRules
 from shardwright.numerics.recompute import build_recompute_runner
@@ -28,12 +32,13 @@ from tests.unit.model.test_fp8 import SCALINGS, make_matrix
 NUM_LAYERS = 10
 EVERY_RUN = {
     ("llama", "mxfp8", "full"),
+    ("llama", "nvfp4", "selective"),
     ("mixtral", "rowwise_with_gw_hp", "selective"),
 }
 CASES_OF_COMPILATION = [
     pytest.param(*case, marks=() if case in EVERY_RUN else pytest.mark.long, id="-".join(case))
     for model in ("llama", "mixtral")
-    for recipe in get_args(FP8Recipe)
+    for recipe in get_args(LowPrecisionRecipe)
     for recompute in get_args(RecomputeKind)
     if (case := (model, recipe, recompute)) and (model, recipe) != ("mixtral", "tensorwise")
 ]
@@ -64,7 +69,9 @@ def build(model: str, recipe: str, recompute: RecomputeKind) -> Decoder:
     }
     decoder.rounding_totals = RoundingTotals(list(layers))
     for name, module in layers.items():
-        module.scaled = ScaledProducts(RECIPES[recipe], name, totals=decoder.rounding_totals)
+        module.scaled = ScaledProducts(
+            PRODUCT_SCALINGS[recipe], name, totals=decoder.rounding_totals
+        )
     decoder.set_recompute(build_recompute_runner(recompute))
     return decoder
 
@@ -116,9 +123,11 @@ def test_ten_layers_share_one_graph_and_quantise_the_same(
 def compile_quantise() -> Any:
     """Compile all scalings to one graph by Inductor."""
 
-    def quantise_all(values: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        matrices = [fp8.quantise(values, scaling) for scaling in SCALINGS]
-        return [(m.codes, m.multipliers, fp8.dequantise(m)) for m in matrices]
+    scalings = [*SCALINGS, *PRODUCT_SCALINGS["nvfp4"].output]
+
+    def quantise_all(values: Tensor) -> list[list[Tensor]]:
+        matrices = [quantise(values, scaling) for scaling in scalings]
+        return [[m.codes, *list_scales(m), dequantise(m)] for m in matrices]
 
     return torch.compile(quantise_all, fullgraph=True), quantise_all
 
@@ -132,4 +141,7 @@ def test_generated_code_quantises_the_same_bytes(dtype: torch.dtype) -> None:
     for got, want in zip(compiled(values), quantise_all(values), strict=True):
         for left, right in zip(got, want, strict=True):
             assert left.dtype == right.dtype
-            assert torch.equal(left.contiguous().view(torch.uint8), right.view(torch.uint8))
+            left_bytes, right_bytes = (
+                each.contiguous().view(torch.uint8) for each in (left, right)
+            )
+            assert torch.equal(left_bytes, right_bytes)

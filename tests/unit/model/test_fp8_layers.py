@@ -1,9 +1,9 @@
-"""Linear layers and experts that multiply 8-bit operands: plain, deferred, adapted, packed."""
+"""Linear layers and experts that multiply quantised operands: plain, deferred, adapted, packed."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.architecture import AdapterShape, ExpertShape
 from shardwright.model.moe import ExpertStack
-from shardwright.model.products import fp8, nf4
-from shardwright.model.products.fp8 import RECIPES, Scaling
+from shardwright.model.products import fp8, nf4, nvfp4
+from shardwright.model.products.fp8 import Scaling
 from shardwright.model.products.linear import Linear
+from shardwright.model.products.operand import PRODUCT_SCALINGS, Operand
 from shardwright.model.products.product import ProductRule, WeightGradientStore, multiply_by_expert
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 
@@ -44,7 +45,7 @@ def build_linear(
     generator = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.02, generator=generator)
-    layer.scaled = None if name is None else ScaledProducts(RECIPES[name])
+    layer.scaled = None if name is None else ScaledProducts(PRODUCT_SCALINGS[name])
     return layer.to(dtype)
 
 
@@ -58,23 +59,26 @@ def differentiate(layer: nn.Module, x: Tensor, loss_of: Tensor) -> dict[str, Ten
 @contextmanager
 def record_operands() -> Iterator[list[tuple[Scaling, Tensor]]]:
     """Record the codes of every operand, as bytes."""
-    recorded = []
-    quantise = fp8.quantise
+    recorded: list[tuple[Scaling, Tensor]] = []
 
-    def record(
-        values: Tensor, scaling: Scaling, maxima: Tensor | None = None
-    ) -> fp8.QuantisedMatrix:
-        matrix = quantise(values, scaling, maxima)
-        recorded.append((scaling, matrix.codes.contiguous().view(torch.uint8)))
-        return matrix
+    def build_recorder(quantise: Callable[..., Operand]) -> Callable[..., Operand]:
+        def record(values: Tensor, scaling: Scaling, maxima: Tensor | None = None) -> Operand:
+            matrix = quantise(values, scaling, maxima)
+            recorded.append((scaling, matrix.codes.contiguous().view(torch.uint8)))
+            return matrix
 
-    with mock.patch.object(fp8, "quantise", record):
+        return record
+
+    with (
+        mock.patch.object(fp8, "quantise", build_recorder(fp8.quantise)),
+        mock.patch.object(nvfp4, "quantise", build_recorder(nvfp4.quantise)),
+    ):
         yield recorded
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRODUCT_SCALINGS)
 def test_a_layer_computes_the_three_products_of_its_recipe(
     name: str, dtype: torch.dtype, transposed: bool
 ) -> None:
@@ -87,7 +91,7 @@ def test_a_layer_computes_the_three_products_of_its_recipe(
     x_MK = x.detach().flatten(0, 1)
     matrix = layer.weight.detach().to(dtype)
     w_NK = matrix.t() if transposed else matrix
-    recipe = RECIPES[name]
+    recipe = PRODUCT_SCALINGS[name]
     expected = ScaledProducts(recipe).compute_output(x_MK, w_NK) + layer.bias.detach().to(dtype)
     assert product.dtype == dtype
     assert torch.equal(product.detach().flatten(0, 1), expected)
@@ -98,7 +102,7 @@ def test_a_layer_computes_the_three_products_of_its_recipe(
     assert torch.equal(gradients["weight"], weight_gradient.t() if transposed else weight_gradient)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRODUCT_SCALINGS)
 def test_gradients_are_near_those_in_high_precision(name: str) -> None:
     results = []
     for each in (name, None):
@@ -107,12 +111,13 @@ def test_gradients_are_near_those_in_high_precision(name: str) -> None:
         results.append(differentiate(layer, x, layer(x)))
     for key, gradient in results[0].items():
         error = (gradient - results[1][key]).norm() / results[1][key].norm()
-        is_exact = key == "weight" and RECIPES[name].weight_gradient is None
-        assert error == 0.0 if is_exact else 1e-4 < error < 0.1, key
+        is_exact = key == "weight" and PRODUCT_SCALINGS[name].weight_gradient is None
+        limit = 0.2 if name == "nvfp4" else 0.1
+        assert error == 0.0 if is_exact else 1e-4 < error < limit, key
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRODUCT_SCALINGS)
 def test_deferred_and_recomputed_gradients_are_equal_bit_by_bit(
     name: str, transposed: bool
 ) -> None:
@@ -130,7 +135,9 @@ def test_deferred_and_recomputed_gradients_are_equal_bit_by_bit(
         assert set(gradients) == {"x"}
         with record_operands() as recorded:
             products[0].accumulate()
-        assert [scaling for scaling, _ in recorded] == list(RECIPES[name].weight_gradient or ())
+        assert [scaling for scaling, _ in recorded] == list(
+            PRODUCT_SCALINGS[name].weight_gradient or ()
+        )
         assert torch.equal(gradients["x"], expected["x"])
         assert torch.equal(layer.weight.grad, expected["weight"])
         assert layer.weight.grad.is_contiguous()
@@ -151,7 +158,7 @@ def test_adapters_keep_their_precision_over_a_base_of_8_bit_products(is_packed: 
         layer.weight.copy_(packed)
     x = make_inputs()
     x_MK = x.detach().flatten(0, 1)
-    base = ScaledProducts(RECIPES["rowwise"]).compute_output(x_MK, matrix)
+    base = ScaledProducts(PRODUCT_SCALINGS["rowwise"]).compute_output(x_MK, matrix)
     update = x_MK @ layer.lora_A.weight.t() @ layer.lora_B.weight.t() * ADAPTERS.scale
     with record_operands() as recorded:
         product = layer(x)
@@ -161,7 +168,7 @@ def test_adapters_keep_their_precision_over_a_base_of_8_bit_products(is_packed: 
     assert set(gradients) == {"x", "lora_A.weight", "lora_B.weight"}
 
 
-EXPERT_RECIPES = [name for name in RECIPES if name != "tensorwise"]
+EXPERT_RECIPES = [name for name in PRODUCT_SCALINGS if name != "tensorwise"]
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -179,13 +186,13 @@ def test_experts_equal_one_layer_each(name: str, transposed: bool, is_packed: bo
     else:
         weight.requires_grad_()
     x = torch.randn(45, 128, generator=generator, requires_grad=True)
-    scaled = ScaledProducts(RECIPES[name])
+    scaled = ScaledProducts(PRODUCT_SCALINGS[name])
     out = multiply_by_expert(x, weight, counts, ProductRule(128, transposed, scaled=scaled))
     out.square().sum().backward()
     for expert, rows in enumerate(torch.arange(45).split(counts.tolist())):
         layer = Linear(128, 128, bias=False, transposed=transposed)
         # Experts' weight gradients stay in high precision.
-        layer.scaled = ScaledProducts(replace(RECIPES[name], weight_gradient=None))
+        layer.scaled = ScaledProducts(replace(PRODUCT_SCALINGS[name], weight_gradient=None))
         if is_packed:
             layer.quantise()
         layer.weight.data.copy_(weight[expert].detach())
@@ -213,7 +220,7 @@ def test_the_stack_of_experts_passes_its_scaling() -> None:
     experts = mock.Mock(spec=ExpertShape, num_experts=2, matrix_layout="out_in", expert_bias=False)
     stack = ExpertStack(experts, 32, 32)
     nn.init.normal_(stack.weight)
-    stack.scaled = ScaledProducts(RECIPES["mxfp8"])
+    stack.scaled = ScaledProducts(PRODUCT_SCALINGS["mxfp8"])
     with record_operands() as recorded:
         stack(torch.randn(4, 32), torch.tensor([1, 3]))
     assert len(recorded) == 2
@@ -222,7 +229,7 @@ def test_the_stack_of_experts_passes_its_scaling() -> None:
 def test_totals_count_flushed_elements_per_weight() -> None:
     totals = RoundingTotals(["a", "b"])
     layer = build_linear(None)
-    layer.scaled = ScaledProducts(RECIPES["tensorwise"], name="b", totals=totals)
+    layer.scaled = ScaledProducts(PRODUCT_SCALINGS["tensorwise"], name="b", totals=totals)
     x = make_inputs()
     layer(x)
     assert not totals.pop_table(x.device).any()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.model.products.fp8 import RECIPES
 from shardwright.model.products.linear import Linear
+from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 from shardwright.numerics.recompute import build_recompute_runner
 from tests.compiled_graphs import compile_boxed
@@ -36,8 +36,8 @@ def select_operands(product: str, operands: dict[str, Tensor]) -> tuple[Tensor, 
 @pytest.mark.parametrize("name", KERNEL_RECIPES)
 def test_the_cpu_kernel_gives_the_emulations_numbers(name: str, product: str) -> None:
     pair = select_operands(product, make_operands())
-    emulated = getattr(ScaledProducts(RECIPES[name]), product)(*pair)
-    computed = getattr(ScaledProducts(RECIPES[name], is_emulated=False), product)(*pair)
+    emulated = getattr(ScaledProducts(PRODUCT_SCALINGS[name]), product)(*pair)
+    computed = getattr(ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False), product)(*pair)
     # One unit in the last place of bf16: the sums are rounded once, in another order.
     torch.testing.assert_close(computed, emulated, rtol=2.0**-7, atol=1e-6)
     assert (computed == emulated).float().mean() > 0.99
@@ -45,7 +45,7 @@ def test_the_cpu_kernel_gives_the_emulations_numbers(name: str, product: str) ->
 
 @pytest.mark.parametrize("sizes", [(128, 128, 128), (256, 384, 640)])
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRODUCT_SCALINGS)
 def test_operands_have_the_layout_of_the_cuda_kernels(
     name: str, product: str, sizes: tuple[int, int, int]
 ) -> None:
@@ -57,8 +57,8 @@ def test_operands_have_the_layout_of_the_cuda_kernels(
         for name, shape in shapes.items()
     }
     pair = select_operands(product, operands)
-    expected = getattr(ScaledProducts(RECIPES[name]), product)(*pair)
-    out = getattr(ScaledProducts(RECIPES[name], is_emulated=False), product)(*pair)
+    expected = getattr(ScaledProducts(PRODUCT_SCALINGS[name]), product)(*pair)
+    out = getattr(ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False), product)(*pair)
     assert (out.shape, out.dtype) == (expected.shape, torch.bfloat16)
 
 
@@ -66,7 +66,7 @@ def test_the_cuda_checks_refuse_odd_widths() -> None:
     x = torch.empty(48, 40, device="meta")
     w = torch.empty(32, 40, device="meta")
     with pytest.raises(RuntimeError, match="divisible by 16"):
-        ScaledProducts(RECIPES["rowwise"], is_emulated=False).compute_output(x, w)
+        ScaledProducts(PRODUCT_SCALINGS["rowwise"], is_emulated=False).compute_output(x, w)
 
 
 def build_layer(name: str) -> Linear:
@@ -74,7 +74,7 @@ def build_layer(name: str) -> Linear:
     layer = Linear(64, 32, bias=False).bfloat16()
     torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
     totals = RoundingTotals(["w"])
-    layer.scaled = ScaledProducts(RECIPES[name], "w", totals=totals, is_emulated=False)
+    layer.scaled = ScaledProducts(PRODUCT_SCALINGS[name], "w", totals=totals, is_emulated=False)
     return layer
 
 

@@ -1,4 +1,4 @@
-"""Predicted cost of 8-bit products: which products, casts, temporary memory, and the reasons."""
+"""Predicted cost of quantised products: which of them, casts, temporary memory, and reasons."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from typing import Any, get_args
 import pytest
 
 from shardwright.architecture import read_config
-from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.config.low_precision import (
+    FP8Section,
+    LowPrecisionRecipe,
+    NVFP4Section,
+)
+from shardwright.errors import InputError
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.model.products.kernel_support import KernelDevice, explain_missing_kernel
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
+    EAGER_4BIT_BYTES,
     EAGER_BYTES,
     ScaledShares,
     build_scaled_shares,
@@ -43,6 +49,8 @@ LLAMA = WIDE | {
     "head_dim": 128,
 }
 H100 = parse_cluster("8xH100-80GB")
+B200 = parse_cluster("8xB200")
+NVFP4 = NVFP4Section(experimental=True)
 
 
 def make_candidate(config: dict[str, Any], **section: Any) -> Candidate:
@@ -128,6 +136,56 @@ def test_temporary_memory_is_that_of_the_largest_operand() -> None:
     assert 0 <= scaled.memory.total - plain.memory.total <= 1.1 * 9 * 2048 * 4 * 8192
 
 
+def test_4_bit_products_have_their_own_rates_and_casts() -> None:
+    shares = build_scaled_shares(read_config(LLAMA), NVFP4)
+    assert shares == ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True)
+    candidate = Candidate(Layout(), 2048, 4, precision="nvfp4", scaled_shares=shares)
+    assert candidate.is_runnable
+    assert not replace(candidate, scaled_shares=None).is_runnable
+    facts = get_model_facts(read_config(LLAMA))
+    eight = make_candidate(LLAMA)
+    ratio = EAGER_4BIT_BYTES / EAGER_BYTES
+    assert count_quantisation_bytes(facts, facts.kinds[0], candidate) == pytest.approx(
+        [ratio * each for each in count_quantisation_bytes(facts, facts.kinds[0], eight)]
+    )
+    assert count_quantisation_temporary_bytes(facts, candidate) == 20 * 2048 * 4 * 8192
+    efficiency = load_efficiencies().get_efficiency(B200.accelerator)
+    seconds = [
+        compute_layer_seconds(
+            facts, facts.kinds[0], each, DeviceRates(B200, efficiency, each.precision)
+        )
+        for each in (candidate, eight, Candidate(Layout(), 2048, 4))
+    ]
+    # Weight gradients stay in bf16; outputs and input gradients become faster.
+    assert len({each.weight_gradient for each in seconds}) == 1
+    compiled = [
+        compute_layer_seconds(
+            facts,
+            facts.kinds[0],
+            replace(each, compile=True),
+            DeviceRates(B200, efficiency, each.precision),
+        ).forward
+        for each in (candidate, eight, Candidate(Layout(), 2048, 4))
+    ]
+    assert compiled[0] < compiled[1] < compiled[2]
+
+
+def test_the_plan_of_4_bit_products_names_their_gain_and_their_device() -> None:
+    recipe = build_recipe(
+        precision={"kind": "nvfp4", "nvfp4": {"experimental": True}}, layout={"auto": True}
+    )
+    result = plan_recipe(recipe, B200, should_explain=True)
+    assert result.chosen is not None
+    assert result.missing_kernels is None
+    (sentence,) = [s for s in result.explanation if s.startswith("nvfp4 takes")]
+    assert "become 4-bit" in sentence
+    assert "gradients of weights, attention" in sentence
+    with pytest.raises(InputError, match="no hardware support for fp4"):
+        plan_recipe(recipe, H100)
+    # A recipe of another precision is planned without the flag.
+    assert plan_recipe(build_recipe(precision="bf16"), B200, precision="nvfp4").predictions
+
+
 def test_the_plan_explains_the_limits_of_the_gain() -> None:
     recipe = build_recipe(precision={"kind": "fp8"})
     sentences = [
@@ -203,8 +261,8 @@ def test_the_two_tables_of_kernels_agree() -> None:
     for generation, capability in capabilities.items():
         device = KernelDevice(generation, capability, (13, 0))
         accelerator = replace(H100.accelerator, generation=generation)
-        for recipe in get_args(FP8Recipe):
-            section = FP8Section(recipe=recipe)
+        for recipe in get_args(LowPrecisionRecipe):
+            section = NVFP4 if recipe == "nvfp4" else FP8Section(recipe=recipe)
             for each, is_grouped in ((dense, False), (shares, True)):
                 planned = explain_missing_kernels(section, accelerator, each) is None
                 checked = explain_missing_kernel(recipe, device, is_grouped=is_grouped) is None

@@ -182,7 +182,7 @@ def test_rounding_of_8_bit_operands_is_shown_by_kind_of_layer(tmp_path: Path) ->
     )
     page = render(run)
     for kind in ("attention", "mlp"):
-        assert f"8-bit operands rounded to zero: {kind}" in page
+        assert f"Quantised operands rounded to zero: {kind}" in page
         assert f'id="fp8-saturated-{kind}"' in page
     assert "experts" not in page
     charts = {chart.key: chart for chart in build_charts(load_runs([run]))}
@@ -193,7 +193,7 @@ def test_rounding_of_8_bit_operands_is_shown_by_kind_of_layer(tmp_path: Path) ->
         "fp8-saturated-attention": 0.0,
         "fp8-saturated-mlp": 17.0,
     }
-    assert "8-bit operands" not in render(write_run(tmp_path / "wide", 3))
+    assert "uantised operands" not in render(write_run(tmp_path / "wide", 3))
 
 
 def test_offloaded_states_are_shown_beside_the_memory_of_the_device(tmp_path: Path) -> None:

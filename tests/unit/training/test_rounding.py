@@ -1,4 +1,4 @@
-"""Counts of saturated and flushed 8-bit operands: by kind of layer, in events, and warnings."""
+"""Counts of saturated and flushed quantised operands: by kind of layer, in events, and warnings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 
-from shardwright.config.low_precision import FP8Recipe
-from shardwright.model.products import fp8
+from shardwright.config.low_precision import LowPrecisionRecipe
+from shardwright.model.products import fp8, nvfp4
+from shardwright.model.products.operand import get_widest_blocks
 from shardwright.telemetry.event_log import StepEvent, WarningEvent, read_events
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.metrics.rounding import RoundingReport, SaturationMonitor, read_rounding
@@ -40,18 +41,26 @@ def test_persistent_saturation_is_named_once() -> None:
     assert "precision.fp8.exclude" in named[0]
 
 
-@pytest.mark.parametrize("is_stale", [False, True])
-def test_a_run_logs_its_rounding(tmp_path: Path, is_stale: bool) -> None:
-    sections: dict[str, Any] = {
-        "precision": {"kind": "fp8", "fp8": {"compute": "fp32"}},
-    }
-    recipe = build_recipe(tmp_path, **sections)
-    quantise = fp8.quantise
+@pytest.mark.parametrize(
+    ("precision", "is_stale"),
+    [
+        ({"kind": "fp8", "fp8": {"compute": "fp32"}}, False),
+        ({"kind": "fp8", "fp8": {"compute": "fp32"}}, True),
+        ({"kind": "nvfp4", "nvfp4": {"compute": "fp32", "experimental": True}}, False),
+        ({"kind": "nvfp4", "nvfp4": {"compute": "fp32", "experimental": True}}, True),
+    ],
+)
+def test_a_run_logs_its_rounding(tmp_path: Path, precision: dict[str, Any], is_stale: bool) -> None:
+    wide = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 32}
+    recipe = build_recipe(tmp_path, precision=precision, model={"config": CONFIG | wide})
+    module = fp8 if precision["kind"] == "fp8" else nvfp4
+    quantise = module.quantise
 
     def quantise_stale(values: Any, scaling: Any, maxima: Any = None) -> Any:
-        return quantise(values, scaling, fp8.compute_block_maxima(values, scaling) / 2)
+        own = fp8.compute_block_maxima(values, get_widest_blocks(scaling))
+        return quantise(values, scaling, own / 8)
 
-    with mock.patch.object(fp8, "quantise", quantise_stale if is_stale else quantise):
+    with mock.patch.object(module, "quantise", quantise_stale if is_stale else quantise):
         train(recipe)
     events = list(read_events(tmp_path / "run/events.jsonl"))
     steps = [event for event in events if isinstance(event, StepEvent)]
@@ -83,12 +92,13 @@ def test_rows_have_whole_blocks_or_are_full(
     "name",
     [
         pytest.param(
-            name, marks=() if name in ("rowwise_with_gw_hp", "mxfp8") else pytest.mark.long
+            name,
+            marks=() if name in ("rowwise_with_gw_hp", "mxfp8", "nvfp4") else pytest.mark.long,
         )
-        for name in get_args(FP8Recipe)
+        for name in get_args(LowPrecisionRecipe)
     ],
 )
-def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path, name: FP8Recipe) -> None:
+def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path, name: LowPrecisionRecipe) -> None:
     training = {
         "sequence_length": 128 if name == "blockwise" else 32,
         "global_batch_size": 8,
@@ -96,7 +106,9 @@ def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path, name: FP8Recipe) -> 
         "learning_rate": 1e-2,
         "schedule": "constant",
     }
-    precision = {"kind": "fp8", "fp8": {"recipe": name, "compute": "fp32"}}
+    precision: dict[str, Any] = {"kind": "fp8", "fp8": {"recipe": name, "compute": "fp32"}}
+    if name == "nvfp4":
+        precision = {"kind": name, name: {"experimental": True, "compute": "fp32"}}
     wide = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128}
     config = CONFIG | wide | {"max_position_embeddings": 128, "num_hidden_layers": 1}
 

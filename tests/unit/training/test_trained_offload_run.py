@@ -211,7 +211,7 @@ def test_weights_are_read_and_compared_by_name(tmp_path: Path) -> None:
         (DISK, {"layout": {"dp_shard": 2, "zero_stage": 3}}, 2, "that ZeRO shards over ranks"),
         (DISK, {"optimizer": {"name": "muon"}}, 1, "the update of muon needs all weights"),
         (DISK, {"optimizer": {"name": "adafactor"}}, 1, "the update of adafactor needs all"),
-        (DISK, {"precision": "fp8"}, 1, "products of 8-bit operands"),
+        (DISK, {"precision": "fp8"}, 1, "products of quantised operands"),
     ],
 )
 def test_unsupported_runs_are_refused_with_a_remedy(

@@ -190,10 +190,10 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
             f"!: tight: fits as predicted, but with a probability below {MIN_FIT_PROBABILITY:.0%}",
             highlight=False,
         )
-    if any(prediction.candidate.precision == "fp8" for prediction in result.predictions):
+    if any(prediction.candidate.precision in ("fp8", "nvfp4") for prediction in result.predictions):
         console.print(
-            "fp8: rates from published runs of other trainers, casts as made by this one; not "
-            "measured here. Recipes that `train` emulates are far slower (docs/low-precision.md)",
+            "fp8, nvfp4: rates from published runs of other trainers, casts as made by this one; "
+            "not measured here. What `train` emulates is far slower (docs/low-precision.md)",
             highlight=False,
         )
     if result.missing_kernels is not None:

@@ -1,1 +1,1 @@
-"""Matrix products of the decoder: plain, grouped by expert, of 8-bit operands, of 4-bit weights."""
+"""Matrix products of the decoder: plain, by expert, of quantised operands, of 4-bit weights."""

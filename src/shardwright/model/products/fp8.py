@@ -142,7 +142,7 @@ def quantise(values_RC: Tensor, scaling: Scaling, maxima: Tensor | None = None) 
         maxima = compute_block_maxima(values_RC, scaling)
     multipliers = _compute_multipliers(maxima, scaling)
     largest = torch.finfo(scaling.code_dtype).max
-    scaled_RC = _apply_by_block(torch.mul, values_RC.float(), multipliers, scaling)
+    scaled_RC = apply_by_block(torch.mul, values_RC.float(), multipliers, scaling)
     # Clamped in fp32: casts of older torch do not saturate, nor does e5m2's in any version.
     codes_RC = scaled_RC.clamp(-largest, largest).to(scaling.code_dtype)
     return QuantisedMatrix(codes_RC, multipliers, scaling)
@@ -150,13 +150,13 @@ def quantise(values_RC: Tensor, scaling: Scaling, maxima: Tensor | None = None) 
 
 def dequantise(matrix: QuantisedMatrix) -> Tensor:
     """Return the values that the codes stand for, fp32, `[R, C]`."""
-    return _apply_by_block(torch.div, matrix.codes.float(), matrix.multipliers, matrix.scaling)
+    return apply_by_block(torch.div, matrix.codes.float(), matrix.multipliers, matrix.scaling)
 
 
 def count_rounding(values_RC: Tensor, matrix: QuantisedMatrix) -> RoundingCounts:
     """Count the values that quantisation saturated or flushed to zero, and non-finite ones."""
     is_finite = values_RC.isfinite()
-    magnitudes_RC = _apply_by_block(
+    magnitudes_RC = apply_by_block(
         torch.mul, values_RC.float().abs(), matrix.multipliers, matrix.scaling
     )
     boundary = _SATURATION_BOUNDARIES[matrix.scaling.code_dtype]
@@ -179,7 +179,7 @@ def _compute_multipliers(maxima: Tensor, scaling: Scaling) -> Tensor:
     return torch.where(maxima.isfinite(), multipliers, torch.nan)
 
 
-def _apply_by_block(
+def apply_by_block(
     operation: Callable[[Tensor, Tensor], Tensor],
     values_RC: Tensor,
     multipliers: Tensor,

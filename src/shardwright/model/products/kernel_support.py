@@ -1,4 +1,4 @@
-"""Devices whose kernels multiply the operands of each 8-bit recipe.
+"""Devices whose kernels multiply the operands of each low-precision recipe.
 
 Sources: torch's checks of `scaled_mm` and `scaled_grouped_mm`; NVIDIA's CUDA C++ Programming Guide,
 "Compute capabilities".
@@ -10,24 +10,26 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwright.config.low_precision import FP8Recipe
+from shardwright.config.low_precision import LowPrecisionRecipe
 
 Capability = tuple[int, int]
 
-_CAPABILITIES: dict[FP8Recipe, tuple[Capability, Capability | None]] = {
+_CAPABILITIES: dict[LowPrecisionRecipe, tuple[Capability, Capability | None]] = {
     "tensorwise": ((8, 9), None),
     "rowwise": ((9, 0), None),
     "rowwise_with_gw_hp": ((9, 0), None),
     "blockwise": ((9, 0), (9, 9)),
     "mxfp8": ((10, 0), None),
+    "nvfp4": ((10, 0), None),
 }
 """First and last compute capability with a kernel for a recipe's scales; None: no last one."""
-_GROUPED_CAPABILITIES: dict[FP8Recipe, tuple[Capability, ...]] = {
+_GROUPED_CAPABILITIES: dict[LowPrecisionRecipe, tuple[Capability, ...]] = {
     "rowwise": ((9, 0), (10, 0)),
     "rowwise_with_gw_hp": ((9, 0), (10, 0)),
 }
 """Compute capabilities with a kernel for stacked experts."""
 _FIRST_8BIT_CAPABILITY = (8, 9)
+_FIRST_4BIT_CAPABILITY = (10, 0)
 _FIRST_BF16_CAPABILITY = (8, 0)
 _FIRST_CUDA_OF_BLOCKS = (12, 9)
 """First CUDA release whose cuBLAS takes scales per block."""
@@ -35,7 +37,7 @@ _FIRST_CUDA_OF_BLOCKS = (12, 9)
 
 @dataclass(frozen=True)
 class KernelDevice:
-    """A device that torch calls CUDA, as far as its 8-bit kernels depend on it."""
+    """A device that torch calls CUDA, as far as its 8-bit and 4-bit kernels depend on it."""
 
     name: str
     capability: Capability
@@ -63,7 +65,7 @@ def parse_cuda_version(text: str) -> tuple[int, int]:
 
 
 def explain_missing_kernel(
-    recipe: FP8Recipe, device: KernelDevice, *, is_grouped: bool = False
+    recipe: LowPrecisionRecipe, device: KernelDevice, *, is_grouped: bool = False
 ) -> str | None:
     """Explain why a device cannot multiply a recipe's operands; None if it can.
 
@@ -72,7 +74,12 @@ def explain_missing_kernel(
     """
     place = f"{device.name} (compute capability {format_capability(device.capability)})"
     if device.cuda_version is None:
-        return f"{place}: only NVIDIA's 8-bit formats are supported, and torch is built for ROCm"
+        return f"{place}: only NVIDIA's formats are supported, and torch is built for ROCm"
+    if recipe == "nvfp4" and device.capability < _FIRST_4BIT_CAPABILITY:
+        return (
+            f"{place} has no 4-bit floating-point units: they begin with "
+            f"{format_capability(_FIRST_4BIT_CAPABILITY)} (Blackwell)"
+        )
     if device.capability < _FIRST_8BIT_CAPABILITY:
         precisions = "bf16, fp16, TF32 and fp32"
         if device.capability < _FIRST_BF16_CAPABILITY:
@@ -84,7 +91,7 @@ def explain_missing_kernel(
     first, last = _CAPABILITIES[recipe]
     if device.capability < first or (last is not None and device.capability > last):
         return f"torch has no kernel for {recipe} scales on {place}; {_list_kernels(device)}"
-    if recipe in ("blockwise", "mxfp8") and device.cuda_version < _FIRST_CUDA_OF_BLOCKS:
+    if recipe in ("blockwise", "mxfp8", "nvfp4") and device.cuda_version < _FIRST_CUDA_OF_BLOCKS:
         built, needed = map(format_capability, (device.cuda_version, _FIRST_CUDA_OF_BLOCKS))
         return f"{recipe} kernels need CUDA {needed}, and this torch is built for CUDA {built}"
     if is_grouped and device.capability not in _GROUPED_CAPABILITIES.get(recipe, ()):
@@ -105,6 +112,8 @@ def _list_kernels(device: KernelDevice) -> str:
     possible = [
         recipe
         for recipe, (first, last) in _CAPABILITIES.items()
-        if first <= device.capability and (last is None or device.capability <= last)
+        if recipe != "nvfp4"
+        and first <= device.capability
+        and (last is None or device.capability <= last)
     ]
     return f"it has kernels for {', '.join(possible)}"

@@ -39,7 +39,7 @@ class Linear(nn.Module):
     gradient_store: WeightGradientStore | None = None
     """Store of deferred weight gradients, under a schedule with split backward passes."""
     scaled: ScaledProducts | None = None
-    """Products of 8-bit operands with its own weight; adapters multiply in x's precision."""
+    """Products of quantised operands with its own weight; adapters multiply in x's precision."""
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
     adapters: AdapterShape | None = None
     is_adapter_enabled: bool = True

@@ -3,7 +3,7 @@
 All of them are computed here: outputs, gradients of inputs, and gradients of weights, at once or
 deferred. A weight is a matrix in any floating-point dtype, or packed bytes (`nf4`) that are
 dequantised in the forward and again in the backward pass. The operands have the precision of x,
-or 8 bits (`scaled_product`).
+or 8 or 4 bits (`scaled_product`).
 
 Zero-bubble schedules split a backward pass into I (gradients of inputs, for the preceding
 stage) and W (gradients of weights). Here I is an ordinary backward pass in which a linear product
@@ -45,7 +45,7 @@ class ProductRule(NamedTuple):
     store: WeightGradientStore | None = None
     """Store under a schedule with split backward passes."""
     scaled: ScaledProducts | None = None
-    """Products of 8-bit operands; None multiplies in x's precision."""
+    """Products of quantised operands; None multiplies in x's precision."""
 
 
 def multiply(

@@ -1,4 +1,4 @@
-"""Products of quantised matrices by torch's kernels for 8-bit operands.
+"""Products of quantised matrices by torch's kernels for 8-bit and 4-bit operands.
 
 The kernels sum over the columns of a row-major left and the rows of a column-major right matrix.
 
@@ -9,6 +9,7 @@ The kernels sum over the columns of a row-major left and the rows of a column-ma
 | 1 x 128, 128 x 1 | `BlockWise1x128` twice | fp32, column-major `[M, K / 128]`, `[N, K / 128]` |
 | 1 x 128, 128 x 128 | `BlockWise1x128`, `BlockWise128x128` | as above; see `_multiply_blocks` |
 | 1 x 32, 32 x 1 | `BlockWise1x32` twice | E8M0 bytes, ordered by `arrange_scales` |
+| 1 x 16, 16 x 16 in two levels | `BlockWise1x16`, `TensorWise` | E4M3 bytes, as above; fp32 |
 | row, column of an expert | `scaled_grouped_mm` with `RowWise` | fp32, `[M]` and `[E, N]` |
 
 Sources: documentation of `torch.nn.functional.scaled_mm` and the checks of its operator; cuBLAS
@@ -25,19 +26,30 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from shardwright.model.products.fp8 import QuantisedMatrix
+from shardwright.model.products.nvfp4 import TwoLevelMatrix
+from shardwright.model.products.operand import Operand
 
 DIM_MULTIPLE = 16
 """The kernels take a summed dim and output columns that are multiples of this."""
+SUMMED_MULTIPLE_OF_4BIT = 32
+"""The kernel for 4 bits takes summed dims that are multiples of this: 16 bytes."""
 
 _TILE_ROWS = 128
 _TILE_COLUMNS = 4
 """Scales of a tile of cuBLAS."""
 _E8M0_EXPONENTS = 254
 """Sum of the exponent bits of a power of two and of its inverse."""
+_E4M3_OF_E2M1 = 12
+"""Difference of the codes of a number from 1 to 6 in E4M3, without its two last bits, which are
+zero, and in E2M1."""
 
 
-def multiply_on_device(left: QuantisedMatrix, right: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
+def multiply_on_device(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
     """Compute left @ right, `[M, N]`, in `dtype`."""
+    if isinstance(left, TwoLevelMatrix) or isinstance(right, TwoLevelMatrix):
+        assert isinstance(left, TwoLevelMatrix)
+        assert isinstance(right, TwoLevelMatrix)
+        return _multiply_two_levels(left, right, dtype)
     codes_MK = left.codes.contiguous()
     codes_KN = right.codes.t().contiguous().t()
     if left.codes.shape[0] == 0:
@@ -46,9 +58,9 @@ def multiply_on_device(left: QuantisedMatrix, right: QuantisedMatrix, dtype: tor
         return F.scaled_mm(
             codes_MK,
             codes_KN,
-            arrange_scales(_compute_e8m0_bytes(left.multipliers)),
+            arrange_scales(_compute_e8m0_scales(left.multipliers)),
             ScalingType.BlockWise1x32,
-            arrange_scales(_compute_e8m0_bytes(right.multipliers.t())),
+            arrange_scales(_compute_e8m0_scales(right.multipliers.t())),
             ScalingType.BlockWise1x32,
             swizzle_a=SwizzleType.SWIZZLE_32_4_4,
             swizzle_b=SwizzleType.SWIZZLE_32_4_4,
@@ -110,16 +122,58 @@ def multiply_experts_on_device(
 
 
 def arrange_scales(scales: Tensor) -> Tensor:
-    """Order the bytes of E8M0 scales, `[rows, blocks]`, as the tensor cores read them, flat.
+    """Order scales of a byte each, `[rows, blocks]`, as the tensor cores read them, flat.
 
     The scales are split into tiles of 128 rows and 4 blocks. Within a tile, row r is in line
     r mod 32, at place r // 32. Missing scales of the last tiles are zero bytes.
     """
     num_rows, num_blocks = scales.shape
     padding = (0, -num_blocks % _TILE_COLUMNS, 0, -num_rows % _TILE_ROWS)
-    tiles = F.pad(scales.view(torch.uint8), padding)
+    tiles = F.pad(scales.contiguous().view(torch.uint8), padding)
     tiles = tiles.unflatten(1, (-1, _TILE_COLUMNS)).unflatten(0, (-1, 4, 32))
-    return tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e8m0fnu)
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
+
+
+def pack_e2m1(codes_RC: Tensor) -> Tensor:
+    """Pack E2M1 numbers, stored as the equal E4M3 ones, two to a byte along the rows.
+
+    The first of a pair has the lower bits. NaN, which the scales have too, becomes 6.
+    """
+    bytes_RC = codes_RC.contiguous().view(torch.uint8)
+    signs_RC = (bytes_RC >> 4) & 0b1000
+    magnitudes_RC = ((bytes_RC & 0x7F) >> 2).clamp(_E4M3_OF_E2M1, _E4M3_OF_E2M1 + 7) - _E4M3_OF_E2M1
+    # 0.5 is subnormal in E2M1 only: its code would be 0.
+    is_half_RC = (bytes_RC & 0x7F) == _E4M3_OF_E2M1 << 2
+    numbers_RC = signs_RC | magnitudes_RC | is_half_RC
+    packed = numbers_RC[:, ::2] | (numbers_RC[:, 1::2] << 4)
+    return packed.view(torch.float4_e2m1fn_x2)
+
+
+def _multiply_two_levels(left: TwoLevelMatrix, right: TwoLevelMatrix, dtype: torch.dtype) -> Tensor:
+    """Multiply blocks of 1 x 16 by blocks of 16 x 16 with one outer scale.
+
+    The kernel applies the outer scale of `right`. Those of the rows of `left` are powers of two,
+    so that multiplying the result by them is exact.
+    """
+    num_rows = left.codes.shape[0]
+    if num_rows == 0:
+        return left.codes.new_empty((0, right.codes.shape[1]), dtype=dtype)
+    kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    orders = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    assert right.scaling.columns is not None
+    column_scales = right.block_scales.t().repeat_interleave(right.scaling.columns, 0)
+    product_MN = F.scaled_mm(
+        pack_e2m1(left.codes),
+        pack_e2m1(right.codes.t()).t(),
+        [arrange_scales(left.block_scales), torch.ones_like(right.outer_scales).view(1)],
+        kinds,
+        [arrange_scales(column_scales), right.outer_scales.view(1)],
+        kinds,
+        swizzle_a=orders,
+        swizzle_b=orders,
+        output_dtype=dtype,
+    )
+    return product_MN * left.outer_scales.to(dtype)
 
 
 def _multiply_blocks(
@@ -152,7 +206,7 @@ def _multiply_blocks(
     )
 
 
-def _compute_e8m0_bytes(multipliers: Tensor) -> Tensor:
+def _compute_e8m0_scales(multipliers: Tensor) -> Tensor:
     """Compute the inverse of powers of two in the format E8M0; NaN stays NaN (byte 255)."""
     exponents = multipliers.contiguous().view(torch.int32) >> 23
-    return (_E8M0_EXPONENTS - exponents).to(torch.uint8)
+    return (_E8M0_EXPONENTS - exponents).to(torch.uint8).view(torch.float8_e8m0fnu)

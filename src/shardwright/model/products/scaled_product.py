@@ -1,4 +1,4 @@
-"""The three products of a layer with 8-bit operands, of a whole weight or of a rank's shard.
+"""The three products of a layer with quantised operands, of a whole weight or of a rank's shard.
 
 A block of elements that share a scale may span the dim that tensor parallelism shards. Its ranks
 then agree on the block's maximum first, so that each quantises its part as one process
@@ -9,7 +9,7 @@ quantises the whole. Which products agree:
     inputs     x, w            w if whole        x if whole
 
 "If whole": where one scale covers the tensor. Blocks of a fixed size lie within a shard
-(`placement.check_low_precision`).
+(`placement.check_low_precision`). With two levels of scales (`nvfp4`), these are the outer ones.
 
 Legend: M tokens, N output features, K input features, E experts.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakValueDictionary
 
@@ -28,6 +28,18 @@ from torch import Tensor
 from shardwright.model.products import fp8
 from shardwright.model.products.fp8 import ProductScaling, QuantisedMatrix, Scaling
 from shardwright.model.products.grouped_matmul import multiply_grouped
+from shardwright.model.products.operand import (
+    Operand,
+    count_rounding,
+    dequantise,
+    get_widest_blocks,
+    limit_rows,
+    list_scales,
+    quantise,
+    rebuild_operand,
+    replace_first_scales,
+    transpose,
+)
 from shardwright.model.products.scaled_matmul import multiply_experts_on_device, multiply_on_device
 
 LayerDim = Literal["tokens", "inputs", "outputs"]
@@ -46,7 +58,7 @@ class RoundingTotals:
     def __init__(self, names: Sequence[str]) -> None:
         """
         Args:
-            names: Weights of the whole model that multiply 8-bit operands.
+            names: Weights of the whole model that multiply quantised operands.
         """
         self.names = tuple(names)
         self.is_counting = False
@@ -54,9 +66,9 @@ class RoundingTotals:
         self._row_of_name = {name: row for row, name in enumerate(self.names)}
         self._table: Tensor | None = None
 
-    def add(self, name: str, values_RC: Tensor, matrix: QuantisedMatrix) -> None:
+    def add(self, name: str, values_RC: Tensor, operand: Operand) -> None:
         """Count one operand, without waiting for the device."""
-        counts = fp8.count_rounding(values_RC, matrix)
+        counts = count_rounding(values_RC, operand)
         if self._table is None:
             self._table = self._make_table(values_RC.device)
         row = self._table[self._row_of_name[name]]
@@ -76,7 +88,7 @@ class RoundingTotals:
 
 @dataclass(eq=False)
 class ScaledProducts:
-    """Products of one weight with 8-bit operands.
+    """Products of one weight with quantised operands.
 
     Not frozen: the compiler would specialise compiled code to every field of a frozen dataclass,
     and the name would make a graph of every layer. Compiled code reads `key`, a tensor, instead.
@@ -105,13 +117,11 @@ class ScaledProducts:
         left, right = self.quantise_output_operands(x_MK, w_NK)
         return self._multiply(left, right, x_MK.dtype)
 
-    def quantise_output_operands(
-        self, x_MK: Tensor, w_NK: Tensor
-    ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
+    def quantise_output_operands(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Operand, Operand]:
         """Quantise the operands of x w^T, `[M, K]` and `[K, N]`."""
         x_scaling, w_scaling = self.scaling.output
         x_operand = self.quantise(x_MK, x_scaling, _X)
-        return x_operand, _transpose(self.quantise(w_NK, w_scaling, _W))
+        return x_operand, transpose(self.quantise(w_NK, w_scaling, _W))
 
     def compute_input_gradient(self, g_MN: Tensor, w_NK: Tensor) -> Tensor:
         """Compute g w, `[M, K]`, in g's dtype."""
@@ -126,7 +136,7 @@ class ScaledProducts:
             return g_MN.t() @ x_MK
         g_scaling, x_scaling = self.scaling.weight_gradient
         return self._multiply(
-            _transpose(self.quantise(g_MN, g_scaling, _G)),
+            transpose(self.quantise(g_MN, g_scaling, _G)),
             self.quantise(x_MK, x_scaling, _X),
             g_MN.dtype,
         )
@@ -154,51 +164,51 @@ class ScaledProducts:
         dims: tuple[LayerDim, LayerDim],
         *,
         num_matrices: int = 1,
-    ) -> QuantisedMatrix:
+    ) -> Operand:
         """Quantise an operand whose rows and columns are the layer's `dims`.
 
         Args:
             num_matrices: Matrices stacked along the rows, each quantised by itself.
         """
         maxima = None
-        blocks = dict(zip(dims, (scaling.rows, scaling.columns), strict=True))
-        if num_matrices > 1 and scaling.rows is None:
-            scaling = replace(scaling, rows=values_RC.shape[0] // num_matrices)
+        widest = get_widest_blocks(scaling)
+        blocks = dict(zip(dims, (widest.rows, widest.columns), strict=True))
+        if num_matrices > 1:
+            scaling = limit_rows(scaling, values_RC.shape[0] // num_matrices)
         spans_ranks = self.sharded in blocks and blocks[self.sharded] is None
         if self.reduce_maxima is not None and spans_ranks:
-            maxima = self.reduce_maxima(fp8.compute_block_maxima(values_RC, scaling))
-        matrix = fp8.quantise(values_RC, scaling, maxima)
+            own_maxima = fp8.compute_block_maxima(values_RC, get_widest_blocks(scaling))
+            maxima = self.reduce_maxima(own_maxima)
+        operand = quantise(values_RC, scaling, maxima)
         if self.totals is None:
-            return matrix
+            return operand
         if torch.compiler.is_compiling():
-            return matrix._replace(multipliers=self._count_in_operator(values_RC, matrix))
+            return replace_first_scales(operand, self._count_in_operator(values_RC, operand))
         if self.totals.is_counting:
-            self.totals.add(self.name, values_RC, matrix)
-        return matrix
+            self.totals.add(self.name, values_RC, operand)
+        return operand
 
-    def _count_in_operator(self, values_RC: Tensor, matrix: QuantisedMatrix) -> Tensor:
-        """Count an operand in compiled code; the result replaces its multipliers."""
-        multipliers: Tensor = _count_operand(
+    def _count_in_operator(self, values_RC: Tensor, operand: Operand) -> Tensor:
+        """Count an operand in compiled code; the result replaces its first scales."""
+        scales: Tensor = _count_operand(
             values_RC,
-            matrix.codes,
-            matrix.multipliers,
-            matrix.scaling.rows,
-            matrix.scaling.columns,
+            operand.codes,
+            list_scales(operand),
+            operand.scaling.rows,
+            operand.scaling.columns,
             self.key,
         )
-        return multipliers
+        return scales
 
-    def _multiply(
-        self, left: QuantisedMatrix, right: QuantisedMatrix, dtype: torch.dtype
-    ) -> Tensor:
+    def _multiply(self, left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
         if not self.is_emulated:
             return multiply_on_device(left, right, dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        return (fp8.dequantise(left).to(wide) @ fp8.dequantise(right).to(wide)).to(dtype)
+        return (dequantise(left).to(wide) @ dequantise(right).to(wide)).to(dtype)
 
     def _multiply_grouped(
         self,
-        left: QuantisedMatrix,
+        left: Operand,
         w_ENK: Tensor,
         w_scaling: Scaling,
         counts_E: Tensor,
@@ -206,16 +216,18 @@ class ScaledProducts:
         is_transposed: bool,
     ) -> Tensor:
         """Multiply rows by the experts' matrices, each quantised by itself."""
-        assert left.scaling.rows == 1, "rows of different experts share no scale"
+        assert get_widest_blocks(left.scaling).rows == 1, "rows of different experts share no scale"
         right = self.quantise(w_ENK.flatten(0, 1), w_scaling, _W, num_matrices=w_ENK.shape[0])
         if not self.is_emulated:
+            assert isinstance(left, QuantisedMatrix), "4-bit experts have no kernel"
+            assert isinstance(right, QuantisedMatrix)
             return multiply_experts_on_device(
                 left, right, counts_E, dtype, is_transposed=is_transposed
             )
         wide = torch.promote_types(dtype, torch.float32)
         product_M = multiply_grouped(
-            fp8.dequantise(left).to(wide),
-            fp8.dequantise(right).to(wide).unflatten(0, (w_ENK.shape[0], -1)),
+            dequantise(left).to(wide),
+            dequantise(right).to(wide).unflatten(0, (w_ENK.shape[0], -1)),
             counts_E,
             transposed=is_transposed,
         )
@@ -231,38 +243,29 @@ _counted_products: WeakValueDictionary[int, ScaledProducts] = WeakValueDictionar
 def _count_operand(
     values: torch.Tensor,
     codes: torch.Tensor,
-    multipliers: torch.Tensor,
+    scales: Sequence[torch.Tensor],
     rows: int | None,
     columns: int | None,
     key: torch.Tensor,
 ) -> torch.Tensor:
-    """Count an operand if its step counts; return a copy of the multipliers.
+    """Count an operand if its step counts; return a copy of its first scales.
 
     The product reads the copy, so the compiler does not remove the operator as unused.
     """
     products = _counted_products[int(key)]
     if products.totals is not None and products.totals.is_counting:
-        scaling = Scaling(rows, columns, codes.dtype)
-        products.totals.add(products.name, values, QuantisedMatrix(codes, multipliers, scaling))
-    return multipliers.clone(memory_format=torch.contiguous_format)
+        operand = rebuild_operand(codes, scales, rows, columns)
+        products.totals.add(products.name, values, operand)
+    return scales[0].clone(memory_format=torch.contiguous_format)
 
 
 @_count_operand.register_fake
 def _fake_count_operand(
     values: Tensor,
     codes: Tensor,
-    multipliers: Tensor,
+    scales: Sequence[Tensor],
     rows: int | None,
     columns: int | None,
     key: Tensor,
 ) -> Tensor:
-    return torch.empty_like(multipliers, memory_format=torch.contiguous_format)
-
-
-def _transpose(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    scaling = matrix.scaling
-    return QuantisedMatrix(
-        matrix.codes.t(),
-        matrix.multipliers.t(),
-        replace(scaling, rows=scaling.columns, columns=scaling.rows),
-    )
+    return torch.empty_like(scales[0], memory_format=torch.contiguous_format)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from shardwright.hardware import Cluster
 from shardwright.planner.rates.efficiency import Efficiency
 
-_PEAK_PRECISIONS = {"fp8": "fp8", "nvfp4": "fp4"}
+PEAK_PRECISIONS = {"fp8": "fp8", "nvfp4": "fp4"}
+"""Precisions of the peaks that quantised products reach, by kind of precision."""
 
 
 class DeviceRates:
@@ -16,9 +17,9 @@ class DeviceRates:
         accelerator = cluster.accelerator
         self.cluster = cluster
         self.efficiency = efficiency
-        self.precision = _PEAK_PRECISIONS.get(precision, precision)
+        self.precision = PEAK_PRECISIONS.get(precision, precision)
         self.peak_flops_per_second = accelerator.get_peak_flops_per_second(self.precision)
-        self.attention_precision = "bf16" if precision in _PEAK_PRECISIONS else self.precision
+        self.attention_precision = "bf16" if precision in PEAK_PRECISIONS else self.precision
         self.attention_peak_flops_per_second = accelerator.get_peak_flops_per_second(
             self.attention_precision
         )
@@ -33,7 +34,7 @@ class DeviceRates:
             self.bytes_per_second = cluster.profile.memory_bytes_per_second
             self.update_bytes_per_second = cluster.profile.memory_bytes_per_second
         self.operand_bytes = {"fp8": 1, "fp4": 1, "fp32": 4, "fp64": 8}.get(self.precision, 2)
-        self.is_low_precision = precision in _PEAK_PRECISIONS
+        self.is_low_precision = precision in PEAK_PRECISIONS
         """True if blocks multiply in fewer bits than the head and everything else, which stay
         in bf16."""
         self._high_precision = (

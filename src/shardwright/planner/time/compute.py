@@ -214,8 +214,8 @@ def _find_result_name(product: Matmul) -> ResultName | None:
 def compute_scaled_product_seconds(
     facts: ModelFacts, candidate: Candidate, rates: DeviceRates
 ) -> tuple[float, float]:
-    """Compute the seconds per micro-batch of all layers' products that `scaled_shares` gives 8-bit
-    operands, at the given rates, and of quantising these operands."""
+    """Compute the seconds per micro-batch of all layers' products that `scaled_shares` gives
+    quantised operands, at the given rates, and of quantising these operands."""
     shares = candidate.scaled_shares
     assert shares is not None
     products = moved_bytes = 0.0

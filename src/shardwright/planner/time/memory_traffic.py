@@ -9,7 +9,6 @@ from __future__ import annotations
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
-    EAGER_BYTES,
     ScaledShares,
     count_temporary_bytes,
 )
@@ -202,7 +201,7 @@ def count_quantisation_bytes(
 def count_quantisation_temporary_bytes(facts: ModelFacts, candidate: Candidate) -> float:
     """Count the bytes of the largest quantisation's temporary tensors; 0 if it is compiled."""
     shares = candidate.scaled_shares
-    if candidate.precision != "fp8" or shares is None or candidate.compile:
+    if candidate.precision not in ("fp8", "nvfp4") or shares is None or candidate.compile:
         return 0.0
     return max(
         count_temporary_bytes(product.role, rows, *sides, shares)
@@ -216,7 +215,7 @@ def _count_operand_bytes(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate, shares: ScaledShares
 ) -> tuple[float, float]:
     """Count bytes moved to quantise the operands of each product, as this trainer does."""
-    element_bytes = COMPILED_BYTES if candidate.compile else EAGER_BYTES
+    element_bytes = COMPILED_BYTES if candidate.compile else shares.eager_bytes
     forward = backward = 0.0
     for product, rows in list_matmuls(facts, kind, candidate):
         num_out, num_in = compute_local_sides(product, candidate)

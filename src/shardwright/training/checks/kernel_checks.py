@@ -1,21 +1,23 @@
-"""Check that a CUDA device has kernels for a plan's 8-bit products."""
+"""Check that a CUDA device has kernels for a plan's quantised products."""
 
 from __future__ import annotations
 
 from typing import get_args
 
-from shardwright.config.low_precision import FP8Recipe, FP8Section
+from shardwright.config.low_precision import FP8Recipe, LowPrecisionSection
 from shardwright.errors import RecipeError
 from shardwright.model.products.kernel_support import (
     KernelDevice,
     explain_missing_kernel,
     format_capability,
 )
-from shardwright.model.products.scaled_matmul import DIM_MULTIPLE
-from shardwright.placement import has_micro_batch_scales, select_scaled_weights
+from shardwright.model.products.scaled_matmul import DIM_MULTIPLE, SUMMED_MULTIPLE_OF_4BIT
+from shardwright.placement import (
+    describe_bits,
+    has_micro_batch_scales,
+    select_scaled_weights,
+)
 from shardwright.plans import Plan
-
-_EMULATE = "Set precision.fp8.emulate: true (slow), or use precision.kind: bf16"
 
 
 def check_low_precision_kernels(plan: Plan, device: KernelDevice) -> None:
@@ -27,6 +29,7 @@ def check_low_precision_kernels(plan: Plan, device: KernelDevice) -> None:
     section = plan.precision.low_precision
     if section is None or section.emulate:
         return
+    emulate = f"Set precision.{section.kind}.emulate: true (slow), or use precision.kind: bf16"
     obstacle = explain_missing_kernel(section.recipe, device)
     if obstacle is not None:
         possible = [
@@ -36,28 +39,29 @@ def check_low_precision_kernels(plan: Plan, device: KernelDevice) -> None:
         ]
         raise RecipeError(
             obstacle,
-            field="precision.fp8.recipe",
+            field="precision.kind" if section.kind == "nvfp4" else "precision.fp8.recipe",
             got=f"{section.recipe} on compute capability {format_capability(device.capability)}",
-            allowed=", ".join(possible) or "emulation only",
-            remedy=_EMULATE,
+            allowed=_list_allowed(section, possible),
+            remedy=emulate,
         )
     if section.compute != "bf16":
         raise RecipeError(
-            "8-bit kernels write bf16",
-            field="precision.fp8.compute",
+            f"{describe_bits(section)} kernels write bf16",
+            field=f"precision.{section.kind}.compute",
             got=section.compute,
             allowed="bf16",
-            remedy=_EMULATE,
+            remedy=emulate,
         )
     weights = select_scaled_weights(plan.shape, section)
     obstacle = explain_missing_kernel(section.recipe, device, is_grouped=True)
     if "experts" in weights.values() and obstacle is not None:
         raise RecipeError(
             obstacle,
-            field="precision.fp8.targets",
+            field=f"precision.{section.kind}.targets",
             got=list(section.targets),
             allowed="attention, mlp",
-            remedy='Set targets: ["attention", "mlp"], or precision.fp8.emulate: true (slow)',
+            remedy='Set targets: ["attention", "mlp"], '
+            f"or precision.{section.kind}.emulate: true (slow)",
         )
     _check_sizes(plan, section, list(weights))
     tokens = plan.batch.sequence_length * plan.batch.micro_batch_size
@@ -70,8 +74,17 @@ def check_low_precision_kernels(plan: Plan, device: KernelDevice) -> None:
         )
 
 
-def _check_sizes(plan: Plan, section: FP8Section, names: list[str]) -> None:
+def _list_allowed(section: LowPrecisionSection, fp8_recipes: list[FP8Recipe]) -> str:
+    if not fp8_recipes:
+        return "emulation only"
+    names = ", ".join(fp8_recipes)
+    return f"fp8 with recipe {names}" if section.kind == "nvfp4" else names
+
+
+def _check_sizes(plan: Plan, section: LowPrecisionSection, names: list[str]) -> None:
     """Check that both sides of every weight's shard are multiples that kernels take."""
+    # Both sides are summed over: the inputs by the output, the outputs by the input gradient.
+    multiple = SUMMED_MULTIPLE_OF_4BIT if section.kind == "nvfp4" else DIM_MULTIPLE
     tp = plan.layout.tp
     specs = {spec.name: spec for spec in plan.shape.list_parameters()}
     for name in names:
@@ -80,11 +93,11 @@ def _check_sizes(plan: Plan, section: FP8Section, names: list[str]) -> None:
         for shard in plan.placement.parameters[name].shards:
             if shard.axis == "tp":
                 sizes[shard.dim] //= tp
-        if any(size % DIM_MULTIPLE for size in sizes[-2:]):
+        if any(size % multiple for size in sizes[-2:]):
             raise RecipeError(
                 f"{name} is {' x '.join(map(str, sizes[-2:]))} on a tensor-parallel rank",
-                field="precision.fp8.exclude",
+                field=f"precision.{section.kind}.exclude",
                 got=list(section.exclude),
-                allowed=f"weights whose sides are multiples of {DIM_MULTIPLE}",
-                remedy=f"Add {name} to precision.fp8.exclude, or lower layout.tp ({tp})",
+                allowed=f"weights whose sides are multiples of {multiple}",
+                remedy=f"Add {name} to precision.{section.kind}.exclude, or lower layout.tp ({tp})",
             )

@@ -225,12 +225,12 @@ def validate_run(
 
 
 def _describe_precision(recipe: Recipe) -> str:
-    """Return the precision's kind; for 8-bit products, with what decides their numbers."""
+    """Return the precision's kind; for quantised products, with what decides their numbers."""
     section = recipe.precision.low_precision
     if section is None:
         return recipe.precision.kind
     parts = [section.recipe, *section.targets, *(f"not {pattern}" for pattern in section.exclude)]
-    return f"fp8 ({', '.join([*parts, section.compute])})"
+    return f"{section.kind} ({', '.join([*parts, section.compute])})"
 
 
 def _check_preference(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
     """
     layout = plan.layout
     uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
-    has_8bit_products = plan.precision.kind == "fp8" or plan.precision.low_precision is not None
+    has_quantised_products = plan.precision.low_precision is not None
     refusals = (
         (
             recipe.offload.optimizer == "none",
@@ -60,8 +60,8 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             "Choose one of these optimizers, or offload its states only (offload.optimizer)",
         ),
         (
-            has_8bit_products,
-            "products of 8-bit operands cannot read trained weights from a slower tier",
+            has_quantised_products,
+            "products of quantised operands cannot read trained weights from a slower tier",
             "none in this precision without adapters",
             "Use precision: bf16",
         ),

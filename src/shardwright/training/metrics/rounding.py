@@ -1,4 +1,4 @@
-"""Rounding of 8-bit operands in logged steps: counts per kind of layer, and warnings."""
+"""Rounding of quantised operands in logged steps: counts per kind of layer, and warnings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sum_rounding_table(model: ParallelModel, totals: RoundingTotals) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundingReport:
-    """Rounding of the 8-bit operands of one step, over all ranks."""
+    """Rounding of the quantised operands of one step, over all ranks."""
 
     saturated: dict[str, int]
     """Elements clamped to the format's largest number, by kind of layer."""
@@ -55,6 +55,8 @@ class SaturationMonitor:
 
     NUM_STEPS = 3
 
+    kind: str = "fp8"
+    """Kind of the run's precision."""
     _num_in_a_row: dict[str, int] = field(default_factory=dict)
 
     def observe(self, report: RoundingReport) -> str | None:
@@ -67,7 +69,7 @@ class SaturationMonitor:
             return None
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
         return (
-            f"8-bit operands of {found[0]}{others} saturated in {self.NUM_STEPS} logged steps in a "
-            "row: their scales do not belong to their values. Exclude them by "
-            "precision.fp8.exclude, and report it"
+            f"quantised operands of {found[0]}{others} saturated in {self.NUM_STEPS} logged steps "
+            "in a row: their scales do not belong to their values. Exclude them by "
+            f"precision.{self.kind}.exclude, and report it"
         )

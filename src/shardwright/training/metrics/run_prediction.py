@@ -22,6 +22,7 @@ from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import Predictor, predict_rank_memory
 from shardwright.planner.problem import build_check, build_plan_candidate, restrict_to_runnable
 from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.rates.device_rates import PEAK_PRECISIONS
 from shardwright.planner.replanning import NewPlan, replan
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.slowdown import (
@@ -51,7 +52,7 @@ _MEASURED_STEPS = 5
 def predict_training_run(validated_run: ValidatedRun) -> Prediction | None:
     """Predict memory and time of the plan that runs.
 
-    None if the recipe names no cluster, or 8-bit products are emulated.
+    None if the recipe names no cluster, or quantised products are emulated.
 
     Raises:
         InputError: The cluster is unknown, or its size does not match the number of ranks.
@@ -84,7 +85,7 @@ def read_run_rows(validated_run: ValidatedRun) -> TrainingRows | None:
 
 
 def _emulates_low_precision(validated_run: ValidatedRun) -> bool:
-    """Return True, and log it, if 8-bit products are emulated, whose time is not predicted."""
+    """Return True, and log it, if quantised products are emulated, whose time is not predicted."""
     section = validated_run.recipe.precision.low_precision
     cluster = validated_run.recipe.cluster
     if section is None or cluster is None:
@@ -92,9 +93,9 @@ def _emulates_low_precision(validated_run: ValidatedRun) -> bool:
     peaks = build_cluster(
         cluster, validated_run.plan.layout.world_size
     ).accelerator.peak_flops_per_second
-    if "fp8" in peaks and not section.emulate:
+    if PEAK_PRECISIONS[section.kind] in peaks and not section.emulate:
         return False
-    logger.info("memory and time are not predicted: 8-bit products are emulated")
+    logger.info("memory and time are not predicted: quantised products are emulated")
     return True
 
 
