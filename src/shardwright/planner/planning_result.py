@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.config.low_precision import FP8Section
@@ -90,8 +91,8 @@ class PlanningResult:
     row_summary: str | None = None
     """Description of the rows of the data that the times are predicted with. None: full rows."""
     context_splits: tuple[ContextSplit, ...] = ()
-    """With rows of the data: the listed layouts whose context ranks share packed rows, and the
-    recipe's own one, with both values of `layout.cp_split`."""
+    """With rows of the data: the recipe's layout, the chosen one and the best listed one, if their
+    context ranks share packed rows, with both values of `layout.cp_split`."""
     expert_summary: str | None = None
     """Description of the loads of experts that times and memory are predicted with. None: even."""
     missing_kernels: str | None = None
@@ -193,9 +194,7 @@ def plan_recipe(
         predictions, chosen = order_by_rows(predictor, result, rows)
         num_proven = 0  # the proof is about full rows
         own = None if own is None else predict_rows(predictor, own.candidate, rows)
-        shown = [*predictions[:num_layouts], *([] if own is None else [own])]
-        compared = (compare_context_splits(predictor, each.candidate, rows) for each in shown)
-        splits = tuple(dict.fromkeys(split for split in compared if split is not None))
+        splits = _compare_splits(predictor, rows, [own, chosen], predictions[:num_layouts])
     if correction is not None and not correction.is_empty:
         predictions, chosen = correction.correct_search(result)
         num_proven = 0  # the proof is about predictions without correction
@@ -222,6 +221,24 @@ def plan_recipe(
         expert_summary=None if expert_loads is None else expert_loads.describe(),
         recompute_choice=choice_of_results,
     )
+
+
+def _compare_splits(
+    predictor: Predictor,
+    rows: TrainingRows,
+    named: Sequence[Prediction | None],
+    listed: Sequence[Prediction],
+) -> tuple[ContextSplit, ...]:
+    """Compare both values of `layout.cp_split` for the named layouts and the first listed one that
+    has context ranks that share packed rows."""
+    compared = [
+        compare_context_splits(predictor, each.candidate, rows)
+        for each in named
+        if each is not None
+    ]
+    first = (compare_context_splits(predictor, each.candidate, rows) for each in listed)
+    compared.append(next((split for split in first if split is not None), None))
+    return tuple(dict.fromkeys(split for split in compared if split is not None))
 
 
 def _choose_results(

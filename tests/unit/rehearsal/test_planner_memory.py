@@ -1,5 +1,5 @@
-"""The planner's bytes agree with the rehearsal's over models and layouts: weights and states within
-3%, the rest within 5%; with offloaded weights each tier within 2%.
+"""The planner's bytes agree with the rehearsal's over models and layouts: weights, states and the
+rest within 3%, some cases within 5%; with offloaded weights each tier within 2%.
 
 The rehearsal is the reference: it runs the real step without its memory and equals real runs
 (tests/multiprocess/test_rehearse.py).
@@ -47,6 +47,7 @@ class Case:
     sections: dict[str, Any] = field(default_factory=dict)
     saved: tuple[LayerResults, ...] | None = None
     """Saved results of each layer, with `mixed` recomputation."""
+    rank: int = 0
 
     def make_recipe(self) -> Recipe:
         """Build a recipe with `ROWS` rows of `TOKENS` per micro-batch."""
@@ -73,6 +74,10 @@ class Case:
 
     def __str__(self) -> str:
         parts = (self.model, self.layout, self.steps, self.recompute, *self.sections)
+        if self.rank:
+            parts += (f"rank {self.rank}",)
+        if self.kind != "bf16":
+            parts += (self.kind,)
         results = [] if self.saved is None else map(describe_results, dict.fromkeys(self.saved))
         return "-".join(map(str, (*parts, *results)))
 
@@ -123,8 +128,46 @@ CASES = [
     Case("llama", Layout(pp=2), steps=4, sections=FROZEN_ON_DISK),
     Case("llama", Layout(dp_replicate=2), steps=2, sections=TRAINED_ON_DISK),
     Case("llama", Layout(tp=2), recompute="selective", sections=TRAINED_ON_DISK),
+    # Kinds that were predicted less exactly before the backward pass was followed by operation.
+    Case("llama", Layout(dp_replicate=2), recompute="full"),
+    Case("qwen3_moe", Layout(), steps=2, recompute="full"),
+    Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3), recompute="full"),
+    Case("llama", Layout(pp=2, schedule="interleaved_1f1b"), steps=4, recompute="full", rank=1),
+    Case("llama", Layout(pp=2, schedule="zb_h1"), steps=4, recompute="full", rank=1),
+    Case("llama", Layout(), recompute="selective", sections=LORA),
+    Case("gemma2", Layout(), recompute="full", kind="fp32"),
 ]
 LONG_CASES = [
+    *(
+        Case("llama", Layout(pp=2, schedule=schedule), 4, recompute, rank=rank)
+        for schedule, recomputes in (
+            ("1f1b", ("none", "full")),
+            ("interleaved_1f1b", ("none", "selective")),
+            ("zb_h1", ("none", "selective")),
+            ("zbv", ("selective", "full")),
+            ("dualpipev", ("full",)),
+        )
+        for recompute in recomputes
+        for rank in range(2)
+    ),
+    *(
+        Case("qwen3_moe", layout, recompute=recompute)
+        for layout in (Layout(tp=2), Layout(dp_shard=4, ep=4, zero_stage=3), Layout(dp_replicate=2))
+        for recompute in ("selective", "full")
+    ),
+    *(
+        Case(model, layout, recompute=recompute, sections=LORA)
+        for model in ("gpt2", "qwen3_moe")
+        for layout in (Layout(), Layout(dp_shard=2, zero_stage=3))
+        for recompute in get_args(RecomputeKind)
+    ),
+    *(
+        Case("llama", Layout(), recompute="selective", sections=sections)
+        for sections in (QLORA, LORA | OFFLOAD, FROZEN_ON_HOST)
+    ),
+    Case("llama", Layout(tp=2), recompute="selective", sections=LORA),
+    Case("gemma2", Layout(), recompute="selective", kind="fp32"),
+    Case("tied", Layout(dp_replicate=2), recompute="full"),
     Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
     Case(
         "llama",
@@ -207,6 +250,9 @@ LONG_CASES = [
     Case("llama", Layout(pp=2), steps=4, recompute="full", sections=TRAINED_ON_DISK),
 ]
 
+LESS_EXACT: dict[str, float] = {}
+"""Tolerance of cases whose peak is predicted less exactly than within 3%."""
+
 
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)], ids=str
@@ -221,7 +267,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         recipe.precision.model_copy(update={"working_weights": recipe.working_weights}),
     )
     plan = replace(plan, recompute=case.recompute, recompute_choice=case.build_choice())
-    report = rehearse_rank(recipe, plan, 0)
+    report = rehearse_rank(recipe, plan, case.rank)
     facts = ModelFacts(shape.base_shape, case.saved)
     candidate = replace(
         build_template(recipe),
@@ -233,7 +279,9 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         has_fused_norms=False,  # a rehearsal runs as the CPU does
         has_masked_kernels=False,
     )
-    load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(0)
+    load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(
+        case.rank
+    )
     predicted = predict_memory(facts, candidate, load, NO_OVERHEAD)
     assert predicted.offloaded == pytest.approx(report.total_offloaded_bytes, rel=0.03)
     assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
@@ -245,7 +293,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     )
     between_steps = report.weights_bytes + report.optimizer_bytes
     assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(
-        report.peak_bytes - between_steps, rel=0.05
+        report.peak_bytes - between_steps, rel=LESS_EXACT.get(str(case), 0.03)
     )
     if case.sections in WEIGHT_SECTIONS:
         stored_bytes = report.offloaded_parameter_bytes

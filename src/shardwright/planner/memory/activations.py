@@ -41,6 +41,7 @@ from shardwright.planner.memory.attention_activations import (
 from shardwright.planner.memory.backward_peak import (
     BlockTensorBytes,
     compute_deferred_bytes,
+    compute_forward_end_bytes,
     compute_norm_gradient_bytes,
 )
 from shardwright.planner.memory.block_weights import (
@@ -101,7 +102,7 @@ def get_layer_activations(
         candidate.is_deferring,
         candidate.gradient_accumulation_steps > 1,
         candidate.working_weights,
-        candidate.adapter is None,
+        candidate.adapter is None or candidate.adapter.quantised,
     )
     cached = facts.activation_cache.get(key)
     if cached is None:
@@ -175,6 +176,7 @@ def _compute_layer_activations(
     # The block's input is saved in any case.
     if candidate.recompute == "full":
         return LayerActivations(residual, total - residual, gradients, deferred)
+    adapter_results = compute_adapter_result_bytes(facts, kind, candidate)
     saved, recomputed = engine.compute_selective_bytes(
         BlockBytes(
             total,
@@ -183,12 +185,16 @@ def _compute_layer_activations(
             _compute_branch_output_bytes(candidate, facts),
             attention.output,
             attention.scores,
-            compute_adapter_result_bytes(facts, kind, candidate),
+            adapter_results,
         ),
         is_fp4=candidate.precision == "nvfp4",
         is_compiled=candidate.compile,
     )
-    return LayerActivations(saved, max(recomputed, -gradients), gradients, deferred)
+    if adapter_results:
+        # The end of the forward pass, beside all results of products, may be larger.
+        ending = compute_forward_end_bytes(tensors_of_block)
+        recomputed = max(recomputed, ending - gradients)
+    return LayerActivations(saved, recomputed, gradients, deferred)
 
 
 def compute_result_bytes(
@@ -255,6 +261,7 @@ def build_block_tensors(
         is_repeated=is_repeated,
         is_exchanged=layout.ep > 1,
         is_deferred=candidate.is_deferring,
+        is_adapted=candidate.adapter is not None,
         elements=count_product_elements(facts, kind, candidate),
         weight_bytes=get_weight_bytes(candidate),
     )

@@ -52,10 +52,11 @@ class ProductElements(NamedTuple):
 
 
 class WeightBytes(NamedTuple):
-    """Bytes per element of a trained matrix in the backward pass; all 0 for a frozen one."""
+    """Bytes per element of a matrix in the backward pass; all 0 for a frozen one that is not
+    quantised."""
 
     result: float = 0.0
-    """Of the gradient that the product computes."""
+    """Of the gradient that the product computes, or of a dequantised matrix."""
     converted: float = 0.0
     """Of its copy in the precision of the master weights."""
     remaining: float = 0.0
@@ -88,6 +89,8 @@ class BlockTensorBytes:
     """True if rows are sent to experts of other ranks."""
     is_deferred: bool
     """True if the gradients of weights are computed later (schedules with split backward)."""
+    is_adapted: bool
+    """True if products have adapters, whose gradients of inputs are added to theirs."""
     elements: ProductElements
     weight_bytes: WeightBytes
 
@@ -111,8 +114,10 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     live = peak = tensor_bytes.stream
     if tensor_bytes.is_repeated and tensor_bytes.routed:
         # The end of the repeated forward pass: input of the feed-forward, and results of experts in
-        # the order of the exchange and of the tokens. The gradient is gathered before it.
-        peak += tensor_bytes.routed * (3.0 if tensor_bytes.is_exchanged else 1.0)
+        # the order of the exchange and of the tokens, or those of adapters, scaled and not. The
+        # gradient is gathered before it.
+        num_results = 3.0 if tensor_bytes.is_exchanged else 1.0 + tensor_bytes.is_adapted
+        peak += tensor_bytes.routed * num_results
         peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
     for operation in _list_operations(tensor_bytes):
         elements = operation.elements
@@ -135,6 +140,15 @@ def compute_deferred_bytes(tensor_bytes: BlockTensorBytes) -> float:
         return attention
     num_inner = 3.0 if tensor_bytes.is_gated else 2.0
     return attention + tensor_bytes.gathered + num_inner * tensor_bytes.inner + branch_output
+
+
+def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
+    """Compute the bytes at the end of a block's forward pass with adapters, beside the results of
+    its products: sums of product and adapter, the product of both projections, the feed-forward's
+    input, the residual stream before it, and the scaled and added output."""
+    inner = (3.0 if tensor_bytes.is_gated else 2.0) * tensor_bytes.inner
+    output = max(tensor_bytes.routed, tensor_bytes.gathered)
+    return inner + tensor_bytes.gathered + 2.0 * output + 2.0 * tensor_bytes.stream
 
 
 class _Operation(NamedTuple):
@@ -163,7 +177,7 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         yield after_branch
     is_explicit = block.scores > 0.0
     yield _Operation(
-        gathered_gradient + block.queries,
+        gathered_gradient + (1.0 + block.is_adapted) * block.queries,
         deferred * gathered_gradient
         + block.queries * (deferred if is_explicit else 1.0)
         + (deferred - 1.0) * branch_gradient,
@@ -187,7 +201,7 @@ def _list_inner_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     deferred = 1.0 if block.is_deferred else 0.0
     gathered_gradient = width if block.should_gather_gradient else 0.0
     yield _Operation(
-        gathered_gradient + inner, deferred * (gathered_gradient + inner), block.elements.down
+        gathered_gradient + (1.0 + block.is_adapted) * inner, deferred * (gathered_gradient + inner), block.elements.down
     )
     if not block.is_gated:
         yield _Operation(inner, -inner)
@@ -207,10 +221,10 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     yield _Operation(rows, -rows)
     if block.is_exchanged:
         yield exchange
-    yield _Operation(inner, -rows, block.elements.down)
+    yield _Operation((1.0 + block.is_adapted) * inner, -rows, block.elements.down)
     yield _Operation(3.0 * inner, -inner)
     yield _Operation(2.0 * inner, 0.0)  # the gradients of gate and up become one tensor
-    yield _Operation(rows, -2.0 * inner, block.elements.up)
+    yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, block.elements.up)
     if block.is_exchanged:
         yield exchange
     yield _Operation(2.0 * rows, block.gathered - rows)

@@ -39,7 +39,8 @@ def get_weight_bytes(candidate: Candidate) -> WeightBytes:
     size = candidate.activation_bytes
     master = candidate.master_bytes
     if candidate.adapter is not None:
-        return WeightBytes()
+        # A quantised matrix is dequantised for the product that computes the gradient of its input.
+        return WeightBytes(result=size if candidate.adapter.quantised else 0.0)
     if candidate.is_sharded:
         # Gathered weights are freed after the whole block, and the gradients reduced.
         return WeightBytes(result=0.0 if candidate.is_deferring else size, remaining=size)

@@ -253,13 +253,18 @@ def compute_gathered_bytes(
     dequantised_bytes = 0.0
     if candidate.adapter is not None and candidate.adapter.quantised:
         # A quantised matrix is dequantised for its matmul, one at a time.
-        dequantised_bytes = (
-            max(
-                (p.num_inputs * p.num_outputs / layout.tp for k in facts.kinds for p in k.matmuls),
-                default=0.0,
+        if not engine.has_ordered_frees:
+            dequantised_bytes = (
+                max(
+                    (
+                        p.num_inputs * p.num_outputs / layout.tp
+                        for k in facts.kinds
+                        for p in k.matmuls
+                    ),
+                    default=0.0,
+                )
+                * size
             )
-            * size
-        )
         if layout.zero_stage < 3:
             return dequantised_bytes
     is_moved = candidate.parameter_offload != "none"
