@@ -250,7 +250,16 @@ LONG_CASES = [
     Case("llama", Layout(pp=2), steps=4, recompute="full", sections=TRAINED_ON_DISK),
 ]
 
-LESS_EXACT: dict[str, float] = {}
+LESS_EXACT = dict.fromkeys(
+    (
+        "qwen3_moe-dp_shard=2,zero_stage=3-1-full",
+        "llama-pp=2,zero_stage=0,schedule=zbv-4-selective-rank 1",
+        "llama-tp=2,zero_stage=0-1-mixed-input-input, attention, projections-input, attention, "
+        "projections, attention_out, gate_up",
+        "llama-pp=2,zero_stage=0-4-none-preference",
+    ),
+    0.05,
+)
 """Tolerance of cases whose peak is predicted less exactly than within 3%."""
 
 
@@ -279,9 +288,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         has_fused_norms=False,  # a rehearsal runs as the CPU does
         has_masked_kernels=False,
     )
-    load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(
-        case.rank
-    )
+    load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(case.rank)
     predicted = predict_memory(facts, candidate, load, NO_OVERHEAD)
     assert predicted.offloaded == pytest.approx(report.total_offloaded_bytes, rel=0.03)
     assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)

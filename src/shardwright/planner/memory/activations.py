@@ -28,7 +28,7 @@ matmuls and attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
@@ -43,6 +43,7 @@ from shardwright.planner.memory.backward_peak import (
     compute_deferred_bytes,
     compute_forward_end_bytes,
     compute_norm_gradient_bytes,
+    compute_peak_gradient_bytes,
 )
 from shardwright.planner.memory.block_weights import (
     compute_adapter_result_bytes,
@@ -64,6 +65,8 @@ class LayerActivations:
     deferred_bytes: float = 0.0
     """Bytes that remain after its backward pass until the gradients of its weights are computed,
     where a schedule defers them."""
+    deferring_gradient_bytes: float = 0.0
+    """Those of `gradient_bytes` where they are deferred."""
 
     @property
     def total_bytes(self) -> float:
@@ -157,9 +160,19 @@ def _compute_layer_activations(
     gradients = engine.compute_block_gradient_bytes(
         tensors_of_block, max(inner_gradients, attention.gradients)
     )
-    deferred = compute_deferred_bytes(tensors_of_block) if candidate.is_deferring else 0.0
+    deferred = (0.0, 0.0)
+    if candidate.is_deferring:
+        deferring_block = replace(
+            tensors_of_block,
+            is_deferred=True,
+            weight_bytes=get_weight_bytes(candidate, is_deferred=True),
+        )
+        deferred = (
+            compute_deferred_bytes(deferring_block),
+            compute_peak_gradient_bytes(deferring_block),
+        )
     if mode == "none":
-        return LayerActivations(total, 0.0, gradients, deferred)
+        return LayerActivations(total, 0.0, gradients, *deferred)
     if mode == "mixed":
         assert kind.saved_results is not None
         results = compute_result_bytes(facts, kind, candidate)
@@ -172,10 +185,10 @@ def _compute_layer_activations(
         # Nor is the product of queries and keys, of which only the softmax is saved.
         repeated = total - residual - sum(saved_sizes.values())
         repeated += attention.score_products * ("attention" in saved_sizes)
-        return LayerActivations(saved, max(0.0, repeated), gradients, deferred)
+        return LayerActivations(saved, max(0.0, repeated), gradients, *deferred)
     # The block's input is saved in any case.
     if candidate.recompute == "full":
-        return LayerActivations(residual, total - residual, gradients, deferred)
+        return LayerActivations(residual, total - residual, gradients, *deferred)
     adapter_results = compute_adapter_result_bytes(facts, kind, candidate)
     saved, recomputed = engine.compute_selective_bytes(
         BlockBytes(
@@ -194,7 +207,7 @@ def _compute_layer_activations(
         # The end of the forward pass, beside all results of products, may be larger.
         ending = compute_forward_end_bytes(tensors_of_block)
         recomputed = max(recomputed, ending - gradients)
-    return LayerActivations(saved, recomputed, gradients, deferred)
+    return LayerActivations(saved, recomputed, gradients, *deferred)
 
 
 def compute_result_bytes(
@@ -260,10 +273,10 @@ def build_block_tensors(
         has_post_norms=shape.names.post_mlp_norm is not None,
         is_repeated=is_repeated,
         is_exchanged=layout.ep > 1,
-        is_deferred=candidate.is_deferring,
+        is_deferred=False,
         is_adapted=candidate.adapter is not None,
         elements=count_product_elements(facts, kind, candidate),
-        weight_bytes=get_weight_bytes(candidate),
+        weight_bytes=get_weight_bytes(candidate, is_deferred=False),
     )
 
 

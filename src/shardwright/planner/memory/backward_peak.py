@@ -201,7 +201,9 @@ def _list_inner_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     deferred = 1.0 if block.is_deferred else 0.0
     gathered_gradient = width if block.should_gather_gradient else 0.0
     yield _Operation(
-        gathered_gradient + (1.0 + block.is_adapted) * inner, deferred * (gathered_gradient + inner), block.elements.down
+        gathered_gradient + (1.0 + block.is_adapted) * inner,
+        deferred * (gathered_gradient + inner),
+        block.elements.down,
     )
     if not block.is_gated:
         yield _Operation(inner, -inner)

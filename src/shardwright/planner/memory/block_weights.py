@@ -34,8 +34,12 @@ def count_product_elements(
     return ProductElements(down, up, output, projections)
 
 
-def get_weight_bytes(candidate: Candidate) -> WeightBytes:
-    """Return the bytes per element of a block's matrices in its backward pass."""
+def get_weight_bytes(candidate: Candidate, *, is_deferred: bool) -> WeightBytes:
+    """Return the bytes per element of a block's matrices in its backward pass.
+
+    Args:
+        is_deferred: the gradients of weights are computed later.
+    """
     size = candidate.activation_bytes
     master = candidate.master_bytes
     if candidate.adapter is not None:
@@ -43,9 +47,9 @@ def get_weight_bytes(candidate: Candidate) -> WeightBytes:
         return WeightBytes(result=size if candidate.adapter.quantised else 0.0)
     if candidate.is_sharded:
         # Gathered weights are freed after the whole block, and the gradients reduced.
-        return WeightBytes(result=0.0 if candidate.is_deferring else size, remaining=size)
+        return WeightBytes(result=0.0 if is_deferred else size, remaining=size)
     cast = 0.0 if candidate.has_working_weights or size == master else size
-    if candidate.is_deferring:
+    if is_deferred:
         return WeightBytes(cast=cast)
     layout = candidate.layout
     is_added = candidate.gradient_accumulation_steps > 1 or layout.dp_replicate > 1

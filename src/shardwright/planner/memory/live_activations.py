@@ -38,6 +38,8 @@ class LiveActivations(NamedTuple):
     gradient_bytes: float
     head_bytes: float
     """Input of the last norm, if the rank has the head."""
+    deferring_bytes: float
+    """Of the largest layer: recomputed bytes and gradients where those of weights are deferred."""
     deferred_layer_bytes: float
     """Bytes of one pass through the rank's layers whose gradients of weights are computed later."""
     backward_moments: tuple[tuple[float, float], ...]
@@ -97,8 +99,7 @@ class LiveActivations(NamedTuple):
             self.compute_saved_bytes(num_saved)
             + num_waiting * self.deferred_layer_bytes
             + self.largest_layer_bytes
-            + self.recomputed_bytes
-            + self.gradient_bytes
+            + self.deferring_bytes
         )
 
     def compute_offloaded_bytes(self, in_flight: float) -> float:
@@ -112,7 +113,7 @@ class LiveActivations(NamedTuple):
 def compute_live_activations(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> LiveActivations:
-    saved = largest = deferred = 0.0
+    saved = largest = deferred = deferring = 0.0
     backward = []
     kinds = []
     for kind, count in zip(facts.kinds, load.layers, strict=True):
@@ -132,6 +133,7 @@ def compute_live_activations(
             )
             saved += (share * layer.saved_bytes + (1.0 - share) * bf16_layer.saved_bytes) * count
             deferred += layer.deferred_bytes * count
+            deferring = max(deferring, layer.recomputed_bytes + layer.deferring_gradient_bytes)
             largest = max(largest, layer.saved_bytes)
             backward.append((layer.recomputed_bytes, layer.gradient_bytes))
             kinds.append((kind, layer))
@@ -146,7 +148,7 @@ def compute_live_activations(
         messages = load.num_stages * message
         if candidate.engine.has_ordered_frees:
             # A sent gradient remains until a later message shows that it has arrived.
-            messages += (load.num_stages - load.has_embedding) * message
+            messages += load.num_gradient_senders * message
     if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
         gathered = (
             candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
@@ -175,6 +177,7 @@ def compute_live_activations(
         recomputed,
         gradients,
         head_bytes if load.has_head else 0.0,
+        deferring,
         deferred,
         moments,
     )

@@ -35,6 +35,8 @@ class StageLoad:
     has_head: bool = True
     num_in_flight: float = 1.0
     num_stages: int = 1
+    num_gradient_senders: int = 0
+    """Stages whose input's gradient goes to another rank."""
     deferred_passes: tuple[tuple[float, float], ...] = ()
     """Under a schedule that defers gradients of weights, for the moments with most of them: passes
     that are saved, and passes whose gradients of weights wait, beside the one that runs backward.

@@ -122,6 +122,10 @@ class PipelinePartition:
             has_head=any(stage.has_head for stage in rank_stages),
             num_in_flight=num_in_flight,
             num_stages=len(rank_stages),
+            num_gradient_senders=sum(
+                index > 0 and self.stages[index - 1].rank != rank
+                for index in self.stages_per_rank[rank]
+            ),
             deferred_passes=deferred_passes,
         )
 
@@ -226,7 +230,7 @@ def count_passes_in_flight(
     return (2 * num_ranks + (name == "dualpipev"),) * num_ranks
 
 
-_MAX_STEADY_ROUNDS = 4
+_MAX_STEADY_ROUNDS = 2
 """Micro-batches per rank after which every named schedule repeats itself."""
 
 
@@ -258,8 +262,9 @@ def _list_deferring_moments(row: Sequence[Action]) -> tuple[tuple[int, int], ...
             num_deferred -= 1
         else:
             num_saved -= 1
-            found.add((num_saved, num_deferred))
-            num_deferred += action.kind == "I"
+            if action.kind == "I":
+                found.add((num_saved, num_deferred))
+                num_deferred += 1
     return tuple(
         sorted(
             moment
