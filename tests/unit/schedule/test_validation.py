@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule import (
-    Action,
     PIPELINE_SCHEDULES,
+    Action,
     ActionTimes,
     Schedule,
     build_schedule,
