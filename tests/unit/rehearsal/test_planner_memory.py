@@ -48,6 +48,8 @@ class Case:
     saved: tuple[LayerResults, ...] | None = None
     """Saved results of each layer, with `mixed` recomputation."""
     rank: int = 0
+    tolerance: float = 0.03
+    """Relative error of the peak beside weights and states; `LESS_EXACT` takes precedence."""
 
     def make_recipe(self) -> Recipe:
         """Build a recipe with `ROWS` rows of `TOKENS` per micro-batch."""
@@ -129,13 +131,27 @@ CASES = [
     Case("llama", Layout(dp_replicate=2), steps=2, sections=TRAINED_ON_DISK),
     Case("llama", Layout(tp=2), recompute="selective", sections=TRAINED_ON_DISK),
     # Kinds that were predicted less exactly before the backward pass was followed by operation.
-    Case("llama", Layout(dp_replicate=2), recompute="full"),
-    Case("qwen3_moe", Layout(), steps=2, recompute="full"),
-    Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3), recompute="full"),
-    Case("llama", Layout(pp=2, schedule="interleaved_1f1b"), steps=4, recompute="full", rank=1),
-    Case("llama", Layout(pp=2, schedule="zb_h1"), steps=4, recompute="full", rank=1),
-    Case("llama", Layout(), recompute="selective", sections=LORA),
-    Case("gemma2", Layout(), recompute="full", kind="fp32"),
+    Case("llama", Layout(dp_replicate=2), recompute="full", tolerance=0.005),
+    Case("qwen3_moe", Layout(), steps=2, recompute="full", tolerance=0.005),
+    Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3), recompute="full", tolerance=0.01),
+    Case(
+        "llama",
+        Layout(pp=2, schedule="interleaved_1f1b"),
+        steps=4,
+        recompute="full",
+        rank=1,
+        tolerance=0.015,
+    ),
+    Case(
+        "llama",
+        Layout(pp=2, schedule="zb_h1"),
+        steps=4,
+        recompute="full",
+        rank=1,
+        tolerance=0.005,
+    ),
+    Case("llama", Layout(), recompute="selective", sections=LORA, tolerance=0.005),
+    Case("gemma2", Layout(), recompute="full", kind="fp32", tolerance=0.015),
 ]
 LONG_CASES = [
     *(
@@ -300,7 +316,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     )
     between_steps = report.weights_bytes + report.optimizer_bytes
     assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(
-        report.peak_bytes - between_steps, rel=LESS_EXACT.get(str(case), 0.03)
+        report.peak_bytes - between_steps, rel=LESS_EXACT.get(str(case), case.tolerance)
     )
     if case.sections in WEIGHT_SECTIONS:
         stored_bytes = report.offloaded_parameter_bytes
