@@ -190,6 +190,7 @@ def plan_command(
         for line in (
             describe_correction(result, step_profile),
             result.row_summary,
+            *(split.describe() for split in result.context_splits),
             result.expert_summary,
         )
         if line is not None
@@ -362,6 +363,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "interval_share": INTERVAL_SHARE,
         "evidence": result.uncertainty.evidence,
         "rows": result.row_summary,
+        "context_splits": [split._asdict() for split in result.context_splits],
         "expert_loads": result.expert_summary,
         "min_fit_probability": MIN_FIT_PROBABILITY,
         "memory_error_share": result.uncertainty.memory_margin,

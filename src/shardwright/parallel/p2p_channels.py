@@ -8,7 +8,7 @@ receive would wait for that receive's message, which may depend on the send.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -78,11 +78,12 @@ class P2PChannels:
         if work is not None:
             with time_wait("pipeline"):
                 work.wait()
-        if transfer.is_gradient:
-            # This gradient answers the forward message, which has therefore arrived; gloo
-            # reports that only to a waiter.
-            self._wait_send(Action("F", transfer.action.stage - 1, transfer.action.micro_batch))
         return buffer
+
+    def release_sends(self, actions: Iterable[Action]) -> None:
+        """Release the buffers of messages that have arrived; gloo reports that only to a waiter."""
+        for action in actions:
+            self._wait_send(action)
 
     def send(self, transfer: Transfer, tensor: Tensor) -> None:
         """Send a message without waiting for it."""

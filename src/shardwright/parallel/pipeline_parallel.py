@@ -263,7 +263,9 @@ class _StepExecution:
 
     def _receive(self, step: ScheduleStep) -> Tensor | None:
         if step.awaited_transfer is not None:
-            return self.pipeline.channels.wait_receive(step.awaited_transfer)
+            received = self.pipeline.channels.wait_receive(step.awaited_transfer)
+            self.pipeline.channels.release_sends(step.completed_sends)
+            return received
         action = step.action
         return self.local_transfers.pop(
             (action.kind == "F", action.stage, action.micro_batch), None

@@ -33,6 +33,10 @@ OPTIMIZER_OFFLOADS: dict[OffloadTier, OffloadKind] = {
 TRAINED_OFFLOAD_OPTIMIZERS: tuple[OptimizerKind, ...] = ("adamw", "adamw_8bit", "sgd_momentum")
 """Optimizers whose update of some parameters does not depend on others."""
 
+AttentionLoads = tuple[tuple[int | None, float], ...]
+"""Attention work of the busiest context-parallel rank over the mean of all, by window of the
+layers (None for layers without one)."""
+
 ReferenceKind = Literal["none", "frozen", "adapter_off"]
 """Reference model of preference training: none (no preferences), a frozen copy of the model, or
 the model without its adapters. The reference computes one forward pass of every micro-batch
@@ -117,6 +121,8 @@ class Candidate:
     loss_chunk_tokens: int | None = 1024
     expert_loads: ExpertRankLoads | None = None
     """Loads of expert-parallel ranks that a run logged. None: even loads."""
+    attention_loads: AttentionLoads = ()
+    """Loads of context-parallel ranks that share packed rows. Empty: even."""
     engine: EngineModel = SHARDWRIGHT_ENGINE
     """Formulas of the framework that runs the step."""
 
@@ -138,7 +144,7 @@ class Candidate:
         return (
             self.offload != "parameters"
             and (self.precision != "nvfp4" or self.scaled_shares is not None)
-            and not (self.activation_offload != "none" and self._has_split_backward)
+            and not (self.activation_offload != "none" and self.is_deferring)
             and (self.parameter_offload == "none" or self._can_offload_weights)
         )
 
@@ -152,7 +158,7 @@ class Candidate:
             self.offload != "none"
             and self.can_offload_trained
             and not self.is_updated_on_host
-            and not self._has_split_backward
+            and not self.is_deferring
             and not self.is_sharded
             and self.optimizer in TRAINED_OFFLOAD_OPTIMIZERS
             and self.precision not in ("fp8", "nvfp4")
@@ -167,7 +173,8 @@ class Candidate:
         )
 
     @property
-    def _has_split_backward(self) -> bool:
+    def is_deferring(self) -> bool:
+        """True if the schedule computes gradients of weights later than those of inputs."""
         return self.layout.pp > 1 and has_split_backward(self.layout.schedule)
 
     @property
@@ -184,6 +191,11 @@ class Candidate:
     def expert_load(self) -> float:
         """Tokens of the experts of the busiest expert-parallel rank, divided by the even share."""
         return 1.0 if self.expert_loads is None else self.expert_loads.get_ratio(self.layout.ep)
+
+    def get_attention_load(self, window: int | None) -> float:
+        """Return the attention work of the busiest context-parallel rank over the mean, in layers
+        with this window."""
+        return dict(self.attention_loads).get(window, 1.0) if self.attention_loads else 1.0
 
     def count_expert_rows(self, experts_per_token: int) -> float:
         """Count the rows of one micro-batch that the busiest expert-parallel rank processes, as if

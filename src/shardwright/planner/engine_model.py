@@ -60,7 +60,8 @@ class SavedTensors(NamedTuple):
 
 class BlockBytes(NamedTuple):
     """Bytes of a block's tensors: all saved ones, the residual stream, results of matmuls and
-    attention, a branch's output, the attention kernel's output, and unfused scores."""
+    attention, a branch's output, the attention kernel's output, unfused scores, and results of
+    adapters' products."""
 
     total: float
     residual: float
@@ -72,6 +73,7 @@ class BlockBytes(NamedTuple):
     """Bytes of the results of tensor-parallel collectives; None without tensor parallelism."""
     released_communication: float = 0.0
     """Part of them that is among `total`, or freed as soon as the block has run again."""
+    adapter_results: float = 0.0
 
 
 class AdapterPasses(NamedTuple):
@@ -99,6 +101,12 @@ class EngineModel:
     def adapter_passes(self) -> AdapterPasses:
         """Reads and writes of adapters beside their matrices."""
         return SEPARATE_ADAPTER_PASSES
+
+    @property
+    def has_ordered_frees(self) -> bool:
+        """True if a peak is that of the operations in their order: each frees what only it needed.
+        False if peaks were read from allocators."""
+        return True
 
     # Weights.
 
@@ -226,12 +234,16 @@ class EngineModel:
         *,
         has_shared_expert: bool,
         is_half_precision: bool,
+        is_frozen: bool,
     ) -> float:
         """Compute the bytes that a sparse layer saves of its input beyond a dense layer.
 
-        The router saves its input in fp32. The experts save the rows sent to them instead of
-        the layer's input, which only a shared expert saves in the compute precision.
+        The router saves its input in fp32, unless its weight is frozen. The experts save the rows
+        sent to them instead of the layer's input, which only a shared expert saves in the compute
+        precision.
         """
+        if is_frozen:
+            return 0.0 if has_shared_expert else -matmul_input_bytes
         if has_shared_expert:
             return fp32_input_bytes if is_half_precision else 0.0
         return fp32_input_bytes - matmul_input_bytes
@@ -257,13 +269,21 @@ class EngineModel:
         It saves the block's input, the results of matmuls, and attention's output. Each branch
         ends with a matmul of the residual width. The result of attention's output projection is
         freed as soon as the block runs again: nothing else reads it. Under tensor parallelism the
-        results of the collectives are saved in place of those two matmuls'.
+        results of the collectives are saved in place of those two matmuls'. With adapters nothing
+        reads the results of products either, only their sums; the recomputed bytes are then
+        negative.
         """
         if block.saved_communication is not None:
             saved = block.residual + block.matmul_results + block.saved_communication
+            if block.adapter_results:
+                saved += block.adapter_results
+                return saved, block.total - saved
             recomputed = block.total - block.residual - block.matmul_results
             return saved, max(0.0, recomputed - block.released_communication)
         saved = block.residual + (block.matmul_results + 2 * block.branch_output)
+        if block.adapter_results:
+            saved += block.adapter_results
+            return saved, block.total - saved
         recomputed = block.total - block.residual - block.branch_output - block.matmul_results
         return saved, max(0.0, recomputed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.config.recipe import Recipe, RecomputeSection
@@ -41,7 +42,13 @@ from shardwright.planner.search.divisibility import list_divisors
 from shardwright.planner.search.result import select_indistinguishable
 from shardwright.planner.search.space import PlanningProblem, SearchSpace
 from shardwright.planner.step_profile import StepCorrection, StepProfile
-from shardwright.planner.training_rows import TrainingRows, order_by_rows, predict_rows
+from shardwright.planner.training_rows import (
+    ContextSplit,
+    TrainingRows,
+    compare_context_splits,
+    order_by_rows,
+    predict_rows,
+)
 from shardwright.planner.uncertainty import Uncertainty
 from shardwright.plans import settle_precision
 from shardwright.units import format_bytes
@@ -85,6 +92,9 @@ class PlanningResult:
     recipe names a kind of recomputation."""
     row_summary: str | None = None
     """Description of the rows of the data that the times are predicted with. None: full rows."""
+    context_splits: tuple[ContextSplit, ...] = ()
+    """With rows of the data: the recipe's layout, the chosen one and the best listed one, if their
+    context ranks share packed rows, with both values of `layout.cp_split`."""
     expert_summary: str | None = None
     """Description of the loads of experts that times and memory are predicted with. None: even."""
     missing_kernels: str | None = None
@@ -181,10 +191,12 @@ def plan_recipe(
     own = None if candidate is None or conflict else predictor.predict(candidate)
     correction = None if step_profile is None else StepCorrection(step_profile, predictor, problem)
     num_proven = result.num_proven
+    splits: tuple[ContextSplit, ...] = ()
     if rows is not None:
         predictions, chosen = order_by_rows(predictor, result, rows)
         num_proven = 0  # the proof is about full rows
         own = None if own is None else predict_rows(predictor, own.candidate, rows)
+        splits = _compare_splits(predictor, rows, [own, chosen], predictions[:num_layouts])
     if correction is not None and not correction.is_empty:
         predictions, chosen = correction.correct_search(result)
         num_proven = 0  # the proof is about predictions without correction
@@ -207,9 +219,28 @@ def plan_recipe(
         missing_kernels=_explain_missing_kernels(recipe, template, cluster),
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),
+        context_splits=splits,
         expert_summary=None if expert_loads is None else expert_loads.describe(),
         recompute_choice=choice_of_results,
     )
+
+
+def _compare_splits(
+    predictor: Predictor,
+    rows: TrainingRows,
+    named: Sequence[Prediction | None],
+    listed: Sequence[Prediction],
+) -> tuple[ContextSplit, ...]:
+    """Compare both values of `layout.cp_split` for the named layouts and the first listed one that
+    has context ranks that share packed rows."""
+    compared = [
+        compare_context_splits(predictor, each.candidate, rows)
+        for each in named
+        if each is not None
+    ]
+    first = (compare_context_splits(predictor, each.candidate, rows) for each in listed)
+    compared.append(next((split for split in first if split is not None), None))
+    return tuple(dict.fromkeys(split for split in compared if split is not None))
 
 
 def _choose_results(

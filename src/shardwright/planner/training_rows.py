@@ -15,6 +15,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
 
+from shardwright.layout import Layout
 from shardwright.placement.row_assignment import (
     WorkBalance,
     balance_rows,
@@ -23,6 +24,12 @@ from shardwright.placement.row_assignment import (
     waits_after_each_micro_batch,
 )
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.context_loads import (
+    compute_attention_loads,
+    compute_mean_load,
+    count_context_work,
+    has_uneven_contexts,
+)
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.result import (
@@ -31,6 +38,7 @@ from shardwright.planner.search.result import (
     select_indistinguishable,
 )
 from shardwright.plans import compute_row_multiple
+from shardwright.units import format_seconds
 
 MAX_STEPS = 16
 """Largest number of steps that are predicted one by one."""
@@ -44,6 +52,9 @@ class MicroBatchRows(NamedTuple):
 
     row_tokens: int
     document_tokens: int | None
+    documents: tuple[tuple[int, ...], ...] = ()
+    """Lengths of the documents of each row, padding included. Empty unless context-parallel ranks
+    share packed rows."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +126,18 @@ class TrainingRows:
                 candidate.layout.data_ranks,
             )
         return [
-            [self._describe([first + row for row in rows], multiple) for rows in rows_by_rank]
+            [
+                self._describe([first + row for row in rows], multiple, candidate.layout)
+                for rows in rows_by_rank
+            ]
             for rows_by_rank in split_into_micro_batches(
                 order, candidate.micro_batch_size, candidate.layout.data_ranks
             )
         ]
 
-    def _describe(self, rows: Sequence[int], multiple: int | None) -> MicroBatchRows:
+    def _describe(
+        self, rows: Sequence[int], multiple: int | None, layout: Layout
+    ) -> MicroBatchRows:
         row_tokens = self.sequence_length
         if multiple is not None:
             longest = max(self.lengths[row] for row in rows)
@@ -129,13 +145,16 @@ class TrainingRows:
         if not self.is_packed:
             return MicroBatchRows(row_tokens, None)
         # Padding at the end of a row is a document of its own.
-        documents = [
-            *(length for row in rows for length in self.documents[row]),
-            *(row_tokens - self.lengths[row] for row in rows),
-        ]
+        documents = tuple(
+            (*self.documents[row], row_tokens - self.lengths[row])
+            if row_tokens > self.lengths[row]
+            else self.documents[row]
+            for row in rows
+        )
         # Equal documents of this length have as many pairs of token and visible key per token.
-        pairs = sum(length * (length + 1) / 2 for length in documents)
-        return MicroBatchRows(row_tokens, max(1, round(2 * pairs / sum(documents) - 1)))
+        pairs = sum(length * (length + 1) / 2 for row in documents for length in row)
+        document_tokens = max(1, round(2 * pairs / (row_tokens * len(rows)) - 1))
+        return MicroBatchRows(row_tokens, document_tokens, documents if layout.cp > 1 else ())
 
 
 def predict_rows(
@@ -159,13 +178,17 @@ def predict_rows(
         each: predictor.compute_pass_seconds(_resize(candidate, each))
         for each in set(micro_batches)
     }
+    waiting_of = {
+        each: _compute_waiting_seconds(predictor, candidate, each) if each.documents else seconds
+        for each, seconds in seconds_of.items()
+    }
     mean_seconds: float = fmean(seconds_of[each] for each in micro_batches)
     # A step of equal micro-batches has the traffic, the bubble and the update of the mean one.
     mean = min(set(micro_batches), key=lambda each: abs(seconds_of[each] - mean_seconds))
     even = predictor.predict(_resize(candidate, mean))
     scale = mean_seconds / seconds_of[mean]
     passes = fmean(
-        _combine_passes(candidate, [[seconds_of[each] for each in by_rank] for by_rank in step])
+        _combine_passes(candidate, [[waiting_of[each] for each in by_rank] for by_rank in step])
         for step in steps
     )
     even_passes = _combine_passes(
@@ -197,6 +220,59 @@ def predict_rows(
         step_tokens=tokens,
         model_flops_per_step=flops * candidate.global_batch_size,
     )
+
+
+def _compute_waiting_seconds(
+    predictor: Predictor, candidate: Candidate, rows: MicroBatchRows
+) -> float:
+    """Compute the seconds of a micro-batch whose context ranks wait, in every layer, for the one
+    with the most attention work."""
+    works = count_context_work(predictor.facts, candidate, rows.documents)
+    return predictor.compute_pass_seconds(
+        replace(_resize(candidate, rows), attention_loads=compute_attention_loads(works))
+    )
+
+
+class ContextSplit(NamedTuple):
+    """A layout with both values of `layout.cp_split`: attention work of the busiest context rank of
+    each layer over the mean of all, and seconds of a step."""
+
+    layout: str
+    zigzag_load: float
+    work_load: float
+    zigzag_seconds: float
+    work_seconds: float
+
+    def describe(self) -> str:
+        """Describe both in one line."""
+        return (
+            f"{self.layout}: attention of the busiest context rank / mean: {self.zigzag_load:.2f} "
+            f"with cp_split: zigzag ({format_seconds(self.zigzag_seconds)} per step), "
+            f"{self.work_load:.2f} with work ({format_seconds(self.work_seconds)})"
+        )
+
+
+def compare_context_splits(
+    predictor: Predictor, candidate: Candidate, rows: TrainingRows
+) -> ContextSplit | None:
+    """Predict a layout with both values of `layout.cp_split`; None if its context ranks share no
+    packed rows."""
+    if not rows.is_packed or not has_uneven_contexts(predictor.facts, candidate):
+        return None
+    loads = []
+    seconds = []
+    for split in ("zigzag", "work"):
+        variant = replace(candidate, layout=replace(candidate.layout, cp_split=split))
+        works = [
+            work
+            for step in range(rows.count_steps(variant))
+            for by_rank in rows.list_micro_batches(variant, step)
+            for each in by_rank
+            for work in count_context_work(predictor.facts, variant, each.documents)
+        ]
+        loads.append(compute_mean_load(works))
+        seconds.append(predict_rows(predictor, variant, rows).time.step)
+    return ContextSplit(candidate.describe(), *loads, *seconds)
 
 
 def order_by_rows(

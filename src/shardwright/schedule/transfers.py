@@ -19,7 +19,7 @@ schedule runs to its end if its dependencies have no cycle; `check` proves both 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from typing import NamedTuple
 
@@ -65,12 +65,15 @@ class ScheduleStep:
 
     The rank posts the receives `posted_receives` and waits for `awaited_transfer` before the
     action, and sends `sent_transfer` after it. `awaited_transfer` is None if the input is local.
+    `completed_sends` are earlier messages of this rank, by their action, that have arrived when
+    `awaited_transfer` has: its sender waited for them before it sent it.
     """
 
     action: Action
     posted_receives: tuple[Transfer, ...]
     awaited_transfer: Transfer | None
     sent_transfer: Transfer | None
+    completed_sends: tuple[Action, ...] = ()
 
 
 def find_source(action: Action, num_stages: int) -> tuple[bool, int] | None:
@@ -148,7 +151,34 @@ def plan_steps(
                 num_examined += 1
             steps.append(ScheduleStep(action, tuple(posts), inputs[position], sent.get(action)))
         steps_of_ranks.append(tuple(steps))
-    return tuple(steps_of_ranks)
+    completed_of = _list_completed_sends(steps_of_ranks)
+    return tuple(
+        tuple(
+            step
+            if step.awaited_transfer is None
+            else replace(step, completed_sends=completed_of.get(step.awaited_transfer, ()))
+            for step in steps
+        )
+        for steps in steps_of_ranks
+    )
+
+
+def _list_completed_sends(
+    steps_of_ranks: Sequence[Sequence[ScheduleStep]],
+) -> dict[Transfer, tuple[Action, ...]]:
+    """List, for each message, the messages of its receiver that its sender has waited for since its
+    last message to the same rank."""
+    completed_of: dict[Transfer, tuple[Action, ...]] = {}
+    for steps in steps_of_ranks:
+        awaited_from: dict[int, list[Action]] = {}
+        for step in steps:
+            awaited = step.awaited_transfer
+            if awaited is not None:
+                awaited_from.setdefault(awaited.sender, []).append(awaited.action)
+            sent = step.sent_transfer
+            if sent is not None:
+                completed_of[sent] = tuple(awaited_from.pop(sent.receiver, ()))
+    return completed_of
 
 
 def _find_receiver_stage(action: Action, num_stages: int) -> int | None:

@@ -387,6 +387,7 @@ def test_times_are_predicted_with_the_rows_of_the_data(
     assert run([*words, "--data", "--json"]) == ExitCode.DONE
     real = read_json_output(capsys)
     assert full["rows"] is None
+    assert full["context_splits"] == []
     assert full["chosen"]["step_tokens"] == 16 * 256
     assert real["rows"].startswith("rows of the data: 256 of the first steps, 1")
     # Four of 64 rows are long: of sixteen rows in a step, one on average.
@@ -400,3 +401,45 @@ def test_times_are_predicted_with_the_rows_of_the_data(
     assert run([*words, "--data"]) == ExitCode.DONE
     shown = capsys.readouterr().out
     assert real["rows"] in " ".join(shown.split())
+
+
+def test_both_splits_of_packed_rows_are_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records of 20 and 200 tokens share rows of 256; two context ranks share the rows."""
+    lines = [
+        json.dumps({"input_ids": [number] * (200 if number % 16 == 0 else 20)})
+        for number in range(128)
+    ]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    recipe = {
+        "model": {"config": models.CONFIGS["llama"], "attention": "explicit"},
+        "data": {
+            "sources": str(tmp_path / "records.jsonl"),
+            "packing": "documents",
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "training": {
+            "sequence_length": 256,
+            "global_batch_size": 2,
+            "max_steps": 100,
+            "learning_rate": 1e-5,
+        },
+        "layout": {"cp": 2, "cp_method": "ring", "zero_stage": 3},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    words = ["plan", str(path), "--cluster", "2xA100-80GB"]
+    assert run([*words, "--data", "--json"]) == ExitCode.DONE
+    planned = read_json_output(capsys)
+    own = planned["as_the_recipe_has_it"]
+    name = "cp 2, ZeRO-3 over 2, ring"
+    split = next(each for each in planned["context_splits"] if each["layout"] == name)
+    assert split["zigzag_load"] > split["work_load"] >= 1.0
+    assert split["zigzag_seconds"] == own["step_seconds"]["total"]
+    assert split["work_seconds"] < split["zigzag_seconds"]
+    assert run([*words, "--data", "--set", "layout.cp_split=work", "--json"]) == ExitCode.DONE
+    own = read_json_output(capsys)["as_the_recipe_has_it"]
+    assert own["step_seconds"]["total"] == split["work_seconds"]
+    assert run([*words, "--data"]) == ExitCode.DONE
+    assert f"{name}: attention of the busiest context rank" in capsys.readouterr().out

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwright.errors import ScheduleError
-from shardwright.planner.time.pipeline import count_passes_in_flight
-from shardwright.schedule import count_peak_activations, load_schedule
+from shardwright.planner.time.pipeline import count_deferred_passes, count_passes_in_flight
+from shardwright.schedule import Action, count_peak_activations, load_schedule
 from shardwright.schedule.registry import PIPELINE_SCHEDULES
 
 
@@ -25,3 +25,38 @@ def test_formulas_equal_counts_on_the_schedules(name: str) -> None:
                 ) == count_peak_activations(schedule), (ranks, micro_batches)
                 compared += 1
     assert compared > 50
+
+
+def list_moments(row: tuple[Action, ...]) -> set[tuple[int, int]]:
+    """List, for every I, the passes that are saved and those that wait for their W beside it."""
+    moments = set()
+    for position, action in enumerate(row):
+        if action.kind != "I":
+            continue
+        done = {(other.kind, other.stage, other.micro_batch) for other in row[:position]}
+        started = {(stage, number) for kind, stage, number in done if kind == "F"}
+        passed = {(stage, number) for kind, stage, number in done if kind in ("I", "B")}
+        passed.add((action.stage, action.micro_batch))
+        waiting = {
+            (stage, number)
+            for kind, stage, number in done
+            if kind == "I" and ("W", stage, number) not in done
+        }
+        moments.add((len(started - passed), len(waiting)))
+    return moments
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zbv", "dualpipev"])
+def test_deferred_passes_are_those_of_the_whole_schedule(name: str) -> None:
+    """Counted on the first micro-batches only, they are those of many, and no moment has more."""
+    for ranks, micro_batches in ((2, 4), (2, 13), (3, 12), (4, 24)):
+        rows = load_schedule(name, ranks, micro_batches).rows
+        for row, counted in zip(
+            rows, count_deferred_passes(name, ranks, micro_batches), strict=True
+        ):
+            moments = list_moments(row)
+            assert set(counted) <= moments
+            assert all(
+                any(saved <= other[0] and waiting <= other[1] for other in counted)
+                for saved, waiting in moments
+            )

@@ -1,5 +1,5 @@
-"""The planner's bytes agree with the rehearsal's over models and layouts: weights and states within
-3%, the rest within 5%; with offloaded weights each tier within 2%.
+"""The planner's bytes agree with the rehearsal's over models and layouts: weights, states and the
+rest within 3%, some cases within 5%; with offloaded weights each tier within 2%.
 
 The rehearsal is the reference: it runs the real step without its memory and equals real runs
 (tests/multiprocess/test_rehearse.py).
@@ -49,6 +49,9 @@ class Case:
     sections: dict[str, Any] = field(default_factory=dict)
     saved: tuple[LayerResults, ...] | None = None
     """Saved results of each layer, with `mixed` recomputation."""
+    rank: int = 0
+    tolerance: float = 0.03
+    """Relative error of the peak beside weights and states; `LESS_EXACT` takes precedence."""
 
     def make_recipe(self) -> Recipe:
         """Build a recipe with `ROWS` rows of `TOKENS` per micro-batch."""
@@ -79,6 +82,10 @@ class Case:
 
     def __str__(self) -> str:
         parts = (self.model, self.layout, self.steps, self.recompute, *self.sections)
+        if self.rank:
+            parts += (f"rank {self.rank}",)
+        if self.kind != "bf16":
+            parts += (self.kind,)
         results = [] if self.saved is None else map(describe_results, dict.fromkeys(self.saved))
         return "-".join(map(str, (*parts, *results)))
 
@@ -137,6 +144,28 @@ CASES = [
     Case("llama", Layout(), recompute="full", sections=FUSED),
     Case("gemma2", Layout(), sections=FUSED),
     Case("qwen3_moe", Layout(), sections=FUSED),
+    # Kinds that were predicted less exactly before the backward pass was followed by operation.
+    Case("llama", Layout(dp_replicate=2), recompute="full", tolerance=0.005),
+    Case("qwen3_moe", Layout(), steps=2, recompute="full", tolerance=0.005),
+    Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3), recompute="full", tolerance=0.01),
+    Case(
+        "llama",
+        Layout(pp=2, schedule="interleaved_1f1b"),
+        steps=4,
+        recompute="full",
+        rank=1,
+        tolerance=0.015,
+    ),
+    Case(
+        "llama",
+        Layout(pp=2, schedule="zb_h1"),
+        steps=4,
+        recompute="full",
+        rank=1,
+        tolerance=0.005,
+    ),
+    Case("llama", Layout(), recompute="selective", sections=LORA, tolerance=0.005),
+    Case("gemma2", Layout(), recompute="full", kind="fp32", tolerance=0.015),
 ]
 LONG_CASES = [
     Case("llama", Layout(tp=2, sequence_parallel=False), recompute="selective"),
@@ -148,6 +177,36 @@ LONG_CASES = [
     Case("gpt2", Layout(), sections=FUSED),
     Case("gemma2", Layout(), recompute="selective", sections=FUSED),
     Case("qwen3_moe", Layout(), recompute="full", sections=FUSED),
+    *(
+        Case("llama", Layout(pp=2, schedule=schedule), 4, recompute, rank=rank)
+        for schedule, recomputes in (
+            ("1f1b", ("none", "full")),
+            ("interleaved_1f1b", ("none", "selective")),
+            ("zb_h1", ("none", "selective")),
+            ("zbv", ("selective", "full")),
+            ("dualpipev", ("full",)),
+        )
+        for recompute in recomputes
+        for rank in range(2)
+    ),
+    *(
+        Case("qwen3_moe", layout, recompute=recompute)
+        for layout in (Layout(tp=2), Layout(dp_shard=4, ep=4, zero_stage=3), Layout(dp_replicate=2))
+        for recompute in ("selective", "full")
+    ),
+    *(
+        Case(model, layout, recompute=recompute, sections=LORA)
+        for model in ("gpt2", "qwen3_moe")
+        for layout in (Layout(), Layout(dp_shard=2, zero_stage=3))
+        for recompute in get_args(RecomputeKind)
+    ),
+    *(
+        Case("llama", Layout(), recompute="selective", sections=sections)
+        for sections in (QLORA, LORA | OFFLOAD, FROZEN_ON_HOST)
+    ),
+    Case("llama", Layout(tp=2), recompute="selective", sections=LORA),
+    Case("gemma2", Layout(), recompute="selective", kind="fp32"),
+    Case("tied", Layout(dp_replicate=2), recompute="full"),
     Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
     Case(
         "llama",
@@ -230,6 +289,18 @@ LONG_CASES = [
     Case("llama", Layout(pp=2), steps=4, recompute="full", sections=TRAINED_ON_DISK),
 ]
 
+LESS_EXACT = dict.fromkeys(
+    (
+        "qwen3_moe-dp_shard=2,zero_stage=3-1-full",
+        "llama-pp=2,zero_stage=0,schedule=zbv-4-selective-rank 1",
+        "llama-tp=2,zero_stage=0-1-mixed-input-input, attention, projections-input, attention, "
+        "projections, attention_out, gate_up",
+        "llama-pp=2,zero_stage=0-4-none-preference",
+    ),
+    0.05,
+)
+"""Tolerance of cases whose peak is predicted less exactly than within 3%."""
+
 
 def test_fused_norms_save_no_wider_copies_of_their_inputs() -> None:
     """PyTorch's kernel takes inputs in the precision of Gemma's weights, which is fp32."""
@@ -262,7 +333,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     plan = replace(plan, recompute=case.recompute, recompute_choice=case.build_choice())
     if case.sections == FUSED:
         plan = replace(plan, pointwise=PointwiseChoice("compiled", "test"))
-    report = rehearse_rank(recipe, plan, 0)
+    report = rehearse_rank(recipe, plan, case.rank)
     facts = ModelFacts(shape.base_shape, case.saved)
     candidate = replace(
         build_template(recipe),
@@ -274,7 +345,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         has_fused_norms=False,  # a rehearsal runs as the CPU does
         has_masked_kernels=False,
     )
-    load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(0)
+    load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(case.rank)
     predicted = predict_memory(facts, candidate, load, NO_OVERHEAD)
     assert predicted.offloaded == pytest.approx(report.total_offloaded_bytes, rel=0.03)
     assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
@@ -286,7 +357,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     )
     between_steps = report.weights_bytes + report.optimizer_bytes
     assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(
-        report.peak_bytes - between_steps, rel=0.05
+        report.peak_bytes - between_steps, rel=LESS_EXACT.get(str(case), case.tolerance)
     )
     if case.sections in WEIGHT_SECTIONS:
         stored_bytes = report.offloaded_parameter_bytes

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardwright.errors import ScheduleError
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
+    Action,
     ActionTimes,
     Schedule,
     build_schedule,
@@ -122,6 +123,39 @@ def test_every_receive_is_posted_once_in_order_before_it_is_needed(
             for a, b in pairwise(sends)
             if a.receiver == b.receiver
         )
+
+
+@pytest.mark.parametrize("name", sorted(PIPELINE_SCHEDULES))
+def test_a_message_completes_the_sends_that_its_sender_has_waited_for(name: str) -> None:
+    """No send is released before its receiver has it, and none twice."""
+    steps_of_rank = plan_steps(build_schedule(name, 3, 12))
+    num_released = 0
+    for rank, steps in enumerate(steps_of_rank):
+        released: set[Action] = set()
+        sent: set[Action] = set()
+        for step in steps:
+            awaited = step.awaited_transfer
+            if awaited is None:
+                assert step.completed_sends == ()
+            else:
+                senders_row = steps_of_rank[awaited.sender]
+                position = next(
+                    i for i, other in enumerate(senders_row) if other.sent_transfer == awaited
+                )
+                waited = {
+                    other.awaited_transfer.action
+                    for other in senders_row[: position + 1]
+                    if other.awaited_transfer and other.awaited_transfer.sender == rank
+                }
+                assert set(step.completed_sends) <= waited & sent
+                assert released.isdisjoint(step.completed_sends)
+                released |= set(step.completed_sends)
+            if step.sent_transfer is not None:
+                sent.add(step.sent_transfer.action)
+        # Gradients answer all hidden states; nothing answers the last gradients.
+        assert all(action.kind != "F" for action in sent - released)
+        num_released += len(released)
+    assert num_released > 20
 
 
 def test_split_backwards_keep_activations_until_the_weight_gradients() -> None:

@@ -28,7 +28,7 @@ matmuls and attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
@@ -40,7 +40,15 @@ from shardwright.planner.memory.attention_activations import (
 )
 from shardwright.planner.memory.backward_peak import (
     BlockTensorBytes,
+    compute_deferred_bytes,
+    compute_forward_end_bytes,
     compute_norm_gradient_bytes,
+    compute_peak_gradient_bytes,
+)
+from shardwright.planner.memory.block_weights import (
+    compute_adapter_result_bytes,
+    count_product_elements,
+    get_weight_bytes,
 )
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 
@@ -54,6 +62,11 @@ class LayerActivations:
     saved_bytes: float
     recomputed_bytes: float
     gradient_bytes: float
+    deferred_bytes: float = 0.0
+    """Bytes that remain after its backward pass until the gradients of its weights are computed,
+    where a schedule defers them."""
+    deferring_gradient_bytes: float = 0.0
+    """Those of `gradient_bytes` where they are deferred."""
 
     @property
     def total_bytes(self) -> float:
@@ -87,6 +100,13 @@ def get_layer_activations(
         candidate.adapted_roles,
         candidate.expert_load,
         candidate.engine,
+        layout.ep > 1,
+        layout.dp_replicate > 1,
+        candidate.is_sharded,
+        candidate.is_deferring,
+        candidate.gradient_accumulation_steps > 1,
+        candidate.working_weights,
+        candidate.adapter is None or candidate.adapter.quantised,
     )
     cached = facts.activation_cache.get(key)
     if cached is None:
@@ -129,6 +149,7 @@ def _compute_layer_activations(
             matmul_input,
             has_shared_expert=experts is not None and experts.shared_intermediate_size > 0,
             is_half_precision=size < 4,
+            is_frozen=candidate.adapter is not None,
         )
     elif tensors.dropped_inner:
         inner_tokens = candidate.micro_batch_tokens * shape.intermediate_size
@@ -139,12 +160,24 @@ def _compute_layer_activations(
     if kind.shape.sparse and size < 4 and _is_gathered(candidate):
         assert shape.experts is not None
         unsaved_gather = 0.0 if shape.experts.shared_intermediate_size else matmul_input
-    gradients = engine.compute_block_gradient_bytes(
-        _build_block_tensors(facts, kind, candidate), max(inner_gradients, attention.gradients)
-    )
     mode = get_layer_recompute(kind, candidate.recompute)
+    tensors_of_block = build_block_tensors(facts, kind, candidate, is_repeated=mode != "none")
+    gradients = engine.compute_block_gradient_bytes(
+        tensors_of_block, max(inner_gradients, attention.gradients)
+    )
+    deferred = (0.0, 0.0)
+    if candidate.is_deferring:
+        deferring_block = replace(
+            tensors_of_block,
+            is_deferred=True,
+            weight_bytes=get_weight_bytes(candidate, is_deferred=True),
+        )
+        deferred = (
+            compute_deferred_bytes(deferring_block),
+            compute_peak_gradient_bytes(deferring_block),
+        )
     if mode == "none":
-        return LayerActivations(total, 0.0, gradients)
+        return LayerActivations(total, 0.0, gradients, *deferred)
     if mode == "mixed":
         assert kind.saved_results is not None
         results = compute_result_bytes(facts, kind, candidate)
@@ -159,10 +192,10 @@ def _compute_layer_activations(
         # Nor is the product of queries and keys, of which only the softmax is saved.
         repeated = total - residual - sum(saved_sizes.values())
         repeated += attention.score_products * ("attention" in saved_sizes)
-        return LayerActivations(saved, max(0.0, repeated), gradients)
+        return LayerActivations(saved, max(0.0, repeated), gradients, *deferred)
     # The block's input is saved in any case.
     if candidate.recompute == "full":
-        return LayerActivations(residual, total - residual, gradients)
+        return LayerActivations(residual, total - residual, gradients, *deferred)
     communication = released = 0.0
     if candidate.layout.tp > 1:
         results = compute_result_bytes(facts, kind, candidate)
@@ -172,6 +205,7 @@ def _compute_layer_activations(
         if kind.shape.sparse:
             # The weighted sum of the experts' results.
             communication += _compute_branch_output_bytes(candidate, facts)
+    adapter_results = compute_adapter_result_bytes(facts, kind, candidate)
     saved, recomputed = engine.compute_selective_bytes(
         BlockBytes(
             total,
@@ -182,11 +216,16 @@ def _compute_layer_activations(
             attention.scores,
             communication if candidate.layout.tp > 1 else None,
             released,
+            adapter_results,
         ),
         is_fp4=candidate.precision == "nvfp4",
         is_compiled=candidate.compile,
     )
-    return LayerActivations(saved, recomputed, gradients)
+    if adapter_results:
+        # The end of the forward pass, beside all results of products, may be larger.
+        ending = compute_forward_end_bytes(tensors_of_block)
+        recomputed = max(recomputed, ending - gradients)
+    return LayerActivations(saved, recomputed, gradients, *deferred)
 
 
 def compute_result_bytes(
@@ -217,8 +256,8 @@ def compute_result_bytes(
     return results | ({"gate_up": shared, "down": branch_output} if shared else {})
 
 
-def _build_block_tensors(
-    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+def build_block_tensors(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, *, is_repeated: bool
 ) -> BlockTensorBytes:
     """Build the tensor sizes from which the peak of a block's backward pass follows."""
     shape = facts.shape
@@ -238,9 +277,10 @@ def _build_block_tensors(
     heads = shape.num_heads / layout.tp
     scores = 0.0
     if choose_planned_kernel(facts, candidate, kind.shape.window) == "explicit":
-        # Gradients of the fp32 weights, before and after the softmax. The weights in the
-        # compute precision are freed by then.
-        scores = tokens * heads * candidate.sequence_length * (2 * max(size, 4) - size)
+        # Gradients of the fp32 weights, before and after the softmax. The weights' copy in a
+        # narrower compute precision is freed by then.
+        scores = tokens * heads * candidate.sequence_length
+        scores *= 2 * max(size, 4) - (size if size < 4 else 0)
     fused = shape.norm == "layer" or candidate.has_fused_norms or candidate.has_fused_functions
     return BlockTensorBytes(
         stream=stream,
@@ -254,6 +294,13 @@ def _build_block_tensors(
         scores=scores,
         norm_gradient=compute_norm_gradient_bytes(stream, size, is_fused=fused),
         is_gate_fused=candidate.has_fused_functions,
+        has_post_norms=shape.names.post_mlp_norm is not None,
+        is_repeated=is_repeated,
+        is_exchanged=layout.ep > 1,
+        is_deferred=False,
+        is_adapted=candidate.adapter is not None,
+        elements=count_product_elements(facts, kind, candidate),
+        weight_bytes=get_weight_bytes(candidate, is_deferred=False),
     )
 
 
@@ -308,7 +355,11 @@ def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float
     attention is not plainly causal."""
     shape = facts.shape
     tokens = candidate.micro_batch_tokens
-    rows = candidate.micro_batch_size if candidate.document_tokens is not None else 1
+    rows = (
+        candidate.micro_batch_size
+        if candidate.document_tokens is not None or candidate.engine.has_ordered_frees
+        else 1
+    )
     tables = sum(
         2 * rows * (candidate.sequence_length / candidate.layout.cp) * (rope.rotary_dim // 2) * 4
         for rope in shape.ropes
@@ -317,7 +368,7 @@ def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float
     for window in {layer.window for layer in shape.layers}:
         if has_dense_mask(facts, candidate, window):
             masks += (
-                rows
+                (candidate.micro_batch_size if candidate.document_tokens is not None else 1)
                 * (tokens / candidate.micro_batch_size)
                 * candidate.sequence_length
                 * candidate.activation_bytes

@@ -1,27 +1,68 @@
-"""Peak memory of a block's backward pass: gradients minus freed activations, by operation.
+"""Peak memory of a block's backward pass: its operations, one after another.
 
-Each operation allocates its gradients while its saved tensors are live, and frees them when it
-finishes. Bytes on this rank, from the block's output to its input: r the residual stream, n all
-of its tokens at model width, f feed-forward width, q queries, k keys, e rows sent to experts (0
-without), w a norm's gradient.
+An operation allocates its results while its saved tensors are live, and frees these tensors and the
+gradients that it read when it has finished. Products also free the cast of their weight and leave
+the gradient of the weight, which is first computed in the compute precision.
 
-    operation    live beside the saved tensors                     freed by then
-    down matmul  r, e, f; n if sequence parallelism gathers it     nothing
-    gate         r, f of its output, f of each input, f temporary  f, e
-      fused      r, f of its output, f of each input               f, e
-    no gate      r, f of its output, f of its input                f
-    up matmul    r, 2 n, and with a gate f                         3 f with a gate, else 2 f; e
-    norm         2 r, w                                            the same, and n
-    attention    r, 2 q, 2 k, gradients of scores if not fused     the same, and r
+Bytes on this rank, from the block's output to its input: r the residual stream, n all of its tokens
+at model width, f feed-forward width, q queries, k keys, e rows sent to experts, w a norm's
+gradient, s gradients of scores if attention is not fused. `beside`: allocated during the operation;
+`change`: of the live bytes, when it has finished.
+
+    operation       beside        change                       freed
+    post norm       w             0                            its input
+    sum of experts  e             0                            results in token order
+    scatter         e             -e                           results of experts
+    down            f             0; experts -e                its input
+    gate            3 f           -f                           both projections
+    no gate         f             -f                           its input
+    up, gate        n, 2 n        n - f, -f - n                gradients; their common input
+    experts' up     2 f, e        -2 f                         gradients; rows
+    gather of rows  2 e           n - e                        gradients of rows
+    norm            w             -r                           its input
+    residual        r             -r
+    output          q             q                            nothing: attention has its input
+    attention       q + 2 k + s   -2 q                         q, k, v, output
+    projections     2 n           -q - 2 k                     their common input
+
+If sequence parallelism gathers a branch's output gradient, n is added beside its first product. If
+the gradients of weights are deferred, products leave their inputs and the gradients of their
+outputs, except those of experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _NUM_FP32_NORM_TENSORS = 4
 """Number of fp32 tensors of the stream's width in a norm's backward pass without a fused
 kernel."""
+
+
+class ProductElements(NamedTuple):
+    """Elements of a block's matrices on this rank, by the product that reads them."""
+
+    down: float = 0.0
+    up: float = 0.0
+    """Those of gate and up together."""
+    output: float = 0.0
+    projections: float = 0.0
+
+
+class WeightBytes(NamedTuple):
+    """Bytes per element of a matrix in the backward pass; all 0 for a frozen one that is not
+    quantised."""
+
+    result: float = 0.0
+    """Of the gradient that the product computes, or of a dequantised matrix."""
+    converted: float = 0.0
+    """Of its copy in the precision of the master weights."""
+    remaining: float = 0.0
+    """Of the gradient that remains. 0 if it is added to an existing one."""
+    cast: float = 0.0
+    """Of the weight's cast, freed with the product."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +82,19 @@ class BlockTensorBytes:
     keys: float
     scores: float
     norm_gradient: float
-    is_gate_fused: bool = False
+    is_gate_fused: bool
+    """True if one kernel computes the gradients of a gated activation."""
+    has_post_norms: bool
+    is_repeated: bool
+    """True if the block's forward pass is repeated before its backward pass."""
+    is_exchanged: bool
+    """True if rows are sent to experts of other ranks."""
+    is_deferred: bool
+    """True if the gradients of weights are computed later (schedules with split backward)."""
+    is_adapted: bool
+    """True if products have adapters, whose gradients of inputs are added to theirs."""
+    elements: ProductElements
+    weight_bytes: WeightBytes
 
 
 def compute_norm_gradient_bytes(
@@ -59,25 +112,125 @@ def compute_norm_gradient_bytes(
 def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     """Compute the peak bytes of a block's backward pass, beyond its saved or recomputed
     tensors."""
-    stream = tensor_bytes.stream
-    inner = tensor_bytes.inner
-    branch_output = tensor_bytes.gathered if tensor_bytes.should_gather_gradient else 0.0
-    at_down = stream + branch_output + tensor_bytes.routed + inner
-    num_tensors = 1.0
-    if tensor_bytes.is_gated:
-        num_tensors = 2.0 if tensor_bytes.is_gate_fused else 3.0
-    at_activation = stream + num_tensors * inner - tensor_bytes.routed
-    freed = (3.0 if tensor_bytes.is_gated else 2.0) * inner + tensor_bytes.routed
-    at_up = stream + 2.0 * tensor_bytes.gathered + (inner if tensor_bytes.is_gated else 0.0) - freed
-    at_norm = 2.0 * stream + tensor_bytes.norm_gradient - freed - tensor_bytes.gathered
-    # The attention branch begins after the norm's output and the residual between both branches
-    # are freed.
-    freed += tensor_bytes.gathered + stream
-    at_attention = (
-        stream
-        + branch_output
-        + 2.0 * (tensor_bytes.queries + tensor_bytes.keys)
-        + tensor_bytes.scores
-        - freed
+    weight = tensor_bytes.weight_bytes
+    live = peak = tensor_bytes.stream
+    if tensor_bytes.is_repeated and tensor_bytes.routed:
+        # The end of the repeated forward pass: input of the feed-forward, and results of experts in
+        # the order of the exchange and of the tokens, or those of adapters, scaled and not. The
+        # gradient is gathered before it.
+        num_results = 3.0 if tensor_bytes.is_exchanged else 1.0 + tensor_bytes.is_adapted
+        peak += tensor_bytes.routed * num_results
+        peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
+    for operation in _list_operations(tensor_bytes):
+        elements = operation.elements
+        peak = max(peak, live + operation.beside + elements * weight.result)
+        live += operation.change - elements * weight.cast
+        peak = max(peak, live + elements * (weight.result + weight.converted))
+        live += elements * weight.remaining
+    return peak
+
+
+def compute_deferred_bytes(tensor_bytes: BlockTensorBytes) -> float:
+    """Compute the bytes from which a block computes the gradients of its weights later: inputs and
+    gradients of outputs of its products, without those of experts."""
+    branch_output = (
+        tensor_bytes.gathered if tensor_bytes.should_gather_gradient else tensor_bytes.stream
     )
-    return max(at_down, at_activation, at_up, at_norm, at_attention)
+    projections = tensor_bytes.gathered + tensor_bytes.queries + 2.0 * tensor_bytes.keys
+    attention = projections + tensor_bytes.queries + branch_output
+    if tensor_bytes.routed:
+        return attention
+    num_inner = 3.0 if tensor_bytes.is_gated else 2.0
+    return attention + tensor_bytes.gathered + num_inner * tensor_bytes.inner + branch_output
+
+
+def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
+    """Compute the bytes at the end of a block's forward pass with adapters, beside the results of
+    its products: sums of product and adapter, the product of both projections, the feed-forward's
+    input, the residual stream before it, and the scaled and added output."""
+    inner = (3.0 if tensor_bytes.is_gated else 2.0) * tensor_bytes.inner
+    output = max(tensor_bytes.routed, tensor_bytes.gathered)
+    return inner + tensor_bytes.gathered + 2.0 * output + 2.0 * tensor_bytes.stream
+
+
+class _Operation(NamedTuple):
+    beside: float
+    change: float
+    elements: float = 0.0
+    """Elements of its weight."""
+
+
+def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
+    stream = block.stream
+    deferred = 1.0 if block.is_deferred else 0.0
+    gathered_gradient = block.gathered if block.should_gather_gradient else 0.0
+    # The gradient of a branch's output; without a norm after it, that of the residual stream.
+    branch_gradient = stream if block.has_post_norms else 0.0
+    after_branch = _Operation(block.norm_gradient, 0.0)
+    if block.has_post_norms:
+        yield after_branch
+    yield from _list_expert_operations(block) if block.routed else _list_inner_operations(block)
+    yield _Operation(0.0, (deferred - 1.0) * branch_gradient)
+    if block.should_gather_gradient:
+        yield _Operation(stream, stream - block.gathered)  # reduced and scattered
+    yield _Operation(block.norm_gradient, -stream)
+    yield _Operation(stream, (deferred * (gathered_gradient == 0.0) - 1.0) * stream)
+    if block.has_post_norms:
+        yield after_branch
+    is_explicit = block.scores > 0.0
+    yield _Operation(
+        gathered_gradient + (1.0 + block.is_adapted) * block.queries,
+        deferred * gathered_gradient
+        + block.queries * (deferred if is_explicit else 1.0)
+        + (deferred - 1.0) * branch_gradient,
+        block.elements.output,
+    )
+    projected = block.queries + 2.0 * block.keys
+    # Explicit products have freed the values, and have their gradient, before those of scores.
+    beside = block.scores if is_explicit else projected
+    yield _Operation(beside, (deferred - 2.0) * block.queries)
+    yield _Operation(
+        2.0 * block.gathered,
+        deferred * block.gathered - (1.0 - deferred) * projected,
+        block.elements.projections,
+    )
+
+
+def _list_inner_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
+    """List the operations of a dense feed-forward."""
+    inner = block.inner
+    width = block.gathered
+    deferred = 1.0 if block.is_deferred else 0.0
+    gathered_gradient = width if block.should_gather_gradient else 0.0
+    yield _Operation(
+        gathered_gradient + (1.0 + block.is_adapted) * inner,
+        deferred * (gathered_gradient + inner),
+        block.elements.down,
+    )
+    if not block.is_gated:
+        yield _Operation(inner, -inner)
+        yield _Operation(width, deferred * (inner + width) - inner, block.elements.up)
+        return
+    yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
+    yield _Operation(width, width - (1.0 - deferred) * inner, block.elements.up / 2)
+    yield _Operation(2.0 * width, (deferred - 1.0) * (inner + width), block.elements.up / 2)
+
+
+def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
+    """List the operations of routed experts, whose gate and up are one product."""
+    inner = block.inner
+    rows = block.routed
+    exchange = _Operation(2.0 * rows, 0.0)
+    yield _Operation(rows + (block.gathered if block.should_gather_gradient else 0.0), 0.0)
+    yield _Operation(rows, -rows)
+    if block.is_exchanged:
+        yield exchange
+    yield _Operation((1.0 + block.is_adapted) * inner, -rows, block.elements.down)
+    yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
+    yield _Operation(2.0 * inner, 0.0)  # the gradients of gate and up become one tensor
+    yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, block.elements.up)
+    if block.is_exchanged:
+        yield exchange
+    yield _Operation(2.0 * rows, block.gathered - rows)
+    # The router's input is freed; it is at least as large as the dense input of a product.
+    yield _Operation(block.gathered, -block.gathered)

@@ -35,6 +35,12 @@ class StageLoad:
     has_head: bool = True
     num_in_flight: float = 1.0
     num_stages: int = 1
+    num_gradient_senders: int = 0
+    """Stages whose input's gradient goes to another rank."""
+    deferred_passes: tuple[tuple[float, float], ...] = ()
+    """Under a schedule that defers gradients of weights, for the moments with most of them: passes
+    that are saved, and passes whose gradients of weights wait, beside the one that runs backward.
+    """
 
 
 class PersistentMemory(NamedTuple):
@@ -249,13 +255,18 @@ def compute_gathered_bytes(
     dequantised_bytes = 0.0
     if candidate.adapter is not None and candidate.adapter.quantised:
         # A quantised matrix is dequantised for its matmul, one at a time.
-        dequantised_bytes = (
-            max(
-                (p.num_inputs * p.num_outputs / layout.tp for k in facts.kinds for p in k.matmuls),
-                default=0.0,
+        if not engine.has_ordered_frees:
+            dequantised_bytes = (
+                max(
+                    (
+                        p.num_inputs * p.num_outputs / layout.tp
+                        for k in facts.kinds
+                        for p in k.matmuls
+                    ),
+                    default=0.0,
+                )
+                * size
             )
-            * size
-        )
         if layout.zero_stage < 3:
             return dequantised_bytes
     is_moved = candidate.parameter_offload != "none"

@@ -12,20 +12,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
-from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.activations import (
-    LayerActivations,
-    compute_end_activation_bytes,
-    compute_logit_bytes,
-    compute_shared_table_bytes,
-    get_layer_activations,
-)
+from shardwright.planner.memory.activations import compute_logit_bytes
 from shardwright.planner.memory.backward_peak import compute_norm_gradient_bytes
+from shardwright.planner.memory.live_activations import LiveActivations, compute_live_activations
 from shardwright.planner.memory.moved_weights import count_updated_blocks
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
@@ -42,8 +34,8 @@ from shardwright.planner.memory.parameter_memory import (
     count_root_elements,
     has_saved_casts,
 )
-from shardwright.planner.model_costs import LayerKind, ModelFacts
-from shardwright.planner.offload_costs import count_resident_layers, sum_tier_bytes
+from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.offload_costs import sum_tier_bytes
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.memory_traffic import count_quantisation_temporary_bytes
@@ -59,7 +51,7 @@ def predict_memory(
     """Compute the bytes of one rank, by part, at its peak. Pass `persistent` if it is already
     known."""
     persistent = persistent or compute_persistent_memory(facts, candidate, load)
-    live = _compute_live_activations(facts, candidate, load)
+    live = compute_live_activations(facts, candidate, load)
     moments = (
         _compute_loss_peak(facts, candidate, load, persistent, live),
         *(
@@ -120,165 +112,12 @@ def _count_process_groups(candidate: Candidate) -> int:
     return sum(degree > 1 for degree in degrees)
 
 
-class _LiveActivations(NamedTuple):
-    """Bytes of activations: of one pass through the rank's layers, of embedding, head and stage
-    outputs in a pass, of tables shared by all layers, and of pipeline messages. Of the largest
-    layer: saved, recomputed and gradients."""
-
-    layer_bytes: float
-    end_bytes: float
-    table_bytes: float
-    message_bytes: float
-    num_layers: int
-    max_resident_layers: float
-    """Maximum number of layers whose saved tensors are on the device; inf without offloading."""
-    can_return: bool
-    """True if a layer's saved tensors return during the backward pass of another one."""
-    largest_layer_bytes: float
-    recomputed_bytes: float
-    gradient_bytes: float
-    backward_moments: tuple[tuple[float, float], ...]
-    """Saved bytes freed before the first backward pass of a kind of layer, and bytes that this
-    pass adds."""
-
-    @property
-    def bytes_per_pass(self) -> float:
-        """Bytes of one pass on the device."""
-        return self._compute_resident_bytes(1.0) + self.end_bytes
-
-    @property
-    def is_offloaded(self) -> bool:
-        """True if the layers' saved tensors leave the device."""
-        return self.max_resident_layers != inf
-
-    def _compute_resident_bytes(self, in_flight: float) -> float:
-        if self.max_resident_layers >= in_flight * self.num_layers:
-            return in_flight * self.layer_bytes
-        return min(
-            in_flight * self.layer_bytes, self.max_resident_layers * self.largest_layer_bytes
-        )
-
-    def compute_saved_bytes(self, in_flight: float) -> float:
-        """Compute the bytes on the device that `in_flight` passes save."""
-        return (
-            self._compute_resident_bytes(in_flight)
-            + in_flight * self.end_bytes
-            + self.table_bytes * max(1.0, in_flight)
-            + self.message_bytes
-        )
-
-    def compute_bytes_in_backward(self, in_flight: float, num_returning: int) -> float:
-        """Compute the bytes on the device during the backward pass of a layer of the first of
-        `in_flight` passes, whose later layers are freed, while `num_returning` earlier ones return.
-        """
-        if not self.is_offloaded:
-            return self.largest_layer_bytes + self.compute_saved_bytes(max(0.0, in_flight - 1.0))
-        num_layers = min(
-            self.max_resident_layers - (1 - num_returning) * self.can_return,
-            in_flight * self.num_layers,
-        )
-        others = self._replace(layer_bytes=0.0).compute_saved_bytes(max(0.0, in_flight - 1.0))
-        return num_layers * self.largest_layer_bytes + others
-
-    def compute_offloaded_bytes(self, in_flight: float) -> float:
-        """Compute the most bytes of `in_flight` passes that have left the device: all but those
-        of the last layer."""
-        if not self.is_offloaded:
-            return 0.0
-        return max(0.0, in_flight * self.layer_bytes - self.largest_layer_bytes)
-
-
-def _compute_live_activations(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad
-) -> _LiveActivations:
-    saved = largest = 0.0
-    backward = []
-    kinds = []
-    for kind, count in zip(facts.kinds, load.layers, strict=True):
-        if count:
-            layer = get_layer_activations(facts, kind, candidate)
-            share = (
-                1.0
-                if candidate.num_fp4_layers is None
-                else min(1.0, candidate.num_fp4_layers / facts.shape.num_layers)
-            )
-            bf16_layer = (
-                layer
-                if share == 1.0
-                else get_layer_activations(
-                    facts, kind, replace(candidate, precision="bf16", num_fp4_layers=None)
-                )
-            )
-            saved += (share * layer.saved_bytes + (1.0 - share) * bf16_layer.saved_bytes) * count
-            largest = max(largest, layer.saved_bytes)
-            backward.append((layer.recomputed_bytes, layer.gradient_bytes))
-            kinds.append((kind, layer))
-    embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
-    ends = (embedding_bytes if load.has_embedding else 0.0) + (head_bytes if load.has_head else 0.0)
-    messages = 0.0
-    if candidate.layout.pp > 1:
-        # A stage's output is saved until its gradient arrives. A receive is posted before it is
-        # needed.
-        message = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
-        ends += (load.num_stages - load.has_head) * message
-        messages = load.num_stages * message
-    if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
-        gathered = (
-            candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
-        )
-        messages += candidate.engine.compute_sequence_buffer_bytes(gathered)
-    recomputed, gradients = candidate.engine.choose_largest_backward(backward)
-    moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
-    if candidate.recompute == "mixed" and candidate.activation_offload == "none":
-        # The layer with the largest saved tensors is not the one that recomputes most.
-        layer = max((layer for _, layer in kinds), key=lambda layer: layer.total_bytes)
-        largest = layer.saved_bytes
-        recomputed = layer.recomputed_bytes
-        gradients = layer.gradient_bytes
-        if load.num_stages == 1:
-            moments = _list_backward_moments(facts, kinds, load)
-    return _LiveActivations(
-        saved,
-        ends,
-        compute_shared_table_bytes(facts, candidate),
-        messages,
-        sum(load.layers),
-        count_resident_layers(candidate, sum(load.layers) / load.num_stages),
-        sum(load.layers) > load.num_stages,
-        largest,
-        recomputed,
-        gradients,
-        moments,
-    )
-
-
-def _list_backward_moments(
-    facts: ModelFacts, kinds: Sequence[tuple[LayerKind, LayerActivations]], load: StageLoad
-) -> tuple[tuple[float, float], ...]:
-    """List the moments in which each kind of layer is the first of its kind to run backward.
-
-    A stage that does not have all layers has those that save more at its end.
-    """
-    layers = {kind.slot: layer for kind, layer in kinds}
-    slots = list(facts.slot_of_layer)
-    if sum(load.layers) < len(slots):
-        ascending = sorted(layers, key=lambda slot: layers[slot].saved_bytes)
-        slots = [slot for slot in ascending for _ in range(load.layers[slot])]
-    moments: dict[int, tuple[float, float]] = {}
-    freed = 0.0
-    for slot in reversed(slots):
-        layer = layers[slot]
-        moments.setdefault(slot, (freed, layer.recomputed_bytes + layer.gradient_bytes))
-        freed += layer.saved_bytes
-    return tuple(moments.values())
-
-
 def _compute_loss_peak(
     facts: ModelFacts,
     candidate: Candidate,
     load: StageLoad,
     persistent: PersistentMemory,
-    live: _LiveActivations,
+    live: LiveActivations,
 ) -> MemoryParts:
     """Return the largest of: the loss with its logits, the first layer of the backward pass,
     and the first reduction after it."""
@@ -292,13 +131,27 @@ def _compute_loss_peak(
     at_loss = (1.0 + (layout.pp > 1), float(is_accumulated))
     in_backward = (2.0, 2.0 * is_accumulated)
     quantisation = count_quantisation_temporary_bytes(facts, candidate)
-    moments = [
-        (saved, logits, load.has_head, 0.0, at_loss),
-        *(
-            (saved - freed + added, remaining, False, quantisation, in_backward)
-            for freed, added in live.backward_moments
-        ),
+    moments = [(saved, logits, load.has_head, 0.0, at_loss)]
+    saved_in_head = saved
+    if candidate.engine.has_ordered_frees and load.has_head:
+        saved -= live.head_bytes  # the last norm's input, freed before the layers' backward pass
+        if gradients and not candidate.is_sharded and not facts.shape.tied_embeddings:
+            remaining = 0.0  # the gradient of the head's weight is added to an existing one
+    moments += [
+        (saved - freed + added, remaining, False, quantisation, in_backward)
+        for freed, added in live.backward_moments
     ]
+    if candidate.engine.has_ordered_frees:
+        moments += [
+            (
+                live.compute_bytes_while_deferring(load, passes),
+                remaining,
+                False,
+                quantisation,
+                in_backward,
+            )
+            for passes in load.deferred_passes
+        ]
     if persistent.moved.block_gradients and sum(load.layers) > 1:
         # The layer before the last one, whose gradients leave and whose saved tensors, casts of
         # weights included, are freed.
@@ -321,7 +174,7 @@ def _compute_loss_peak(
         is_unfused = facts.shape.norm != "layer"
         moments.append(
             (
-                saved
+                saved_in_head
                 + stream
                 + compute_norm_gradient_bytes(
                     stream, candidate.activation_bytes, is_fused=not is_unfused
@@ -372,7 +225,7 @@ def _compute_backward_peak(
     candidate: Candidate,
     load: StageLoad,
     persistent: PersistentMemory,
-    live: _LiveActivations,
+    live: LiveActivations,
     num_returning: int = 0,
 ) -> MemoryParts:
     """Return memory at the end of the last steady-state backward pass: one pass less in flight,

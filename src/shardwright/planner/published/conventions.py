@@ -241,6 +241,10 @@ class FrameworkConventions(EngineModel):
         # The freed logits leave blocks of the copies' size.
         return late_shards + fresh + max(0.0, update_copies - peak_logit_bytes)
 
+    @property
+    def has_ordered_frees(self) -> bool:
+        return False
+
     def count_saved_tensors(self, adapted_roles: tuple[str, ...] | None) -> SavedTensors:
         tensors = SavedTensors(
             norm=self.num_norm_tensors,
@@ -265,6 +269,7 @@ class FrameworkConventions(EngineModel):
         *,
         has_shared_expert: bool,
         is_half_precision: bool,
+        is_frozen: bool,
     ) -> float:
         return 0.0
 

@@ -50,7 +50,7 @@ class PipelineBoundModel:
         self.has_split_backward = pipeline.num_ranks > 1 and has_split_backward(pipeline.schedule)
         partition = pipeline.partition
         self.loads = [
-            (pipeline.build_rank_load(rank), earlier_layers)
+            (partition.build_load(rank, pipeline.passes_in_flight[rank]), earlier_layers)
             for rank, earlier_layers in partition.last_distinct_ranks
         ]
         self.min_layers = partition.min_layers

@@ -274,12 +274,14 @@ def _time_attention_passes(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
 ) -> tuple[float, float]:
     shape = facts.shape
-    tokens = candidate.micro_batch_tokens
+    load = candidate.get_attention_load(kind.shape.window)
+    tokens = float(candidate.micro_batch_tokens)
     row_tokens = candidate.document_tokens or candidate.sequence_length
     row_tokens = min(row_tokens, candidate.sequence_length)
     widths = (shape.query_width + shape.value_width) / candidate.layout.tp
     if choose_planned_kernel(facts, candidate, kind.shape.window) == "explicit":
         # Not fused: full rows of scores.
+        tokens *= load
         scores = tokens * candidate.sequence_length * shape.num_heads / candidate.layout.tp
         flops = 2.0 * widths * tokens * candidate.sequence_length
         moved = scores * candidate.engine.get_score_bytes(candidate.activation_bytes)
@@ -291,7 +293,7 @@ def _time_attention_passes(
         return flops / rate + rates.time_copy(moved), 2.0 * flops / rate + rates.time_copy(
             1.5 * moved
         )
-    flops = 2.0 * widths * tokens * facts.compute_mean_visible_keys(kind, row_tokens)
+    flops = 2.0 * widths * tokens * load * facts.compute_mean_visible_keys(kind, row_tokens)
     if candidate.layout.cp == 1 and has_dense_mask(facts, candidate, kind.shape.window):
         row_tokens = candidate.sequence_length
         flops = 2.0 * widths * tokens * _count_masked_keys(row_tokens, candidate)

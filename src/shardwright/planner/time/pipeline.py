@@ -13,8 +13,13 @@ from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
 from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.schedule import count_peak_activations, load_schedule
-from shardwright.schedule.registry import PIPELINE_SCHEDULES, assign_stages, count_stages_per_rank
+from shardwright.schedule import Action, count_peak_activations, load_schedule
+from shardwright.schedule.registry import (
+    PIPELINE_SCHEDULES,
+    assign_stages,
+    count_stages_per_rank,
+    has_split_backward,
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,12 @@ class PipelinePartition:
             for rank in last.values()
         )
 
-    def build_load(self, rank: int, num_in_flight: float) -> StageLoad:
+    def build_load(
+        self,
+        rank: int,
+        num_in_flight: float,
+        deferred_passes: tuple[tuple[float, float], ...] = (),
+    ) -> StageLoad:
         """Build the load of a rank."""
         rank_stages = [self.stages[index] for index in self.stages_per_rank[rank]]
         return StageLoad(
@@ -112,6 +122,11 @@ class PipelinePartition:
             has_head=any(stage.has_head for stage in rank_stages),
             num_in_flight=num_in_flight,
             num_stages=len(rank_stages),
+            num_gradient_senders=sum(
+                index > 0 and self.stages[index - 1].rank != rank
+                for index in self.stages_per_rank[rank]
+            ),
+            deferred_passes=deferred_passes,
         )
 
 
@@ -151,19 +166,38 @@ class PipelineStages:
 
     def build_rank_load(self, rank: int) -> StageLoad:
         """Build the load of a rank."""
-        return self.partition.build_load(rank, self.passes_in_flight[rank])
+        return self.partition.build_load(
+            rank, self.passes_in_flight[rank], self._deferred_passes[rank]
+        )
+
+    @cached_property
+    def _deferred_passes(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """`StageLoad.deferred_passes` of each rank."""
+        if self.num_ranks == 1 or not has_split_backward(self.schedule):
+            return ((),) * self.num_ranks
+        per_rank = len(self.stages) / self.num_ranks
+        return tuple(
+            tuple((saved / per_rank, deferred / per_rank) for saved, deferred in moments)
+            for moments in count_deferred_passes(
+                self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages
+            )
+        )
 
     @cached_property
     def distinct_loads(self) -> tuple[StageLoad, ...]:
         """Loads of the distinct ranks; among ranks that differ only in micro-batches in flight,
-        the one with most."""
+        the one with most, and the one with most that wait for gradients of weights."""
         fullest: dict[tuple[object, ...], StageLoad] = {}
+        counts: dict[tuple[object, ...], tuple[float, float]] = {}
         for rank in range(self.num_ranks):
             load = self.build_rank_load(rank)
-            key = (load.layers, load.has_embedding, load.has_head)
-            if key not in fullest or fullest[key].num_in_flight < load.num_in_flight:
-                fullest[key] = load
-        return tuple(fullest.values())
+            num_waiting = max((deferred for _, deferred in load.deferred_passes), default=0.0)
+            for measure in ((load.num_in_flight, 0.0), (num_waiting, load.num_in_flight)):
+                key = (load.layers, load.has_embedding, load.has_head, measure[1] != 0.0)
+                if key not in fullest or counts[key] < measure:
+                    fullest[key] = load
+                    counts[key] = measure
+        return tuple(dict.fromkeys(fullest.values()))
 
 
 def count_passes_in_flight(
@@ -194,6 +228,53 @@ def count_passes_in_flight(
         return tuple(min(warmup + 1, virtual * num_micro_batches) for warmup in warmups)
     assert name in ("zbv", "dualpipev"), name
     return (2 * num_ranks + (name == "dualpipev"),) * num_ranks
+
+
+_MAX_STEADY_ROUNDS = 2
+"""Micro-batches per rank after which every named schedule repeats itself."""
+
+
+@lru_cache(maxsize=512)
+def count_deferred_passes(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return, per rank, the moments at which most passes through one stage are in memory beside the
+    one that runs backward: passes that are saved, and passes whose gradients of weights wait.
+
+    No moment has at most as many of both as another one.
+
+    >>> count_deferred_passes("zb_h1", 2, 8)
+    (((1, 0),), ((0, 1),))
+    """
+    if name in PIPELINE_SCHEDULES:
+        num_micro_batches = min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
+    schedule = load_schedule(name, num_ranks, num_micro_batches, virtual_stages)
+    return tuple(map(_list_deferring_moments, schedule.rows))
+
+
+def _list_deferring_moments(row: Sequence[Action]) -> tuple[tuple[int, int], ...]:
+    num_saved = num_deferred = 0
+    found: set[tuple[int, int]] = set()
+    for action in row:
+        if action.kind == "F":
+            num_saved += 1
+        elif action.kind == "W":
+            num_deferred -= 1
+        else:
+            num_saved -= 1
+            if action.kind == "I":
+                found.add((num_saved, num_deferred))
+                num_deferred += 1
+    return tuple(
+        sorted(
+            moment
+            for moment in found
+            if not any(
+                other != moment and other[0] >= moment[0] and other[1] >= moment[1]
+                for other in found
+            )
+        )
+    )
 
 
 def _count_zb_h1_passes(rank: int, num_ranks: int, num_micro_batches: int) -> int:

@@ -1,0 +1,89 @@
+"""Weights of a block in its backward pass, and results of the adapters beside them."""
+
+from __future__ import annotations
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.backward_peak import ProductElements, WeightBytes
+from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
+
+_UP_ROLES = ("gate", "up", "gate_up", "expert_gate_up")
+_DOWN_ROLES = ("down", "expert_down")
+
+
+def count_product_elements(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> ProductElements:
+    """Count the elements of a layer's matrices on this rank, by the product that reads them."""
+    layout = candidate.layout
+    down = up = output = projections = 0.0
+    for product in (*kind.matmuls, *kind.expert_matmuls):
+        elements = _count_local_outputs(product, layout.tp) * _count_local_inputs(
+            product, layout.tp
+        )
+        if product in kind.expert_matmuls:
+            assert facts.shape.experts is not None
+            elements *= facts.shape.experts.num_experts / layout.ep
+        if product.role in _DOWN_ROLES:
+            down += elements
+        elif product.role in _UP_ROLES:
+            up += elements
+        elif product.role == "attention_out":
+            output += elements
+        elif product.role != "router":
+            projections += elements
+    return ProductElements(down, up, output, projections)
+
+
+def get_weight_bytes(candidate: Candidate, *, is_deferred: bool) -> WeightBytes:
+    """Return the bytes per element of a block's matrices in its backward pass.
+
+    Args:
+        is_deferred: the gradients of weights are computed later.
+    """
+    size = candidate.activation_bytes
+    master = candidate.master_bytes
+    if candidate.adapter is not None:
+        # A quantised matrix is dequantised for the product that computes the gradient of its input.
+        return WeightBytes(result=size if candidate.adapter.quantised else 0.0)
+    if candidate.is_sharded:
+        # Gathered weights are freed after the whole block, and the gradients reduced.
+        return WeightBytes(result=0.0 if is_deferred else size, remaining=size)
+    cast = 0.0 if candidate.has_working_weights or size == master else size
+    if is_deferred:
+        return WeightBytes(cast=cast)
+    layout = candidate.layout
+    is_added = candidate.gradient_accumulation_steps > 1 or layout.dp_replicate > 1
+    return WeightBytes(
+        result=size,
+        converted=0.0 if size == master else master,
+        remaining=0.0 if is_added else master,
+        cast=cast,
+    )
+
+
+def compute_adapter_result_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Compute the bytes of one layer's products with adapters: of rank width, and of the adapted
+    matrix's output width."""
+    adapter = candidate.adapter
+    if adapter is None:
+        return 0.0
+    experts = facts.shape.experts
+    elements = 0.0
+    for product in (*kind.matmuls, *kind.expert_matmuls):
+        if product.role not in adapter.roles:
+            continue
+        rows = float(candidate.micro_batch_tokens)
+        if product in kind.expert_matmuls:
+            assert experts is not None
+            rows = candidate.count_expert_rows(experts.experts_per_token)
+        width = adapter.rank + _count_local_outputs(product, candidate.layout.tp)
+        elements += rows * width
+    return elements * candidate.activation_bytes
+
+
+def _count_local_outputs(product: Matmul, tp: int) -> float:
+    return product.num_outputs / (tp if product.sharding == "columns" else 1)
+
+
+def _count_local_inputs(product: Matmul, tp: int) -> float:
+    return product.num_inputs / (tp if product.sharding == "rows" else 1)

@@ -1,0 +1,204 @@
+"""Bytes of saved activations on a rank, and what the backward passes of its layers add to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.activations import (
+    LayerActivations,
+    compute_end_activation_bytes,
+    compute_shared_table_bytes,
+    get_layer_activations,
+)
+from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.model_costs import LayerKind, ModelFacts
+from shardwright.planner.offload_costs import count_resident_layers
+
+
+class LiveActivations(NamedTuple):
+    """Bytes of activations: of one pass through the rank's layers, of embedding, head and stage
+    outputs in a pass, of tables shared by all layers, and of pipeline messages. Of the largest
+    layer: saved, recomputed and gradients."""
+
+    layer_bytes: float
+    end_bytes: float
+    table_bytes: float
+    message_bytes: float
+    num_layers: int
+    max_resident_layers: float
+    """Maximum number of layers whose saved tensors are on the device; inf without offloading."""
+    can_return: bool
+    """True if a layer's saved tensors return during the backward pass of another one."""
+    largest_layer_bytes: float
+    recomputed_bytes: float
+    gradient_bytes: float
+    head_bytes: float
+    """Input of the last norm, if the rank has the head."""
+    deferring_bytes: float
+    """Of the largest layer: recomputed bytes and gradients where those of weights are deferred."""
+    deferred_layer_bytes: float
+    """Bytes of one pass through the rank's layers whose gradients of weights are computed later."""
+    backward_moments: tuple[tuple[float, float], ...]
+    """Saved bytes freed before the first backward pass of a kind of layer, and bytes that this
+    pass adds."""
+
+    @property
+    def bytes_per_pass(self) -> float:
+        """Bytes of one pass on the device."""
+        return self._compute_resident_bytes(1.0) + self.end_bytes
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if the layers' saved tensors leave the device."""
+        return self.max_resident_layers != inf
+
+    def _compute_resident_bytes(self, in_flight: float) -> float:
+        if self.max_resident_layers >= in_flight * self.num_layers:
+            return in_flight * self.layer_bytes
+        return min(
+            in_flight * self.layer_bytes, self.max_resident_layers * self.largest_layer_bytes
+        )
+
+    def compute_saved_bytes(self, in_flight: float) -> float:
+        """Compute the bytes on the device that `in_flight` passes save."""
+        return (
+            self._compute_resident_bytes(in_flight)
+            + in_flight * self.end_bytes
+            + self.table_bytes * max(1.0, in_flight)
+            + self.message_bytes
+        )
+
+    def compute_bytes_in_backward(self, in_flight: float, num_returning: int) -> float:
+        """Compute the bytes on the device during the backward pass of a layer of the first of
+        `in_flight` passes, whose later layers are freed, while `num_returning` earlier ones return.
+        """
+        if not self.is_offloaded:
+            return self.largest_layer_bytes + self.compute_saved_bytes(max(0.0, in_flight - 1.0))
+        num_layers = min(
+            self.max_resident_layers - (1 - num_returning) * self.can_return,
+            in_flight * self.num_layers,
+        )
+        others = self._replace(layer_bytes=0.0).compute_saved_bytes(max(0.0, in_flight - 1.0))
+        return num_layers * self.largest_layer_bytes + others
+
+    def compute_bytes_while_deferring(self, load: StageLoad, passes: tuple[float, float]) -> float:
+        """Compute the bytes during the backward pass of a stage's first layer, when its other
+        layers and some passes wait for the gradients of their weights.
+
+        Args:
+            passes: other passes that are saved, and other passes that wait.
+        """
+        num_saved, num_deferred = passes
+        num_layers = self.num_layers / load.num_stages
+        num_waiting = num_deferred + (num_layers - 1.0) / self.num_layers
+        return (
+            self.compute_saved_bytes(num_saved)
+            + num_waiting * self.deferred_layer_bytes
+            + self.largest_layer_bytes
+            + self.deferring_bytes
+        )
+
+    def compute_offloaded_bytes(self, in_flight: float) -> float:
+        """Compute the most bytes of `in_flight` passes that have left the device: all but those
+        of the last layer."""
+        if not self.is_offloaded:
+            return 0.0
+        return max(0.0, in_flight * self.layer_bytes - self.largest_layer_bytes)
+
+
+def compute_live_activations(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad
+) -> LiveActivations:
+    saved = largest = deferred = deferring = 0.0
+    backward = []
+    kinds = []
+    for kind, count in zip(facts.kinds, load.layers, strict=True):
+        if count:
+            layer = get_layer_activations(facts, kind, candidate)
+            share = (
+                1.0
+                if candidate.num_fp4_layers is None
+                else min(1.0, candidate.num_fp4_layers / facts.shape.num_layers)
+            )
+            bf16_layer = (
+                layer
+                if share == 1.0
+                else get_layer_activations(
+                    facts, kind, replace(candidate, precision="bf16", num_fp4_layers=None)
+                )
+            )
+            saved += (share * layer.saved_bytes + (1.0 - share) * bf16_layer.saved_bytes) * count
+            deferred += layer.deferred_bytes * count
+            deferring = max(deferring, layer.recomputed_bytes + layer.deferring_gradient_bytes)
+            largest = max(largest, layer.saved_bytes)
+            backward.append((layer.recomputed_bytes, layer.gradient_bytes))
+            kinds.append((kind, layer))
+    embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
+    ends = (embedding_bytes if load.has_embedding else 0.0) + (head_bytes if load.has_head else 0.0)
+    messages = 0.0
+    if candidate.layout.pp > 1:
+        # A stage's output is saved until its gradient arrives. A receive is posted before it is
+        # needed.
+        message = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
+        ends += (load.num_stages - load.has_head) * message
+        messages = load.num_stages * message
+        if candidate.engine.has_ordered_frees:
+            # A sent gradient remains until a later message shows that it has arrived.
+            messages += load.num_gradient_senders * message
+    if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
+        gathered = (
+            candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
+        )
+        messages += candidate.engine.compute_sequence_buffer_bytes(gathered)
+    recomputed, gradients = candidate.engine.choose_largest_backward(backward)
+    moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
+    is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
+    if is_ordered and len(kinds) > 1 and candidate.activation_offload == "none":
+        moments = _list_backward_moments(facts, kinds, load)
+    if candidate.recompute == "mixed" and candidate.activation_offload == "none":
+        # The layer with the largest saved tensors is not the one that recomputes most.
+        layer = max((layer for _, layer in kinds), key=lambda layer: layer.total_bytes)
+        largest = layer.saved_bytes
+        recomputed = layer.recomputed_bytes
+        gradients = layer.gradient_bytes
+    return LiveActivations(
+        saved,
+        ends,
+        compute_shared_table_bytes(facts, candidate),
+        messages,
+        sum(load.layers),
+        count_resident_layers(candidate, sum(load.layers) / load.num_stages),
+        sum(load.layers) > load.num_stages,
+        largest,
+        recomputed,
+        gradients,
+        head_bytes if load.has_head else 0.0,
+        deferring,
+        deferred,
+        moments,
+    )
+
+
+def _list_backward_moments(
+    facts: ModelFacts, kinds: Sequence[tuple[LayerKind, LayerActivations]], load: StageLoad
+) -> tuple[tuple[float, float], ...]:
+    """List the moments in which each kind of layer is the first of its kind to run backward.
+
+    A stage that does not have all layers has those that save more at its end.
+    """
+    layers = {kind.slot: layer for kind, layer in kinds}
+    slots = list(facts.slot_of_layer)
+    if sum(load.layers) < len(slots):
+        ascending = sorted(layers, key=lambda slot: layers[slot].saved_bytes)
+        slots = [slot for slot in ascending for _ in range(load.layers[slot])]
+    moments: dict[int, tuple[float, float]] = {}
+    freed = 0.0
+    for slot in reversed(slots):
+        layer = layers[slot]
+        moments.setdefault(slot, (freed, layer.recomputed_bytes + layer.gradient_bytes))
+        freed += layer.saved_bytes
+    return tuple(moments.values())
