@@ -127,6 +127,7 @@ class ParallelModel:
         Returns:
             Sum of the losses that this rank computed.
         """
+        self._offloaded_squares.clear()
         if self.pipeline is not None:
             return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
         loss_sum: Tensor | None = None

@@ -333,7 +333,7 @@ def test_trained_weights_move_with_their_gradients_and_return_for_the_update() -
 
 REFUSED: tuple[dict[str, Any], ...] = (
     {"layout": Layout(pp=2, schedule="zb_h1")},
-    {"layout": Layout(dp_shard=2, zero_stage=1)},
+    {"layout": Layout(dp_replicate=2, dp_shard=2, zero_stage=1)},
     {"optimizer": "muon"},
     {"optimizer": "adafactor"},
     {"precision": "fp8"},
@@ -355,6 +355,7 @@ def test_layouts_that_cannot_offload_trained_weights_are_not_planned(
     assert is_allowed is not None
     assert is_allowed(template)
     assert is_allowed(replace(template, layout=Layout(pp=2)))
+    assert is_allowed(replace(template, layout=Layout(dp_shard=2, zero_stage=1)))
     assert not is_allowed(replace(template, **change))
 
 
