@@ -45,8 +45,6 @@ class ShardOffload(ParameterOffload):
         """Unit whose gradients have left last; their writes are waited for one unit later."""
         self._guess: int | None = None
         """Unit whose gradients return although its backward pass has not begun."""
-        self._finished: set[str] = set()
-        """Names of the gradients of this step that are complete."""
 
     def add_shards(
         self,
@@ -122,23 +120,11 @@ class ShardOffload(ParameterOffload):
         self._is_backward = True
 
     def end_backward(self) -> None:
-        """Finish gradients that the last micro-batch has not changed, after its backward pass."""
-        if self._finish_gradients is not None:
-            for unit in sorted(self._backward_units):
-                self._finish_unchanged(unit, self._finish_gradients)
+        """Wait for the gradients that have left, but for the last unit's."""
         for unit in self._backward_units - {self._last_stored}:
             self._blocks[unit].finish_gradient_writes()
         self._backward_units.clear()
         self._is_backward = False
-
-    def _finish_unchanged(self, unit: int, finish: FinishGradients) -> None:
-        block = self._blocks[unit]
-        for member in block.members:
-            if member.name in block.stored_gradients and member.name not in self._finished:
-                if member.parameter.grad is None:
-                    block.launch_gradient(member, self.store)
-                block.finish_gradients()
-                self._take_complete(block, member, finish)
 
     def _bring(self, use: Use, following: Use | None) -> None:
         """Bring a unit's shards, start to bring the next one's, and free all others."""
@@ -168,26 +154,16 @@ class ShardOffload(ParameterOffload):
 
     def _take_gradient(self, unit: int, member: BlockMember, _parameter: Tensor) -> None:
         """Let a reduced gradient leave; FSDP2 calls this on the stream of the reduction."""
-        block = self._blocks[unit]
         if self._finish_gradients is not None:
-            self._take_complete(block, member, self._finish_gradients)
-        else:
-            block.store_gradient(member, self.store)
+            self._finish_gradients([member.name])
+        self._blocks[unit].store_gradient(member, self.store)
         self._last_stored = unit
-
-    def _take_complete(
-        self, block: TrainedBlock, member: BlockMember, finish: FinishGradients
-    ) -> None:
-        finish([member.name])
-        self._finished.add(member.name)
-        block.store_gradient(member, self.store)
 
     # Update
 
     def discard_gradients(self) -> None:
         """Drop the gradients of all units, after an update or instead of it."""
         super().discard_gradients()
-        self._finished.clear()
         self._guess = None
         self._last_stored = None
 

@@ -50,6 +50,10 @@ class TrainedWeightStore(BlockWeightStore, Protocol):
         """Let the gradients of the last block leave, after the backward pass."""
         ...
 
+    def has_gradient(self, name: str) -> bool:
+        """Return True if the store has a gradient of this weight."""
+        ...
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by a factor when they return for the update."""
         ...

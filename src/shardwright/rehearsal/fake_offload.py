@@ -119,7 +119,10 @@ def build_fake_weight_offload(
 ) -> WeightOffload | ParameterOffload | None:
     """Build the offloading of blocks' weights without a store; None if nothing moves.
 
-    `is_sharded` if ZeRO shards parameters over ranks. The buffers of a scratch file are host memory, which is the device's on a CPU.
+    The buffers of a scratch file are host memory, which is the device's on a CPU.
+
+    Args:
+        is_sharded: True if ZeRO shards parameters over ranks.
     """
     section = recipe.moved_offload
     if section.parameters == "none":

@@ -2,8 +2,8 @@
 
 A block's weights are on the device, whole, while it computes, and those of the next one arrive. Of
 trained weights the gradients leave when the next block's backward pass has begun, and weights and
-gradients return for the update with the moments. Of trained weights that ZeRO shards only the shards
-move: FSDP2 gathers groups of blocks from them, and the counts of blocks are counts of groups.
+gradients return for the update with the moments. Of trained weights that ZeRO shards only the
+shards move: FSDP2 gathers groups of blocks from them, and the counts of blocks are those of groups.
 """
 
 from __future__ import annotations
