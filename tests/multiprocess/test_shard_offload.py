@@ -105,7 +105,7 @@ def train_and_die(recipe: str, folder: str, num_operations: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_operations", [0, 20, 60, 150, 300, 500, 700, 900])
-def test_a_run_whose_rank_is_killed_at_an_operation_resumes_with_the_same_bits(
+def test_a_run_with_a_rank_killed_at_an_operation_resumes_with_the_same_bits(
     ranks: RankPool, own_ranks: RankPool, tmp_path: Path, num_operations: int
 ) -> None:
     recipe = write_recipe(tmp_path, evaluation={"every_steps": 99})

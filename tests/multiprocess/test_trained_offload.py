@@ -90,6 +90,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "pp2 x zero1": {"layout": {"pp": 2, "dp_shard": 2, "zero_stage": 1}},
     "pp2 x zero3": {"layout": {"pp": 2, "dp_shard": 2, "zero_stage": 3}},
+    "pp2 x zero3 by twos": {
+        "layout": {"pp": 2, "dp_shard": 2, "zero_stage": 3, "wrap_blocks": 2},
+        "training": ACCUMULATED,
+    },
     "interleaved x zero2": {
         "layout": {
             "pp": 2,
@@ -107,6 +111,7 @@ WORLD_SIZES |= {"zero1": 2, "zero1, accumulated": 2, "zero2": 2, "zero3": 2, "ze
 WORLD_SIZES |= {"zero3 by twos": 2, "zero3, frozen": 2, "zero3 over 3": 3, "cp2 x zero2": 2}
 WORLD_SIZES |= {"tp2 x zero3": 4, "ep2 x zero1": 2, "ep2 x zero3": 4}
 WORLD_SIZES |= {"pp2 x zero1": 4, "pp2 x zero3": 4, "interleaved x zero2": 4}
+WORLD_SIZES |= {"pp2 x zero3 by twos": 4}
 SHORT = (
     ("one rank", "adamw"),
     ("sparse", "adamw_8bit"),
