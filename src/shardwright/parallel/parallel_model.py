@@ -338,21 +338,13 @@ class ParallelModel:
         for name, parameter_layout in self.layouts.items():
             if name in self.trainable:
                 counted.append((None, parameter_layout))
-                parts: Sequence[Tensor | GradientSquares] = (
-                    self._get_offloaded_squares(name)
-                    if name in self.offloaded_names
-                    else self._list_counted_parts(name)
-                )
+                parts: Sequence[Tensor | GradientSquares] = self._offloaded_squares.get(name, ())
+                if name not in self.offloaded_names:
+                    parts = self._list_counted_parts(name)
+                elif self.trained_offload is not None and name not in self._offloaded_squares:
+                    assert not self.trained_offload.has_gradient(name), f"{name} left too early"
                 counted += [(part, parameter_layout) for part in parts]
         return counted
-
-    def _get_offloaded_squares(self, name: str) -> Sequence[GradientSquares]:
-        """Return the squares that were summed when the gradient left; none without a gradient."""
-        assert self.trained_offload is not None
-        found = self._offloaded_squares.get(name)
-        # The last micro-batch must have changed every gradient that earlier ones have left.
-        assert found is not None or not self.trained_offload.has_gradient(name), name
-        return found or ()
 
     def _list_counted_parts(self, name: str) -> list[Tensor]:
         """List the parts of a local gradient that count in the norm on this rank."""
