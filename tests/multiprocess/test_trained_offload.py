@@ -29,6 +29,13 @@ from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_offload import DENSE, NUM_STEPS, RATE, RULES, SPARSE, build_recipe
 
 DEEP = DENSE | {"num_hidden_layers": 4}
+ACCUMULATED: dict[str, Any] = {
+    "sequence_length": 16,
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+    "max_steps": NUM_STEPS,
+    "learning_rate": RATE,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"recompute": "full"},
     "one rank of zero3": {"layout": {"zero_stage": 3}, "recompute": "selective"},
@@ -43,25 +50,76 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "interleaved": {
         "layout": {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
         "recompute": "full",
-        "training": {
-            "sequence_length": 16,
-            "micro_batch_size": 1,
-            "gradient_accumulation_steps": 4,
-            "max_steps": NUM_STEPS,
-            "learning_rate": RATE,
-        },
+        "training": ACCUMULATED,
     },
     "gpipe": {"layout": {"pp": 2, "schedule": "gpipe"}},
     "tp2 x dp2": {"layout": {"tp": 2, "dp_replicate": 2}},
+    "zero1": {"layout": {"dp_shard": 2, "zero_stage": 1}},
+    "zero1, accumulated": {"layout": {"dp_shard": 2, "zero_stage": 1}, "training": ACCUMULATED},
+    "zero2": {"layout": {"dp_shard": 2, "zero_stage": 2}, "training": ACCUMULATED},
+    "zero3": {"layout": {"dp_shard": 2, "zero_stage": 3}, "training": ACCUMULATED},
+    "zero3 in bf16": {
+        "layout": {"dp_shard": 2, "zero_stage": 3},
+        "precision": "bf16",
+        "recompute": "full",
+    },
+    "zero3 by twos": {
+        "layout": {
+            "dp_shard": 2,
+            "zero_stage": 3,
+            "wrap_blocks": 2,
+            "prefetch_depth": 2,
+            "max_gathers_in_flight": 3,
+        },
+        "recompute": "selective",
+    },
+    "zero3, frozen": {
+        "model": {"config": DEEP, "freeze": ["*q_proj.weight", "*norm.weight"]},
+        "layout": {"dp_shard": 2, "zero_stage": 3},
+    },
+    "zero3 over 3": {"layout": {"dp_shard": 3, "zero_stage": 3}, "training": ACCUMULATED},
+    "cp2 x zero2": {"layout": {"cp": 2, "zero_stage": 2}},
+    "tp2 x zero3": {"layout": {"tp": 2, "dp_shard": 2, "zero_stage": 3}, "training": ACCUMULATED},
+    "ep2 x zero1": {
+        "model": {"config": SPARSE | {"num_hidden_layers": 3}},
+        "layout": {"dp_shard": 2, "ep": 2, "zero_stage": 1},
+    },
+    "ep2 x zero3": {
+        "model": {"config": SPARSE | {"num_hidden_layers": 3}},
+        "layout": {"dp_shard": 4, "ep": 2, "zero_stage": 3},
+    },
+    "pp2 x zero1": {"layout": {"pp": 2, "dp_shard": 2, "zero_stage": 1}},
+    "pp2 x zero3": {"layout": {"pp": 2, "dp_shard": 2, "zero_stage": 3}},
+    "pp2 x zero3 by twos": {
+        "layout": {"pp": 2, "dp_shard": 2, "zero_stage": 3, "wrap_blocks": 2},
+        "training": ACCUMULATED,
+    },
+    "interleaved x zero2": {
+        "layout": {
+            "pp": 2,
+            "dp_shard": 2,
+            "zero_stage": 2,
+            "schedule": "interleaved_1f1b",
+            "virtual_stages": 2,
+        },
+        "training": ACCUMULATED,
+    },
 }
 WORLD_SIZES = {"zero0": 2, "tp2": 2, "cp2": 2, "tp2 x dp2": 4}
 WORLD_SIZES |= {"pp2": 2, "pp2 x dp2": 4, "interleaved": 2, "gpipe": 2}
+WORLD_SIZES |= {"zero1": 2, "zero1, accumulated": 2, "zero2": 2, "zero3": 2, "zero3 in bf16": 2}
+WORLD_SIZES |= {"zero3 by twos": 2, "zero3, frozen": 2, "zero3 over 3": 3, "cp2 x zero2": 2}
+WORLD_SIZES |= {"tp2 x zero3": 4, "ep2 x zero1": 2, "ep2 x zero3": 4}
+WORLD_SIZES |= {"pp2 x zero1": 4, "pp2 x zero3": 4, "interleaved x zero2": 4}
+WORLD_SIZES |= {"pp2 x zero3 by twos": 4}
 SHORT = (
     ("one rank", "adamw"),
     ("sparse", "adamw_8bit"),
     ("zero0", "adamw"),
     ("tp2", "sgd"),
     ("pp2", "adamw"),
+    ("zero1", "adamw_8bit"),
+    ("zero3", "adamw"),
 )
 
 

@@ -277,11 +277,8 @@ def read_fsdp(source: SourceDocument, draft: RecipeDraft, section: str = "fsdp_c
             draft.set_value("recompute", "full", key)
     for key in ("fsdp_offload_params", "offload_params"):
         if source.pop_value(f"{section}.{key}") in (True, "true"):
-            draft.drop(
-                f"{section}.{key}",
-                True,
-                "offload.parameters does not cover trained weights that ZeRO shards over ranks",
-            )
+            draft.set_value("offload.optimizer", "host", f"{section}.{key}")
+            draft.set_value("offload.parameters", "host", f"{section}.{key}")
     for key, value in source.pop_section(section).items():
         if value not in (None, False):
             reason = "wrapping, weight loading and sharded checkpoints are not configurable here"

@@ -248,11 +248,12 @@ def _read_zero(source: SourceDocument, draft: RecipeDraft) -> None:
             draft.set_value("offload.dir", offload["nvme_path"], f"{key}.nvme_path")
     offload = source.pop_value("zero_optimization.offload_param")
     if isinstance(offload, dict) and offload.get("device", "none") != "none":
-        draft.drop(
-            "zero_optimization.offload_param",
-            offload["device"],
-            "offload.parameters does not cover trained weights that ZeRO shards over ranks",
-        )
+        key = "zero_optimization.offload_param"
+        if offload["device"] in _OFFLOAD_TIERS and draft.get_value("offload.optimizer"):
+            draft.set_value("offload.parameters", _OFFLOAD_TIERS[offload["device"]], key)
+        else:
+            reason = "offload.parameters is for runs that offload the optimizer states, too"
+            draft.drop(key, offload["device"], reason)
     for key, value in source.pop_section("zero_optimization").items():
         reason = "a setting of DeepSpeed's engine; compare layout.prefetch_depth and related keys"
         draft.drop(f"zero_optimization.{key}", value, reason)

@@ -51,6 +51,13 @@ class BlockWeight:
         """Bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The module's parameter."""
+        found = getattr(self.module, self.attribute)
+        assert isinstance(found, nn.Parameter)
+        return found
+
     def install(self, values: Tensor) -> nn.Parameter:
         """Make a tensor the module's parameter and return it."""
         parameter = nn.Parameter(values, requires_grad=self.is_trained)

@@ -16,6 +16,7 @@ from shardwright.offload.parameter_offload import (
     build_parameter_offload,
     describe_parameter_offload,
 )
+from shardwright.offload.shard_offload import ShardOffload
 from shardwright.offload.store import TransferCounts
 from shardwright.offload.weight_offload import (
     WeightOffload,
@@ -27,6 +28,7 @@ __all__ = [
     "ActivationOffload",
     "OffloadedOptimizer",
     "ParameterOffload",
+    "ShardOffload",
     "TransferCounts",
     "WeightOffload",
     "build_activation_offload",

@@ -27,7 +27,7 @@ from shardwright.offload.parameter_store import DiskParameterStore, ParameterSto
 from shardwright.offload.pinned_parameter_store import PinnedParameterStore
 from shardwright.offload.state_buckets import PAGE_BYTES
 from shardwright.offload.store import TransferCounts, TransferReporter
-from shardwright.offload.trained_block import BlockMember, TrainedBlock
+from shardwright.offload.trained_block import BlockMember, TrainedBlock, WeightMemory
 from shardwright.offload.weight_offload import read_bytes
 from shardwright.units import format_bytes
 
@@ -92,10 +92,11 @@ class ParameterOffload(BlockUses):
         size = 0
         for weight in weights:
             offsets.append(size)
-            size += _round_to_pages(weight.num_bytes)
-        gradient_bytes = sum(_round_to_pages(item.num_bytes) for item in weights if item.is_trained)
+            size += round_to_pages(weight.num_bytes)
+        gradient_bytes = sum(round_to_pages(item.num_bytes) for item in weights if item.is_trained)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        block = TrainedBlock(memory, self.store.add(size), self.store.add(gradient_bytes))
+        block = TrainedBlock(self.store.add(size), self.store.add(gradient_bytes))
+        block.memories.append(WeightMemory(memory, size, 0))
         gradient_offset = 0
         for weight, offset in zip(weights, offsets, strict=True):
             values = memory[offset : offset + weight.num_bytes].view(weight.dtype)
@@ -103,10 +104,17 @@ class ParameterOffload(BlockUses):
             # same values for a change of a saved tensor.
             parameter = weight.install(values.view(weight.shape).data)
             block.members.append(
-                BlockMember(weight.spec.name, parameter, offset, weight.num_bytes, gradient_offset)
+                BlockMember(
+                    weight.spec.name,
+                    parameter,
+                    parameter.shape,
+                    offset,
+                    weight.num_bytes,
+                    gradient_offset,
+                )
             )
             if weight.is_trained:
-                gradient_offset += _round_to_pages(weight.num_bytes)
+                gradient_offset += round_to_pages(weight.num_bytes)
             self.num_bytes += weight.num_bytes
         memory.untyped_storage().resize_(0)
         for weight, offset in zip(weights, offsets, strict=True):
@@ -230,8 +238,9 @@ class ParameterOffload(BlockUses):
         """Return a copy of a weight on the device."""
         block, member = self._find(name)
         memory = torch.empty(member.num_bytes, dtype=torch.uint8, device=self.device)
-        self.store.read(block.weight_place + member.offset, memory)()
-        return memory.view(member.parameter.dtype).view(member.parameter.shape)
+        if member.num_bytes:
+            self.store.read(block.weight_place + member.offset, memory)()
+        return memory.view(member.parameter.dtype).view(member.shape)
 
     def view_weight(self, name: str) -> Tensor:
         """Return a weight as a view of the store, valid until the next use.
@@ -241,8 +250,10 @@ class ParameterOffload(BlockUses):
         for other in self._blocks.values():
             other.release()
         block, member = self._find(name)
+        if not member.num_bytes:  # ZeRO may leave this rank no row
+            return torch.empty(member.shape, dtype=member.parameter.dtype)
         view = self.store.view(block.weight_place + member.offset, member.num_bytes)
-        return view.view(member.parameter.dtype).view(member.parameter.shape)
+        return view.view(member.parameter.dtype).view(member.shape)
 
     def _find(self, name: str) -> tuple[TrainedBlock, BlockMember]:
         block = self._blocks[self._layer_of_name[name]]
@@ -250,7 +261,11 @@ class ParameterOffload(BlockUses):
 
     def count_device_bytes(self) -> int:
         """Count the bytes of weights on the device."""
-        return sum(block.memory.untyped_storage().nbytes() for block in self._blocks.values())
+        return sum(
+            memory.data.untyped_storage().nbytes()
+            for block in self._blocks.values()
+            for memory in block.memories
+        )
 
     def take_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
@@ -266,12 +281,17 @@ class ParameterOffload(BlockUses):
         self.store.close()
 
 
-def _round_to_pages(num_bytes: int) -> int:
+def round_to_pages(num_bytes: int) -> int:
+    """Return the bytes of the whole pages that hold `num_bytes`."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def build_parameter_offload(
-    section: OffloadSection, *, device: torch.device, default_folder: Path
+    section: OffloadSection,
+    *,
+    device: torch.device,
+    default_folder: Path,
+    kind: type[ParameterOffload] = ParameterOffload,
 ) -> ParameterOffload | None:
     """Build the offloading of trained weights; None with `host` on a CPU, where nothing moves.
 
@@ -279,6 +299,7 @@ def build_parameter_offload(
 
     Args:
         default_folder: folder of the scratch file if the section names none.
+        kind: `ShardOffload` if ZeRO shards the weights over ranks.
 
     Raises:
         OffloadFailed: the folder cannot be written.
@@ -286,10 +307,10 @@ def build_parameter_offload(
     if section.parameters != "disk":
         if section.parameters == "none" or device.type == "cpu":
             return None
-        return ParameterOffload(PinnedParameterStore(device), "host", device)
+        return kind(PinnedParameterStore(device), "host", device)
     folder = default_folder if section.dir is None else Path(section.dir)
     store = DiskParameterStore(folder, section.buffer_bytes, device)
-    return ParameterOffload(store, "disk", device)
+    return kind(store, "disk", device)
 
 
 def describe_parameter_offload(offload: ParameterOffload | None) -> str:

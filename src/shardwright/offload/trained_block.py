@@ -6,17 +6,33 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.parameter_store import ParameterStore
+from shardwright.optim.sharded_optimizer import get_local_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class WeightMemory:
+    """Memory of weights on the device; its storage is empty while they are away."""
+
+    data: Tensor
+    """Bytes of the weights, `[N]`."""
+    storage_bytes: int
+    """Bytes of the storage; FSDP2 may add padding behind the weights."""
+    offset: int
+    """Place among the weights of the block in the store."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMember:
-    """Matrix of a block, and its place in the memories of the block's weights and gradients."""
+    """Matrix of a block, and its place among the block's weights and gradients in the store."""
 
     name: str
     parameter: nn.Parameter
+    shape: torch.Size
+    """Shape of this rank's part; a shard's parameter states the whole matrix's."""
     offset: int
     num_bytes: int
     gradient_offset: int
@@ -26,18 +42,19 @@ class BlockMember:
 class TrainedBlock:
     """Matrices of a block: absent, on the way, present, or leaving."""
 
-    memory: Tensor
-    """All bytes of the weights, `[N]`; the storage is empty while they are away."""
     weight_place: int
     gradient_place: int
+    memories: list[WeightMemory] = field(default_factory=list)
     members: list[BlockMember] = field(default_factory=list)
     stored_gradients: set[str] = field(default_factory=set)
     """Names of the members whose gradient is complete in the store."""
     reads: list[Wait] | None = None
     """Waits of the reads of weights that are on the way."""
     gradient_reads: list[Wait] = field(default_factory=list)
-    writes: list[Wait] = field(default_factory=list)
-    """Waits of writes of weights, and of gradients, whose memory is freed when they end."""
+    weight_writes: list[Wait] = field(default_factory=list)
+    """Waits of writes of weights, whose memory may be freed when they end."""
+    gradient_writes: list[Wait] = field(default_factory=list)
+    """Waits of writes of gradients, whose memory is freed when they end."""
     is_present: bool = False
     is_changed: bool = False
     """True if the update has changed the weights on the device."""
@@ -46,18 +63,27 @@ class TrainedBlock:
         """Allocate the memory and start to read the weights."""
         if self.is_present or self.reads is not None:
             return
-        self.memory.untyped_storage().resize_(self.memory.numel())
-        self.reads = [store.read(self.weight_place, self.memory)]
+        self.reads = []
+        for memory in self.memories:
+            memory.data.untyped_storage().resize_(memory.storage_bytes)
+            if memory.data.numel():
+                self.reads.append(store.read(self.weight_place + memory.offset, memory.data))
 
     def launch_gradients(self, store: ParameterStore) -> None:
         """Start to read the gradients that the store has, and make them the parameters'."""
         for member in self.members:
-            parameter = member.parameter
-            if member.name in self.stored_gradients and parameter.grad is None:
-                memory = torch.empty(member.num_bytes, dtype=torch.uint8, device=self.memory.device)
-                place = self.gradient_place + member.gradient_offset
-                self.gradient_reads.append(store.read(place, memory))
-                parameter.grad = memory.view(parameter.dtype).view(parameter.shape)
+            if member.name in self.stored_gradients and member.parameter.grad is None:
+                self.launch_gradient(member, store)
+
+    def launch_gradient(self, member: BlockMember, store: ParameterStore) -> None:
+        """Start to read one member's gradient from the store."""
+        parameter = member.parameter
+        device = get_local_tensor(parameter.detach()).device
+        memory = torch.empty(member.num_bytes, dtype=torch.uint8, device=device)
+        if member.num_bytes:
+            place = self.gradient_place + member.gradient_offset
+            self.gradient_reads.append(store.read(place, memory))
+        parameter.grad = wrap_gradient(memory.view(parameter.dtype).view(member.shape), parameter)
 
     def finish(self) -> None:
         """Wait for what is on the way."""
@@ -76,12 +102,19 @@ class TrainedBlock:
     def store_gradients(self, store: ParameterStore) -> None:
         """Start to write the gradients on the device and take them from the parameters."""
         for member in self.members:
-            gradient = member.parameter.grad
-            if gradient is not None:
-                place = self.gradient_place + member.gradient_offset
-                self.writes.append(store.write(place, gradient.contiguous()))
-                self.stored_gradients.add(member.name)
-                member.parameter.grad = None
+            if member.parameter.grad is not None:
+                self.store_gradient(member, store)
+
+    def store_gradient(self, member: BlockMember, store: ParameterStore) -> None:
+        """Start to write one member's gradient and take it from the parameter."""
+        gradient = member.parameter.grad
+        assert gradient is not None
+        if member.num_bytes:
+            place = self.gradient_place + member.gradient_offset
+            data = get_local_tensor(gradient).contiguous()
+            self.gradient_writes.append(store.write(place, data))
+        self.stored_gradients.add(member.name)
+        member.parameter.grad = None
 
     def drop_gradients(self) -> None:
         """Free the gradients on the device; the store keeps what it has."""
@@ -92,21 +125,37 @@ class TrainedBlock:
     def store_weights(self, store: ParameterStore) -> None:
         """Start to write the weights if the update has changed them."""
         if self.is_changed:
-            self.writes.append(store.write(self.weight_place, self.memory))
+            for memory in self.memories:
+                if memory.data.numel():
+                    place = self.weight_place + memory.offset
+                    self.weight_writes.append(store.write(place, memory.data))
             self.is_changed = False
 
     def finish_writes(self) -> None:
         """Wait for all writes."""
-        writes, self.writes = self.writes, []
+        self.finish_weight_writes()
+        self.finish_gradient_writes()
+
+    def finish_weight_writes(self) -> None:
+        """Wait for the writes of weights."""
+        writes, self.weight_writes = self.weight_writes, []
+        for wait in writes:
+            wait()
+
+    def finish_gradient_writes(self) -> None:
+        """Wait for the writes of gradients."""
+        writes, self.gradient_writes = self.gradient_writes, []
         for wait in writes:
             wait()
 
     def free_weights(self) -> None:
-        """Free the memory of weights that have not changed; their reads end first."""
+        """Free the memory of weights that have not changed; their transfers end first."""
+        self.finish_weight_writes()
         if self.reads is not None:
             self.finish()
         if self.is_present:
-            self.memory.untyped_storage().resize_(0)
+            for memory in self.memories:
+                memory.data.untyped_storage().resize_(0)
         self.is_present = False
 
     def release(self) -> None:
@@ -115,3 +164,17 @@ class TrainedBlock:
         self.finish_writes()
         self.drop_gradients()
         self.free_weights()
+
+
+def wrap_gradient(local: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a gradient of this rank's part as the parameter's: a DTensor if that is one."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

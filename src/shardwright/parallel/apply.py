@@ -61,6 +61,7 @@ from shardwright.parallel.low_precision import install_low_precision
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.offloaded_weights import (
     BlockWeightStore,
+    TrainedShardStore,
     TrainedWeightStore,
     drop_zero_shards,
     find_shard_groups,
@@ -68,6 +69,7 @@ from shardwright.parallel.offloaded_weights import (
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.recompute import install_recompute
+from shardwright.parallel.sharded_weights import store_shards
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
 from shardwright.plans import Plan
 
@@ -98,7 +100,8 @@ def apply_layout(
         storage: context entered while memory is allocated and filled; a rehearsal passes one in
             which tensors take no memory.
         offload: keeps the matrices of blocks, beside adapters the frozen ones, which then are
-            neither allocated here nor sharded by FSDP2. A `TrainedWeightStore` without adapters.
+            neither allocated here nor sharded by FSDP2. A `TrainedWeightStore` without adapters;
+            a `TrainedShardStore` if ZeRO shards them over ranks.
 
     Raises:
         LayoutError: the mesh has another number of ranks than the plan.
@@ -135,25 +138,48 @@ def apply_layout(
         # stay, and generalise only those that change after all (an evaluation's batch).
         decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True)
     offloaded = {} if offload is None else list_block_matrices(decoder.shape)
-    weights = detach_weights(decoder, offloaded)
+    shard_offload = offload if isinstance(offload, TrainedShardStore) else None
+    detached = {} if shard_offload is not None else offloaded
+    weights = detach_weights(decoder, detached)
     groups = find_shard_groups(weights, layouts, mesh)
     layouts = {
-        name: drop_zero_shards(parameter, layout) if name in offloaded else parameter
+        name: drop_zero_shards(parameter, layout) if name in detached else parameter
         for name, parameter in layouts.items()
     }
     fsdp_modules: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
-        fsdp_modules = apply_fsdp(decoder, layout, mesh, precision, stages, offloaded)
+        fsdp_modules = apply_fsdp(
+            decoder,
+            layout,
+            mesh,
+            precision,
+            stages,
+            detached,
+            reshards_blocks=shard_offload is not None,
+        )
     elif layout.zero_stage >= 1:
         logger.info(
             "zero_stage %d on one rank shards nothing: the model is replicated", layout.zero_stage
         )
     with storage or nullcontext():
-        decoder.to_empty(device=device)
+        if shard_offload is None:
+            decoder.to_empty(device=device)
+        else:
+            store_shards(
+                decoder,
+                fsdp_modules,
+                shard_offload,
+                offloaded,
+                layouts=layouts,
+                layout=layout,
+                coordinates=coordinates,
+                device=device,
+                read_slice=read_slice,
+            )
         resident = {name: part for name, part in layouts.items() if name not in offloaded}
         _fill_parameters(decoder, resident, layout, coordinates, read_slice)
-    if offload is not None:
+    if offload is not None and shard_offload is None:
         boxes = {
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
             for weight in weights
@@ -179,7 +205,7 @@ def apply_layout(
         name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded
     )
     trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
-    if trained_offload is not None:
+    if trained_offload is not None and not sharded:
         excluded_names |= trained_offload.names  # their gradients leave before DDP's buckets
     if replica_group is not None:
         with storage or nullcontext():  # DDP's buckets are memory too

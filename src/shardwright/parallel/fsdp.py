@@ -38,10 +38,13 @@ def apply_fsdp(
     dtypes: PrecisionDtypes,
     stages: Sequence[PipelineStage] | None = None,
     ignored_names: Collection[str] = (),
+    *,
+    reshards_blocks: bool = False,
 ) -> list[FSDPModule]:
     """Shard a decoder in place; return its FSDP modules, the root last.
 
-    Parameters of `ignored_names` are left as they are.
+    Parameters of `ignored_names` are left as they are. `reshards_blocks` frees the gathered
+    parameters of blocks after each use at stages 1 and 2, too.
 
     There is one group per `layout.wrap_blocks` blocks and one for the rest. If the decoder has
     only some of a pipeline's `stages`, a group stays within one stage, because stages run
@@ -79,13 +82,14 @@ def apply_fsdp(
     # With a second mesh for the experts, FSDP2 accepts no custom reduce-scatter.
     has_gradient_waits = mesh.device_type == "cpu" and place_experts is None
     reshards_after_use = layout.zero_stage == 3
+    reshards_blocks = reshards_blocks or reshards_after_use
     expert_groups: list[FSDPModule] = []
     if layout.ep > 1 and place_experts is None:
         for experts in [part for part in decoder.modules() if isinstance(part, Experts)]:
             fully_shard(
                 experts,
                 mesh=mesh.device_mesh("efsdp"),
-                reshard_after_forward=reshards_after_use,
+                reshard_after_forward=reshards_blocks,
                 **options,
             )
             time_fsdp_waits([experts], has_gradient_waits=has_gradient_waits)
@@ -101,7 +105,7 @@ def apply_fsdp(
             members: list[nn.Module] = list(blocks[first : first + layout.wrap_blocks])
             if decoder.blocks[-1] in members and final_norm is not None:
                 members.append(final_norm)
-            wrap(members, reshard_after_forward=reshards_after_use)
+            wrap(members, reshard_after_forward=reshards_blocks)
             time_fsdp_waits(members, has_gradient_waits=has_gradient_waits)
             stage_groups[-1].append(_to_fsdp_module(members[0]))
     groups = [group for run in stage_groups for group in run]
@@ -118,7 +122,8 @@ def apply_fsdp(
         group.set_gradient_divide_factor(1.0)
         # Otherwise FSDP2 uses PREMUL_SUM for the factor, which gloo lacks.
         group.set_force_sum_reduction_for_comms(True)
-    root.set_reshard_after_backward(reshards_after_use)
+    root.set_reshard_after_backward(reshards_blocks)
+    root.set_reshard_after_backward(reshards_after_use, recurse=False)
     for run in stage_groups:
         _set_prefetch(run, root, layout)
     if len(stage_groups) > 1:  # the schedule decides which stage comes next

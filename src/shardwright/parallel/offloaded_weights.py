@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.layout import ZERO_AXES, Layout, ParameterLayout, select_used_axes
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources, ShardGroup
@@ -50,6 +50,10 @@ class TrainedWeightStore(BlockWeightStore, Protocol):
         """Let the gradients of the last block leave, after the backward pass."""
         ...
 
+    def has_gradient(self, name: str) -> bool:
+        """Return True if the store has a gradient of this weight."""
+        ...
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by a factor when they return for the update."""
         ...
@@ -60,6 +64,31 @@ class TrainedWeightStore(BlockWeightStore, Protocol):
 
     def view_weight(self, name: str) -> Tensor:
         """Return a weight as a view of the store, valid until the next pass or update."""
+        ...
+
+
+@runtime_checkable
+class TrainedShardStore(TrainedWeightStore, Protocol):
+    """Store of this rank's shards of trained weights, which FSDP2 gathers and reduces."""
+
+    def add_shards(
+        self,
+        unit: int,
+        weights: Sequence[BlockWeight],
+        residents: Sequence[nn.Parameter],
+        sources: BlockWeightSources,
+    ) -> None:
+        """Store the shards of a unit and free their memory.
+
+        Args:
+            unit: index of the blocks that FSDP2 gathers together.
+            weights: shape and dtype of the shards; the modules have the parameters.
+            residents: other trained parameters that are reduced with them.
+        """
+        ...
+
+    def bring_shards(self, unit: int) -> None:
+        """Allocate and fill the shards of a unit; they stay until the next call."""
         ...
 
 

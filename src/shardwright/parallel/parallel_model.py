@@ -127,6 +127,7 @@ class ParallelModel:
         Returns:
             Sum of the losses that this rank computed.
         """
+        self._offloaded_squares.clear()
         if self.pipeline is not None:
             return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
         loss_sum: Tensor | None = None
@@ -337,11 +338,11 @@ class ParallelModel:
         for name, parameter_layout in self.layouts.items():
             if name in self.trainable:
                 counted.append((None, parameter_layout))
-                parts: Sequence[Tensor | GradientSquares] = (
-                    self._offloaded_squares.get(name, ())
-                    if name in self.offloaded_names
-                    else self._list_counted_parts(name)
-                )
+                parts: Sequence[Tensor | GradientSquares] = self._offloaded_squares.get(name, ())
+                if name not in self.offloaded_names:
+                    parts = self._list_counted_parts(name)
+                elif self.trained_offload is not None and name not in self._offloaded_squares:
+                    assert not self.trained_offload.has_gradient(name), f"{name} left too early"
                 counted += [(part, parameter_layout) for part in parts]
         return counted
 

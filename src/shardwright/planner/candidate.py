@@ -159,7 +159,7 @@ class Candidate:
             and self.can_offload_trained
             and not self.is_updated_on_host
             and not self.is_deferring
-            and not self.is_sharded
+            and not (self.is_sharded and self.layout.dp_replicate > 1)
             and self.optimizer in TRAINED_OFFLOAD_OPTIMIZERS
             and self.precision not in ("fp8", "nvfp4")
             and self.working_weights is not True
@@ -206,6 +206,11 @@ class Candidate:
     def is_sharded(self) -> bool:
         """True if ZeRO shards parameters or states over more than one rank."""
         return self.layout.is_sharded
+
+    @property
+    def has_offloaded_shards(self) -> bool:
+        """True if the blocks' trained weights are offloaded as the shards that ZeRO makes."""
+        return self.parameter_offload != "none" and self.adapter is None and self.is_sharded
 
     @property
     def has_working_weights(self) -> bool:

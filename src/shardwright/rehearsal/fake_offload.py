@@ -18,6 +18,7 @@ from shardwright.offload import (
     ActivationOffload,
     OffloadedOptimizer,
     ParameterOffload,
+    ShardOffload,
     WeightOffload,
 )
 from shardwright.offload.activation_store import Wait
@@ -114,11 +115,14 @@ class _CountingParameterStore:
 
 
 def build_fake_weight_offload(
-    recipe: Recipe, device: torch.device
+    recipe: Recipe, device: torch.device, *, is_sharded: bool
 ) -> WeightOffload | ParameterOffload | None:
     """Build the offloading of blocks' weights without a store; None if nothing moves.
 
     The buffers of a scratch file are host memory, which is the device's on a CPU.
+
+    Args:
+        is_sharded: True if ZeRO shards parameters over ranks.
     """
     section = recipe.moved_offload
     if section.parameters == "none":
@@ -127,7 +131,8 @@ def build_fake_weight_offload(
     staging_bytes = section.buffer_bytes if is_on_cpu else 0
     if recipe.adapters is None:
         store = _CountingParameterStore(device, 2 * staging_bytes)
-        return ParameterOffload(store, section.parameters, device)
+        kind = ShardOffload if is_sharded else ParameterOffload
+        return kind(store, section.parameters, device)
     return WeightOffload(_CountingWeightStore(device, staging_bytes), section.parameters, device)
 
 

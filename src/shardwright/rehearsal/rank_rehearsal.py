@@ -107,7 +107,9 @@ def rehearse_rank(
         recorder = CollectiveRecorder()
         weight_storage = _FakeStorage(fake, live)
         with weight_storage:
-            weight_offload = build_fake_weight_offload(recipe, device)
+            weight_offload = build_fake_weight_offload(
+                recipe, device, is_sharded=plan.layout.is_sharded
+            )
         model = _build_model(recipe, plan, device, weight_storage, offload=weight_offload)
         reference = None
         if recipe.preference is not None and has_frozen_reference(recipe):

@@ -33,6 +33,7 @@ from shardwright.numerics.precision import LossScaler
 from shardwright.offload import (
     ActivationOffload,
     ParameterOffload,
+    ShardOffload,
     WeightOffload,
     build_activation_offload,
     build_parameter_offload,
@@ -167,7 +168,8 @@ def offload_weights(
     if section.parameters == "none":
         return None
     if recipe.adapters is None:
-        return build_parameter_offload(section, device=device, default_folder=folder)
+        kind = ShardOffload if validated_run.plan.layout.is_sharded else ParameterOffload
+        return build_parameter_offload(section, device=device, default_folder=folder, kind=kind)
     return build_weight_offload(
         section,
         device=device,

@@ -333,6 +333,17 @@ def test_invalid_values_are_left_for_recipe_validation(tmp_path: Path) -> None:
     ]
 
 
+def test_deepspeed_files_set_the_tier_of_parameters(tmp_path: Path) -> None:
+    section = {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "/scratch"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"},
+    }
+    conversion = convert_document(tmp_path, "ds.json", {"zero_optimization": section})
+    expected = {"optimizer": "disk", "parameters": "disk", "dir": "/scratch"}
+    assert conversion.document["offload"] == expected
+
+
 def test_an_accelerate_file_with_fsdp1_becomes_a_recipe(tmp_path: Path) -> None:
     section = {
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
@@ -349,11 +360,10 @@ def test_an_accelerate_file_with_fsdp1_becomes_a_recipe(tmp_path: Path) -> None:
         tmp_path, "accelerate.yaml", document | {"num_processes": 8, "main_process_ip": "10.0.0.1"}
     )
     assert conversion.document["layout"] == {"zero_stage": 2}
-    assert {
-        "fsdp_config.fsdp_offload_params",
-        "fsdp_config.fsdp_use_orig_params",
-        "main_process_ip",
-    } == {i.key for i in conversion.dropped}
+    assert conversion.document["offload"] == {"optimizer": "host", "parameters": "host"}
+    assert {"fsdp_config.fsdp_use_orig_params", "main_process_ip"} == {
+        item.key for item in conversion.dropped
+    }
 
 
 def test_unknown_values_are_reported(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_trained_weights_move_with_their_gradients_and_return_for_the_update() -
 
 REFUSED: tuple[dict[str, Any], ...] = (
     {"layout": Layout(pp=2, schedule="zb_h1")},
-    {"layout": Layout(dp_shard=2, zero_stage=1)},
+    {"layout": Layout(dp_replicate=2, dp_shard=2, zero_stage=1)},
     {"optimizer": "muon"},
     {"optimizer": "adafactor"},
     {"precision": "fp8"},
@@ -355,6 +355,7 @@ def test_layouts_that_cannot_offload_trained_weights_are_not_planned(
     assert is_allowed is not None
     assert is_allowed(template)
     assert is_allowed(replace(template, layout=Layout(pp=2)))
+    assert is_allowed(replace(template, layout=Layout(dp_shard=2, zero_stage=1)))
     assert not is_allowed(replace(template, **change))
 
 
@@ -393,3 +394,34 @@ def test_a_layout_that_does_not_fit_is_offered_offloaded_weights() -> None:
     assert "offload.optimizer: host and offload.parameters: host" in rejection.change
     assert rejection.changed_prediction is not None
     assert rejection.changed_prediction.candidate.is_runnable
+
+
+def test_shards_of_trained_weights_leave_the_device_and_blocks_are_gathered_in_each_pass() -> None:
+    states = build_recipe(offload={"optimizer": "disk"})
+    weights = build_recipe(offload={"optimizer": "disk", "parameters": "disk"})
+    by_stage = {}
+    for stage in (1, 2, 3):
+        layout = Layout(dp_shard=4, zero_stage=stage)
+        resident, disk = (
+            predict_on(4, replace(build_template(recipe), layout=layout))
+            for recipe in (states, weights)
+        )
+        assert disk.candidate.is_runnable
+        assert disk.memory.disk == pytest.approx(
+            resident.memory.disk + 8 * BLOCK_MATRICES / 4, rel=1e-6
+        )
+        assert resident.memory.weights - disk.memory.weights == pytest.approx(BLOCK_MATRICES)
+        update_seconds = (STATE_BYTES + 8 * BLOCK_MATRICES) / 4 / 1e9
+        assert disk.time.optimizer == pytest.approx(update_seconds, rel=0.01)
+        by_stage[stage] = (resident, disk)
+    # At stages 1 and 2 the whole weights remain only without offloading.
+    resident, disk = by_stage[2]
+    two_blocks = 2 * BLOCK_MATRICES / 28 * 2
+    assert disk.memory.gathered <= resident.memory.gathered - 2 * BLOCK_MATRICES + 2 * two_blocks
+    traffic = {
+        stage: [item.time.data + item.time.hidden_data for item in pair]
+        for stage, pair in by_stage.items()
+    }
+    assert traffic[2][1] > 1.2 * traffic[2][0]
+    assert traffic[3][1] == pytest.approx(traffic[3][0])
+    assert traffic[2][1] == pytest.approx(traffic[3][1], rel=0.02)

@@ -2,7 +2,8 @@
 
 A block's weights are on the device, whole, while it computes, and those of the next one arrive. Of
 trained weights the gradients leave when the next block's backward pass has begun, and weights and
-gradients return for the update with the moments.
+gradients return for the update with the moments. Of trained weights that ZeRO shards only the
+shards move: FSDP2 gathers groups of blocks from them, and the counts of blocks are those of groups.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class MovedWeights(NamedTuple):
     gradients: float = 0.0
     """Of all gradients that it keeps there; 0 if the weights are frozen."""
     block_weights: float = 0.0
-    """Of the largest block's weights on the device, whole."""
+    """Of the largest block's weights on the device, whole; of the rank's shards of a group."""
     block_gradients: float = 0.0
     num_blocks: float = 0.0
-    """Blocks of the rank."""
+    """Blocks of the rank, or groups."""
 
     @property
     def stored(self) -> float:
@@ -51,15 +52,25 @@ def compute_moved_weights(
     total = ParameterElements()
     for layer, count in zip(by_part.layers, layers, strict=True):
         total = total.add(layer.multiply(count))
+    has_shards = candidate.has_offloaded_shards
     largest = max(
-        (part.movable for part, count in zip(by_part.layers, layers, strict=True) if count),
+        (
+            part.movable_sharded if has_shards else part.movable
+            for part, count in zip(by_part.layers, layers, strict=True)
+            if count
+        ),
         default=0.0,
     )
+    num_blocks = float(sum(layers))
+    if has_shards:
+        wrap_blocks = min(candidate.layout.wrap_blocks, sum(layers))
+        largest *= wrap_blocks
+        num_blocks = ceil(num_blocks / max(1, wrap_blocks))
     stored = total.movable_sharded if candidate.layout.zero_stage >= 1 else total.movable
     size = get_moved_bytes(candidate)
     gradient = candidate.master_bytes if candidate.adapter is None else 0
     return MovedWeights(
-        stored * size, stored * gradient, largest * size, largest * gradient, sum(layers)
+        stored * size, stored * gradient, largest * size, largest * gradient, num_blocks
     )
 
 

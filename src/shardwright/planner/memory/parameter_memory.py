@@ -130,7 +130,8 @@ def compute_persistent_memory(
         resident = trained._replace(
             local=trained.local - trained.movable, sharded=trained.sharded - trained.movable_sharded
         )
-    gradients = (resident.local if is_unsharded else resident.sharded) * engine.get_gradient_bytes(
+    unreduced = trained if candidate.has_offloaded_shards else resident
+    gradients = (unreduced.local if is_unsharded else resident.sharded) * engine.get_gradient_bytes(
         master
     )
     has_separate_shard = is_unsharded and stage >= 1 and engine.has_master_weights
@@ -269,12 +270,17 @@ def compute_gathered_bytes(
             )
         if layout.zero_stage < 3:
             return dequantised_bytes
-    is_moved = candidate.parameter_offload != "none"
+    has_shards = candidate.has_offloaded_shards
+    is_moved = candidate.parameter_offload != "none" and not has_shards
     root_bytes = count_root_elements(facts, candidate, load) * size if should_include_root else 0.0
-    if layout.zero_stage == 3 and candidate.is_sharded:
+    if (layout.zero_stage == 3 or has_shards) and candidate.is_sharded:
         num_prefetched = min(layout.prefetch_depth, layout.max_gathers_in_flight - 1)
         groups = min(1 + num_prefetched, -(-sum(load.layers) // layout.wrap_blocks) or 1)
-        group_elements = count_group_elements(facts, candidate, load, should_skip_moved=True)
+        group_elements = count_group_elements(
+            facts, candidate, load, should_skip_moved=not has_shards
+        )
+        if layout.zero_stage < 3:  # the root's stay gathered
+            root_bytes = count_root_elements(facts, candidate, load) * size
         gathered = groups * group_elements * size + root_bytes
         return is_moved * dequantised_bytes + max(
             gathered, engine.count_live_elements(parameters.local) * size

@@ -127,9 +127,13 @@ def _compute_loss_peak(
     gradients = compute_gradient_bytes_at_loss(candidate, persistent.gradients)
     is_accumulated = candidate.gradient_accumulation_steps > 1
     # Blocks with offloaded weights on the device, and blocks with their gradients. The next block
-    # after the loss is the last one again, but in a pipeline another one.
-    at_loss = (1.0 + (layout.pp > 1), float(is_accumulated))
-    in_backward = (2.0, 2.0 * is_accumulated)
+    # after the loss is the last one again, but in a pipeline another one. FSDP2 gathers a block
+    # ahead, so one more gradient has returned. At stage 1 none return: whole ones never left.
+    has_shards = candidate.has_offloaded_shards
+    is_returning = is_accumulated and not (has_shards and layout.zero_stage == 1)
+    at_loss = (1.0 + (layout.pp > 1), float(is_returning))
+    in_backward = (2.0, (2.0 + has_shards) * is_returning)
+    beside_leaving = (2.0, in_backward[1] + 1.0)
     quantisation = count_quantisation_temporary_bytes(facts, candidate)
     moments = [(saved, logits, load.has_head, 0.0, at_loss)]
     saved_in_head = saved
@@ -152,10 +156,11 @@ def _compute_loss_peak(
             )
             for passes in load.deferred_passes
         ]
-    if persistent.moved.block_gradients and sum(load.layers) > 1:
+    if persistent.moved.block_gradients and persistent.moved.num_blocks > 1:
         # The layer before the last one, whose gradients leave and whose saved tensors, casts of
         # weights included, are freed.
-        others = max(0.0, saved - live.largest_layer_bytes)
+        num_freed = layout.wrap_blocks if has_shards else 1
+        others = max(0.0, saved - num_freed * live.largest_layer_bytes)
         if any(has_saved_casts(candidate, kind) for kind in facts.kinds):
             others -= count_group_elements(facts, candidate, load) * candidate.activation_bytes
         moments.append(
@@ -164,7 +169,7 @@ def _compute_loss_peak(
                 remaining,
                 False,
                 quantisation,
-                (2.0, 1.0 + 2.0 * is_accumulated),
+                beside_leaving,
             )
         )
     if load.has_head and not (candidate.has_fused_norms or candidate.has_fused_functions):
@@ -191,7 +196,8 @@ def _compute_loss_peak(
         num_reduced = 0 if live.is_offloaded else min(layout.wrap_blocks, sum(load.layers))
         reduced = num_reduced * live.largest_layer_bytes
         other_layers = saved - reduced
-        moments.append((other_layers, remaining, False, reduction, in_backward))
+        in_reduced = beside_leaving if has_shards and is_returning else in_backward
+        moments.append((other_layers, remaining, False, reduction, in_reduced))
         # Beside the next group's backward pass, which under recomputation allocates more than
         # the last one has freed.
         in_reduction = compute_pending_reduction_bytes(
@@ -199,7 +205,7 @@ def _compute_loss_peak(
         )
         in_reduction += quantisation
         moments += [
-            (saved - max(freed, reduced) + added, remaining, False, in_reduction, in_backward)
+            (saved - max(freed, reduced) + added, remaining, False, in_reduction, in_reduced)
             for freed, added in live.backward_moments
         ]
     peaks = [

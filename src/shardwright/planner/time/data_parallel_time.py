@@ -125,8 +125,9 @@ def overlap_traffic(
     stage = candidate.layout.zero_stage
     share = network.efficiency.data_overlap
     sharded = candidate.is_sharded
-    gathers_forward = num_micro_batches if stage == 3 and sharded else 1 if sharded else 0
-    gathers_backward = num_micro_batches if stage == 3 and sharded else 0
+    gathers_each_pass = sharded and (stage == 3 or candidate.has_offloaded_shards)
+    gathers_forward = num_micro_batches if gathers_each_pass else 1 if sharded else 0
+    gathers_backward = num_micro_batches if gathers_each_pass else 0
     reduces_always = sharded and candidate.engine.should_reduce_each_micro_batch(stage)
     reductions = num_micro_batches if reduces_always else 1
     exposed = hidden = 0.0

@@ -245,9 +245,13 @@ class StepCosts:
         return share * forward, share * backward
 
     def _time_weight_gather(self, layer: ParameterElements) -> float:
-        """Compute the seconds in which the ranks of ZeRO gather a layer's offloaded weights."""
+        """Compute the seconds in which the ranks of ZeRO gather a layer's frozen offloaded weights.
+
+        FSDP2's gathers of trained ones are part of the data-parallel communication.
+        """
         candidate = self.candidate
-        if candidate.parameter_offload == "none" or not candidate.is_sharded:
+        is_moved = candidate.parameter_offload != "none" and candidate.adapter is not None
+        if not is_moved or not candidate.is_sharded:
             return 0.0
         size = get_moved_bytes(candidate)
         return self.network.time_all_gather(

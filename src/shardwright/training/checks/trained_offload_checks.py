@@ -48,10 +48,11 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             "Choose layout.schedule 1f1b, interleaved_1f1b or gpipe, or train adapters",
         ),
         (
-            layout.zero_stage >= 1 and layout.fsdp > 1,
-            "weights that ZeRO shards over ranks cannot be offloaded while they are trained",
-            "none with layout.zero_stage 1 to 3 on several ranks without adapters",
-            "Use layout.zero_stage: 0 with dp_replicate, tp, cp or pp, or train adapters",
+            layout.is_sharded and layout.dp_replicate > 1,
+            "gradients of weights that ZeRO shards over some data ranks and replicates over others "
+            "stay on the device until the end of the backward pass",
+            "none with layout.zero_stage 1 to 3 and layout.dp_replicate above 1 without adapters",
+            "Set layout.dp_replicate: 1 and a larger dp_shard, or zero_stage: 0 and dp_shard: 1",
         ),
         (
             recipe.optimizer.name not in _OPTIMIZERS,

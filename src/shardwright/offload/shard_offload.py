@@ -1,0 +1,178 @@
+"""Trained matrices of blocks that ZeRO shards, and their gradients, in a slower tier.
+
+FSDP2 gathers and reduces as without offloading. This rank's shard of a group of blocks, its unit,
+is on the device while FSDP2 copies it into a gather, and during its update. The next unit's
+arrives in the meantime. A reduced gradient leaves at once; for the next micro-batch, which FSDP2
+adds to it, it returns with the shard (docs/decisions/0119-offloaded-shards.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.config.offload import OffloadTier
+from shardwright.model.block_weights import BlockWeight, BlockWeightSources
+from shardwright.offload.block_uses import Phase, Use
+from shardwright.offload.parameter_offload import (
+    FinishGradients,
+    ParameterOffload,
+    round_to_pages,
+)
+from shardwright.offload.parameter_store import ParameterStore
+from shardwright.offload.trained_block import (
+    BlockMember,
+    TrainedBlock,
+    WeightMemory,
+    wrap_gradient,
+)
+from shardwright.offload.weight_offload import read_bytes
+from shardwright.optim.sharded_optimizer import get_local_tensor
+
+
+class ShardOffload(ParameterOffload):
+    """This rank's shards of the matrices of blocks, by unit, with their gradients."""
+
+    def __init__(self, store: ParameterStore, tier: OffloadTier, device: torch.device) -> None:
+        super().__init__(store, tier, device)
+        self._is_backward = False
+        self._backward_units: set[int] = set()
+        """Units that the running backward pass has gathered."""
+        self._last_stored: int | None = None
+        """Unit whose gradients have left last; their writes are waited for one unit later."""
+        self._guess: int | None = None
+        """Unit whose gradients return although its backward pass has not begun."""
+
+    def add_shards(
+        self,
+        unit: int,
+        weights: Sequence[BlockWeight],
+        residents: Sequence[nn.Parameter],
+        sources: BlockWeightSources,
+    ) -> None:
+        """Store a unit's shards and free their memory on the device.
+
+        Args:
+            weights: shape and dtype of this rank's shards; the modules have the parameters.
+            residents: other trained parameters that FSDP2 reduces with them.
+
+        Raises:
+            OffloadFailed: the disk is too small or fails.
+        """
+        size = sum(round_to_pages(weight.num_bytes) for weight in weights)
+        gradient_bytes = sum(round_to_pages(item.num_bytes) for item in weights if item.is_trained)
+        block = TrainedBlock(self.store.add(size), self.store.add(gradient_bytes))
+        offset = 0
+        gradient_offset = 0
+        for weight in weights:
+            parameter = weight.parameter
+            local = get_local_tensor(parameter.detach())
+            assert local.shape == weight.shape, weight.spec.name
+            storage = local.untyped_storage()
+            block.memories.append(
+                WeightMemory(local.view(-1).view(torch.uint8), storage.nbytes(), offset)
+            )
+            member = BlockMember(
+                weight.spec.name, parameter, local.shape, offset, weight.num_bytes, gradient_offset
+            )
+            block.members.append(member)
+            if weight.num_bytes:
+                pieces = read_bytes(weight, sources, 0, weight.num_bytes)
+                self.store.fill(block.weight_place + offset, pieces)
+            storage.resize_(0)
+            offset += round_to_pages(weight.num_bytes)
+            self.num_bytes += weight.num_bytes
+            self._layer_of_name[member.name] = unit
+            if weight.is_trained:
+                gradient_offset += round_to_pages(weight.num_bytes)
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._take_gradient, unit, member)
+                )
+        for parameter in residents:
+            parameter.register_post_accumulate_grad_hook(_separate_gradient)
+        self._blocks[unit] = block
+        self._layers.append(unit)
+        self.names = frozenset(self._layer_of_name)
+
+    # Forward and backward passes
+
+    def bring_shards(self, unit: int) -> None:
+        """Bring a unit's shards before FSDP2 gathers them, and start to bring the next unit's.
+
+        They are on the device until the next call, and others leave.
+        """
+        phase: Phase = "inference"
+        if torch.is_grad_enabled():
+            phase = "forward"
+        if self._is_backward:
+            phase = "backward"
+        has_gradients = phase != "backward" or unit in self._backward_units
+        if (unit, phase) == self._last_use and self._blocks[unit].is_present and has_gradients:
+            return  # FSDP2 gathers experts apart from the rest of their block
+        self._use(unit, phase)
+
+    def begin_backward(self, finish: FinishGradients | None) -> None:
+        """Prepare for the backward pass of a micro-batch; `finish` is called for each gradient."""
+        super().begin_backward(finish)
+        self._is_backward = True
+
+    def end_backward(self) -> None:
+        """Wait for the gradients that have left, but for the last unit's."""
+        for unit in self._backward_units - {self._last_stored}:
+            self._blocks[unit].finish_gradient_writes()
+        self._backward_units.clear()
+        self._is_backward = False
+
+    def _bring(self, use: Use, following: Use | None) -> None:
+        """Bring a unit's shards, start to bring the next one's, and free all others."""
+        unit, phase = use
+        if self._guess is not None and self._guess != unit:
+            self._blocks[self._guess].drop_gradients()
+        self._guess = None
+        next_unit, next_phase = (None, None) if following is None else following
+        for other, others_block in self._blocks.items():
+            if other not in (unit, next_unit):
+                others_block.free_weights()
+            if phase != "backward" or other != self._last_stored:
+                others_block.finish_gradient_writes()
+        block = self._blocks[unit]
+        block.launch(self.store)
+        if phase == "backward":
+            block.launch_gradients(self.store)
+            self._backward_units.add(unit)
+        block.finish()
+        if next_unit is None:
+            return
+        self._blocks[next_unit].launch(self.store)
+        # A unit that this pass has gathered may still compute: its gradient is not dropped then.
+        if next_phase == "backward" and next_unit not in self._backward_units:
+            self._blocks[next_unit].launch_gradients(self.store)
+            self._guess = next_unit
+
+    def _take_gradient(self, unit: int, member: BlockMember, _parameter: Tensor) -> None:
+        """Let a reduced gradient leave; FSDP2 calls this on the stream of the reduction."""
+        if self._finish_gradients is not None:
+            self._finish_gradients([member.name])
+        self._blocks[unit].store_gradient(member, self.store)
+        self._last_stored = unit
+
+    # Update
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients of all units, after an update or instead of it."""
+        super().discard_gradients()
+        self._guess = None
+        self._last_stored = None
+
+
+def _separate_gradient(parameter: Tensor) -> None:
+    """Give a gradient memory of its own: its views share that of gradients that leave."""
+    assert isinstance(parameter, nn.Parameter)
+    gradient = parameter.grad
+    assert gradient is not None
+    local = get_local_tensor(gradient)
+    if local.untyped_storage().nbytes() > local.nbytes:
+        parameter.grad = wrap_gradient(local.clone(), parameter)

@@ -1,0 +1,142 @@
+"""Trained weights that FSDP2 shards and an offloading keeps: when a shard is needed.
+
+[Note: FSDP2's groups] FSDP2 reads a shard only when it copies it into a gather, in the method
+`unshard` of its group of parameters. It has no hook there: hooks of modules run too late for a
+gather that is begun ahead of its use. So the method of each group is wrapped. Everything else of
+FSDP2's that this module uses is read only. The parameters of a unit are those of the blocks that
+`fully_shard` got together; experts over `ep` are a second group of the same unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwright.architecture import ParameterSpec
+from shardwright.layout import Layout, ParameterLayout, compute_local_boxes
+from shardwright.model.block import Block
+from shardwright.model.block_weights import BlockWeight, BlockWeightSources, SliceReader
+from shardwright.model.decoder import Decoder
+from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.parallel.offloaded_weights import TrainedShardStore
+
+
+def store_shards(
+    decoder: Decoder,
+    fsdp_modules: Sequence[FSDPModule],
+    offload: TrainedShardStore,
+    specs: Mapping[str, ParameterSpec],
+    *,
+    layouts: Mapping[str, ParameterLayout],
+    layout: Layout,
+    coordinates: Mapping[str, int],
+    device: torch.device,
+    read_slice: SliceReader,
+) -> None:
+    """Allocate a sharded decoder's memory unit by unit, and store the shards that `specs` names.
+
+    So the shards of one unit are on the device at once. Values of other parameters are not
+    written. From then on FSDP2's gathers bring the shards.
+    """
+    in_blocks = {module for block in decoder.blocks for module in block.modules()}
+    for module in decoder.modules():
+        if module not in in_blocks:
+            module.to_empty(device=device, recurse=False)
+    units = _list_units(decoder, fsdp_modules)
+    for unit, (blocks, groups) in units.items():
+        for block in blocks:
+            block.to_empty(device=device)
+        names = {parameter: name for name, parameter in decoder.named_parameters()}
+        weights = []
+        residents = []
+        for block in blocks:
+            for module, attribute, parameter in _list_parameters(block):
+                spec = specs.get(names[parameter])
+                if spec is not None:
+                    weights.append(_describe_shard(spec, module, attribute, parameter))
+                elif parameter.requires_grad:
+                    residents.append(parameter)
+        if decoder.blocks[-1] in blocks and decoder.final_norm is not None:
+            residents += [item for item in decoder.final_norm.parameters() if item.requires_grad]
+        boxes = {
+            weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
+            for weight in weights
+        }
+        offload.add_shards(unit, weights, residents, BlockWeightSources(read_slice, boxes, {}))
+        for group in groups:
+            # Otherwise the first pass pads shards again, from memory that is freed now.
+            group._reset_sharded_params = True
+            _bring_before_gather(group, unit, offload, [item.parameter for item in weights])
+
+
+def _list_units(
+    decoder: Decoder, fsdp_modules: Sequence[FSDPModule]
+) -> dict[int, tuple[list[Block], list[Any]]]:
+    """Return the blocks and FSDP2's groups of each unit, by the index of its first layer."""
+    units: dict[int, tuple[list[Block], list[Any]]] = {}
+    unit_of_module: dict[nn.Module, int] = {}
+    groups = [group for module in fsdp_modules for group in _list_groups(module)]
+    for group in groups:
+        blocks = [module for module in group.modules if isinstance(module, Block)]
+        if blocks:
+            unit = blocks[0].layer_index
+            units.setdefault(unit, (blocks, []))
+            unit_of_module |= {part: unit for block in blocks for part in block.modules()}
+    for group in groups:
+        found = unit_of_module.get(group.modules[0])
+        if found is not None:
+            units[found][1].append(group)
+    return {unit: units[unit] for unit in sorted(units)}
+
+
+def _list_groups(module: FSDPModule) -> list[Any]:
+    """List FSDP2's groups of parameters of a module; before torch 2.13 there is one at most."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _list_parameters(block: Block) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in block.modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            yield module, attribute, parameter
+
+
+def _describe_shard(
+    spec: ParameterSpec, module: nn.Module, attribute: str, parameter: nn.Parameter
+) -> BlockWeight:
+    shape = tuple(get_local_tensor(parameter.detach()).shape)
+    return BlockWeight(
+        spec, module, attribute, shape, parameter.dtype, is_trained=parameter.requires_grad
+    )
+
+
+def _bring_before_gather(
+    group: Any, unit: int, offload: TrainedShardStore, shards: Sequence[nn.Parameter]
+) -> None:
+    """Let an FSDP2 group's gathers bring the unit's shards first."""
+    unshard: Callable[[bool], None] = group.unshard
+    locals_of_shards = [get_local_tensor(parameter.detach()) for parameter in shards]
+
+    def bring_and_unshard(async_op: bool = False) -> None:
+        is_gathered = group.is_unsharded or group._all_gather_result is not None
+        if is_gathered:
+            return
+        offload.bring_shards(unit)
+        if group.device.type != "cuda" or not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):
+            unshard(async_op)
+            return
+        # The shards arrive on the stream of training; FSDP2 copies them on another one, after
+        # which the memory may be used again.
+        copying, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+        copying.wait_stream(torch.cuda.current_stream(group.device))
+        unshard(async_op)
+        for local in locals_of_shards:
+            local.record_stream(copying)
+
+    group.unshard = bring_and_unshard

@@ -1,0 +1,238 @@
+"""Offloaded shards of trained weights on CUDA devices: FSDP2's streams and the copies' are ordered
+by events, the bits are those of resident shards, and the devices have less memory in use.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.config.offload import OffloadSection, OffloadTier
+from shardwright.layout import Layout
+from shardwright.offload import OffloadedOptimizer, ShardOffload, offload_optimizer
+from shardwright.offload.parameter_offload import build_parameter_offload
+from shardwright.offload.pinned_parameter_store import PinnedParameterStore
+from shardwright.optim import build_optimizer, collect_optimizer_moments
+from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.parallel import sharded_weights
+from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.verification.rank_pool import RankPool
+from tests.hostcuda import device
+from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches
+
+NUM_STEPS = 3
+NUM_BLOCKS = 4
+MATRIX_BYTES = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+"""fp32 weights of one block."""
+
+
+@dataclass
+class Trained:
+    """Results of a rank's steps."""
+
+    tensors: dict[str, Tensor]
+    waits: int
+    peak_bytes: int
+    """Most memory of the last step, without what there was before the model."""
+    present_bytes: int = 0
+    """Bytes of shards on the device after the step."""
+
+
+def train_shards(case: Case, folder: Path, tier: OffloadTier) -> Trained:
+    """Train some steps on this rank; moments are offloaded in any case."""
+    section = OffloadSection.model_validate(
+        {"optimizer": "host", "parameters": tier, "buffer_bytes": 8192}
+    )
+    gc.collect()
+    cuda = torch.device("cuda", torch.cuda.current_device())
+    before = torch.cuda.memory_allocated()
+    offload = None
+    if tier != "none":
+        offload = build_parameter_offload(
+            section, device=cuda, default_folder=folder, kind=ShardOffload
+        )
+    recipe = case.make_recipe()
+    model = build_model(case, recipe, case.layout, cuda, offload)
+    inner = build_optimizer(
+        model.named_parameters(),
+        recipe.optimizer,
+        learning_rate=LEARNING_RATE,
+        weight_decay=0.1,
+        model=model,
+    )
+    optimizer = offload_optimizer(
+        inner, section, model, device=cuda, default_folder=folder, parameters=offload
+    )
+    rank = torch.distributed.get_rank()
+    for step in range(NUM_STEPS):
+        torch.cuda.reset_peak_memory_stats()
+        batches = [batch.pin_memory() for batch in draw_micro_batches(case, rank)]
+        with device.log_synchronisations() as log:
+            accumulate_gradients(model, batches, seed=0, step=step)
+            update_parameters(model, optimizer, learning_rate=LEARNING_RATE, max_grad_norm=0.05)
+        waits = sum(log.values())
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    present_bytes = 0 if offload is None else offload.count_device_bytes()
+    named = dict(model.named_parameters())
+    moments = collect_optimizer_moments(optimizer, named.items())
+    tensors = {key: get_local_tensor(part.tensor).cpu().clone() for key, part in moments.items()}
+    for name in named:
+        local = model.read_parameter(name)
+        assert local is not None
+        tensors[name] = local.cpu().clone()
+    close(optimizer, offload)
+    assert not device.list_violations()
+    return Trained(tensors, waits, peak_bytes, present_bytes)
+
+
+def close(optimizer: OffloadedOptimizer, offload: Any) -> None:
+    optimizer.close()
+    if offload is not None:
+        offload.close()
+
+
+def compare(case: Case, folder: Path, tier: OffloadTier) -> tuple[list[str], int, int, int]:
+    """List what differs from resident shards; return the further waits and the bytes saved."""
+    expected = train_shards(case, folder, "none")
+    got = train_shards(case, folder, tier)
+    names = expected.tensors.keys()
+    assert names == got.tensors.keys()
+    assert len(names) > 60
+    different = [key for key in names if not torch.equal(expected.tensors[key], got.tensors[key])]
+    return (
+        different,
+        got.waits - expected.waits,
+        expected.peak_bytes - got.peak_bytes,
+        got.present_bytes,
+    )
+
+
+@pytest.fixture
+def own_device_ranks(device_ranks: RankPool) -> Iterator[RankPool]:
+    """Return a pool for one test, whose ranks fail in the middle of a step.
+
+    The other pool has prepared the server of its processes, which then have the device.
+    """
+    with RankPool(timeout_seconds=120.0) as pool:
+        yield pool
+
+
+CASES = {
+    "zero1": Case(Layout(dp_shard=2, zero_stage=1), recompute="full"),
+    "zero2": Case(Layout(dp_shard=2, zero_stage=2), kind="bf16"),
+    "zero3": Case(Layout(dp_shard=2, zero_stage=3)),
+    "experts": Case(Layout(dp_shard=2, ep=2, zero_stage=3), model="qwen3_moe"),
+    "prefetch": Case(
+        Layout(dp_shard=2, zero_stage=3, prefetch_depth=2, max_gathers_in_flight=3), kind="bf16"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [
+        ("zero3", "host"),
+        ("prefetch", "disk"),
+        *(
+            pytest.param(name, tier, marks=pytest.mark.long)
+            for name in CASES
+            for tier in ("host", "disk")
+        ),
+    ],
+)
+def test_steps_have_the_bits_of_resident_shards(
+    tmp_path: Path, device_ranks: RankPool, name: str, tier: OffloadTier
+) -> None:
+    for different, waits, _, present in device_ranks.run(2, compare, CASES[name], tmp_path, tier):
+        assert different == []
+        if tier == "host":
+            assert waits == 0
+        assert present <= 2 * MATRIX_BYTES * (1 + 3 * (name == "experts"))
+
+
+def test_the_device_has_the_shards_of_two_blocks(tmp_path: Path, device_ranks: RankPool) -> None:
+    """Weights and gradients of four blocks leave; two blocks' weights, and the gradients of three
+    that return and of one that leaves, remain on the device at most."""
+    case = replace(CASES["zero3"], recompute="full")
+    shard_bytes = MATRIX_BYTES // 2
+    for different, _, saved_bytes, present_bytes in device_ranks.run(
+        2, compare, case, tmp_path, "host"
+    ):
+        assert different == []
+        assert present_bytes <= 2 * shard_bytes
+        sums_of_squares = 4 * 7
+        assert saved_bytes >= (2 * NUM_BLOCKS - 6) * shard_bytes - sums_of_squares
+
+
+def run_without_order(case: Case, folder: Path, method: str) -> str:
+    """Train without the events of one kind of copy; return the error."""
+    original = getattr(PinnedParameterStore, method)
+
+    def run_without_waits(self: PinnedParameterStore, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
+            patch.setattr(torch.cuda.Stream, "wait_event", lambda *_: None)
+            original(self, *arguments)
+            return lambda: None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PinnedParameterStore, method, run_without_waits)
+        return run_until_error(case, folder)
+
+
+def run_without_gather_order(case: Case, folder: Path) -> str:
+    """Train with gathers that do not wait for the shards; return the error."""
+    original = sharded_weights._bring_before_gather
+
+    def bring(group: Any, *arguments: Any) -> None:
+        original(group, *arguments)
+        unshard = group.unshard
+
+        def run(async_op: bool = False) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
+                unshard(async_op)
+
+        group.unshard = run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_weights, "_bring_before_gather", bring)
+        return run_until_error(case, folder)
+
+
+def run_until_error(case: Case, folder: Path) -> str:
+    torch.cuda.synchronize()  # fails without the device
+    try:
+        train_shards(case, folder, "host")
+        torch.cuda.synchronize()
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+    finally:
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()  # checks the interrupted run's copies
+        device.list_violations()
+    return ""
+
+
+@pytest.mark.parametrize("method", ["read", pytest.param("write", marks=pytest.mark.long)])
+def test_copies_that_no_event_orders_are_detected(
+    tmp_path: Path, own_device_ranks: RankPool, method: str
+) -> None:
+    found = own_device_ranks.run(2, run_without_order, CASES["zero3"], tmp_path, method)
+    assert all("missing event" in error for error in found), found
+
+
+@pytest.mark.long
+def test_gathers_that_do_not_wait_for_shards_are_detected(
+    tmp_path: Path, own_device_ranks: RankPool
+) -> None:
+    found = own_device_ranks.run(2, run_without_gather_order, CASES["zero3"], tmp_path)
+    assert all("missing event" in error for error in found), found

@@ -1,0 +1,204 @@
+"""Runs whose trained weights ZeRO shards and keeps on disk: checkpoints under other layouts and
+settings, ranks that die, gradients that the last micro-batch leaves as they are, and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from shardwright.checkpoint.disk import Disk
+from shardwright.config import Recipe
+from shardwright.data.loader import read_step_micro_batches
+from shardwright.data.sample_order import SampleOrder
+from shardwright.errors import RankFailed
+from shardwright.offload import ShardOffload
+from shardwright.training.checks.run_checks import validate_run
+from shardwright.training.setup import build_state
+from shardwright.training.step import accumulate_gradients
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_checkpoint_resume import train_some
+from tests.multiprocess.test_offload import build_recipe
+from tests.multiprocess.test_parameter_offload import read_all_checkpoints
+from tests.multiprocess.test_trained_offload import DEEP
+
+RESIDENT = ("offload.optimizer=none", "offload.parameters=none")
+ON_DISK = ("offload.optimizer=disk", "offload.parameters=disk", "offload.buffer_bytes=8192")
+ZERO_3 = {"layout": {"dp_shard": 2, "zero_stage": 3}}
+BLOCK_BYTES = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+
+
+def write_recipe(folder: Path, **sections: Any) -> Path:
+    """Write a recipe that saves each step, evaluates and compares replicas."""
+    recipe = build_recipe(
+        folder,
+        {
+            "model": {"config": DEEP},
+            "checkpoint": {"every_steps": 1, "keep_last": 9},
+            "evaluation": {"every_steps": 1},
+        }
+        | sections,
+    ).model_dump(mode="json", exclude_unset=True)
+    recipe["run"]["replica_check_every_steps"] = 1
+    recipe["data"] |= {"validation_split": "tail", "validation_fraction": 0.2}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+CHAIN = (
+    ("dp_shard=2,zero_stage=3", ON_DISK),
+    ("dp_shard=2,zero_stage=1", RESIDENT),
+    ("dp_replicate=2", ON_DISK),
+    ("dp_shard=2,zero_stage=2", ON_DISK),
+)
+
+
+def test_checkpoints_open_under_every_layout_and_setting(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    for name in ("resident", "run"):
+        for number, (layout, offload) in enumerate(CHAIN):
+            settings = RESIDENT if name == "resident" else offload
+            arguments = (str(recipe), str(tmp_path / name), layout, 2, number > 0)
+            ranks.run(2, train_some, *arguments, *settings)
+    expected = read_all_checkpoints(tmp_path / "resident")
+    # A run with evaluations checks twice per step whether it must stop: one step per layout.
+    assert len(expected) == 2 * len(CHAIN)
+    assert read_all_checkpoints(tmp_path / "run") == expected
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[RankPool]:
+    """Return a pool for one test, whose ranks die."""
+    with RankPool(timeout_seconds=120.0) as pool:
+        yield pool
+
+
+def train_and_die(recipe: str, folder: str, num_operations: int) -> None:
+    """Train on these ranks; the first one is killed at an operation of its scratch file."""
+    remaining = num_operations
+    operations = {name: getattr(Disk, name) for name in ("read_at", "write_at")}
+
+    def count(name: str) -> Any:
+        def run(self: Disk, *arguments: Any) -> Any:
+            nonlocal remaining
+            remaining -= 1
+            if remaining < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operations[name](self, *arguments)
+
+        return run
+
+    if torch.distributed.get_rank() == 0:
+        for name in operations:
+            setattr(Disk, name, count(name))
+    train_some(recipe, folder, "dp_shard=2,zero_stage=3", 9, False, *ON_DISK)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_operations", [0, 20, 60, 150, 300, 500, 700, 900])
+def test_a_run_with_a_rank_killed_at_an_operation_resumes_with_the_same_bits(
+    ranks: RankPool, own_ranks: RankPool, tmp_path: Path, num_operations: int
+) -> None:
+    recipe = write_recipe(tmp_path, evaluation={"every_steps": 99})
+    layout = "dp_shard=2,zero_stage=3"
+    ranks.run(2, train_some, str(recipe), str(tmp_path / "whole"), layout, 9, False, *RESIDENT)
+    with pytest.raises(RankFailed, match=r"rank 0 of 2 .*SIGKILL"):
+        own_ranks.run(2, train_and_die, str(recipe), str(tmp_path / "run"), num_operations)
+    ranks.run(2, train_some, str(recipe), str(tmp_path / "run"), layout, 9, True, *ON_DISK)
+    expected = read_all_checkpoints(tmp_path / "whole")
+    assert len(expected) >= 2 * 4
+    assert read_all_checkpoints(tmp_path / "run") == expected
+
+
+def train_without_last_block(recipe: Recipe) -> str:
+    """Accumulate two micro-batches, of which the second has no gradient of the last block."""
+    validated_run = validate_run(recipe, 2)
+    state = build_state(validated_run, torch.device("cpu"))
+    order = SampleOrder(recipe.seed, len(validated_run.data.train))
+    batches = read_step_micro_batches(
+        validated_run.data.train, order, validated_run.plan.batch, 0, torch.distributed.get_rank()
+    )
+    num_calls = 0
+
+    def skip(_module: Any, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        hidden: Tensor = arguments[0]
+        return hidden + 0.0 * output.detach() if num_calls == 2 else output
+
+    state.model.decoder.blocks[-1].register_forward_hook(skip)
+    accumulate_gradients(state.model, batches, seed=0, step=0)
+    try:
+        state.model.list_norm_gradients()
+    except AssertionError as error:
+        return str(error)
+    finally:
+        assert state.weight_offload is not None
+        state.weight_offload.close()
+    return ""
+
+
+def test_a_gradient_that_left_before_it_was_complete_is_an_error(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    offload = {"optimizer": "disk", "parameters": "disk"}
+    recipe = build_recipe(tmp_path, ZERO_3 | {"model": {"config": DEEP}, "offload": offload})
+    validate_run(recipe, 2)  # tokenises once
+    for error in ranks.run(2, train_without_last_block, recipe):
+        assert error.startswith("model.layers.3.")
+
+
+def count_present(recipe: Recipe) -> tuple[int, int]:
+    """Return the most bytes of shards, and the most gradients of matrices, that are on this rank's
+    device when a block begins its forward pass or ends its backward pass."""
+    validated_run = validate_run(recipe, 2)
+    state = build_state(validated_run, torch.device("cpu"))
+    model = state.model
+    offload = state.weight_offload
+    assert isinstance(offload, ShardOffload)
+    order = SampleOrder(recipe.seed, len(validated_run.data.train))
+    batches = read_step_micro_batches(
+        validated_run.data.train, order, validated_run.plan.batch, 0, torch.distributed.get_rank()
+    )
+    present = []
+
+    def count(*_: Any) -> None:
+        gradients = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None and name in offload.names
+        ]
+        present.append((offload.count_device_bytes(), len(gradients)))
+
+    for block in model.decoder.blocks:
+        block.register_forward_pre_hook(count)
+        block.register_full_backward_hook(count)
+    accumulate_gradients(model, batches, seed=0, step=0)
+    offload.close()
+    assert len(present) == 2 * 2 * len(model.decoder.blocks)
+    return max(item[0] for item in present), max(item[1] for item in present)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_the_device_has_the_shards_of_two_blocks(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
+    sections = {
+        "model": {"config": DEEP | {"num_hidden_layers": 8}},
+        "layout": {"dp_shard": 2, "zero_stage": stage},
+        "offload": {"optimizer": "disk", "parameters": "disk"},
+    }
+    recipe = build_recipe(tmp_path, sections)
+    validate_run(recipe, 2)  # tokenises once
+    for present_bytes, num_gradients in ranks.run(2, count_present, recipe):
+        assert 0 < present_bytes <= 2 * BLOCK_BYTES // 2
+        assert num_gradients <= 3 * 7 * (stage == 2)
