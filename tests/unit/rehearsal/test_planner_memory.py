@@ -177,7 +177,6 @@ CASES = [
 ]
 LONG_CASES = [
     Case("llama", Layout(tp=2, sequence_parallel=False), recompute="selective"),
-    Case("qwen3_moe", Layout(tp=2), recompute="selective"),
     Case("gemma2", Layout(tp=2), recompute="selective"),
     Case("gpt2", Layout(tp=2), recompute="selective", sections=OFFLOAD),
     Case("llama", Layout(tp=2), sections=FUSED),
