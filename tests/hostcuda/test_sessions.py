@@ -14,9 +14,7 @@ from tests.hostcuda.library import find_obstacle
 ROOT = Path(__file__).parents[2]
 ON_DEVICE = "tests/hostcuda/on_device"
 SESSIONS = {
-    "rehearsed families": [f"{ON_DEVICE}/test_rehearsed_step.py", "-k", "family"],
-    "rehearsed layouts": [f"{ON_DEVICE}/test_rehearsed_step.py", "-k", "not family"],
-    "other tests": [ON_DEVICE, f"--ignore={ON_DEVICE}/test_rehearsed_step.py"],
+    "all tests": [ON_DEVICE],
     # The device has no NCCL.
     "GPU tests": ["tests/gpu", "-m", "gpu", "--ignore=tests/gpu/test_layouts_on_nccl.py"],
 }
@@ -28,7 +26,7 @@ LONG_SESSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(900)  # the longest takes one minute on an idle machine
+@pytest.mark.timeout(900)  # the longest takes two minutes on an idle machine
 @pytest.mark.parametrize("name", SESSIONS)
 def test_the_session_passes_on_the_test_device(name: str) -> None:
     run_session(["-m", "not long", *SESSIONS[name]], timeout_seconds=850)

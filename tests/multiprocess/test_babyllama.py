@@ -89,11 +89,11 @@ def expected(ranks: RankPool, outside_data: Path, cache: Path) -> list[float]:
     [
         "dp_replicate=2",
         "dp_shard=2,zero_stage=3",
-        "tp=2",
+        pytest.param("tp=2", marks=pytest.mark.long),
         pytest.param("tp=4", marks=pytest.mark.long),
         "pp=2",
         "cp=2,cp_method=ring",
-        "cp=2,cp_method=ulysses",
+        pytest.param("cp=2,cp_method=ulysses", marks=pytest.mark.long),
         "tp=2,pp=2",
     ],
 )

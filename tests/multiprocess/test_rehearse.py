@@ -168,8 +168,6 @@ def _allocate_real_memory(specs: Any, param: torch.dtype) -> Any:
 LAYOUTS = [
     (Layout(dp_replicate=2), "none"),
     (Layout(dp_shard=2, zero_stage=1), "full"),
-    (Layout(dp_shard=2, zero_stage=2), "none"),
-    (Layout(dp_shard=2, zero_stage=3), "none"),
     (Layout(dp_shard=2, zero_stage=3), "full"),
     (Layout(dp_replicate=2, dp_shard=2, zero_stage=3), "none"),
     (Layout(tp=2), "none"),
@@ -178,6 +176,8 @@ LAYOUTS = [
     (Layout(tp=2, dp_shard=2, zero_stage=3), "full"),
 ]
 LONG_CASES = [
+    ("llama", Layout(dp_shard=2, zero_stage=2), "none", "fp32"),
+    ("llama", Layout(dp_shard=2, zero_stage=3), "none", "fp32"),
     ("llama", Layout(cp=2, cp_method="all_gather", zero_stage=3), "none", "fp32"),
     ("llama", Layout(cp=2, cp_method="ulysses", zero_stage=3), "none", "fp32"),
     ("moe", Layout(), "none", "fp32"),

@@ -31,7 +31,6 @@ from tests.unit.model.test_fp8 import SCALINGS, make_matrix
 
 NUM_LAYERS = 10
 EVERY_RUN = {
-    ("llama", "mxfp8", "full"),
     ("llama", "nvfp4", "selective"),
     ("mixtral", "rowwise_with_gw_hp", "selective"),
 }
