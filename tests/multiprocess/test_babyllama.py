@@ -87,7 +87,7 @@ def expected(ranks: RankPool, outside_data: Path, cache: Path) -> list[float]:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp_replicate=2",
+        pytest.param("dp_replicate=2", marks=pytest.mark.long),
         "dp_shard=2,zero_stage=3",
         pytest.param("tp=2", marks=pytest.mark.long),
         pytest.param("tp=4", marks=pytest.mark.long),

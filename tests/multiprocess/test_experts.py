@@ -166,8 +166,10 @@ def compile_blocks() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("config", "layout", "case"),
     [
-        (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3), LOSSES),
         (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1), CAPACITY),
+        pytest.param(
+            DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3), LOSSES, marks=pytest.mark.long
+        ),
         pytest.param(GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=2), IDLE, marks=pytest.mark.long),
         pytest.param(
             DEEPSEEK,

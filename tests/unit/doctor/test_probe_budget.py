@@ -96,7 +96,9 @@ def find_finding(diagnosis: Diagnosis, name: str) -> Finding | None:
     return next((each for each in diagnosis.findings if each.name == name), None)
 
 
-@pytest.mark.parametrize("slow_flops_per_second", [1e7, 7e8, 5e9])
+@pytest.mark.parametrize(
+    "slow_flops_per_second", [1e7, pytest.param(7e8, marks=pytest.mark.long), 5e9]
+)
 def test_a_calibration_ends_in_time_on_a_device_of_any_speed(
     slow_flops_per_second: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -118,7 +118,9 @@ def test_an_order_of_uses_is_learnt_from_the_last_time(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by torch's tracing
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", ["none", pytest.param("selective", marks=pytest.mark.long), "full"]
+)
 def test_compiled_blocks_have_the_same_gradients(tmp_path: Path, recompute: str) -> None:
     gradients = {}
     for tier in ("none", "disk"):
