@@ -16,7 +16,7 @@ ON_DEVICE = "tests/hostcuda/on_device"
 SESSIONS = {
     "all tests": [ON_DEVICE],
     # The device has no NCCL.
-    "GPU tests": ["tests/gpu", "-m", "gpu", "--ignore=tests/gpu/test_layouts_on_nccl.py"],
+    "GPU tests": ["tests/gpu", "-m", "gpu", "--ignore-glob=tests/gpu/*_on_nccl.py"],
 }
 LONG_SESSIONS = {
     "all families, optimizers and axes": [f"{ON_DEVICE}/test_rehearsed_step.py", "-m", "long"],
