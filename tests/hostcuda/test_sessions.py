@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 ON_DEVICE = "tests/hostcuda/on_device"
 SESSIONS = {
     "all tests": [ON_DEVICE],
-    # The device has no NCCL.
+    # Ranks that a launcher starts have no device; `test_runs_over_nccl.py` has it.
     "GPU tests": ["tests/gpu", "-m", "gpu", "--ignore-glob=tests/gpu/*_on_nccl.py"],
 }
 LONG_SESSIONS = {

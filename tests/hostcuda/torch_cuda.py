@@ -21,22 +21,21 @@ _GIB = 1024**3
 NAME = "NVIDIA H200"
 MEMORY_BYTES = 139 * _GIB
 NUM_DEVICES = 8
-_PROPERTIES = SimpleNamespace(
-    name=NAME,
-    major=9,
-    minor=0,
-    total_memory=MEMORY_BYTES,
-    multi_processor_count=132,
-    uuid="00000000-0000-0000-0000-000000000000",
-    is_integrated=0,
-    L2_cache_size=50 * 1024**2,
-    gcnArchName="",
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    regs_per_multiprocessor=65536,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
-)
+_PROPERTIES: dict[str, Any] = {
+    "name": NAME,
+    "major": 9,
+    "minor": 0,
+    "total_memory": MEMORY_BYTES,
+    "multi_processor_count": 132,
+    "is_integrated": 0,
+    "L2_cache_size": 50 * 1024**2,
+    "gcnArchName": "",
+    "warp_size": 32,
+    "max_threads_per_multi_processor": 2048,
+    "regs_per_multiprocessor": 65536,
+    "shared_memory_per_block_optin": 232448,
+    "shared_memory_per_multiprocessor": 233472,
+}
 
 
 def _get_index(device: Any = None) -> int:
@@ -46,6 +45,11 @@ def _get_index(device: Any = None) -> int:
     if index is None:
         index = _C._accelerator_getDeviceIndex()
     return int(index)
+
+
+def _get_properties(device: Any = None) -> SimpleNamespace:
+    uuid = f"00000000-0000-0000-0000-{_get_index(device):012}"
+    return SimpleNamespace(uuid=uuid, **_PROPERTIES)
 
 
 class Stream(torch.Stream):
@@ -160,7 +164,7 @@ def install(library: ctypes.CDLL) -> None:
         "init": lambda: None,
         "_lazy_init": lambda: None,
         "device_count": lambda: NUM_DEVICES,
-        "get_device_properties": lambda device=None: _PROPERTIES,
+        "get_device_properties": _get_properties,
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda including_emulation=True: True,
