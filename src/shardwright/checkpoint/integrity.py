@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.checkpoint.commit import (
@@ -20,7 +20,12 @@ from shardwright.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
-from shardwright.checkpoint.storage_path import RemotePath, StoragePath
+from shardwright.checkpoint.storage_path import (
+    KeptFile,
+    ReadableFile,
+    RemotePath,
+    StoragePath,
+)
 from shardwright.errors import CheckpointError
 
 
@@ -42,6 +47,22 @@ class RefusedCheckpoint:
         return f"{self.path.name}: {self.reason}"
 
 
+@dataclass
+class KeptObjects:
+    """Bytes of objects that this process has fetched to hash them, up to a number of bytes.
+
+    Without them loading would fetch these objects a second time. Local files are in the page cache.
+    """
+
+    free_bytes: int
+    blocks: dict[str, list[bytes]] = field(default_factory=dict)
+    """Blocks for `KeptFile` by name."""
+
+    def find(self, name: str) -> KeptFile | None:
+        """Return an object's bytes as a file; None if they are not kept."""
+        return KeptFile(self.blocks[name]) if name in self.blocks else None
+
+
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
     """Checkpoint whose every byte was verified; `refused` are newer, damaged ones."""
@@ -49,6 +70,8 @@ class VerifiedCheckpoint:
     path: StoragePath
     manifest: Manifest
     refused: tuple[RefusedCheckpoint, ...] = ()
+    kept: KeptObjects | None = field(default=None, compare=False, repr=False)
+    """Objects in memory that loading need not read again."""
 
     @property
     def step(self) -> int:
@@ -107,24 +130,39 @@ def find_file_faults(
     names: Iterable[str],
     *,
     on_block: Callable[[int], None] | None = None,
+    kept: KeptObjects | None = None,
 ) -> list[str]:
-    """Check hashes of the named files and, if correct, headers; return the faults."""
+    """Check hashes of the named files and, if correct, headers; return the faults.
+
+    Args:
+        on_block: Receives the bytes of each block.
+        kept: Receives the bytes of objects, as far as they fit.
+    """
     faults = []
     for name in names:
+        size = manifest.files[name].size_bytes
+        should_keep = kept is not None and size <= kept.free_bytes and not isinstance(folder, Path)
+        blocks: list[bytes] | None = [] if should_keep else None
         try:
-            _, sha256 = hash_file(folder / name, on_block=on_block)
+            _, sha256 = hash_file(folder / name, on_block=on_block, kept_blocks=blocks)
+            if kept is not None and blocks is not None:
+                kept.blocks[name] = blocks
+                kept.free_bytes -= size
             if sha256 != manifest.files[name].sha256:
                 faults.append(f"{name} is damaged: its SHA-256 differs from the manifest's")
             elif name.endswith(".safetensors"):
-                faults += _find_header_faults(folder / name, manifest)
+                file = None if kept is None else kept.find(name)
+                faults += _find_header_faults(folder / name, manifest, file)
         except CheckpointError as error:
             faults.append(error.problem)
     return faults
 
 
-def _find_header_faults(path: StoragePath, manifest: Manifest) -> list[str]:
+def _find_header_faults(
+    path: StoragePath, manifest: Manifest, file: ReadableFile | None
+) -> list[str]:
     """Compare a file's header with the manifest; return the differences."""
-    stored = read_header(path)
+    stored = read_header(path, file)
     expected = {
         part.key: (name, entry.dtype, part.box)
         for name, entry in manifest.tensors.items()

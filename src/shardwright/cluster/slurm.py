@@ -6,6 +6,9 @@ requeues its job.
 
 Slurm itself requeues the job after the loss of a node, and kills the script. So the script counts
 the restarts that followed a save, in a file, and takes the others from Slurm's own count.
+
+With `elastic.warm_restarts` each task starts the ranks of its node, and Slurm leaves job and step
+alone when a node other than the first is lost.
 """
 
 from __future__ import annotations
@@ -69,7 +72,11 @@ class SlurmOptions:
 
 def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     """Return the script for `sbatch`."""
-    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={_EXIT_WAIT_SECONDS}"]
+    # 0 waits for ever: the run goes on without the processes of a node.
+    wait_seconds = 0 if job.keeps_processes else _EXIT_WAIT_SECONDS
+    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
+    if job.keeps_processes:
+        srun.append("--no-kill")
     if options.image is not None:
         srun += [f"--container-image={options.image}"]
     command = shlex.join(srun)
@@ -114,12 +121,15 @@ def _build_directives(job: Job, options: SlurmOptions) -> list[str]:
     directives = [
         f"--job-name={job.recipe.name}",
         f"--nodes={job.num_nodes}",
-        f"--ntasks-per-node={job.ranks_per_node}",
+        f"--ntasks-per-node={1 if job.keeps_processes else job.ranks_per_node}",
     ]
+    if job.keeps_processes:
+        directives.append("--no-kill")
     if job.has_accelerators:
         directives.append(f"--gpus-per-node={job.ranks_per_node}")
     if job.cores_per_rank is not None:
-        directives.append(f"--cpus-per-task={job.cores_per_rank}")
+        ranks_per_task = job.ranks_per_node if job.keeps_processes else 1
+        directives.append(f"--cpus-per-task={job.cores_per_rank * ranks_per_task}")
     for name in ("partition", "account", "time"):
         value = getattr(options, name)
         if value is not None:

@@ -35,6 +35,10 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
     rendezvous, ten minutes); when its command is started again, all resume from the newest
     complete checkpoint.
 
+    With `elastic.warm_restarts` the commands are without torchrun, which would end the processes of
+    all nodes. The loss of a node other than the first leaves the others' processes; its command may
+    be started again at any time.
+
     Args:
         hosts: an address of each node that the others can reach; empty for a single node.
     """
@@ -49,6 +53,10 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
         # replacement node waits for.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+    if job.num_nodes == 1 and not hosts and job.keeps_processes:
+        return [
+            f"{variables} shardwright {shlex.join(job.build_train_arguments())} --resume-if-begun"
+        ]
     if job.num_nodes == 1 and not hosts:
         command = ["torchrun", "--standalone", common, *build_torchrun_arguments(job)]
         return [f"{variables} {shlex.join(command)}"]
@@ -68,6 +76,12 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
                 got=repr(host),
                 allowed="names or addresses, e.g. node1,node2",
             )
+    if job.keeps_processes:
+        return [
+            f"{variables} {_build_place(job, hosts[0], number)} "
+            f"shardwright {shlex.join(job.build_train_arguments())} --resume-if-begun"
+            for number in range(job.num_nodes)
+        ]
     endpoint = f"{hosts[0]}:{job.port or DEFAULT_PORT}"
     commands = []
     for number, host in enumerate(hosts):
@@ -85,3 +99,16 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
         ]
         commands.append(f"{variables} {shlex.join(command)}")
     return commands
+
+
+def _build_place(job: Job, first_host: str, number: int) -> str:
+    """Return the variables that tell one process per node its place, by torchrun's names."""
+    place = {
+        "RANK": str(number),
+        "WORLD_SIZE": str(job.num_nodes),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": first_host,
+        "MASTER_PORT": str(job.port or DEFAULT_PORT),
+    }
+    return " ".join(f"{name}={value}" for name, value in place.items())

@@ -196,6 +196,21 @@ def test_cpu_jobs_request_no_gpus(recipe: Path, capsys: pytest.CaptureFixture[st
     assert "NCCL" not in text
 
 
+def test_nodes_that_keep_their_processes_are_one_task_each(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--nodes", "3", "--gpus-per-node", "4", "--cores-per-rank", "2"]
+    words += ["--set", "elastic.warm_restarts=true", "--set", "elastic.max_restarts=2"]
+    script = run_launch(capsys, str(recipe), "--slurm", *words)
+    directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --no-kill" in directives
+    assert "#SBATCH --ntasks-per-node=1" in directives
+    assert "#SBATCH --gpus-per-node=4" in directives
+    assert "#SBATCH --cpus-per-task=8" in directives
+    assert "srun --kill-on-bad-exit=0 --wait=0 --no-kill shardwright train" in script
+    assert "--nproc 4" in script
+
+
 def test_a_recipe_without_restarts_is_not_requeued(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
