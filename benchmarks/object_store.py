@@ -73,7 +73,7 @@ def download_with_boto3(name: str, tensors: Mapping[str, Any], data: bytes) -> N
 
 def load(name: str, tensors: Mapping[str, Any], data: bytes) -> None:
     """Load the newest checkpoint as a resumed run does: every byte is hashed."""
-    newest = find_newest_checkpoint(f"s3://{BUCKET}/ours", should_keep_bytes=True)
+    newest = find_newest_checkpoint(f"s3://{BUCKET}/ours", should_cache=True)
     assert newest is not None
     load_checkpoint(newest, tensors)
 

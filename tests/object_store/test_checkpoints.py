@@ -246,13 +246,13 @@ def test_large_files_are_uploaded_in_parallel_parts_and_read_by_ranges(
 
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     store.proxy.forget()
-    kept = find_newest_checkpoint(URL, should_keep_bytes=True)
-    assert kept is not None
-    load_checkpoint(kept, loaded)
+    newest = find_newest_checkpoint(URL, should_cache=True)
+    assert newest is not None
+    load_checkpoint(newest, loaded)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert store.proxy.count_read_bytes("shard-00000.safetensors") == shard.size_bytes, "once"
-    assert kept.kept is not None
-    assert not kept.kept.blocks, "the memory is free again"
+    assert newest.cache is not None
+    assert not newest.cache.blocks, "the memory is free again"
 
     store.proxy.forget()
     store.proxy.fault = lambda request: 403 if request.query.get("partNumber") == ["3"] else None

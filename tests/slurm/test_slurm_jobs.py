@@ -234,7 +234,7 @@ def test_a_killed_node_restarts_the_job(
     slow_submitter.assert_same_end(undisturbed)
 
 
-KEPT_PROCESSES = (
+WARM = (
     *("--set", "elastic.warm_restarts=true", "--set", "elastic.peer_copies=1"),
     *("--set", "elastic.node_wait_seconds=1", "--set", "elastic.max_restarts=3"),
 )
@@ -245,7 +245,7 @@ def test_a_spare_node_takes_the_rank_of_a_killed_one(
 ) -> None:
     """The job is not requeued, and the run continues from memory."""
     words = ("--nodes", "3", "--gpus-per-node", "0", "--partition", "all")
-    job = submitter.submit(*words, *KEPT_PROCESSES, "--set", "elastic.spare_nodes=1")
+    job = submitter.submit(*words, *WARM, "--set", "elastic.spare_nodes=1")
     submitter.wait_for_checkpoint(job)
     submitter.cluster.kill_node("cpu1")
     try:
@@ -259,7 +259,7 @@ def test_a_spare_node_takes_the_rank_of_a_killed_one(
 
 
 def test_a_job_continues_on_the_nodes_that_are_left(submitter: Submitter) -> None:
-    words = (*TWO_NODES, *KEPT_PROCESSES, "--set", "elastic.min_ranks=1")
+    words = (*TWO_NODES, *WARM, "--set", "elastic.min_ranks=1")
     job = submitter.submit(*words)
     submitter.wait_for_checkpoint(job)
     submitter.cluster.kill_node("cpu1")

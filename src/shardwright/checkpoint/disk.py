@@ -313,13 +313,13 @@ def hash_file(
     path: StoragePath,
     *,
     on_block: Callable[[int], None] | None = None,
-    kept_blocks: list[bytes] | None = None,
+    cached_blocks: list[bytes] | None = None,
 ) -> tuple[int, str]:
     """Return size in bytes and SHA-256 of a regular file.
 
     Args:
         on_block: Receives the bytes of each block.
-        kept_blocks: Receives the blocks of an object, for `KeptFile`; a local file's are not kept.
+        cached_blocks: Receives the blocks of an object, for `CachedFile`; not those of a local file.
 
     Raises:
         CheckpointError: a link, not a regular file, or it cannot be read.
@@ -330,8 +330,8 @@ def hash_file(
         for block in file.iterate_blocks():
             digest.update(block)
             size += len(block)
-            if kept_blocks is not None and isinstance(block, bytes):
-                kept_blocks.append(block)
+            if cached_blocks is not None and isinstance(block, bytes):
+                cached_blocks.append(block)
             if on_block is not None:
                 on_block(len(block))
     return size, digest.hexdigest()

@@ -21,7 +21,7 @@ from shardwright.checkpoint.manifest import (
     read_manifest,
 )
 from shardwright.checkpoint.storage_path import (
-    KeptFile,
+    CachedFile,
     ReadableFile,
     RemotePath,
     StoragePath,
@@ -48,7 +48,7 @@ class RefusedCheckpoint:
 
 
 @dataclass
-class KeptObjects:
+class ObjectCache:
     """Bytes of objects that this process has fetched to hash them, up to a number of bytes.
 
     Without them loading would fetch these objects a second time. Local files are in the page cache.
@@ -56,11 +56,11 @@ class KeptObjects:
 
     free_bytes: int
     blocks: dict[str, list[bytes]] = field(default_factory=dict)
-    """Blocks for `KeptFile` by name."""
+    """Blocks for `CachedFile` by name."""
 
-    def find(self, name: str) -> KeptFile | None:
-        """Return an object's bytes as a file; None if they are not kept."""
-        return KeptFile(self.blocks[name]) if name in self.blocks else None
+    def find(self, name: str) -> CachedFile | None:
+        """Return an object's bytes as a file; None if they are not in memory."""
+        return CachedFile(self.blocks[name]) if name in self.blocks else None
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class VerifiedCheckpoint:
     path: StoragePath
     manifest: Manifest
     refused: tuple[RefusedCheckpoint, ...] = ()
-    kept: KeptObjects | None = field(default=None, compare=False, repr=False)
+    cache: ObjectCache | None = field(default=None, compare=False, repr=False)
     """Objects in memory that loading need not read again."""
 
     @property
@@ -130,28 +130,28 @@ def find_file_faults(
     names: Iterable[str],
     *,
     on_block: Callable[[int], None] | None = None,
-    kept: KeptObjects | None = None,
+    cache: ObjectCache | None = None,
 ) -> list[str]:
     """Check hashes of the named files and, if correct, headers; return the faults.
 
     Args:
         on_block: Receives the bytes of each block.
-        kept: Receives the bytes of objects, as far as they fit.
+        cache: Receives the bytes of objects, as far as they fit.
     """
     faults = []
     for name in names:
         size = manifest.files[name].size_bytes
-        should_keep = kept is not None and size <= kept.free_bytes and not isinstance(folder, Path)
-        blocks: list[bytes] | None = [] if should_keep else None
+        fits = cache is not None and size <= cache.free_bytes
+        blocks: list[bytes] | None = [] if fits and not isinstance(folder, Path) else None
         try:
-            _, sha256 = hash_file(folder / name, on_block=on_block, kept_blocks=blocks)
-            if kept is not None and blocks is not None:
-                kept.blocks[name] = blocks
-                kept.free_bytes -= size
+            _, sha256 = hash_file(folder / name, on_block=on_block, cached_blocks=blocks)
+            if cache is not None and blocks is not None:
+                cache.blocks[name] = blocks
+                cache.free_bytes -= size
             if sha256 != manifest.files[name].sha256:
                 faults.append(f"{name} is damaged: its SHA-256 differs from the manifest's")
             elif name.endswith(".safetensors"):
-                file = None if kept is None else kept.find(name)
+                file = None if cache is None else cache.find(name)
                 faults += _find_header_faults(folder / name, manifest, file)
         except CheckpointError as error:
             faults.append(error.problem)

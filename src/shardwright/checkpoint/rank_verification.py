@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.integrity import (
-    KeptObjects,
+    ObjectCache,
     assign_files,
     find_file_faults,
     find_folder_faults,
@@ -45,12 +45,12 @@ def list_candidates_on_all_ranks(
 
 
 def verify_on_all_ranks(
-    ranks: RankGroup, path: StoragePath, kept: KeptObjects | None = None
+    ranks: RankGroup, path: StoragePath, cache: ObjectCache | None = None
 ) -> tuple[Manifest | None, list[str]]:
     """Return the manifest, which the first rank reads, and the faults that any rank found.
 
     Args:
-        kept: Receives the bytes of the objects that this rank hashes.
+        cache: Receives the bytes of the objects that this rank hashes.
 
     Raises:
         CheckpointError: an object store did not answer, so nothing is known of the checkpoint.
@@ -76,7 +76,7 @@ def verify_on_all_ranks(
     report: dict[str, Any] = {"faults": [], "unread": None}
     try:
         report["faults"] = find_file_faults(
-            path, manifest, assign_files(manifest, ranks.rank, ranks.world_size), kept=kept
+            path, manifest, assign_files(manifest, ranks.rank, ranks.world_size), cache=cache
         )
     except OSError as error:  # only of a store: see `convert_read_errors`
         report["unread"] = str(error)

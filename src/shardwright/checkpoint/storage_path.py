@@ -214,7 +214,7 @@ class _RemoteFile(ReadableFile):
         """Do nothing: each request has its own connection."""
 
 
-class KeptFile(ReadableFile):
+class CachedFile(ReadableFile):
     """File whose bytes are in host memory."""
 
     def __init__(self, blocks: Sequence[bytes]) -> None:

@@ -23,7 +23,7 @@ from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import open_regular_file
 from shardwright.checkpoint.header import HeaderEntry, read_header
 from shardwright.checkpoint.integrity import (
-    KeptObjects,
+    ObjectCache,
     RefusedCheckpoint,
     VerifiedCheckpoint,
 )
@@ -62,7 +62,7 @@ def find_newest_checkpoint(
     root: str | StoragePath,
     *,
     group: dist.ProcessGroup | None = None,
-    should_keep_bytes: bool = False,
+    should_cache: bool = False,
 ) -> VerifiedCheckpoint | None:
     """Find the newest intact checkpoint of a root, or None, the same on all ranks of `group`.
 
@@ -71,8 +71,8 @@ def find_newest_checkpoint(
     `load_checkpoint` does not hash the result again.
 
     Args:
-        should_keep_bytes: Keep the objects that this rank hashes in host memory until
-            `load_checkpoint` has used them, as far as memory allows; see `KeptObjects`.
+        should_cache: Keep the objects that this rank hashes in host memory until
+            `load_checkpoint` has used them, as far as memory allows; see `ObjectCache`.
     """
     ranks = RankGroup(group)
     root = parse_storage_path(root)
@@ -80,10 +80,10 @@ def find_newest_checkpoint(
     refused = [RefusedCheckpoint(root / name, reason) for name, reason in reasons]
     for name in names:
         path = root / name
-        kept = _build_kept_objects(ranks) if should_keep_bytes else None
-        manifest, faults = verify_on_all_ranks(ranks, path, kept)
+        cache = _build_object_cache(ranks) if should_cache else None
+        manifest, faults = verify_on_all_ranks(ranks, path, cache)
         if manifest is not None and not faults:
-            checkpoint = VerifiedCheckpoint(path, manifest, tuple(refused), kept)
+            checkpoint = VerifiedCheckpoint(path, manifest, tuple(refused), cache)
             if refused and ranks.is_first:
                 lost = "; ".join(map(str, refused))
                 logger.warning(
@@ -96,33 +96,33 @@ def find_newest_checkpoint(
     return None
 
 
-def _build_kept_objects(ranks: RankGroup) -> KeptObjects:
+def _build_object_cache(ranks: RankGroup) -> ObjectCache:
     """Return a store of this process's share of half of the host memory that is available."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
-    return KeptObjects((read_available_memory() or 0) // (2 * num_ranks))
+    return ObjectCache((read_available_memory() or 0) // (2 * num_ranks))
 
 
 def open_checkpoint(
     path: str | StoragePath,
     *,
     group: dist.ProcessGroup | None = None,
-    should_keep_bytes: bool = False,
+    should_cache: bool = False,
 ) -> VerifiedCheckpoint:
     """Open a checkpoint folder and verify every byte. Collective over `group`.
 
     Args:
-        should_keep_bytes: As for `find_newest_checkpoint`.
+        should_cache: As for `find_newest_checkpoint`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete; the message lists the faults.
     """
     ranks = RankGroup(group)
-    kept = _build_kept_objects(ranks) if should_keep_bytes else None
-    manifest, faults = verify_on_all_ranks(ranks, parse_storage_path(path), kept)
+    cache = _build_object_cache(ranks) if should_cache else None
+    manifest, faults = verify_on_all_ranks(ranks, parse_storage_path(path), cache)
     if manifest is None or faults:
         shown = "; ".join(faults[:_MAX_SHOWN_DIFFERENCES])
         raise CheckpointError(f"this checkpoint cannot be used: {shown}", field=str(path))
-    return VerifiedCheckpoint(parse_storage_path(path), manifest, kept=kept)
+    return VerifiedCheckpoint(parse_storage_path(path), manifest, cache=cache)
 
 
 def read_values(
@@ -189,7 +189,7 @@ def load_checkpoint(
     verified = (
         checkpoint
         if isinstance(checkpoint, VerifiedCheckpoint)
-        else open_checkpoint(checkpoint, group=group, should_keep_bytes=True)
+        else open_checkpoint(checkpoint, group=group, should_cache=True)
     )
     values = read_values(verified, group=group)
     local_tensors = _match_tensors(ranks, verified, tensors)
@@ -199,8 +199,8 @@ def load_checkpoint(
             _fill_tensors(local_tensors, verified, files)
     except (ShardwrightError, OSError, RuntimeError) as error:
         fault = str(error)
-    if verified.kept is not None:
-        verified.kept.blocks.clear()
+    if verified.cache is not None:
+        verified.cache.blocks.clear()
     faults = [
         f"rank {rank}: {fault}"
         for rank, fault in enumerate(ranks.all_gather(fault))
@@ -275,7 +275,7 @@ class _OpenFiles:
 
     def __init__(self, checkpoint: VerifiedCheckpoint) -> None:
         self._folder = checkpoint.path
-        self._kept = checkpoint.kept
+        self._cache = checkpoint.cache
         self._opening = threading.Lock()
         self._open: dict[str, tuple[ReadableFile, dict[str, HeaderEntry]]] = {}
 
@@ -291,9 +291,9 @@ class _OpenFiles:
         with self._opening:
             if file not in self._open:
                 path = self._folder / file
-                kept = None if self._kept is None else self._kept.find(file)
+                cache = None if self._cache is None else self._cache.find(file)
                 with ExitStack() as opening:
-                    opened = opening.enter_context(kept or open_regular_file(path))
+                    opened = opening.enter_context(cache or open_regular_file(path))
                     self._open[file] = (opened, read_header(path, opened))
                     opening.pop_all()  # it stays open
         opened, entries = self._open[file]

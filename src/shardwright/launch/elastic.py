@@ -131,7 +131,9 @@ def run_with_restarts(
         except GenerationEnded as ended:
             left_at_step = ended.step
             # After a stop signal the same processes save what they have in memory.
-            size = attempt.world_size if stop or count_slots() < world_size else world_size
+            lacks_nodes = count_slots() < world_size
+            size = attempt.world_size if stop or lacks_nodes else world_size
+            is_failed_growth = lacks_nodes
             number = attempt.number
             reason = ""
             if size < world_size:

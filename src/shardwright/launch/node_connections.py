@@ -31,7 +31,7 @@ from shardwright.version import __version__
 logger = logging.getLogger("shardwright")
 
 _LATE_SECONDS = 10.0
-"""Seconds in which nodes may still connect to learn that the run has ended before it began."""
+"""Seconds that nodes which are not needed, or not any more, have to connect at the start."""
 _SILENT_SECONDS = 10.0
 """Seconds after which the launcher says that it waits for nodes."""
 _POLL_SECONDS = 0.02
@@ -83,9 +83,7 @@ class Nodes:
     ) -> None:
         if error is not None and not self._is_complete:
             # Nodes that connect a little later would wait for the launcher for minutes.
-            deadline = time.monotonic() + _LATE_SECONDS
-            while len(self._remote) < self._num_others and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
+            self._wait_for_others(_LATE_SECONDS)
         if self._listener is not None:
             self._listener.close()
         text = "" if error is None else str(error)
@@ -134,7 +132,16 @@ class Nodes:
                     limit,
                 )
             time.sleep(_POLL_SECONDS)
+        if not self._is_complete:
+            # Ranks get the nodes in the job's order, not in that of their start.
+            self._wait_for_others(_LATE_SECONDS)
         self._is_complete = True
+
+    def _wait_for_others(self, seconds: float) -> None:
+        """Wait until all other nodes of the job have connected, but not longer."""
+        deadline = time.monotonic() + seconds
+        while len(self._remote) < self._num_others and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def request_stop(self, number: int) -> None:
         """Forward a stop signal to the ranks of the other nodes."""
@@ -163,7 +170,8 @@ class Nodes:
 
     def _answer(self, hello: dict[str, Any], connection: socket.socket, source: Any) -> None:
         expected = {"version": __version__, "run": self._run, "num_slots": self.local.num_slots}
-        index, name = hello.get("index"), hello.get("name")
+        index = hello.get("index")
+        name = hello.get("name")
         reasons = [
             f"{key} {hello.get(key)!r}, not {value!r}"
             for key, value in expected.items()

@@ -186,7 +186,6 @@ class RemoteNode(Node):
         self._control = control
         self._progress = {}
         self._generation += 1
-        self.diagnosis = None
         self.send(
             {
                 "generation": self._generation,

@@ -157,6 +157,8 @@ class RankProcesses:
             is_stopped=(control / STOP_FILE_NAME).exists,
         )
         self._take_processes(num_ranks)
+        for node in self.nodes.list_connected():
+            node.diagnosis = None
         for node in {process.node: None for process in self._processes.values()}:
             node.begin_generation(control, arguments, hang_reports)
         # In a list, so that nothing else keeps it when a rank is lost.
