@@ -6,7 +6,9 @@ Each node is a network namespace with a host name of its own; see `tests/network
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -71,6 +73,8 @@ class Job:
         marks = self.folder / "marks"
         marks.mkdir(exist_ok=True)
         for name in names:
+            if name in self.processes:  # lost, or ended
+                self.processes[name].wait(60)
             place = {"RANK": name[1:], "WORLD_SIZE": str(self.num_nodes), "LOCAL_RANK": "0"}
             address = {"MASTER_ADDR": HUB, "MASTER_PORT": "29511", "LOCAL_WORLD_SIZE": "1"}
             temporary = self.folder / f"temporary-{name}"
@@ -116,6 +120,12 @@ class Job:
             )
 
         self.wait_for(has_ended)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill the process that has this rank now."""
+        files = list(self.folder.glob(f"temporary-*/shardwright-*/rank-{rank}.pid"))
+        newest = max(files, key=lambda file: file.stat().st_mtime)
+        os.kill(int(newest.read_text()), signal.SIGKILL)
 
     def wait(self, name: str = HUB) -> int:
         """Wait for the end of a node's command; return its exit code."""
@@ -183,7 +193,6 @@ def test_a_node_that_comes_back_takes_its_ranks_again(job: Job, undisturbed_four
     job.start("n0", "n1")
     job.wait_for_step(4)
     job.hosts.kill("n1")
-    job.wait_for(lambda: job.processes["n1"].poll() is not None)
     job.start("n1")
     assert job.wait() == ExitCode.DONE, job.read_logs()
     assert job.wait("n1") == ExitCode.DONE
@@ -242,3 +251,33 @@ def test_a_stop_signal_to_any_node_saves_on_all(job: Job, undisturbed_four: Path
     job.start("n0", "n1")
     assert (job.wait(), job.wait("n1")) == (ExitCode.DONE, ExitCode.DONE), job.read_logs()
     assert_same_end(job.run, undisturbed_four)
+
+
+def test_random_losses_of_ranks_and_nodes(job: Job, run: Run, tmp_path: Path) -> None:
+    """Each loss comes at a random moment of a generation that has ended a step; a lost node is
+    started again at once.
+    """
+    num_steps = 60
+    words = (*WORDS, "--set", f"training.max_steps={num_steps}")
+    done = run(*words, ranks=4)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    job.run.rename(tmp_path / "undisturbed")
+    job.words = (*words, *PEER, "--set", "elastic.max_restarts=20")
+    job.start("n0", "n1")
+    generator = random.Random(20)
+    lost = []
+    for number in range(8):
+        job.wait_for_step(1, num_starts=number + 1)
+        time.sleep(generator.uniform(0.0, 1.5))
+        rank = generator.choice((None, 0, 1, 2, 3))
+        lost.append("n1" if rank is None else f"rank {rank}")
+        if rank is None:
+            job.hosts.kill("n1")
+            job.start("n1")
+        else:
+            job.kill_rank(rank)
+    assert job.wait() == ExitCode.DONE, job.read_logs()
+    assert_same_end(job.run, tmp_path / "undisturbed", steps=num_steps)
+    sources = [resume.source for resume in read(job.run, ResumeEvent)]
+    logging.getLogger(__name__).warning("lost: %s; continued from: %s", lost, sources)
+    assert sources.count("memory") >= len(lost) - 2, (lost, sources)

@@ -319,7 +319,7 @@ def hash_file(
 
     Args:
         on_block: Receives the bytes of each block.
-        cached_blocks: Receives the blocks of an object, for `CachedFile`; not those of a local file.
+        cached_blocks: Receives the blocks of an object, not of a local file; see `CachedFile`.
 
     Raises:
         CheckpointError: a link, not a regular file, or it cannot be read.
