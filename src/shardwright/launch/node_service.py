@@ -1,8 +1,8 @@
 """Service of a node: start and watch its rank processes as the launcher on node 0 requests.
 
-The launcher's side is in `nodes.py`. Each generation has a folder on this node for heartbeats,
-outcomes and the recipe, and a watchdog. The service ends with the run, or when it loses the
-launcher, and leaves no process behind. Imports no torch.
+The launcher's side is `RemoteNode` (`nodes.py`). Each generation has a folder on this node for
+heartbeats, outcomes and the recipe, and a watchdog. The service ends with the run, or when it loses
+the launcher, and leaves no process behind. Imports no torch.
 """
 
 from __future__ import annotations
@@ -287,10 +287,12 @@ def _close_input(process: Popen[bytes]) -> None:
 
 @contextmanager
 def _forward_stop_signals() -> Iterator[list[_NodeService]]:
-    """Forward stop signals of this process to the services in the list."""
+    """Forward stop signals of this process to the services in the list; without one, stop."""
     services: list[_NodeService] = []
 
     def forward(number: int, frame: object) -> None:
+        if not services:
+            raise Preempted(f"{signal.Signals(number).name} before the launcher was reached")
         for service in services:
             service.request_stop(number)
 

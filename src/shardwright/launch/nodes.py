@@ -212,7 +212,7 @@ class RemoteNode(Node):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self, source: Any) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError), self._connection, source:
             for line in source:
                 self._handle(json.loads(line))
         self.is_lost = True
