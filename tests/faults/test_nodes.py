@@ -144,14 +144,17 @@ def job(recipe: Path, tmp_path: Path) -> Iterator[Job]:
     if obstacle is not None:
         pytest.skip(obstacle)
     hosts = NetworkHosts(tmp_path, ADDRESSES, HUB)
+    job = Job(hosts, recipe, tmp_path)
     try:
         try:
             hosts.create()
         except RuntimeError as error:
             pytest.skip(str(error))
-        yield Job(hosts, recipe, tmp_path)
+        yield job
     finally:
         hosts.delete()
+        for process in job.processes.values():
+            process.wait()
 
 
 @pytest.fixture

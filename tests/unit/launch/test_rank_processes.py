@@ -272,8 +272,8 @@ def test_only_nodes_of_the_run_are_accepted(
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
         with pytest.raises(InputError, match="its RANK 1 is taken by"):
             node_service.serve(node_service.connect(place), place, 2, "run")
-        other = node_service.connect(place)
-        other.sendall(b"GET / HTTP/1.1\r\n")
-        assert other.recv(1) == b"", "closed"
+        with node_service.connect(place) as other:
+            other.sendall(b"GET / HTTP/1.1\r\n")
+            assert other.recv(1) == b"", "closed"
         assert pool.nodes.count_slots() == 4
         connection.shutdown(socket.SHUT_RDWR)
