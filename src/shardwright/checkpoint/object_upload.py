@@ -112,7 +112,7 @@ class _S3Parts:
         self._pending.append(self._pool.submit(self._upload_part, number, data))
 
     def _upload_part(self, number: int, data: bytearray) -> dict[str, Any]:
-        response = self._call("upload_part", PartNumber=number, Body=data)
+        response = self._call("upload_part", PartNumber=number, Body=bytes(data))
         return {"PartNumber": number, "ETag": response["ETag"]}
 
     def publish(self) -> None:
