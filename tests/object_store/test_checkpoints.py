@@ -144,7 +144,7 @@ def open_again() -> None:
     type(get_client()).clear_instance_cache()
 
 
-@pytest.mark.parametrize("fault", [500, 503, "reset", "lost"])
+@pytest.mark.parametrize("fault", [500, pytest.param(503, marks=pytest.mark.long), "reset", "lost"])
 def test_every_request_may_fail_at_first(
     store: Server, fault: int | str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -435,7 +435,7 @@ def check_after_kill(count_objects: Callable[[], list[str]]) -> int:
     return newest
 
 
-@pytest.mark.parametrize("number", [3, 9, 15, 21])
+@pytest.mark.parametrize("number", [3, 12, 21])
 def test_a_save_killed_at_a_request_leaves_a_whole_checkpoint(
     store: Server,
     saver: forked.Popen,
