@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from shardwright.checkpoint.disk import convert_read_errors, open_regular_file
@@ -63,7 +63,9 @@ def read_header(path: StoragePath, file: ReadableFile | None = None) -> dict[str
     Raises:
         CheckpointError: the header is invalid; the message names the file and the fault.
     """
-    opened = open_regular_file(path) if file is None else nullcontext(file)
+    opened: AbstractContextManager[ReadableFile] = (
+        open_regular_file(path) if file is None else nullcontext(file)
+    )
     with opened as file, convert_read_errors(path):
         prefix = file.read(0, 8)
         header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0

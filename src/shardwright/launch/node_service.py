@@ -8,7 +8,6 @@ the launcher, and leaves no process behind. Imports no torch.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import signal
@@ -36,8 +35,6 @@ from shardwright.launch.rank_outcome import LAUNCHER_VARIABLE, request_stop
 from shardwright.launch.stop_signals import STOP_SIGNALS
 from shardwright.version import __version__
 from shardwright.watchdog.monitor import Watchdog, read_heartbeats
-
-logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
 _PROGRESS_SECONDS = 0.5
