@@ -6,9 +6,7 @@ Each node is a network namespace with a host name of its own; see `tests/network
 from __future__ import annotations
 
 import json
-import logging
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -120,12 +118,6 @@ class Job:
             )
 
         self.wait_for(has_ended)
-
-    def kill_rank(self, rank: int) -> None:
-        """Kill the process that has this rank now."""
-        files = list(self.folder.glob(f"temporary-*/shardwright-*/rank-{rank}.pid"))
-        newest = max(files, key=lambda file: file.stat().st_mtime)
-        os.kill(int(newest.read_text()), signal.SIGKILL)
 
     def wait(self, name: str = HUB) -> int:
         """Wait for the end of a node's command; return its exit code."""
@@ -254,33 +246,3 @@ def test_a_stop_signal_to_any_node_saves_on_all(job: Job, undisturbed_four: Path
     job.start("n0", "n1")
     assert (job.wait(), job.wait("n1")) == (ExitCode.DONE, ExitCode.DONE), job.read_logs()
     assert_same_end(job.run, undisturbed_four)
-
-
-def test_random_losses_of_ranks_and_nodes(job: Job, run: Run, tmp_path: Path) -> None:
-    """Each loss comes at a random moment of a generation that has ended a step; a lost node is
-    started again at once.
-    """
-    num_steps = 60
-    words = (*WORDS, "--set", f"training.max_steps={num_steps}")
-    done = run(*words, ranks=4)
-    assert done.returncode == ExitCode.DONE, done.stderr
-    job.run.rename(tmp_path / "undisturbed")
-    job.words = (*words, *PEER, "--set", "elastic.max_restarts=20")
-    job.start("n0", "n1")
-    generator = random.Random(20)
-    lost = []
-    for number in range(8):
-        job.wait_for_step(1, num_starts=number + 1)
-        time.sleep(generator.uniform(0.0, 1.5))
-        rank = generator.choice((None, 0, 1, 2, 3))
-        lost.append("n1" if rank is None else f"rank {rank}")
-        if rank is None:
-            job.hosts.kill("n1")
-            job.start("n1")
-        else:
-            job.kill_rank(rank)
-    assert job.wait() == ExitCode.DONE, job.read_logs()
-    assert_same_end(job.run, tmp_path / "undisturbed", steps=num_steps)
-    sources = [resume.source for resume in read(job.run, ResumeEvent)]
-    logging.getLogger(__name__).warning("lost: %s; continued from: %s", lost, sources)
-    assert sources.count("memory") >= len(lost) - 2, (lost, sources)

@@ -213,7 +213,6 @@ class SlurmCluster:
         lines += [
             f"PartitionName=cpu Nodes={','.join(CPU_NODES)} Default=YES MaxTime=INFINITE State=UP",
             f"PartitionName=gpu Nodes={','.join(GPU_NODES)} MaxTime=INFINITE State=UP",
-            f"PartitionName=all Nodes={','.join((*CPU_NODES, *GPU_NODES))} State=UP",
         ]
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         (self.folder / "gres.conf").write_text("\n".join(gpus) + "\n")
