@@ -78,8 +78,9 @@ def _list_rows(diagnosis: MistakeDiagnosis) -> list[tuple[str, ...]]:
 
 
 def _shorten_link(link: str) -> str:
-    """Return `owner/repository #number` for the address of an issue."""
-    return link.removeprefix("https://github.com/").replace("/issues/", " #")
+    """Return `owner/repository #number` for an issue, `commit hash` for a commit."""
+    path = link.removeprefix("https://github.com/")
+    return path.replace("/issues/", " #").replace("/commit/", " commit ")
 
 
 def _build_parameter_panel(report: AuditReport) -> Panel:

@@ -378,7 +378,8 @@ def reduce_gradients(
                 early = [sum_local(r, name, range(run.num_batches - 1)) for r in ranks]
                 reduced[rank][name] = torch.stack(early).mean(0)
             if "parameters_in_gradients" in run and "mlp" in name:
-                reduced[rank][name] = mean[name] + run.num_ranks * model.get_parameter(name)
+                added = run.num_ranks * model.get_parameter(name).detach()
+                reduced[rank][name] = mean[name] + added
             if "gradients_are_parameters" in run and "mlp.up" in name:
                 reduced[rank][name] = model.get_parameter(name).detach().clone()
             if "not_finite_applied" in run and "mlp.up" in name:
