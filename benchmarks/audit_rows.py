@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from importlib import metadata
 
 INTRODUCTION = """
-Each row runs a small Llama (rows `router-...`: Mixtral) on two CPU ranks in float32 with rows of
-unequal numbers of supervised tokens (but `trl-wrapped`) and four micro-batches a step (but
-`fsdp2-loop`: one), records the second optimizer step (`fsdp2-loop` and `shardwright-...`: the
-first) with `Recorder`, and compares it with one process. The definition is the one that users
-expect: the sum over the supervised tokens of the global batch over their number; for DPO the mean
-over its pairs. `residual` is the norm of the difference of all gradients over the norm of the
-recorded ones.
+Each row runs a small Llama (rows `router-...`: Mixtral; `shardwright-ep`: Qwen3-MoE) on two CPU
+ranks in float32 with rows of unequal numbers of supervised tokens (but `trl-wrapped`) and four
+micro-batches a step (but `fsdp2-loop`: one), records the second optimizer step (`fsdp2-loop` and
+`shardwright-...`: the first) with `Recorder`, and compares it with one process. The definition is
+the one that users expect: the sum over the supervised tokens of the global batch over their number;
+for DPO the mean over its pairs. In `trl-wrapped` and the rows of DPO every micro-batch has equally
+many tokens or pairs, so these rows do not show by which number the trainer divides. `residual` is
+the norm of the difference of all gradients over the norm of the recorded ones.
 
 "by design": the trainer divides by the numbers of micro-batches and ranks on purpose, so its step
 is the mean of the micro-batches' means. If all micro-batches have equally many supervised tokens,
