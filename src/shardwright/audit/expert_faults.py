@@ -94,9 +94,7 @@ def slice_features(
     if not found or is_padded:
         raise FaultNotApplicable
     for experts in found:
-        experts.forward = partial(  # type: ignore[method-assign]
-            _compute_sliced, experts.forward, fault.degree
-        )
+        experts.forward = partial(_compute_sliced, experts.forward, fault.degree)
     try:
         yield
     finally:

@@ -257,7 +257,9 @@ class ReferenceModel:
         """
         weights, leaves = self._build_weights()
         rounding = _Rounding(noise, torch.Generator().manual_seed(seed))
-        ids, positions, mask = batch.input_ids, batch.position_ids, batch.attention_mask
+        ids = batch.input_ids
+        positions = batch.position_ids
+        mask = batch.attention_mask
         if not counts_padding:
             segments = build_segments(batch, reading, keeps_all=True)
             ids, positions, _, _ = pad_segments(segments)
@@ -295,7 +297,8 @@ class ReferenceModel:
             return self._forward_as_received(batch, reading, weights)
         segments = self._build_rows(batch, reading)
         ids, positions, targets, mask = pad_segments(segments)
-        arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        arguments["attention_mask"] = mask
         fault = reading.fault
         if fault is None:
             with detach_outputs(self.routers if reading.detaches_routers else ()):

@@ -463,6 +463,8 @@ def run_step(
     reported = 0.0 if "norm_is_zero" in run else reported
     if run.max_norm is not None:
         clip = min(1.0, run.max_norm / (norm + 1e-6))
+        if "replicas_counted_in_norm" in run:
+            clip = min(1.0, run.max_norm / (reported + 1e-6))
         if "clip_unbounded" in run:
             clip = run.max_norm / (norm + 1e-6)
         for (name, parameter), square in zip(model.named_parameters(), squares, strict=True):

@@ -120,6 +120,12 @@ def test_a_loss_scale_that_the_step_divides_out_is_named(tmp_path: Path) -> None
     assert report.diagnoses[0].subject == "clip: factors from 1.526e-05 to 1.526e-05"
 
 
+def test_a_clip_by_a_wrong_norm_is_reported_as_the_norm_only(tmp_path: Path) -> None:
+    report = audit(tmp_path, Run(("replicas_counted_in_norm",), max_norm=0.1))
+    assert [f.quantity for f in report.findings if not f.passed] == ["gradient norm", "clip"]
+    assert [d.keys for d in report.diagnoses] == [("replicas_counted_in_norm",)]
+
+
 def test_nothing_else_is_named_where_gradients_are_not_finite(tmp_path: Path) -> None:
     report = audit(tmp_path, Run(("not_finite_applied",), max_norm=0.5))
     assert [diagnosis.keys for diagnosis in report.diagnoses] == [("not_finite_applied",)]
