@@ -160,8 +160,8 @@ def draw_clean_run(number: int) -> Run:
 
 @pytest.mark.parametrize(
     "numbers",
-    [range(25), pytest.param(range(25, 325), marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
-    ids=["25", "300"],
+    [range(20), pytest.param(range(20, 325), marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+    ids=["20", "305"],
 )
 def test_no_clean_run_is_accused(tmp_path: Path, numbers: range) -> None:
     accused = []
