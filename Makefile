@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)
-	@$(PIP) -c constraints.txt setuptools wheel ninja accelerate datasets lightning peft trl
+	@$(PIP) -c constraints.txt setuptools wheel ninja accelerate datasets lightning peft pytorch-ignite trl
 	@$(PIP) -c constraints.txt --no-build-isolation deepspeed
 	@touch $@
 
