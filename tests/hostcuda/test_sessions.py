@@ -14,7 +14,7 @@ from tests.hostcuda.library import find_obstacle
 ROOT = Path(__file__).parents[2]
 ON_DEVICE = "tests/hostcuda/on_device"
 # The device has no NCCL.
-SESSION = [ON_DEVICE, "tests/gpu", "--ignore=tests/gpu/test_layouts_on_nccl.py", "-m", "not long"]
+SESSION = [ON_DEVICE, "tests/gpu", "--ignore-glob=tests/gpu/*_on_nccl.py", "-m", "not long"]
 LONG_SESSIONS = {
     "all families, optimizers and axes": [f"{ON_DEVICE}/test_rehearsed_step.py", "-m", "long"],
     "other long tests": [
