@@ -26,12 +26,10 @@ app = typer.Typer(
 )
 
 RecordFolder = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", help="Folder of the recorder, or of one step in it."),
+    Path, typer.Argument(metavar="DIR", help="Folder of the recorder, or of one step in it.")
 ]
 StepOption = Annotated[
-    int | None,
-    typer.Option("--step", help="Recorded step; needed if there are several.", show_default=False),
+    int | None, typer.Option("--step", help="Recorded step; needed if there are several.")
 ]
 ModelFolder = Annotated[
     Path | None,
@@ -39,7 +37,6 @@ ModelFolder = Annotated[
         "--model",
         metavar="PATH",
         help="Hugging Face folder of the model before the step. Default: the recorded one.",
-        show_default=False,
     ),
 ]
 ObjectiveOption = Annotated[
@@ -52,10 +49,7 @@ ObjectiveOption = Annotated[
         "the pairs of the global batch).",
     ),
 ]
-BetaOption = Annotated[
-    float | None,
-    typer.Option("--beta", help="Beta of the objective dpo.", show_default=False),
-]
+BetaOption = Annotated[float | None, typer.Option("--beta", help="Beta of the objective dpo.")]
 SmoothingOption = Annotated[
     float, typer.Option("--label-smoothing", help="Label smoothing of the objective dpo.")
 ]
@@ -66,21 +60,14 @@ ReferenceOption = Annotated[
         metavar="PATH",
         help="Hugging Face folder of the reference model of the objective dpo. Default: recorded "
         "log-probabilities, else the model without its adapters.",
-        show_default=False,
     ),
 ]
 DtypeOption = Annotated[
-    str,
-    typer.Option("--dtype", help="Precision of the recomputation: float32 or float64."),
+    str, typer.Option("--dtype", help="Precision of the recomputation: float32 or float64.")
 ]
 PageOutput = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        help="Also write an HTML page with all parameters.",
-        show_default=False,
-    ),
+    typer.Option("--out", metavar="FILE", help="Also write an HTML page with all parameters."),
 ]
 RecorderOutput = Annotated[
     Path, typer.Option("--out", metavar="FILE", help="Python file to write.")

@@ -24,12 +24,7 @@ from shardwright.checkpoint.commit import (
 )
 from shardwright.checkpoint.disk import list_sizes
 from shardwright.checkpoint.integrity import verify_checkpoint
-from shardwright.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    TensorEntry,
-    read_manifest,
-)
+from shardwright.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorEntry, read_manifest
 from shardwright.checkpoint.run_values import parse_values, read_values_file
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.cli.options import JsonOutput
@@ -52,7 +47,6 @@ CheckpointPathArgument = Annotated[
             "Checkpoint (step-...), folder of checkpoints, or run folder; "
             "a local path or an fsspec URL."
         ),
-        show_default=False,
     ),
 ]
 

@@ -22,9 +22,7 @@ def convert_command(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE",
-            help="Configuration: DeepSpeed JSON, or Accelerate or Axolotl YAML.",
-            show_default=False,
+            metavar="FILE", help="Configuration: DeepSpeed JSON, or Accelerate or Axolotl YAML."
         ),
     ],
     system: Annotated[
@@ -32,18 +30,12 @@ def convert_command(
         typer.Option(
             "--from",
             help="deepspeed, accelerate or axolotl; default: detected from the file's keys.",
-            show_default=False,
         ),
     ] = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="RECIPE",
-            help="Output file; default standard output.",
-            show_default=False,
-        ),
+        typer.Option("--out", metavar="RECIPE", help="Output file; default standard output."),
     ] = None,
     json_output: JsonOutput = False,
 ) -> None:

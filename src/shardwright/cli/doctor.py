@@ -34,15 +34,12 @@ NumRanksOption = Annotated[
         "--nproc",
         min=1,
         help="Ranks to start on this machine; default one per GPU, or two on a CPU.",
-        show_default=False,
     ),
 ]
 RecipeOption = Annotated[
     Path | None,
     typer.Option(
-        "--recipe",
-        help="Also check the groups of this recipe's layout, and its folders.",
-        show_default=False,
+        "--recipe", help="Also check the groups of this recipe's layout, and its folders."
     ),
 ]
 LayoutOption = Annotated[
@@ -53,7 +50,6 @@ LayoutOption = Annotated[
         help=(
             "Layout whose groups communicate, e.g. tp=2,dp_shard=4; default one group of all ranks."
         ),
-        show_default=False,
     ),
 ]
 CalibrateOption = Annotated[
@@ -62,7 +58,6 @@ CalibrateOption = Annotated[
         "--calibrate",
         metavar="OUT",
         help="Measure rates and write a profile for `plan --profile OUT`.",
-        show_default=False,
     ),
 ]
 ChecklistOption = Annotated[
@@ -71,7 +66,6 @@ ChecklistOption = Annotated[
         "--checklist",
         metavar="RECIPE",
         help="Check a recipe instead: everything that a long run needs.",
-        show_default=False,
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]

@@ -35,9 +35,7 @@ def evaluate_command(
     questions: Annotated[
         Path,
         typer.Option(
-            "--questions",
-            help="File of questions with answers, in any format that `data` reads.",
-            show_default=False,
+            "--questions", help="File of questions with answers, in any format that `data` reads."
         ),
     ],
     pattern: Annotated[

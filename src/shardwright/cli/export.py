@@ -22,9 +22,7 @@ SCHEMA_VERSION = 1
 
 def export_command(
     source: ModelPath,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder to write.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write.")],
     dtype: Annotated[
         str,
         typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; auto is the training precision."),
@@ -38,7 +36,6 @@ def export_command(
                 "Store the matrices of the blocks in 8 bits for inference servers: fp8-block "
                 "(128 x 128 blocks, as DeepSeek-V3) or fp8-row (compressed-tensors)."
             ),
-            show_default=False,
         ),
     ] = None,
     quantise_exclude: Annotated[
@@ -47,7 +44,6 @@ def export_command(
             "--quantise-exclude",
             metavar="PATTERN",
             help="Weights that stay in --dtype, e.g. 'model.layers.0.*'. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     checkpoint: CheckpointChoice = "latest",
@@ -127,11 +123,7 @@ def export_command(
                 "held_against": written.checked_with,
             }
             if isinstance(written, ExportedAdapters)
-            else {
-                "weight_files": written.weight_files,
-                "checked": check,
-                "quantised": quantise,
-            }
+            else {"weight_files": written.weight_files, "checked": check, "quantised": quantise}
         )
         _print_json(model, out, dtype_name, written, **extra)
 

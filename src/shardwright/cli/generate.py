@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 
 def generate_command(
     source: ModelPath,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.", show_default=False)],
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="Maximum number of new tokens.")
     ] = 200,

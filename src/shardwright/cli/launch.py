@@ -95,8 +95,7 @@ SaveSeconds = Annotated[
 Partition = Annotated[OptionalText, _build_option("--partition", "Slurm partition.")]
 Account = Annotated[OptionalText, _build_option("--account", "Slurm account.")]
 TimeLimit = Annotated[
-    OptionalText,
-    _build_option("--time", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT"),
+    OptionalText, _build_option("--time", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT")
 ]
 SweepValues = Annotated[
     OptionalText,

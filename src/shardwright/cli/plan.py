@@ -43,23 +43,16 @@ LinkName = Annotated[
     typer.Option(
         "--link",
         help="Link between nodes: ib400, eth100, ... Default: the usual link for the device.",
-        show_default=False,
     ),
 ]
 ProfilePath = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile", help="File of rates measured with doctor --calibrate.", show_default=False
-    ),
+    Path | None, typer.Option("--profile", help="File of rates measured with doctor --calibrate.")
 ]
 TopOption = Annotated[int, typer.Option("--top", min=1, max=100, help="Number of layouts to show.")]
 GpuCounts = Annotated[
     str | None,
     typer.Option(
-        "--gpus",
-        metavar="N,N,...",
-        help="Also predict throughput for these numbers of GPUs.",
-        show_default=False,
+        "--gpus", metavar="N,N,...", help="Also predict throughput for these numbers of GPUs."
     ),
 ]
 PrecisionName = Annotated[
@@ -67,17 +60,12 @@ PrecisionName = Annotated[
     typer.Option(
         "--precision",
         help="Precision instead of the recipe's, for example fp8; nvfp4 is experimental.",
-        show_default=False,
     ),
 ]
 LoraRank = Annotated[
     int | None,
     typer.Option(
-        "--lora",
-        min=1,
-        metavar="RANK",
-        help="Predict training of low-rank adapters of this rank.",
-        show_default=False,
+        "--lora", min=1, metavar="RANK", help="Predict training of low-rank adapters of this rank."
     ),
 ]
 QuantisedOption = Annotated[
@@ -92,16 +80,12 @@ EmitOption = Annotated[
             "Write the chosen layout for deepspeed, accelerate, torchtitan or megatron, "
             "instead of the table."
         ),
-        show_default=False,
     ),
 ]
 EmitOutput = Annotated[
     Path | None,
     typer.Option(
-        "--out",
-        metavar="FILE",
-        help="With --emit: write to this file, and print the table too.",
-        show_default=False,
+        "--out", metavar="FILE", help="With --emit: write to this file, and print the table too."
     ),
 ]
 MeasuredStepsOption = Annotated[
@@ -130,7 +114,6 @@ ExpertLoadOption = Annotated[
             "Predict with the loads of experts that this run of the model logged, instead of even "
             "ones. Measured step times are not used."
         ),
-        show_default=False,
     ),
 ]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Explain the choice, with numbers.")]
@@ -226,12 +209,7 @@ def plan_command(
         from shardwright.cli.output.plan_table import print_plan
 
         print_plan(
-            result,
-            loaded_recipe,
-            target,
-            num_layouts=top,
-            seconds=seconds,
-            corrections=corrections,
+            result, loaded_recipe, target, num_layouts=top, seconds=seconds, corrections=corrections
         )
         if peer_copies is not None:
             assert result.chosen is not None

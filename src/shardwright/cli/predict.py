@@ -20,7 +20,6 @@ Measurements = Annotated[
         "--measurements",
         metavar="FILE.csv",
         help="Table of configurations; columns with results are not read.",
-        show_default=False,
     ),
 ]
 PredictOutput = Annotated[
@@ -29,7 +28,6 @@ PredictOutput = Annotated[
         "--out",
         metavar="FILE.csv",
         help="Output table: id, pred_tok, pred_mem, fits, and the ends of their intervals.",
-        show_default=False,
     ),
 ]
 

@@ -34,10 +34,7 @@ def rehearse_command(
     layout: Annotated[
         str | None,
         typer.Option(
-            "--layout",
-            metavar="DEGREES",
-            help="Change the recipe's layout, e.g. tp=8,pp=4.",
-            show_default=False,
+            "--layout", metavar="DEGREES", help="Change the recipe's layout, e.g. tp=8,pp=4."
         ),
     ] = None,
     overrides: Overrides = None,

@@ -16,9 +16,7 @@ SCHEMA_VERSION = 1
 
 ReportRuns = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="RUN", help="Run folders; several are drawn in the same charts.", show_default=False
-    ),
+    typer.Argument(metavar="RUN", help="Run folders; several are drawn in the same charts."),
 ]
 ReportOutput = Annotated[
     Path | None,
@@ -27,7 +25,6 @@ ReportOutput = Annotated[
         metavar="FILE",
         help="Output page; default report.html in the run folder, or in the current folder for "
         "several runs. With --json, a page is written only if this is set.",
-        show_default=False,
     ),
 ]
 

@@ -30,31 +30,21 @@ ScheduleArgument = Annotated[
             "gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, "
             "or a file with one row of actions per rank."
         ),
-        show_default=False,
     ),
 ]
 Stages = Annotated[
     int | None,
     typer.Option(
-        "--stages",
-        min=1,
-        help="Ranks of the pipeline, for a NAME; each has one or more stages.",
-        show_default=False,
+        "--stages", min=1, help="Ranks of the pipeline, for a NAME; each has one or more stages."
     ),
 ]
 MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        "--micro-batches", min=1, help="Micro-batches per step, for a NAME.", show_default=False
-    ),
+    int | None, typer.Option("--micro-batches", min=1, help="Micro-batches per step, for a NAME.")
 ]
 VirtualStages = Annotated[
     int | None,
     typer.Option(
-        "--virtual-stages",
-        min=1,
-        help="Stages per rank, for interleaved_1f1b; default 2.",
-        show_default=False,
+        "--virtual-stages", min=1, help="Stages per rank, for interleaved_1f1b; default 2."
     ),
 ]
 TimesOption = Annotated[
@@ -70,9 +60,7 @@ TimesOption = Annotated[
 ]
 Svg = Annotated[
     Path | None,
-    typer.Option(
-        "--svg", metavar="FILE", help="Also draw the schedule to this SVG file.", show_default=False
-    ),
+    typer.Option("--svg", metavar="FILE", help="Also draw the schedule to this SVG file."),
 ]
 AsText = Annotated[
     bool, typer.Option("--text", help="Print only the actions, in the format of FILE.")

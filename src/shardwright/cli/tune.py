@@ -27,7 +27,6 @@ TunedCluster = Annotated[
         "--cluster",
         metavar="GPUS",
         help="Devices of this machine, e.g. 8xH100-80GB; default the recipe's, else detected.",
-        show_default=False,
     ),
 ]
 NumRanks = Annotated[
@@ -36,18 +35,13 @@ NumRanks = Annotated[
         "--nproc",
         min=1,
         help="Number of ranks to start on this machine; default one per device of the cluster.",
-        show_default=False,
     ),
 ]
 ProfilePath = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile", help="File of rates measured with doctor --calibrate.", show_default=False
-    ),
+    Path | None, typer.Option("--profile", help="File of rates measured with doctor --calibrate.")
 ]
 Budget = Annotated[
-    str,
-    typer.Option("--budget", metavar="TIME", help="Time limit of everything: 90s, 10m, 1.5h."),
+    str, typer.Option("--budget", metavar="TIME", help="Time limit of everything: 90s, 10m, 1.5h.")
 ]
 TrialLimit = Annotated[
     str | None,
@@ -55,7 +49,6 @@ TrialLimit = Annotated[
         "--trial-limit",
         metavar="TIME",
         help="Time limit of one trial; default a quarter of the budget, all of it for the first.",
-        show_default=False,
     ),
 ]
 NumSteps = Annotated[int, typer.Option("--steps", min=3, help="Measured steps of the last round.")]
@@ -71,7 +64,6 @@ FixedSettings = Annotated[
             "Keep the recipe's value: layout, micro_batch_size, recompute, compile, prefetch, "
             "bucket_size or offload. Repeatable."
         ),
-        show_default=False,
     ),
 ]
 ResultsFolder = Annotated[
@@ -83,7 +75,6 @@ RecipeOutput = Annotated[
         "--out",
         metavar="FILE",
         help="File of the tuned recipe; default tuned.yaml in the folder of the results.",
-        show_default=False,
     ),
 ]
 ResumeOption = Annotated[

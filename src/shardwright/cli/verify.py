@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 OptionalRecipePath = Annotated[
-    Path | None,
-    typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.", show_default=False),
+    Path | None, typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.")
 ]
 Layouts = Annotated[
     list[str] | None,
@@ -33,7 +32,6 @@ Layouts = Annotated[
         help=(
             "Layout to verify, e.g. zero_stage=3. Repeatable. Default: all data-parallel layouts."
         ),
-        show_default=False,
     ),
 ]
 MaxProcessesOption = Annotated[
@@ -44,12 +42,7 @@ MaxProcessesOption = Annotated[
 ]
 Dtypes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--dtype",
-        metavar="DTYPE",
-        help="float32 or float64. Repeatable. Default: both.",
-        show_default=False,
-    ),
+    typer.Option("--dtype", metavar="DTYPE", help="float32 or float64. Repeatable. Default: both."),
 ]
 NumLayers = Annotated[
     int | None,

@@ -10,11 +10,7 @@ from rich.table import Table
 
 from shardwright.cli.output.console import open_console
 from shardwright.planner.search.result import EQUAL_STEP_SHARE
-from shardwright.planner.uncertainty import (
-    INTERVAL_SHARE,
-    MIN_FIT_PROBABILITY,
-    format_probability,
-)
+from shardwright.planner.uncertainty import INTERVAL_SHARE, MIN_FIT_PROBABILITY, format_probability
 from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -61,8 +61,7 @@ class TrialPrinter:
             )
         source = f"{format_seconds(outcome.seconds)}" if trial.is_new else "earlier result"
         self._console.print(
-            f"{trial.num_steps} steps of {candidate.describe()}: {text} ({source})",
-            highlight=False,
+            f"{trial.num_steps} steps of {candidate.describe()}: {text} ({source})", highlight=False
         )
 
 
