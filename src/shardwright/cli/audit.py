@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.output.json_output import fail_check, print_json
 from shardwright.cli.output.page_output import write_page, write_text
-from shardwright.errors import CheckFailed, ExitCode, InputError
+from shardwright.errors import InputError
 
 if TYPE_CHECKING:
     from shardwright.audit.check import AuditReport
@@ -107,7 +107,7 @@ def check_command(
             field="--beta",
             remedy="Give --objective dpo and --beta as the trainer has it",
         )
-    console = open_console(stderr=json_output, highlight=False)
+    console = open_console(stderr=json_output)
     with console.status("computing the step in one process"):
         report = check_recorded_step(
             folder,
@@ -124,15 +124,14 @@ def check_command(
     if out is not None:
         console.print(f"page: {out}")
     if json_output:
-        sys.stdout.write(json.dumps(report.as_dict(), allow_nan=False) + "\n")
+        print_json(report.as_dict(), allow_nan=False)
     if not report.passed:
-        if json_output:  # standard output contains only the JSON object
-            raise typer.Exit(ExitCode.CHECK_FAILED)
         num_wrong = sum(not result.passed for result in report.parameters)
-        raise CheckFailed(
+        fail_check(
             f"{num_wrong} of {len(report.parameters)} gradients and "
             f"{sum(not finding.passed for finding in report.findings)} of "
-            f"{len(report.findings)} other comparisons differ from one process"
+            f"{len(report.findings)} other comparisons differ from one process",
+            json_output=json_output,
         )
 
 

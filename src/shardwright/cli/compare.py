@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.output.json_output import print_json
 from shardwright.errors import ExitCode
 
 SubjectRun = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to check.")]
@@ -64,6 +64,6 @@ def compare_command(
         )
     output.write("\n".join(describe_comparison(comparison)) + "\n")
     if as_json:
-        sys.stdout.write(json.dumps(comparison.as_dict(), allow_nan=False) + "\n")
+        print_json(comparison.as_dict(), allow_nan=False)
     if not comparison.agrees:
         raise typer.Exit(ExitCode.CHECK_FAILED)

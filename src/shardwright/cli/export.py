@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, enable_log
+from shardwright.cli.output.json_output import print_json
 from shardwright.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from shardwright.inference.adapter_export import ExportedAdapters
     from shardwright.inference.model_source import ModelSource
     from shardwright.model.hf.hf_folder import ExportedFolder
-
-SCHEMA_VERSION = 1
 
 
 def export_command(
@@ -161,7 +159,6 @@ def _print_json(
 ) -> None:
     """Print a summary as a JSON object on standard output."""
     content = {
-        "schema_version": SCHEMA_VERSION,
         "source": model.name,
         "step": model.step,
         "path": str(out),
@@ -169,4 +166,4 @@ def _print_json(
         "num_parameters": written.num_parameters,
         "weights_bytes": written.weights_bytes,
     }
-    sys.stdout.write(json.dumps(content | extra) + "\n")
+    print_json(content | extra)

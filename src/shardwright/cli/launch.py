@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import write_text
 from shardwright.cluster.job import (
     Job,
@@ -28,8 +29,6 @@ from shardwright.cluster.job import (
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
 from shardwright.files import read_text
-
-SCHEMA_VERSION = 1
 
 OptionalText = str | None
 
@@ -304,17 +303,8 @@ def _write_output(
         write_text(out, text)
     reply = submit_job(kind, text) if should_submit else None
     if json_output:
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": kind,
-            "text": text,
-            "world_size": job.world_size,
-            "notes": notes,
-        }
-        sys.stdout.write(
-            json.dumps(content | {"out": None if out is None else str(out), "submitted": reply})
-            + "\n"
-        )
+        content = {"kind": kind, "text": text, "world_size": job.world_size, "notes": notes}
+        print_json(content | {"out": None if out is None else str(out), "submitted": reply})
     elif reply is not None:
         sys.stdout.write(f"submitted: {reply}\n")
     elif out is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import HtmlOutput, write_page, write_text
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, LayoutError
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shardwright.planner.planning_result import PlanningResult
     from shardwright.planner.prediction import Prediction
     from shardwright.planner.step_profile import StepProfile
-
-SCHEMA_VERSION = 1
 
 _MAX_DIGITS = 18
 """Digits of a GPU count; int() refuses more than 4,300."""
@@ -193,12 +191,11 @@ def plan_command(
     )
     if json_output:
         content = (
-            {"schema_version": SCHEMA_VERSION}
-            | _build_json(result, loaded_recipe, target)
+            _build_json(result, loaded_recipe, target)
             | {"emitted": emitted, "seconds": seconds}
             | {"peer_copies": None if peer_copies is None else asdict(peer_copies)}
         )
-        sys.stdout.write(json.dumps(content) + "\n")
+        print_json(content)
         _print_warning(result)
     elif emitted is not None and out is None:
         if result.precision_reason is not None:

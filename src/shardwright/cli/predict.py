@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.output.json_output import print_json
 from shardwright.errors import DataError, InputError
 
 Measurements = Annotated[
@@ -103,7 +103,6 @@ def _print_outcome(
     if as_json:
         reasons = [{"reason": reason, "ids": ids} for reason, ids in refused.items()]
         content = {
-            "schema_version": 1,
             "predicted": num_rows - skipped,
             "not_predicted": skipped,
             "out": str(out),
@@ -112,7 +111,7 @@ def _print_outcome(
                 {"assumption": assumption, "ids": ids} for assumption, ids in assumed.items()
             ],
         }
-        sys.stdout.write(json.dumps(content) + "\n")
+        print_json(content)
     if num_rows and skipped == num_rows:
         raise DataError(
             "none of the rows can be predicted",

@@ -3,7 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import HtmlOutput, write_page, write_text
 from shardwright.errors import ScheduleError
 
 if TYPE_CHECKING:
     from shardwright.schedule import ActionTimes, Schedule, ScheduleStatistics, Timeline
-
-SCHEMA_VERSION = 1
 
 _MAX_PASSES = 500_000
 """Maximum number of forward passes over all stages; this many take about a minute."""
@@ -120,7 +118,7 @@ def schedule_command(
         sys.stdout.write(write_schedule(schedule))
         return
     if as_json:
-        sys.stdout.write(json.dumps(_build_json(schedule, proof, timeline)) + "\n")
+        print_json(_build_json(schedule, proof, timeline))
     _print_schedule(schedule, proof, timeline, is_drawn=not as_json)
 
 
@@ -192,7 +190,6 @@ def _build_json(
     p = schedule.num_ranks
     m = schedule.num_micro_batches
     return {
-        "schema_version": SCHEMA_VERSION,
         "name": schedule.name,
         "num_ranks": p,
         "num_stages": schedule.num_stages,
@@ -217,7 +214,7 @@ def _print_schedule(
 
     p = schedule.num_ranks
     m = schedule.num_micro_batches
-    console = open_console(stderr=not is_drawn, highlight=False)
+    console = open_console(stderr=not is_drawn)
     if is_drawn:
         from shardwright.schedule.terminal_chart import draw_terminal
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.output.json_output import print_json
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, Preempted
 
 if TYPE_CHECKING:
     from shardwright.tuning.tuning_result import TuningResult
 
-SCHEMA_VERSION = 1
 
 _UNIT_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -134,8 +132,7 @@ def tune_command(
     )
     is_stopped = result.ending == "stopped"
     if json_output and not is_stopped:
-        content = {"schema_version": SCHEMA_VERSION, "name": loaded_recipe.name}
-        sys.stdout.write(json.dumps(content | result.as_dict()) + "\n")
+        print_json({"name": loaded_recipe.name} | result.as_dict())
     else:
         print_result(result, console if json_output else open_console())
     if is_stopped:
