@@ -244,7 +244,7 @@ def _print_warning(result: PlanningResult) -> None:
 def _check_emit(system: str | None, out: Path | None) -> None:
     """Refuse an unknown system before planning starts."""
     if system is not None:
-        from shardwright.convert.emit import check_system
+        from shardwright.convert.conversion import check_system
 
         check_system(system)
     elif out is not None:
@@ -262,7 +262,7 @@ def _emit_layout(
     """Return the chosen layout as another system's configuration; print its notes on standard
     error."""
     from shardwright.config.adapter_section import AdapterSection, QuantizeKind
-    from shardwright.convert.emit import emit
+    from shardwright.convert.conversion import emit
     from shardwright.convert.emitted_config import EmitRequest
     from shardwright.planner.auto_layout import apply_candidate
     from shardwright.plans import resolve_degrees
