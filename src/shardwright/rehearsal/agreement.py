@@ -35,9 +35,7 @@ def find_disagreement(sequences: Mapping[int, Sequence[Collective]]) -> Disagree
     return _find_mismatched_exchange(sequences) or _find_stuck(sequences)
 
 
-def _find_mismatched_exchange(
-    sequences: Mapping[int, Sequence[Collective]],
-) -> Disagreement | None:
+def _find_mismatched_exchange(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement | None:
     """Match sends with receives between every two ranks, in the order of posting."""
     sends: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}
     receives: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}

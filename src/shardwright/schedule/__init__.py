@@ -12,10 +12,7 @@ from shardwright.schedule.actions import (
     assign_looped_stages,
     build_forward_only,
 )
-from shardwright.schedule.communication_graph import (
-    CommunicationGraph,
-    build_communication_graph,
-)
+from shardwright.schedule.communication_graph import CommunicationGraph, build_communication_graph
 from shardwright.schedule.registry import (
     PIPELINE_SCHEDULES,
     ScheduleFamily,
