@@ -45,20 +45,20 @@ ObjectiveOption = Annotated[
         "--objective",
         metavar="NAME",
         help="Definition of the loss: mean_tokens (sum over the supervised tokens of the global "
-        "batch over their number), mean_micro_batches, mean_ranks, sum_tokens or dpo (mean over "
-        "the pairs of the global batch).",
+        "batch, divided by their number), mean_micro_batches, mean_ranks, sum_tokens or dpo (mean "
+        "over the pairs of the global batch).",
     ),
 ]
-BetaOption = Annotated[float | None, typer.Option("--beta", help="Beta of the objective dpo.")]
+BetaOption = Annotated[float | None, typer.Option("--beta", help="Beta of the DPO loss.")]
 SmoothingOption = Annotated[
-    float, typer.Option("--label-smoothing", help="Label smoothing of the objective dpo.")
+    float, typer.Option("--label-smoothing", help="Label smoothing of the DPO loss.")
 ]
 ReferenceOption = Annotated[
     Path | None,
     typer.Option(
         "--reference",
         metavar="PATH",
-        help="Hugging Face folder of the reference model of the objective dpo. Default: recorded "
+        help="Hugging Face folder of the reference model of the DPO loss. Default: recorded "
         "log-probabilities, else the model without its adapters.",
     ),
 ]

@@ -65,7 +65,7 @@ ChecklistOption = Annotated[
     typer.Option(
         "--checklist",
         metavar="RECIPE",
-        help="Check a recipe instead: everything that a long run needs.",
+        help="Only check this recipe, without measurements: everything that a long run needs.",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]

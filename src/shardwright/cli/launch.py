@@ -54,7 +54,7 @@ GpusPerNode = Annotated[
 ]
 RanksPerNode = Annotated[
     int | None,
-    _build_option("--ranks-per-node", "Ranks per node that train on CPUs; default 1.", min=1),
+    _build_option("--ranks-per-node", "Ranks per node, for training on CPUs; default 1.", min=1),
 ]
 LayoutText = Annotated[
     OptionalText,
@@ -355,7 +355,8 @@ def _launch_with_flags(*, slurm: bool, kubernetes: bool, torchrun: bool, **optio
             "choose one launcher",
             field="launch",
             got=" ".join(f"--{kind}" for kind in chosen) or None,
-            allowed="one of --slurm, --kubernetes and --torchrun",
+            allowed="slurm, kubernetes or torchrun",
+            remedy="Write it before the recipe: `shardwright launch slurm RECIPE`",
         )
     (kind,) = chosen
     _check_options(kind, options)

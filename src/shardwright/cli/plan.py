@@ -32,7 +32,7 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="GPUS",
-        help="Devices of a node, e.g. 8xH100-80GB; an unknown name lists the known ones.",
+        help="Devices of one node, e.g. 8xH100-80GB. An unknown name lists the known ones.",
     ),
 ]
 ClusterNodeCount = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")]
@@ -57,7 +57,7 @@ PrecisionName = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="Precision instead of the recipe's, for example fp8; nvfp4 is experimental.",
+        help="Plan for this precision instead of the recipe's, e.g. fp8. nvfp4 is experimental.",
     ),
 ]
 LoraRank = Annotated[
@@ -98,8 +98,8 @@ DataOption = Annotated[
     typer.Option(
         "--data",
         help=(
-            "Predict times with the row lengths and documents of the recipe's data, which is "
-            "prepared unless it is cached. Measured step times are not used."
+            "Predict times from the row lengths and documents of the recipe's data. The data is "
+            "prepared if it is not cached. Measured step times are not used."
         ),
     ),
 ]
@@ -109,8 +109,8 @@ ExpertLoadOption = Annotated[
         "--expert-load",
         metavar="RUN",
         help=(
-            "Predict with the loads of experts that this run of the model logged, instead of even "
-            "ones. Measured step times are not used."
+            "Predict with the expert loads that this run of the model logged, instead of equal "
+            "loads. Measured step times are not used."
         ),
     ),
 ]

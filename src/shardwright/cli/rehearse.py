@@ -41,8 +41,7 @@ def rehearse_command(
         str,
         typer.Option(
             "--device",
-            help="Device whose operators the step runs: cpu or cuda; auto uses CUDA if the ranks "
-            "would.",
+            help="Device to rehearse the step for: cpu or cuda; auto uses CUDA if the ranks would.",
         ),
     ] = "auto",
     each_rank: Annotated[

@@ -33,7 +33,7 @@ ScheduleArgument = Annotated[
 Stages = Annotated[
     int | None,
     typer.Option(
-        "--stages", min=1, help="Ranks of the pipeline, for a NAME; each has one or more stages."
+        "--stages", min=1, help="Number of pipeline ranks, for a NAME; each has one or more stages."
     ),
 ]
 MicroBatches = Annotated[

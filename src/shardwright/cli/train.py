@@ -50,9 +50,8 @@ def train_command(
         bool,
         typer.Option(
             "--resume-if-begun",
-            help=(
-                "Resume if the run folder has a run, else start: for launchers that restart jobs."
-            ),
+            help="Resume if the run folder has a run, else start a new one; for launchers that "
+            "restart jobs.",
         ),
     ] = False,
     allow_drift: Annotated[

@@ -46,10 +46,13 @@ TrialLimit = Annotated[
     typer.Option(
         "--trial-limit",
         metavar="TIME",
-        help="Time limit of one trial; default a quarter of the budget, all of it for the first.",
+        help="Time limit of one trial. Default: a quarter of the budget; the first may use all of "
+        "it.",
     ),
 ]
-NumSteps = Annotated[int, typer.Option("--steps", min=3, help="Measured steps of the last round.")]
+NumSteps = Annotated[
+    int, typer.Option("--steps", min=3, help="Number of measured steps in the last round.")
+]
 NumCandidates = Annotated[
     int, typer.Option("--candidates", min=2, max=200, help="Maximum number of candidates.")
 ]

@@ -31,7 +31,7 @@ VERBS = {
     "checkpoint": "List, verify and inspect checkpoints.",
     "convert": "Convert a DeepSpeed, Accelerate or Axolotl file to a recipe.",
     "schedule": "Check and draw a pipeline schedule.",
-    "predict": "Compare the planner with published measurements.",
+    "predict": "Predict speed and memory for every row of a table.",
     "schema": "Print the JSON schema of recipes, for editors.",
 }
 """Summaries of the verbs. The module of a verb has its name."""

@@ -64,7 +64,7 @@ FullOption = Annotated[
     typer.Option(
         "--full",
         help=(
-            "All combinations of accumulation, recompute, tying and dropout, "
+            "Verify all combinations of accumulation, recompute, tying and dropout, "
             "instead of three cases."
         ),
     ),
@@ -74,7 +74,7 @@ AllOption = Annotated[
     typer.Option(
         "--all",
         help=(
-            "Small models of three families under all kinds of parallelism and their "
+            "Verify small models of three families under all kinds of parallelism and their "
             "combinations, in float32."
         ),
     ),

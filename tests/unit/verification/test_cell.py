@@ -160,8 +160,11 @@ def test_a_layout_without_a_number_of_ranks_selects_all_that_fit() -> None:
         "dp_replicate=2,zero_stage=1",
         "dp_replicate=2,dp_shard=2,zero_stage=1",
     ]
-    with pytest.raises(LayoutError, match="no number of ranks from 2 to 4"):
-        choose_layouts(["dp_replicate=3,dp_shard=2,zero_stage=1"], 4, LayoutSection())
+    for text, needed in (("dp_replicate=3,dp_shard=2,zero_stage=1", 6), ("tp=5", 5)):
+        with pytest.raises(LayoutError, match=f"from 2 to 4 .* a multiple of {needed} ranks"):
+            choose_layouts([text], 4, LayoutSection())
+    with pytest.raises(LayoutError, match="ep"):  # more ranks do not help
+        choose_layouts(["dp_shard=2,ep=4"], 4, LayoutSection())
 
 
 def test_settings_of_the_recipes_layout_remain() -> None:

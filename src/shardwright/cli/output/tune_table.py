@@ -37,8 +37,9 @@ class TrialPrinter:
         )
         if cluster.accelerator.kind == "cpu" and cluster.profile is None:
             self._console.print(
-                "these are the data sheet's rates of one CPU model; rates of this machine choose "
-                "better candidates (doctor --calibrate, then --cluster and --profile)"
+                "the predictions use the data sheet's rates of one CPU model; for better "
+                "candidates, measure this machine (doctor --calibrate), then set --cluster and "
+                "--profile"
             )
         if candidates.baseline_obstacle is not None:
             self._console.print(
