@@ -133,6 +133,14 @@ BANNED_IN_TEXT = (
     r"\bmeetings?\b",
     r"\brooms?\b(?! (?:for|in))",
     r"\bwalls?\b(?![- ]?(?:clock|time))",
+    r"\b(?:go|goes|went|going) on\b",
+    r"\ball the same\b(?! \w)",
+    r"\bas ever\b",
+    r"\bstands? still\b",
+    r"\bno more(?=[.;,])",
+    r"\blaid over\b",
+    r"\bsights?\b",
+    r"\btaken? for (?:a|an|one|whole|granted)\b",
 )
 """Regular expressions of phrases that a reader of another project would read twice."""
 
