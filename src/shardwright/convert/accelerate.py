@@ -175,7 +175,7 @@ def read(source: SourceDocument, draft: RecipeDraft) -> None:
         draft.drop(
             "mixed_precision",
             precision,
-            "`plan` predicts fp8, but `train` does not support it; bf16 is the closest",
+            "recipes of 8-bit products differ between systems: set `precision` in the recipe",
         )
     else:
         draft.set_value(
