@@ -14,7 +14,10 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from shardwright.config import Recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "src/shardwright"
@@ -275,7 +278,9 @@ def check_module(path: Path, text: str) -> Iterator[Violation]:
     for number, line in enumerate(text.splitlines(), start=1):
         if len(line) > LONGEST_LINE:
             yield Violation(path, number, "line over 100 characters", line.strip()[:60])
-    yield from check_text(path, extract_prose(text))
+    prose = list(extract_prose(text))
+    yield from check_text(path, prose)
+    yield from check_references(path, prose)
 
 
 def check_identifiers(path: Path, tree: ast.Module) -> Iterator[Violation]:
@@ -432,6 +437,38 @@ def find_duplicate_classes() -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].append(str(path.relative_to(PACKAGE)))
     return {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def check_references(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Violation]:
+    """Find references such as `package.module` that name no module, attribute or recipe key."""
+    for number, line in lines:
+        for reference in REFERENCE.findall(line):
+            parts = reference.split(".")
+            is_ours = (PACKAGE / parts[0]).is_dir() and parts[1] != "safetensors"
+            if is_ours and not (resolves(PACKAGE, parts) or parts[1] in list_recipe_keys()):
+                yield Violation(path, number, "reference to nothing", reference)
+
+
+REFERENCE = re.compile(r"`([a-z_]+(?:\.[A-Za-z_]\w*)+)(?:\(\))?`")
+
+
+def resolves(folder: Path, parts: list[str]) -> bool:
+    """True if the parts lead from a folder to a package, a module, or a name in one."""
+    if not parts:
+        return True
+    if (folder / parts[0]).is_dir():
+        return resolves(folder / parts[0], parts[1:])
+    module, names = folder / f"{parts[0]}.py", parts[1:]
+    if not module.is_file():
+        module, names = folder / "__init__.py", parts
+    return not names or (module.is_file() and names[0] in re.findall(r"\w+", module.read_text()))
+
+
+@cache
+def list_recipe_keys() -> set[str]:
+    """List the keys of all sections of a recipe."""
+    sections = Recipe.model_json_schema()["$defs"].values()
+    return {key for section in sections for key in section.get("properties", {})}
 
 
 def main(arguments: list[str]) -> int:

@@ -57,7 +57,7 @@ REQUEST_ADAPTER = TypeAdapter(ExaminationRequest)
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, and the rates from which `calibrate.build_profile` builds a profile."""
+    """All findings, and the rates from which `cluster_profile.build_profile` builds a profile."""
 
     findings: tuple[Finding, ...]
     world_size: int

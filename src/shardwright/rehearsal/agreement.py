@@ -1,8 +1,8 @@
 """Check that the ranks' sequences of collectives match.
 
 The sequences are executed together: a collective blocks until all ranks of its group call it.
-Sends and receives do not block (`schedule.check` proves their order within a pipeline), but
-between two ranks they must match in the order in which they are posted.
+Sends and receives do not block (`schedule.check_schedule` proves their order within a pipeline),
+but between two ranks they must match in the order in which they are posted.
 """
 
 from __future__ import annotations
