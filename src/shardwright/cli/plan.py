@@ -316,7 +316,9 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
     steps = recipe.training.max_steps
     chosen = result.chosen
 
-    def describe(prediction: Any) -> dict[str, Any]:
+    def describe(prediction: Prediction | None) -> dict[str, Any] | None:
+        if prediction is None:
+            return None
         fields: dict[str, Any] = prediction.as_dict()
         if steps is not None:
             fields |= {
@@ -334,7 +336,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
             "rates": cluster.rates_source,
         },
         "num_steps": steps,
-        "chosen": None if chosen is None else describe(chosen),
+        "chosen": describe(chosen),
         "interval_share": INTERVAL_SHARE,
         "evidence": result.uncertainty.evidence,
         "rows": result.row_summary,
@@ -347,9 +349,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         if chosen is None or chosen.warning is None
         else f"the chosen layout {chosen.warning}",
         "layouts": [describe(prediction) for prediction in result.predictions],
-        "as_the_recipe_has_it": None
-        if result.recipe_prediction is None
-        else describe(result.recipe_prediction),
+        "as_the_recipe_has_it": describe(result.recipe_prediction),
         "why_not_as_the_recipe_has_it": result.recipe_conflict,
         "rejected": [
             {
@@ -357,9 +357,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
                 "reason": rejection.reason,
                 "needed_bytes": rejection.needed_bytes,
                 "change": rejection.change,
-                "changed": None
-                if rejection.changed_prediction is None
-                else describe(rejection.changed_prediction),
+                "changed": describe(rejection.changed_prediction),
             }
             for rejection in result.rejections
         ],
@@ -367,7 +365,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
             {
                 "num_gpus": point.num_gpus,
                 "efficiency": point.efficiency,
-                "chosen": None if point.prediction is None else describe(point.prediction),
+                "chosen": describe(point.prediction),
             }
             for point in result.scale_points
         ],
