@@ -194,9 +194,8 @@ def _verify_with_progress(folder: StoragePath, *, is_quiet: bool) -> dict[str, A
         TransferSpeedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(
-            escape_control_characters(folder.name), total=_compute_disk_bytes(folder)
-        )
+        num_bytes = sum(size or 0 for size in list_sizes(folder).values())
+        task = progress.add_task(escape_control_characters(folder.name), total=num_bytes)
         manifest, faults = verify_checkpoint(
             folder, on_block=lambda count: progress.advance(task, count)
         )
@@ -206,10 +205,6 @@ def _verify_with_progress(folder: StoragePath, *, is_quiet: bool) -> dict[str, A
         "seconds": round(time.monotonic() - started, 3),
         "faults": faults,
     }
-
-
-def _compute_disk_bytes(folder: StoragePath) -> int:
-    return sum(size or 0 for size in list_sizes(folder).values())
 
 
 @contextmanager
