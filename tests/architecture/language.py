@@ -272,9 +272,10 @@ def list_files(paths: Iterable[Path]) -> Iterator[Path]:
 def check_module(path: Path, text: str) -> Iterator[Violation]:
     """Check the identifiers, docstrings, comments and messages of one Python file."""
     tree = ast.parse(text)
-    yield from check_identifiers(path, tree)
-    yield from check_docstrings(path, tree)
-    yield from check_packed_assignments(path, tree)
+    nodes = list(ast.walk(tree))
+    yield from check_identifiers(path, tree, nodes)
+    yield from check_docstrings(path, nodes)
+    yield from check_packed_assignments(path, nodes)
     for number, line in enumerate(text.splitlines(), start=1):
         if len(line) > LONGEST_LINE:
             yield Violation(path, number, "line over 100 characters", line.strip()[:60])
@@ -283,10 +284,10 @@ def check_module(path: Path, text: str) -> Iterator[Violation]:
     yield from check_references(path, prose)
 
 
-def check_identifiers(path: Path, tree: ast.Module) -> Iterator[Violation]:
+def check_identifiers(path: Path, tree: ast.Module, nodes: list[ast.AST]) -> Iterator[Violation]:
     """Find banned words in bound names, participles as function names, loggers by other names."""
     seen: set[tuple[str, str]] = set()
-    for name, line, kind in iterate_bound_names(tree):
+    for name, line, kind in iterate_bound_names(nodes):
         if (name, kind) in seen or name.strip("_") in EXEMPT_IDENTIFIERS:
             continue
         seen.add((name, kind))
@@ -311,9 +312,9 @@ def is_participle(word: str) -> bool:
     )
 
 
-def iterate_bound_names(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+def iterate_bound_names(nodes: list[ast.AST]) -> Iterator[tuple[str, int, str]]:
     """Yield (name, line, kind) of every class, function, parameter and assigned name."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             yield node.name, node.lineno, "class"
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -327,9 +328,9 @@ def iterate_bound_names(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
             yield node.attr, node.lineno, "attribute"
 
 
-def check_docstrings(path: Path, tree: ast.Module) -> Iterator[Violation]:
+def check_docstrings(path: Path, nodes: list[ast.AST]) -> Iterator[Violation]:
     """Find docstrings that open with a question word, or say no more than the name."""
-    for name, line, doc, is_attribute in iterate_docstrings(tree):
+    for name, line, doc, is_attribute in iterate_docstrings(nodes):
         words = re.findall(r"[\w'-]+", doc)
         if not words:
             yield Violation(path, line, "empty docstring", name)
@@ -356,9 +357,9 @@ def stem(word: str) -> str:
     return re.sub(r"(?:ies|es|s|e|ed|ing)$", "", word)
 
 
-def iterate_docstrings(tree: ast.Module) -> Iterator[tuple[str, int, str, bool]]:
+def iterate_docstrings(nodes: list[ast.AST]) -> Iterator[tuple[str, int, str, bool]]:
     """Yield (name, line, text, is_attribute) of every docstring, those of attributes included."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         name = getattr(node, "name", "")
@@ -380,9 +381,9 @@ def is_string(node: ast.stmt) -> bool:
     )
 
 
-def check_packed_assignments(path: Path, tree: ast.Module) -> Iterator[Violation]:
+def check_packed_assignments(path: Path, nodes: list[ast.AST]) -> Iterator[Violation]:
     """Find tuple assignments that pack independent statements into one line; swaps may stay."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
             continue
         target = node.targets[0]
