@@ -305,7 +305,7 @@ def _draw_names(canvas: _Canvas, visible_series: list[Series]) -> None:
         tones = {s.name: s.palette_index for s in labelled}
         for row, names in enumerate(canvas.legend_rows):
             x = 4.0
-            y = 13 + 18 * row
+            y = 13.0 + 18 * row
             for name in names:
                 canvas.parts.append(
                     f'<text class="f{tones[name]}" x="{x:.0f}" '
