@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.multiprocess.models import LLAMA
 
 from shardwright.architecture import read_config
 from shardwright.config.data import IGNORED_LABEL
@@ -28,18 +29,6 @@ from shardwright.verification.comparison import (
 )
 from shardwright.verification.uneven_data import UnevenDataset
 from shardwright.verification.verification import _find_worst
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 20,
-    "intermediate_size": 27,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": 64,
-}
 
 
 def compare(
