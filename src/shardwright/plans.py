@@ -331,7 +331,7 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
     if layout.pp > 1:
         _check_schedule(layout, batch, is_compiled=recipe.model.compile is True)
     elif layout.schedule not in PIPELINE_SCHEDULES:
-        load_schedule_file(layout.schedule)  # unused, but a wrong name is an error all the same
+        load_schedule_file(layout.schedule)  # unused, but a wrong name is an error anyway
     return layout, batch
 
 

@@ -14,7 +14,7 @@ from shardwright.config.low_precision import FP8Section, NVFP4Section
 from shardwright.config.model import ModelSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.config.training import PrecisionSection
-from shardwright.convert.emit import emit
+from shardwright.convert.conversion import emit
 from shardwright.convert.emitted_config import EmitRequest
 from shardwright.doctor.cluster_profile import build_request
 from shardwright.errors import InputError, LayoutError, RecipeError, ShardwrightError

@@ -237,7 +237,9 @@ def _decode_numbers(values: Any) -> Any:
 
 def _choose_step(folder: Path, step: int | None) -> Path:
     if not folder.is_dir():
-        raise AuditInputError("no such folder", field=str(folder), remedy="Give Recorder's folder")
+        raise AuditInputError(
+            "no such folder", field=str(folder), remedy="Give the folder that the recorder wrote"
+        )
     if any(folder.glob("rank-*.json")):
         return folder
     found = sorted(path for path in folder.glob("step-*") if any(path.glob("rank-*.json")))

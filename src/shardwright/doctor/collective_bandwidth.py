@@ -2,9 +2,9 @@
 
 Bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): bytes/s of the message times the bytes
 that each rank must send per byte of it, so it compares with the link's peak for any collective
-and number of ranks. `hardware.profile` defines the message bytes. All groups of an axis run at
-the same time, as in training. A time is that of the group's slowest rank in the best of several
-rounds.
+and number of ranks. `hardware.measured_profile` defines the message bytes. All groups of an axis
+run at the same time, as in training. A time is that of the group's slowest rank in the best of
+several rounds.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from shardwright.errors import InputError
 from shardwright.files import read_text
@@ -116,6 +116,9 @@ class ElementwiseRate:
     width: int
     forward_bytes_per_second: float
     backward_bytes_per_second: float
+
+
+Rate = TypeVar("Rate", MatmulRate, CollectiveRate, AttentionRate, ElementwiseRate)
 
 
 @dataclass(frozen=True)
@@ -302,15 +305,11 @@ def read_profile(content: Any) -> MeasuredProfile:
         measured_at=_read_text(content, "measured_at"),
         memory_bytes=int(_read_positive(content, "memory_bytes")),
         memory_bytes_per_second=_read_positive(content, "memory_bytes_per_second"),
-        matmuls=tuple(_read_matmul(entry) for entry in _read_entries(content, "matmuls")),
-        collectives=tuple(
-            _read_collective(entry) for entry in _read_entries(content, "collectives")
-        ),
+        matmuls=_read_rates(content, "matmuls", MatmulRate),
+        collectives=_read_rates(content, "collectives", CollectiveRate),
         software=dict(software) if isinstance(software, dict) else None,
-        attention=tuple(_read_attention(entry) for entry in _read_entries(content, "attention")),
-        elementwise=tuple(
-            _read_elementwise(entry) for entry in _read_entries(content, "elementwise")
-        ),
+        attention=_read_rates(content, "attention", AttentionRate),
+        elementwise=_read_rates(content, "elementwise", ElementwiseRate),
         handoff_seconds=_read_seconds(content, "handoff_seconds"),
         tiers=_read_tiers(content),
     )
@@ -321,62 +320,21 @@ def save_profile(profile: MeasuredProfile, path: str | Path) -> None:
     Path(path).write_text(json.dumps(profile.as_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-def _read_matmul(entry: dict[str, Any]) -> MatmulRate:
-    m, n, k = (int(_read_positive(entry, name, "matmuls")) for name in ("m", "n", "k"))
-    return MatmulRate(
-        _read_text(entry, "precision", "matmuls"),
-        m,
-        n,
-        k,
-        _read_positive(entry, "flops_per_second", "matmuls"),
-    )
-
-
-def _read_collective(entry: dict[str, Any]) -> CollectiveRate:
-    kind = entry.get("kind")
-    if kind not in get_args(CollectiveKind):
+def _read_rates(content: dict[str, Any], name: str, rate: type[Rate]) -> tuple[Rate, ...]:
+    """Read a list of rates; the types of the dataclass say how to check their values."""
+    entries = content.get(name, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(
-            "unknown collective",
-            field="profile.collectives.kind",
-            got=kind,
-            allowed=", ".join(get_args(CollectiveKind)),
+            "expected a list of mappings", field=f"profile.{name}", got=type(entries).__name__
         )
-    num_ranks, per_node, size = (
-        int(_read_positive(entry, name, "collectives"))
-        for name in ("num_ranks", "ranks_per_node", "message_bytes")
-    )
-    return CollectiveRate(
-        cast(CollectiveKind, kind),
-        num_ranks,
-        per_node,
-        size,
-        _read_positive(entry, "seconds", "collectives"),
-    )
-
-
-def _read_attention(entry: dict[str, Any]) -> AttentionRate:
-    row_tokens, head_dim = (
-        int(_read_positive(entry, name, "attention")) for name in ("row_tokens", "head_dim")
-    )
-    forward, backward = (
-        _read_positive(entry, f"{way}_flops_per_second", "attention")
-        for way in ("forward", "backward")
-    )
-    return AttentionRate(
-        _read_text(entry, "precision", "attention"), row_tokens, head_dim, forward, backward
-    )
-
-
-def _read_elementwise(entry: dict[str, Any]) -> ElementwiseRate:
-    tokens, width = (
-        int(_read_positive(entry, name, "elementwise")) for name in ("tokens", "width")
-    )
-    forward, backward = (
-        _read_positive(entry, f"{way}_bytes_per_second", "elementwise")
-        for way in ("forward", "backward")
-    )
-    return ElementwiseRate(
-        _read_text(entry, "precision", "elementwise"), tokens, width, forward, backward
+    return tuple(
+        rate(
+            **{
+                field.name: _VALUE_READERS[cast(str, field.type)](entry, field.name, name)
+                for field in fields(rate)
+            }
+        )
+        for entry in entries
     )
 
 
@@ -400,15 +358,6 @@ def _read_seconds(content: dict[str, Any], name: str) -> float | None:
     )
 
 
-def _read_entries(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    entries = content.get(name, [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise InputError(
-            "expected a list of mappings", field=f"profile.{name}", got=type(entries).__name__
-        )
-    return entries
-
-
 def _read_text(content: dict[str, Any], name: str, section: str = "") -> str:
     value = content.get(name)
     if not isinstance(value, str) or not value:
@@ -430,6 +379,27 @@ def _read_positive(content: dict[str, Any], name: str, section: str = "") -> flo
             "expected a positive number", field=_build_field_name(name, section), got=repr(value)
         )
     return float(value)
+
+
+def _read_kind(content: dict[str, Any], name: str, section: str) -> str:
+    kind = content.get(name)
+    if kind not in get_args(CollectiveKind):
+        raise InputError(
+            "unknown collective",
+            field=_build_field_name(name, section),
+            got=kind,
+            allowed=", ".join(get_args(CollectiveKind)),
+        )
+    return cast(str, kind)
+
+
+_VALUE_READERS: dict[str, Callable[[dict[str, Any], str, str], Any]] = {
+    "str": _read_text,
+    "int": lambda content, name, section: int(_read_positive(content, name, section)),
+    "float": _read_positive,
+    "CollectiveKind": _read_kind,
+}
+"""Readers of a rate's values by the type of its field."""
 
 
 def _build_field_name(name: str, section: str) -> str:

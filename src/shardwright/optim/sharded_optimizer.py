@@ -67,7 +67,7 @@ class GradientListener(Protocol):
     """Receiver of a step's gradients."""
 
     def take_gradient(self, name: str) -> None:
-        """Use the gradient of a parameter on the current stream. It changes no more."""
+        """Use the gradient of a parameter on the current stream. It is final."""
         ...
 
     def end_gradients(self) -> None:

@@ -90,7 +90,7 @@ class _Matrix:
 
 
 class DistributedMatrixExchange:
-    """`optim.DistributedMatrixExchange` over the ranks of a mesh; without a mesh one rank has
+    """`optim.MatrixExchange` over the ranks of a mesh; without a mesh one rank has
     everything.
 
     Every rank builds it with the same names of the whole model, because all ranks must take

@@ -207,7 +207,7 @@ class Mesh:
                 )
 
     def map_groups_to_parallelisms(self) -> dict[dist.ProcessGroup, str]:
-        """Map each group of this rank to its parallelism, one of `waiting.PARALLELISMS`.
+        """Map each group of this rank to its parallelism, one of `comm_timing.PARALLELISMS`.
 
         A group over several kinds of parallelism is mapped to `world`.
         """

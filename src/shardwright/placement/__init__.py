@@ -14,18 +14,3 @@ from shardwright.placement.parameter_layouts import (
     TensorParallelStyle,
     build_parameter_layouts,
 )
-
-__all__ = [
-    "EXPERT_PARALLEL_STYLES",
-    "TENSOR_PARALLEL_STYLES",
-    "Placement",
-    "TensorParallelStyle",
-    "build_parameter_layouts",
-    "check_low_precision",
-    "compute_token_multiple",
-    "describe_bits",
-    "has_micro_batch_scales",
-    "partition_stages",
-    "place_model",
-    "select_scaled_weights",
-]

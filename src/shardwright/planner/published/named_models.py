@@ -21,11 +21,11 @@ from shardwright.errors import ArchitectureError
 from shardwright.planner.published.model_catalogue import (
     BILLIONS_PATTERN,
     MILLIONS_PATTERN,
-    PUBLIC_CONFIGS,
     SHARED_EXPERT_WIDTHS,
     SIZE_COLUMNS,
     find_sizes,
     find_style,
+    load_public_configs,
 )
 
 
@@ -89,7 +89,7 @@ def build_row_shape(
         ArchitectureError: name and columns do not determine the shape.
     """
     name = re.sub(r"[\s_/]+", "-", row["model_name"].lower())
-    for pattern in PUBLIC_CONFIGS:
+    for pattern in load_public_configs():
         if re.search(pattern, name) and _is_consistent(
             row, shape := _add_shared_experts(name, _read_public_config(pattern))
         ):
@@ -107,7 +107,7 @@ def build_row_shape(
 
 @cache
 def _read_public_config(pattern: str) -> ModelShape:
-    return read_config(PUBLIC_CONFIGS[pattern])
+    return read_config(load_public_configs()[pattern])
 
 
 def _is_consistent(row: Mapping[str, str], shape: ModelShape) -> bool:

@@ -13,11 +13,7 @@ from shardwright.planner.engine_model import OptimizerKind
 from shardwright.planner.published.frameworks import FrameworkDefaults
 from shardwright.planner.published.moe_recipes import resolve_expert_parallel
 from shardwright.planner.published.row_conventions import build_conventions
-from shardwright.planner.published.row_layout import (
-    DEFAULT_ACCELERATOR,
-    read_adapter,
-    read_integer,
-)
+from shardwright.planner.published.row_layout import DEFAULT_ACCELERATOR, read_adapter, read_integer
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 """Tokens of a row if the table does not state them."""
