@@ -8,7 +8,8 @@ The module imports no torch. The file is one JSON object:
     memory_bytes     memory that the driver offers to a process
     memory_bytes_per_second   bytes read plus written per second by a large copy on the device
     matmuls          [{precision, m, n, k, flops_per_second}]    products [m, k] x [k, n]
-    collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds}]
+    collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds,
+                     processor_seconds}]    the last one is null on a GPU; optional
     attention        [{precision, row_tokens, head_dim, forward_flops_per_second,
                      backward_flops_per_second}]    fused kernel over causal rows; optional
     elementwise      [{precision, tokens, width, forward_bytes_per_second,
@@ -66,6 +67,9 @@ class CollectiveRate:
     ranks_per_node: int
     message_bytes: int
     seconds: float
+    processor_seconds: float | None = None
+    """Seconds in which a CPU rank's processor works for it: copies, sums, the network's protocol.
+    It waits for the link in the others. None if unknown."""
 
     @property
     def bus_bytes_per_second(self) -> float:
@@ -187,24 +191,39 @@ class MeasuredProfile:
         """Return seconds of a collective, interpolated between measured sizes of its kind and
         group.
 
-        Below the smallest size the time is constant (latency); above the largest it is
-        proportional to the bytes.
+        Below the smallest size the time is constant (latency); above the largest each byte takes
+        as long as in the largest messages.
         """
-        same = [
+        return _interpolate_seconds(
+            [
+                (rate.message_bytes, rate.seconds)
+                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
+            ],
+            message_bytes,
+        )
+
+    def find_processor_seconds(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
+    ) -> float | None:
+        """Return the processor's seconds of a collective on a CPU, interpolated likewise."""
+        return _interpolate_seconds(
+            [
+                (rate.message_bytes, rate.processor_seconds)
+                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
+                if rate.processor_seconds is not None
+            ],
+            message_bytes,
+        )
+
+    def _list_collectives(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int
+    ) -> list[CollectiveRate]:
+        key = (kind, num_ranks, ranks_per_node)
+        return [
             rate
             for rate in self.collectives
-            if (rate.kind, rate.num_ranks, rate.ranks_per_node) == (kind, num_ranks, ranks_per_node)
+            if (rate.kind, rate.num_ranks, rate.ranks_per_node) == key
         ]
-        if not same:
-            return None
-        points = sorted((rate.message_bytes, rate.seconds) for rate in same)
-        if message_bytes <= points[0][0]:
-            return points[0][1]
-        for (low, low_seconds), (high, high_seconds) in pairwise(points):
-            if message_bytes <= high:
-                share = (message_bytes - low) / (high - low)
-                return low_seconds + share * (high_seconds - low_seconds)
-        return points[-1][1] * message_bytes / points[-1][0]
 
     def find_attention_flops_per_second(
         self, precision: str, row_tokens: float, head_dim: int, *, is_backward: bool
@@ -250,6 +269,24 @@ class MeasuredProfile:
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the file as plain values."""
         return {"schema_version": PROFILE_SCHEMA_VERSION} | asdict(self)
+
+
+def _interpolate_seconds(points: list[tuple[int, float]], num_bytes: float) -> float | None:
+    """Interpolate seconds between measured sizes. Above the largest, its seconds and those of the
+    largest size that is at most half of it give the rate."""
+    if not points:
+        return None
+    points = sorted(points)
+    if num_bytes <= points[0][0]:
+        return points[0][1]
+    for (low, low_seconds), (high, high_seconds) in pairwise(points):
+        if num_bytes <= high:
+            share = (num_bytes - low) / (high - low)
+            return low_seconds + share * (high_seconds - low_seconds)
+    largest, seconds = points[-1]
+    half, half_seconds = max((point for point in points if point[0] <= largest / 2), default=(0, 0))
+    byte_seconds = min(max(0.0, (seconds - half_seconds) / (largest - half)), seconds / largest)
+    return seconds + (num_bytes - largest) * byte_seconds
 
 
 def _compute_log_distance(first: tuple[int, int, int], second: tuple[int, int, int]) -> float:
@@ -351,6 +388,7 @@ def _read_collective(entry: dict[str, Any]) -> CollectiveRate:
         per_node,
         size,
         _read_positive(entry, "seconds", "collectives"),
+        _read_seconds(entry, "processor_seconds"),
     )
 
 
