@@ -102,11 +102,6 @@ def build_layout(entry: Entry) -> float:
     return float(run_step(entry)["loss"])
 
 
-def forget_layouts() -> None:
-    """Free the models of this process."""
-    _layouts.clear()
-
-
 def _make_micro_batches(entry: Entry, data_rank: int) -> list[MicroBatch]:
     batch = entry.batch
     num_tokens = batch.sequence_length

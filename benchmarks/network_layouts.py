@@ -2,7 +2,7 @@
 on the same network.
 
     shardwright doctor --recipe RECIPE --layout dp_shard=2,zero_stage=3 --calibrate rates.json
-    python -m benchmarks.network_layouts --profile rates.json --network '1 Gbit/s, 0.5 ms' --out FILE
+    python -m benchmarks.network_layouts --profile rates.json --network '1 Gbit/s' --out FILE
     python -m benchmarks.network_layouts --out FILE --predict      measure nothing: predict the rows
                                                                    of the file again
 
@@ -10,28 +10,27 @@ Both commands run once per rank, under torchrun or with its variables set by han
 with one rank each (or two network namespaces of one machine). `--recipe` writes the recipe that
 `doctor` reads. Every rank takes part in all layouts; rank 0 chooses what `plan` recommends, adds it
 to the layouts, and writes the file: one group per network, replaced if it is measured again. The
-layouts are timed in turn, round by round; a step takes as long as its slowest rank, and the median
-over the rounds counts.
+layouts are timed in turn, round by round; a step takes as long as its slowest rank, and the fastest
+round counts, as for the rates.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, cast
 
 import torch.distributed as dist
 import yaml
 
 from benchmarks.conditions import format_rows, read_conditions
-from benchmarks.layouts import build_layout, forget_layouts, run_step
+from benchmarks.layouts import build_layout, run_step
 from shardwright import plan
 from shardwright.architecture import ModelShape, read_config
 from shardwright.config.layout import LayoutSection
@@ -162,33 +161,26 @@ def choose_layout(cluster: Cluster) -> NetworkEntry:
     chosen = plan(build_recipe(), cluster).chosen
     assert chosen is not None, "no layout fits"
     candidate = chosen.candidate
-    return NetworkEntry(
-        candidate.layout, candidate.micro_batch_size, recompute=candidate.recompute
-    )
+    return NetworkEntry(candidate.layout, candidate.micro_batch_size, recompute=candidate.recompute)
 
 
 def measure(
     entries: list[NetworkEntry], num_rounds: int, max_seconds: float
-) -> dict[NetworkEntry, float]:
-    """Return seconds of a step of each layout, equal on all ranks."""
-    seconds: dict[NetworkEntry, float] = {}
+) -> dict[NetworkEntry, list[float]]:
+    """Return seconds of the steps of each layout, equal on all ranks; at least two of each."""
     for entry in entries:
         build_layout(cast(Any, entry))
-        found: list[float] = []
-        started = time.monotonic()
-        for _ in range(num_rounds):
-            times: list[float] = [0.0] * NUM_RANKS
+    steps: dict[NetworkEntry, list[float]] = {entry: [] for entry in entries}
+    started = time.monotonic()
+    for number in range(num_rounds):
+        for entry in entries:
+            times: list[Any] = [None] * NUM_RANKS
             step = run_step(cast(Any, entry))["seconds"]
             dist.all_gather_object(times, (step, time.monotonic() - started))
-            found.append(max(pair[0] for pair in cast(Any, times)))
-            if max(pair[1] for pair in cast(Any, times)) > max_seconds:
-                break
-        seconds[entry] = median(found)
-        forget_layouts()
-        gc.collect()
-        if dist.get_rank() == 0:
-            print(f"{entry}: {seconds[entry]:.3f} s ({len(found)} steps)", flush=True)
-    return seconds
+            steps[entry].append(max(pair[0] for pair in times))
+        if number and max(pair[1] for pair in times) > max_seconds:
+            break
+    return steps
 
 
 def predict_rows(group: dict[str, Any]) -> None:
@@ -238,7 +230,7 @@ def main() -> None:
     parser.add_argument("--network", help="name of the network in the file")
     parser.add_argument("--out", type=Path, help="JSON file of all networks")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="time limit of one layout")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of the rounds")
     parser.add_argument("--predict", action="store_true")
     options = parser.parse_args()
     if options.recipe is not None:
@@ -281,10 +273,11 @@ def measure_network(profile_file: Path, num_rounds: int, max_seconds: float) -> 
                 "degrees": asdict(entry.layout),
                 "micro_batch_size": entry.micro_batch_size,
                 "recompute": entry.recompute,
-                "seconds": seconds,
+                "seconds": min(steps),
+                "steps": [round(step, 4) for step in steps],
                 "is_planned": entry == choice[0],
             }
-            for entry, seconds in measured.items()
+            for entry, steps in measured.items()
         ],
     }
 

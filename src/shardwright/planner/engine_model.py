@@ -167,10 +167,16 @@ class EngineModel:
         return min(optimizer_bytes, 3.0 * buffer_bytes)
 
     def compute_offloaded_update_seconds(
-        self, update_seconds: float, num_elements: float, state_bytes: float, rate: float
+        self,
+        update_seconds: float,
+        num_elements: float,
+        state_bytes: float,
+        rate: float,
+        host_rate: float,
     ) -> float:
         """Compute the seconds of an update whose states come and go at `rate` bytes per second in
-        each direction. The transfers run beside the update."""
+        each direction. The transfers run beside the update. `host_rate` is that of the host's
+        memory, reads plus writes."""
         return max(update_seconds, state_bytes / rate)
 
     @property

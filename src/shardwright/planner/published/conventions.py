@@ -165,10 +165,21 @@ class FrameworkConventions(EngineModel):
         return 0.0
 
     def compute_offloaded_update_seconds(
-        self, update_seconds: float, num_elements: float, state_bytes: float, rate: float
+        self,
+        update_seconds: float,
+        num_elements: float,
+        state_bytes: float,
+        rate: float,
+        host_rate: float,
     ) -> float:
-        """Compute the seconds with an update on the host: gradients and weights are copied."""
-        return update_seconds + num_elements * 8 / rate
+        """Compute the seconds of an update on the host (DeepSpeedCPUAdam, or torch's AdamW with
+        FSDP's CPUOffload), and of the copies of fp32 gradients and weights.
+
+        The host reads and writes each state and the fp32 weight once, reads the gradient, and
+        writes the weights in the compute precision (ZeRO-Offload, arXiv 2101.06840, section 5).
+        """
+        host_bytes = 2 * state_bytes + num_elements * (4 + 2 + 8 * self.has_master_weights)
+        return host_bytes / host_rate + num_elements * 8 / rate
 
     def count_live_elements(self, num_elements: float) -> float:
         return min(self.max_live_elements, num_elements)
