@@ -46,15 +46,15 @@ from shardwright.plans import BatchPlan, Plan, build_plan
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
-    "vocab_size": 1024,
+    "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 704,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 128,
 }
-TOKENS = 256
+TOKENS = 128
 GLOBAL_BATCH = 8
 NUM_RANKS = 2
 CASES = (

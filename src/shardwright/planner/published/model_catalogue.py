@@ -172,8 +172,8 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 163840,
         "max_position_embeddings": 131072,
     },
-    r"qwen3-?30b-?a3b": _QWEN3_MOE,
-    r"qwen3-?235b": _QWEN3_MOE
+    r"qwen3-?(moe-)?30b": _QWEN3_MOE,
+    r"qwen3-?(moe-)?235b": _QWEN3_MOE
     | {
         "num_hidden_layers": 94,
         "hidden_size": 4096,

@@ -97,6 +97,7 @@ NOTE_PATTERNS: dict[str, str] = {
     ),
     "release": r"\b(2\d\.\d\d(?:\.\d+)?) NeMo",
     "expert_tensor": r"\bETP=(\d+)",
+    "dispatch": r"(?i)\b(DeepEP|HybridEP)\b",
     "routing": r"\b(tokendrop)\b",
     "without_prediction": r"(w/o MTP)",
 }
