@@ -172,11 +172,10 @@ class EngineModel:
         num_elements: float,
         state_bytes: float,
         rate: float,
-        host_rate: float,
+        num_local_ranks: int,
     ) -> float:
         """Compute the seconds of an update whose states come and go at `rate` bytes per second in
-        each direction. The transfers run beside the update. `host_rate` is that of the host's
-        memory, reads plus writes."""
+        each direction. The transfers run beside the update. `num_local_ranks` share a host."""
         return max(update_seconds, state_bytes / rate)
 
     @property

@@ -17,7 +17,6 @@ from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import (
     compute_host_update_seconds,
     compute_transfer_seconds,
-    get_host_memory_rate,
     get_transfer_rate,
 )
 from shardwright.planner.prediction import TimeParts
@@ -280,5 +279,5 @@ def _compute_update_seconds(
         num_elements,
         num_elements * state_bytes,
         get_transfer_rate("disk" if candidate.offload == "optimizer_disk" else "host", profile),
-        get_host_memory_rate(profile),
+        costs.network.cluster.gpus_per_node,
     )
