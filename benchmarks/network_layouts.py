@@ -76,6 +76,20 @@ CASES = (
 """Layouts and their micro-batch sizes."""
 
 
+PAGE = f"""\
+# Layouts over slow links
+
+Two CPU ranks of one thread, on one core each, in network namespaces whose link has a rate and a
+delay in each direction. A Llama of {CONFIG["num_hidden_layers"]} layers and width
+{CONFIG["hidden_size"]} in fp32, {GLOBAL_BATCH} rows of {TOKENS} tokens a step. Rates:
+`doctor --calibrate` on the same network, right before, with one layout (ZeRO-3). Measured: the
+fastest of a few steps, as for the rates. `python -m benchmarks.network_layouts` makes this page
+([why predictions have this form](../decisions/0142-slow-links.md)).
+
+{{tables}}
+"""
+
+
 @dataclass(frozen=True)
 class NetworkEntry:
     """One layout with its split of the batch."""
@@ -123,7 +137,7 @@ class NetworkEntry:
 
     def __str__(self) -> str:
         suffix = "" if self.recompute == "none" else f", recompute {self.recompute}"
-        return f"{self.layout}, micro batch {self.micro_batch_size}{suffix}"
+        return f"{self.candidate.describe()}, micro batch {self.micro_batch_size}{suffix}"
 
 
 def list_entries() -> list[NetworkEntry]:
@@ -183,14 +197,19 @@ def measure(
     return steps
 
 
+def read_entry(row: dict[str, Any]) -> NetworkEntry:
+    """Return the layout of a row of the file."""
+    return NetworkEntry(
+        Layout(**row["degrees"]), row["micro_batch_size"], recompute=row["recompute"]
+    )
+
+
 def predict_rows(group: dict[str, Any]) -> None:
     """Add the planner's predicted seconds, and their parts, to the rows of a network."""
     cluster = build_cluster(group["profile"])
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     for row in group["rows"]:
-        entry = NetworkEntry(
-            Layout(**row["degrees"]), row["micro_batch_size"], recompute=row["recompute"]
-        )
+        entry = read_entry(row)
         row["predicted_seconds"] = predict(
             entry.shape, entry.candidate, cluster, efficiency
         ).time.step
@@ -200,24 +219,38 @@ def describe(network: str, group: dict[str, Any]) -> str:
     """Return a table of a network's rows, and the errors and the pick in words."""
     rows = sorted(group["rows"], key=lambda row: float(row["seconds"]))
     lines = [f"| {network} | measured | predicted | error |", "|---|---:|---:|---:|"]
+    summary = summarise(group)
     for row in rows:
         error = row["predicted_seconds"] / row["seconds"] - 1
         lines.append(
-            f"| {row['name']}{' (planned)' * row['is_planned']} | {row['seconds']:.3f} s | "
+            f"| {read_entry(row)}{' (planned)' * row['is_planned']} | {row['seconds']:.3f} s | "
             f"{row['predicted_seconds']:.3f} s | {error:+.0%} |"
         )
-    errors = [abs(row["predicted_seconds"] / row["seconds"] - 1) for row in rows]
-    fastest = min(rows, key=lambda row: float(row["predicted_seconds"]))
-    planned = next(row for row in rows if row["is_planned"])
-    pairs = [(a, b) for index, a in enumerate(rows) for b in rows[index + 1 :]]
-    ordered = sum(a["predicted_seconds"] <= b["predicted_seconds"] for a, b in pairs)
+    conditions = group["conditions"]
+    load = ", ".join(f"{number:.1f}" for number in conditions["load_average"])
     lines.append(
-        f"\nmean error {mean(errors):.1%}, largest {max(errors):.0%}; {ordered} of {len(pairs)} "
-        f"pairs in the measured order; fastest prediction "
-        f"{fastest['seconds'] / rows[0]['seconds'] - 1:+.1%} and plan's layout "
-        f"{planned['seconds'] / rows[0]['seconds'] - 1:+.1%} against the fastest measurement"
+        f"\nMean error {summary['mean_error']:.1%}, largest {summary['largest_error']:.0%}; "
+        f"{summary['num_ordered']} of {summary['num_pairs']} pairs in the measured order. The\n"
+        f"layout that `plan` recommends takes {summary['regret']:.1%} longer than the fastest "
+        f"measured one.\nMeasured {conditions['date']}, load average before and after {load}."
     )
     return "\n".join(lines)
+
+
+def summarise(group: dict[str, Any]) -> dict[str, float]:
+    """Return the errors of a network's rows, the number of pairs in the measured order, and how
+    much longer the recommended layout takes than the fastest measured one, as a share."""
+    rows = sorted(group["rows"], key=lambda row: float(row["seconds"]))
+    errors = [abs(row["predicted_seconds"] / row["seconds"] - 1) for row in rows]
+    planned = next(row for row in rows if row["is_planned"])
+    pairs = [(a, b) for index, a in enumerate(rows) for b in rows[index + 1 :]]
+    return {
+        "mean_error": mean(errors),
+        "largest_error": max(errors),
+        "num_ordered": sum(a["predicted_seconds"] <= b["predicted_seconds"] for a, b in pairs),
+        "num_pairs": len(pairs),
+        "regret": planned["seconds"] / rows[0]["seconds"] - 1,
+    }
 
 
 def main() -> None:
@@ -245,10 +278,14 @@ def main() -> None:
         content["networks"][options.network] = group
         if dist.get_rank() != 0:
             return
+    tables = []
     for network, group in content["networks"].items():
         predict_rows(group)
-        print(describe(network, group), end="\n\n")
+        tables.append(describe(network, group))
+    page = PAGE.format(tables="\n\n".join(tables))
+    print(page)
     options.out.write_text(format_rows(content) + "\n", encoding="utf-8")
+    options.out.with_suffix(".md").write_text(page, encoding="utf-8")
 
 
 def measure_network(profile_file: Path, num_rounds: int, max_seconds: float) -> dict[str, Any]:
