@@ -43,7 +43,7 @@ from shardwright.hardware import (
     parse_cluster,
 )
 from shardwright.hardware.catalog_loading import find_accelerator
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.predictor import predict

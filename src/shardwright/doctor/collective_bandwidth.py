@@ -29,7 +29,7 @@ from shardwright.doctor.outliers import LINK_THRESHOLDS, find_outliers
 from shardwright.errors import InputError
 from shardwright.hardware import CollectiveRate, Link
 from shardwright.hardware.catalog_loading import find_link, find_node
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import AXES, Layout, RankGrid
 from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
 from shardwright.units import format_bytes

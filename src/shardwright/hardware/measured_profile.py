@@ -34,16 +34,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 from shardwright.errors import InputError
 from shardwright.files import read_text
+from shardwright.hardware.collective_rate import (
+    CollectiveKind,
+    CollectiveRate,
+    interpolate_seconds,
+)
 
 PROFILE_SCHEMA_VERSION = 1
-
-CollectiveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"
-]
 
 
 @dataclass(frozen=True)
@@ -55,40 +56,6 @@ class MatmulRate:
     n: int
     k: int
     flops_per_second: float
-
-
-@dataclass(frozen=True)
-class CollectiveRate:
-    """Measured time of one collective over `num_ranks`, `ranks_per_node` of them on each
-    node."""
-
-    kind: CollectiveKind
-    num_ranks: int
-    ranks_per_node: int
-    message_bytes: int
-    seconds: float
-    processor_seconds: float | None = None
-    """Seconds in which a CPU rank's processor works for it: copies, sums, the network's protocol.
-    It waits for the link in the others. None if unknown."""
-
-    @property
-    def bus_bytes_per_second(self) -> float:
-        """Bytes/s on the slowest link: bus bandwidth as nccl-tests defines it."""
-        return self.message_bytes * compute_bus_factor(self.kind, self.num_ranks) / self.seconds
-
-
-def compute_bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
-    """Return the bytes that each rank sends per byte of message (nccl-tests,
-    doc/PERFORMANCE.md).
-
-    >>> [compute_bus_factor(kind, 8) for kind in ("all_reduce", "all_gather", "send")]
-    [1.75, 0.875, 1.0]
-    """
-    if kind == "all_reduce":
-        return 2 * (num_ranks - 1) / num_ranks
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (num_ranks - 1) / num_ranks
-    return 1.0
 
 
 @dataclass(frozen=True)
@@ -194,7 +161,7 @@ class MeasuredProfile:
         Below the smallest size the time is constant (latency); above the largest each byte takes
         as long as in the largest messages.
         """
-        return _interpolate_seconds(
+        return interpolate_seconds(
             [
                 (rate.message_bytes, rate.seconds)
                 for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
@@ -206,7 +173,7 @@ class MeasuredProfile:
         self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
     ) -> float | None:
         """Return the processor's seconds of a collective on a CPU, interpolated likewise."""
-        return _interpolate_seconds(
+        return interpolate_seconds(
             [
                 (rate.message_bytes, rate.processor_seconds)
                 for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
@@ -269,24 +236,6 @@ class MeasuredProfile:
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the file as plain values."""
         return {"schema_version": PROFILE_SCHEMA_VERSION} | asdict(self)
-
-
-def _interpolate_seconds(points: list[tuple[int, float]], num_bytes: float) -> float | None:
-    """Interpolate seconds between measured sizes. Above the largest, its seconds and those of the
-    largest size that is at most half of it give the rate."""
-    if not points:
-        return None
-    points = sorted(points)
-    if num_bytes <= points[0][0]:
-        return points[0][1]
-    for (low, low_seconds), (high, high_seconds) in pairwise(points):
-        if num_bytes <= high:
-            share = (num_bytes - low) / (high - low)
-            return low_seconds + share * (high_seconds - low_seconds)
-    largest, seconds = points[-1]
-    half, half_seconds = max((point for point in points if point[0] <= largest / 2), default=(0, 0))
-    byte_seconds = min(max(0.0, (seconds - half_seconds) / (largest - half)), seconds / largest)
-    return seconds + (num_bytes - largest) * byte_seconds
 
 
 def _compute_log_distance(first: tuple[int, int, int], second: tuple[int, int, int]) -> float:

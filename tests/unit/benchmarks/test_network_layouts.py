@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from benchmarks.network_layouts import describe, predict_rows, summarise
 
 MEASURED = Path(__file__).parents[3] / "docs" / "benchmarks" / "network-layouts.json"

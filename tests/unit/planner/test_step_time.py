@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.hardware import Cluster
-from shardwright.hardware.measured_profile import CollectiveRate, MatmulRate, MeasuredProfile
+from shardwright.hardware import Cluster, CollectiveRate, MatmulRate, MeasuredProfile
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, Efficiency, predict
 from shardwright.planner.candidate import LowRankAdapter

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import log2
 
 from shardwright.hardware import Cluster
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.planner.rates.efficiency import Efficiency
 
