@@ -12,14 +12,11 @@ MEASURED = Path(__file__).parents[3] / "docs" / "benchmarks" / "network-layouts.
 NETWORKS = json.loads(MEASURED.read_text(encoding="utf-8"))["networks"]
 
 
-def test_three_networks_have_at_least_ten_layouts() -> None:
-    assert [len(group["rows"]) >= 10 for group in NETWORKS.values()] == [True] * 3
-
-
 @pytest.mark.parametrize("network", NETWORKS)
 def test_step_times_are_predicted_and_the_planned_layout_is_near_the_fastest(network: str) -> None:
     group = NETWORKS[network]
     predict_rows(group)
+    assert len(group["rows"]) >= 10
     summary = summarise(group)
     assert summary["mean_error"] <= 0.15
     assert summary["regret"] <= 0.05
