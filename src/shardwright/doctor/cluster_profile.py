@@ -45,7 +45,7 @@ from shardwright.hardware import (
     parse_cluster,
 )
 from shardwright.hardware.catalog_loading import find_accelerator
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.predictor import predict
@@ -402,10 +402,12 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
         elementwise_key = (rate["precision"], rate["tokens"], rate["width"])
         elementwise.setdefault(elementwise_key, []).append(rate_pair)
     handoffs = [rate["seconds"] for rate in rates.get("handoffs", ())]
-    collectives: dict[tuple[CollectiveKind, int, int, int], float] = {}
+    collectives: dict[tuple[CollectiveKind, int, int, int], tuple[float, float | None]] = {}
     for rate in rates["collectives"]:
         key = (rate["kind"], rate["num_ranks"], rate["ranks_per_node"], rate["message_bytes"])
-        collectives[key] = max(collectives.get(key, 0.0), rate["seconds"])
+        slowest = collectives.get(key)
+        if slowest is None or rate["seconds"] > slowest[0]:
+            collectives[key] = (rate["seconds"], rate.get("processor_seconds"))
     return MeasuredProfile(
         accelerator=diagnosis.device_name or diagnosis.device_kind,
         catalog_name=find_catalog_name(diagnosis.device_kind, diagnosis.device_name),
@@ -415,7 +417,7 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
         matmuls=tuple(
             MatmulRate(*shape, median(shape_rates)) for shape, shape_rates in products.items()
         ),
-        collectives=tuple(CollectiveRate(*key, seconds) for key, seconds in collectives.items()),
+        collectives=tuple(CollectiveRate(*key, *times) for key, times in collectives.items()),
         attention=tuple(
             AttentionRate(*key, *map(median, zip(*pairs, strict=True)))
             for key, pairs in attention.items()

@@ -28,7 +28,7 @@ from shardwright.doctor.probe_budget import Omission, TimeBudget
 from shardwright.doctor.rendezvous import MAX_CLOCKS_SECONDS
 from shardwright.doctor.stage_watchdog import BROKEN_KEY
 from shardwright.errors import InputError, RankFailed
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.launch.devices import claim_device
 from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.launch.rank_outcome import extract_first_line

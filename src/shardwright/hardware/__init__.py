@@ -9,9 +9,9 @@ from shardwright.hardware.catalog_loading import (
     parse_cluster,
 )
 from shardwright.hardware.cluster_spec import Accelerator, Cluster, Link, Node
+from shardwright.hardware.collective_rate import CollectiveRate
 from shardwright.hardware.measured_profile import (
     AttentionRate,
-    CollectiveRate,
     ElementwiseRate,
     MatmulRate,
     MeasuredProfile,

@@ -8,7 +8,8 @@ The module imports no torch. The file is one JSON object:
     memory_bytes     memory that the driver offers to a process
     memory_bytes_per_second   bytes read plus written per second by a large copy on the device
     matmuls          [{precision, m, n, k, flops_per_second}]    products [m, k] x [k, n]
-    collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds}]
+    collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds,
+                     processor_seconds}]    the last one is null on a GPU; optional
     attention        [{precision, row_tokens, head_dim, forward_flops_per_second,
                      backward_flops_per_second}]    fused kernel over causal rows; optional
     elementwise      [{precision, tokens, width, forward_bytes_per_second,
@@ -33,16 +34,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from shardwright.errors import InputError
 from shardwright.files import read_text
+from shardwright.hardware.collective_rate import (
+    CollectiveKind,
+    CollectiveRate,
+    interpolate_seconds,
+)
 
 PROFILE_SCHEMA_VERSION = 1
-
-CollectiveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"
-]
 
 
 @dataclass(frozen=True)
@@ -54,37 +56,6 @@ class MatmulRate:
     n: int
     k: int
     flops_per_second: float
-
-
-@dataclass(frozen=True)
-class CollectiveRate:
-    """Measured time of one collective over `num_ranks`, `ranks_per_node` of them on each
-    node."""
-
-    kind: CollectiveKind
-    num_ranks: int
-    ranks_per_node: int
-    message_bytes: int
-    seconds: float
-
-    @property
-    def bus_bytes_per_second(self) -> float:
-        """Bytes/s on the slowest link: bus bandwidth as nccl-tests defines it."""
-        return self.message_bytes * compute_bus_factor(self.kind, self.num_ranks) / self.seconds
-
-
-def compute_bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
-    """Return the bytes that each rank sends per byte of message (nccl-tests,
-    doc/PERFORMANCE.md).
-
-    >>> [compute_bus_factor(kind, 8) for kind in ("all_reduce", "all_gather", "send")]
-    [1.75, 0.875, 1.0]
-    """
-    if kind == "all_reduce":
-        return 2 * (num_ranks - 1) / num_ranks
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (num_ranks - 1) / num_ranks
-    return 1.0
 
 
 @dataclass(frozen=True)
@@ -190,24 +161,39 @@ class MeasuredProfile:
         """Return seconds of a collective, interpolated between measured sizes of its kind and
         group.
 
-        Below the smallest size the time is constant (latency); above the largest it is
-        proportional to the bytes.
+        Below the smallest size the time is constant (latency); above the largest each byte takes
+        as long as in the largest messages.
         """
-        same = [
+        return interpolate_seconds(
+            [
+                (rate.message_bytes, rate.seconds)
+                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
+            ],
+            message_bytes,
+        )
+
+    def find_processor_seconds(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
+    ) -> float | None:
+        """Return the processor's seconds of a collective on a CPU, interpolated likewise."""
+        return interpolate_seconds(
+            [
+                (rate.message_bytes, rate.processor_seconds)
+                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
+                if rate.processor_seconds is not None
+            ],
+            message_bytes,
+        )
+
+    def _list_collectives(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int
+    ) -> list[CollectiveRate]:
+        key = (kind, num_ranks, ranks_per_node)
+        return [
             rate
             for rate in self.collectives
-            if (rate.kind, rate.num_ranks, rate.ranks_per_node) == (kind, num_ranks, ranks_per_node)
+            if (rate.kind, rate.num_ranks, rate.ranks_per_node) == key
         ]
-        if not same:
-            return None
-        points = sorted((rate.message_bytes, rate.seconds) for rate in same)
-        if message_bytes <= points[0][0]:
-            return points[0][1]
-        for (low, low_seconds), (high, high_seconds) in pairwise(points):
-            if message_bytes <= high:
-                share = (message_bytes - low) / (high - low)
-                return low_seconds + share * (high_seconds - low_seconds)
-        return points[-1][1] * message_bytes / points[-1][0]
 
     def find_attention_flops_per_second(
         self, precision: str, row_tokens: float, head_dim: int, *, is_backward: bool
@@ -351,11 +337,10 @@ def _read_tiers(content: dict[str, Any]) -> TierRates:
     )
 
 
-def _read_seconds(content: dict[str, Any], name: str) -> float | None:
+def _read_seconds(content: dict[str, Any], name: str, section: str = "") -> float | None:
     """Return None if nothing was measured; 0 is a measurement."""
-    return (
-        content.get(name) if content.get(name) in (None, 0, 0.0) else _read_positive(content, name)
-    )
+    value = content.get(name)
+    return value if value in (None, 0, 0.0) else _read_positive(content, name, section)
 
 
 def _read_text(content: dict[str, Any], name: str, section: str = "") -> str:
@@ -397,6 +382,7 @@ _VALUE_READERS: dict[str, Callable[[dict[str, Any], str, str], Any]] = {
     "str": _read_text,
     "int": lambda content, name, section: int(_read_positive(content, name, section)),
     "float": _read_positive,
+    "float | None": _read_seconds,
     "CollectiveKind": _read_kind,
 }
 """Readers of a rate's values by the type of its field."""

@@ -52,9 +52,9 @@ class _HybridStandIn:
 
 
 _HYBRIDS = {
-    r"nemotron_?-?3_?-?nano": _HybridStandIn(23, 6, 2688, 54, 128, 6, 1237, 2475),
-    r"nemotron_?-?3_?-?super": _HybridStandIn(40, 8, 4096, 104, 512, 22, 448, 3584),
-    r"nemotron_?-?3_?-?ultra": _HybridStandIn(48, 12, 8192, 192, 512, 22, 853, 6827),
+    r"nemotron[-_ ]?v?3[-_ ]?nano": _HybridStandIn(23, 6, 2688, 54, 128, 6, 1237, 2475),
+    r"nemotron[-_ ]?v?3[-_ ]?super": _HybridStandIn(40, 8, 4096, 104, 512, 22, 448, 3584),
+    r"nemotron[-_ ]?v?3[-_ ]?ultra": _HybridStandIn(48, 12, 8192, 192, 512, 22, 853, 6827),
     r"deepseek[-_ ]?v4[-_ ]?flash": _HybridStandIn(43, 0, 4096, 96, 256, 6, 2048, 2048, 129280),
 }
 
@@ -62,7 +62,7 @@ _HYBRIDS = {
 def has_latent_experts(name: str) -> bool:
     """Return True if experts use a quarter of the model's width as input and output (LatentMoE
     of Nemotron 3 Super and Ultra)."""
-    return re.search(r"nemotron_?-?3_?-?(super|ultra)", name.lower()) is not None
+    return re.search(r"nemotron[-_ ]?v?3[-_ ]?(super|ultra)", name.lower()) is not None
 
 
 def is_hybrid(name: str) -> bool:

@@ -73,6 +73,7 @@ def build_row_candidate(
         recompute=recompute,
         adapter=read_adapter(row),
         offload=_read_offload(row),
+        activation_offload="host" if row["notes.activation_offload"] else "none",
         optimizer=_read_optimizer(row["notes.optimizer"]),
         reference=_read_reference(row),
         compile=row["compile"] == "yes",

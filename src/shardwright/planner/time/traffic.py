@@ -263,13 +263,15 @@ class DataTraffic:
     """Seconds of the data-parallel communication of one pipeline rank. `gather_seconds` and
     `reduce_seconds` cover all its parameters once, `first_gather_seconds` and `last_reduce_seconds`
     the exposed parts: the first gather and the last reduction. `replica_reduce_seconds` is the
-    reduction of shards over dp_replicate, once per step."""
+    reduction of shards over dp_replicate, once per step. `idle_share`: share of an asynchronous
+    reduction in which a CPU rank's processor waits for the link."""
 
     gather_seconds: float = 0.0
     reduce_seconds: float = 0.0
     first_gather_seconds: float = 0.0
     last_reduce_seconds: float = 0.0
     replica_reduce_seconds: float = 0.0
+    idle_share: float = 0.0
 
 
 def compute_data_traffic(
@@ -287,12 +289,17 @@ def compute_data_traffic(
     reduce_size = candidate.reduce_bytes
     if layout.zero_stage == 0 or layout.fsdp == 1:
         all_ranks = StridedGroup(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
-        total = network.time_all_reduce(all_ranks, (layers.local + ends.local) * reduce_size)
-        buckets = max(1.0, (layers.local + ends.local) * reduce_size / layout.bucket_size_bytes)
+        num_bytes = (layers.local + ends.local) * reduce_size
+        total = network.time_all_reduce(all_ranks, num_bytes)
+        buckets = max(1.0, num_bytes / layout.bucket_size_bytes)
         total += (total > 0) * (
             buckets * network.efficiency.handoff_seconds + (buckets - 1) * network.handoff_seconds
         )
-        return DataTraffic(reduce_seconds=total, last_reduce_seconds=total / buckets)
+        return DataTraffic(
+            reduce_seconds=total,
+            last_reduce_seconds=total / buckets,
+            idle_share=network.get_idle_share("all_reduce", all_ranks, num_bytes),
+        )
 
     def time_calls(
         elements: ParameterElements, num_calls: float, size: float, collective: str
