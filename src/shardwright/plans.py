@@ -98,6 +98,8 @@ class Plan:
     """Results that each layer keeps, if the plan chose them; None if the recipe names a kind."""
     pointwise: PointwiseChoice = SEPARATE_FUNCTIONS
     """Functions that norms, gates and rotations call."""
+    async_tensor_parallel_reason: str | None = None
+    """Reason of `layout.async_tensor_parallel: auto`; None if the recipe names the overlap."""
 
     @property
     def shape(self) -> ModelShape:
@@ -146,6 +148,11 @@ class Plan:
             "compile": self.is_compiled,
             **({} if self.compile_reason is None else {"compile_reason": self.compile_reason}),
             "fused_pointwise": asdict(self.pointwise),
+            **(
+                {}
+                if self.async_tensor_parallel_reason is None
+                else {"async_tensor_parallel_reason": self.async_tensor_parallel_reason}
+            ),
         }
 
 
@@ -312,6 +319,8 @@ def _find_compile_obstacle(placement: Placement) -> str | None:
     layout = placement.layout
     if isinstance(placement.shape, HFShape):
         return f"the model runs through transformers' {placement.shape.class_name}"
+    if layout.async_tensor_parallel in ("chunked", "fused"):
+        return "layout.async_tensor_parallel runs outside compiled code"
     if layout.pp > 1 and has_split_backward(layout.schedule):
         return (
             f"layout.schedule {layout.schedule} delays gradients of weights, "
