@@ -9,6 +9,7 @@ import torch
 from shardwright.config import Recipe
 from shardwright.errors import RecipeError
 from shardwright.launch.devices import should_use_cuda
+from shardwright.layout.degrees import AsyncTensorParallel
 from shardwright.plans import Plan
 
 _FIELD = "layout.async_tensor_parallel"
@@ -30,7 +31,7 @@ def resolve_async_tensor_parallel(recipe: Recipe, plan: Plan) -> Plan:
         has_cuda = should_use_cuda(recipe.run.device, field="run.device")
         obstacle = find_fused_obstacle(plan, has_cuda=has_cuda)
     if setting == "auto":
-        kind = "fused" if obstacle is None else "none"
+        kind: AsyncTensorParallel = "fused" if obstacle is None else "none"
         layout = replace(plan.layout, async_tensor_parallel=kind)
         return replace(
             plan,
