@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.architecture import read_config
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.data.loader import MicroBatch
@@ -36,7 +35,6 @@ from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_communication_results import MODELS, measure_step
 from tests.multiprocess.test_layouts import TOKENS, build
 from tests.multiprocess.test_tensor import assert_equals_one_process
-from tests.reference.cases import CASES
 
 FP64 = PrecisionSection(kind="fp64")
 SPLIT_STREAM = Layout(tp=2)
@@ -84,7 +82,7 @@ def compare_with_blocking(
 
 
 @pytest.mark.parametrize("layout", [SPLIT_STREAM, WHOLE_STREAM], ids=str)
-@pytest.mark.parametrize("model", ["dense", "gpt2-dropout"])
+@pytest.mark.parametrize("model", ["dense", pytest.param("gpt2-dropout", marks=pytest.mark.long)])
 def test_one_chunk_has_the_bits_of_blocking_collectives(
     ranks: RankPool, layout: Layout, model: str
 ) -> None:
@@ -204,26 +202,12 @@ def test_recomputation_repeats_what_it_does_not_keep(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("gpt2", SPLIT_STREAM),  # matrices [in, out], biases
-        ("phi3", SPLIT_STREAM),  # joined projections
-        ("gemma2-soft-caps-bite", WHOLE_STREAM),  # norms after both branches
-        ("deepseek_v3", SPLIT_STREAM),  # only its output projection and dense layers overlap
-    ],
-)
-def test_families_have_the_gradients_of_one_process(
-    ranks: RankPool, name: str, layout: Layout
-) -> None:
-    case = VerificationCase(2, "full", dropout=True, tied=read_config(CASES[name]).tied_embeddings)
-    pipelined = replace(layout, async_tensor_parallel="chunked")
-    assert_equals_one_process(ranks, CASES[name], pipelined, case)
-
-
-@pytest.mark.parametrize(
     "layout",
     [
-        Layout(tp=2, dp_shard=2, zero_stage=3, async_tensor_parallel="chunked"),
+        pytest.param(
+            Layout(tp=2, dp_shard=2, zero_stage=3, async_tensor_parallel="chunked"),
+            marks=pytest.mark.long,
+        ),
         Layout(tp=2, pp=2, schedule="zb_h1", async_tensor_parallel="chunked"),
     ],
     ids=str,
@@ -263,7 +247,7 @@ def compare_fused_kernels(config: dict[str, Any]) -> list[float]:
     return distances
 
 
-@pytest.mark.parametrize("model", ["dense", "gpt2-dropout"])
+@pytest.mark.parametrize("model", ["dense", pytest.param("gpt2-dropout", marks=pytest.mark.long)])
 def test_fused_kernels_have_the_gradients_of_blocking_collectives(
     ranks: RankPool, model: str
 ) -> None:
