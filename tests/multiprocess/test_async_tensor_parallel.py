@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.data.loader import MicroBatch
+from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.layout.saved_results import SavedResults
 from shardwright.model.products.linear import Linear
@@ -233,6 +234,11 @@ _library: torch.library.Library | None = None
 
 
 def compare_fused_kernels(config: dict[str, Any]) -> list[float]:
+    if _library is None:
+        pipeline = PipelinedProducts(dist.group.WORLD, "fused", True)
+        operands = Linear(8, 8, bias=False).get_operands(torch.float32)
+        with pytest.raises(LayoutError, match=r"no kernel .* for a cpu device.*Use chunked"):
+            pipeline.multiply_gathered(torch.ones(1, 4, 8), [operands])
     register_fused_kernels()
     batch = build_batch(2)
     expected = compute_gradients(SPLIT_STREAM, config, "none", batch)

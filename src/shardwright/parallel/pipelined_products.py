@@ -29,7 +29,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from shardwright.errors import LayoutError
 from shardwright.layout.degrees import MAX_TENSOR_CHUNKS
 from shardwright.model.communication_results import (
     is_result_restored,
@@ -108,11 +110,11 @@ class PipelinedProducts:
         count = self.count_chunks(x_BLI.shape[1] // size)
         if self.kind == "fused":
             rows_NI = self.sort_by_chunk(x_BLI, 1)[0]
-            own = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            own = _load_fused_kernels(x_BLI).fused_matmul_reduce_scatter(
                 rows_NI, matrix_IO, "sum", 0, self.group.group_name
             )
             return own.unflatten(0, (x_BLI.shape[0], -1))
-        sums = _ScatteredSums(self, x_BLI.shape[0])
+        sums = _PendingSums(self, x_BLI.shape[0])
         parts = x_BLI.unflatten(1, (size, count, -1))
         for chunk in range(count):
             rows_NI = parts[:, :, chunk].transpose(0, 1).flatten(0, 2)
@@ -164,7 +166,7 @@ class PipelinedProducts:
     def _run_fused_gather(
         self, x_BSD: Tensor, matrices: Sequence[_MatrixAndBias]
     ) -> tuple[Tensor, list[Tensor]]:
-        gathered_ND, products = torch.ops.symm_mem.fused_all_gather_matmul(
+        gathered_ND, products = _load_fused_kernels(x_BSD).fused_all_gather_matmul(
             x_BSD.flatten(0, 1),
             [matrix for matrix, _ in matrices],
             0,
@@ -178,7 +180,7 @@ class PipelinedProducts:
         return gathered_ND[None], [self.sort_by_token([rows], x_BSD.shape[0]) for rows in biased]
 
 
-class _ScatteredSums:
+class _PendingSums:
     """Sums of the ranks' partial results, one chunk of tokens at a time."""
 
     def __init__(self, pipeline: PipelinedProducts, num_sequences: int) -> None:
@@ -188,15 +190,20 @@ class _ScatteredSums:
         self._pending: list[tuple[Any, Tensor]] = []
 
     def launch(self, partial_NO: Tensor) -> None:
-        """Begin to sum the rows of the next chunk, ordered by rank."""
+        """Begin to sum the rows of the next chunk: those of all ranks, in the order of ranks, or,
+        without sequence parallelism, all rows of the only chunk."""
         group = self._pipeline.group
-        own = partial_NO.new_empty(partial_NO.shape[0] // group.size(), partial_NO.shape[1])
-        work = reduce_scatter_single(own, partial_NO, group=group, async_op=True)
+        if self._pipeline.sequence_parallel:
+            own = partial_NO.new_empty(partial_NO.shape[0] // group.size(), partial_NO.shape[1])
+            work = reduce_scatter_single(own, partial_NO, group=group, async_op=True)
+        else:
+            own = partial_NO
+            work = dist.all_reduce(own, group=group, async_op=True)
         self._sums.append(own)
         self._pending.append((work, partial_NO))
 
     def finish(self) -> Tensor:
-        """Wait, and return this rank's tokens of all chunks, `[B, S, O]`."""
+        """Wait, and return the residual stream's tokens of all chunks, `[B, S, O]`."""
         self._pipeline.wait([work for work, _ in self._pending])
         self._pending.clear()
         parts = [rows.unflatten(0, (self._num_sequences, -1)) for rows in self._sums]
@@ -238,16 +245,15 @@ class _GatheredProducts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         gathered, *matrices = ctx.saved_tensors
         pipeline: PipelinedProducts = ctx.pipeline
-        shape = gradients[0].shape[:2]
         sorted_gradients = [
             pipeline.sort_by_chunk(gradient.detach(), ctx.num_chunks)
             if pipeline.sequence_parallel
             else gradient.detach().flatten(0, 1)[None]
             for gradient in gradients
         ]
-        pending: _PendingSum | None = None
+        pending: _PendingSums | None = None
         if ctx.needs_input_grad[0]:
-            pending = _PendingSum(pipeline, shape)
+            pending = _PendingSums(pipeline, gradients[0].shape[0])
             oriented = [
                 _orient(matrix, layer).t()
                 for matrix, layer in zip(matrices, ctx.layers, strict=True)
@@ -310,33 +316,6 @@ class _ReducedProduct(torch.autograd.Function):
         return x_gradient, None, None, matrix_gradient
 
 
-class _PendingSum:
-    """Sum over the ranks of the gradient of gathered tokens, under way."""
-
-    def __init__(self, pipeline: PipelinedProducts, shape: Sequence[int]) -> None:
-        self._pipeline = pipeline
-        self._shape = shape
-        self._scattered = _ScatteredSums(pipeline, shape[0])
-        self._summed: tuple[Any, Tensor] | None = None
-
-    def launch(self, partial_ND: Tensor) -> None:
-        """Begin to sum the next chunk."""
-        if self._pipeline.sequence_parallel:
-            self._scattered.launch(partial_ND)
-            return
-        group = self._pipeline.group
-        work = dist.all_reduce(partial_ND, group=group, async_op=True)
-        self._summed = work, partial_ND
-
-    def finish(self) -> Tensor:
-        """Wait, and return the gradient of the residual stream's tokens."""
-        if self._summed is None:
-            return self._scattered.finish()
-        work, summed_ND = self._summed
-        self._pipeline.wait([work])
-        return summed_ND.unflatten(0, self._shape)
-
-
 def _gather_and_multiply(
     pipeline: PipelinedProducts, x_BSD: Tensor, matrices: Sequence[_MatrixAndBias]
 ) -> tuple[Tensor, list[Tensor]]:
@@ -367,6 +346,29 @@ def _gather_and_multiply(
         return gathered, [
             keep_result(partial(products.__getitem__, index)) for index in range(len(matrices))
         ]
+
+
+def _load_fused_kernels(x: Tensor) -> Any:
+    """Return PyTorch's operators over symmetric memory.
+
+    Raises:
+        LayoutError: they have no kernel for the device of `x`.
+    """
+    from torch.distributed import _symmetric_memory  # registers them
+
+    assert _symmetric_memory is not None
+    key = x.device.type.upper()
+    name = "symm_mem::fused_all_gather_matmul"
+    is_fake = isinstance(x, FakeTensor)
+    if not is_fake and not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+        raise LayoutError(
+            f"PyTorch {torch.__version__} has no kernel {name} for a {x.device.type} device",
+            field="layout.async_tensor_parallel",
+            got="fused",
+            allowed="none, auto, chunked",
+            remedy="Use chunked: it has the same products and sums",
+        )
+    return torch.ops.symm_mem
 
 
 def _multiply_rows(rows_NI: Tensor, matrices: Sequence[_MatrixAndBias]) -> list[Tensor]:
