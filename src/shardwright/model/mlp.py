@@ -146,9 +146,9 @@ class FeedForward(nn.Module):
             layers.insert(0, self.gate)
         products = multiply_gathered(layers, x_BTD, tensor_parallel, dropout, "gate_up")
         if self.is_fused:
-            gate_BTF, up_BTF = products[0].chunk(2, dim=-1)
-        else:
-            gate_BTF, up_BTF = products[0] if self.is_gated else None, products[-1]
+            products = list(products[0].chunk(2, dim=-1))
+        up_BTF = products[-1]
+        gate_BTF = products[0] if len(products) == 2 else None
         if gate_BTF is None:
             inner_BTF = ACTIVATION_FUNCTIONS[self.activation](up_BTF)
         else:

@@ -261,9 +261,9 @@ class _GatheredProducts(torch.autograd.Function):
             for rows in zip(*sorted_gradients, strict=True):
                 pending.launch(_add_products(rows, oriented))
         results: list[Tensor | None] = []
-        for index, (layer, rows) in enumerate(zip(ctx.layers, sorted_gradients, strict=True)):
+        for index, (layer, gradient) in enumerate(zip(ctx.layers, sorted_gradients, strict=True)):
             needs_matrix, needs_bias = ctx.needs_input_grad[3 + 2 * index : 5 + 2 * index]
-            gradient_NO = rows.flatten(0, 1)
+            gradient_NO = gradient.flatten(0, 1)
             tokens_ND = gathered.detach().flatten(0, 1) if needs_matrix else None
             results.append(_take_weight_gradient(layer, gradient_NO, tokens_ND))
             results.append(gradients[index].flatten(0, 1).sum(0) if needs_bias else None)
