@@ -183,7 +183,7 @@ def measure_recomputation(layout: Layout, config: dict[str, Any]) -> list[Counte
 GATHERED: SavedResults = frozenset(["gathered"])
 
 
-def test_recomputation_repeats_what_it_does_not_keep(ranks: RankPool) -> None:
+def test_recomputation_repeats_results_that_it_does_not_keep(ranks: RankPool) -> None:
     """Two chunks for each gather and sum; four layers, and two micro-batches."""
     layout = replace(SPLIT_STREAM, async_tensor_parallel="chunked")
     num_blocks = 8

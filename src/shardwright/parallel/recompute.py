@@ -79,10 +79,10 @@ def _build_communication(
     """
     if layout.tp == layout.cp == layout.ep == 1:
         return None
-    kept = _STREAM_RESULTS
+    communicated = _STREAM_RESULTS
     if layout.async_tensor_parallel != "none" and layout.sequence_parallel:
-        kept |= _GATHERED_PRODUCTS
-    names: set[str | None] = {STATISTICS, *(results & kept)}
+        communicated |= _GATHERED_PRODUCTS
+    names: set[str | None] = {STATISTICS, *(results & communicated)}
     if not shape.is_block_end_read:
         names.discard("down")
         names.add(UNREAD_END)

@@ -42,7 +42,7 @@ COMPILED = CompileChoice(True, "test")
         ("fused", {"layout": {"sequence_parallel": False}}, "sequence_parallel is false"),
     ],
 )
-def test_what_cannot_overlap_is_refused_and_auto_says_why(
+def test_an_overlap_that_cannot_run_is_refused_and_auto_has_the_reason(
     tmp_path: Path, overlap: str, sections: dict[str, Any], message: str
 ) -> None:
     def build(overlap: str) -> Any:
