@@ -130,6 +130,9 @@ class Plan:
         """Return the plan as JSON values for the run folder."""
         stages = self.placement.stages
         context = self.placement.context
+        choice = self.recompute_choice
+        fields = ("precision_reason", "compile_reason", "async_tensor_parallel_reason")
+        reasons = {name: getattr(self, name) for name in fields}
         return {
             "layout": asdict(self.layout) | {"world_size": self.layout.world_size},
             **({} if stages is None else {"stages": [asdict(stage) for stage in stages]}),
@@ -137,22 +140,10 @@ class Plan:
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
             "precision": self.precision.model_dump(mode="json"),
             "recompute": self.recompute,
-            **(
-                {}
-                if self.recompute_choice is None
-                else {"recompute_choice": self.recompute_choice.as_dict()}
-            ),
-            **(
-                {} if self.precision_reason is None else {"precision_reason": self.precision_reason}
-            ),
+            **({} if choice is None else {"recompute_choice": choice.as_dict()}),
             "compile": self.is_compiled,
-            **({} if self.compile_reason is None else {"compile_reason": self.compile_reason}),
             "fused_pointwise": asdict(self.pointwise),
-            **(
-                {}
-                if self.async_tensor_parallel_reason is None
-                else {"async_tensor_parallel_reason": self.async_tensor_parallel_reason}
-            ),
+            **{name: reason for name, reason in reasons.items() if reason is not None},
         }
 
 
