@@ -27,6 +27,8 @@ from operator import add
 from typing import NamedTuple
 
 from shardwright.config.recipe import RecomputeMode
+from shardwright.layout import Layout
+from shardwright.layout.degrees import MAX_TENSOR_CHUNKS
 from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.attention_activations import resolve_context_method
@@ -106,16 +108,26 @@ def compute_layer_traffic(
         facts, candidate, network, groups["cp"]
     )
     directions = []
-    for tensor, context, experts, attention in (
-        (tensor_forward, context_forward, expert, seconds.attention_forward),
+    overlap_share = _get_tensor_overlap(layout)
+    for tensor, products, context, experts, attention in (
+        (
+            tensor_forward,
+            seconds.forward - seconds.attention_forward,
+            context_forward,
+            expert,
+            seconds.attention_forward,
+        ),
         (
             tensor_backward + tensor_repeated,
+            seconds.backward - seconds.attention_backward,
             context_backward + repeats_attention * context_forward,
             expert * (1 + is_recomputed),
             seconds.attention_backward,
         ),
     ):
-        hidden_tensor = tensor * efficiency.tensor_overlap
+        hidden_tensor = max(
+            tensor * efficiency.tensor_overlap, min(tensor * overlap_share, products)
+        )
         hidden_context = (
             min(context, attention) * efficiency.context_overlap if can_overlap else 0.0
         )
@@ -246,6 +258,14 @@ def _compute_expert_seconds(
     return candidate.engine.time_expert_exchange(
         network, group, experts, tokens, per_row, sequence_group
     )
+
+
+def _get_tensor_overlap(layout: Layout) -> float:
+    """Return the share of a layer's tensor-parallel communication that may overlap with its
+    products; the first part of it does not."""
+    if layout.async_tensor_parallel == "chunked":
+        return 1.0 - 1.0 / MAX_TENSOR_CHUNKS
+    return 1.0 - 1.0 / layout.tp if layout.async_tensor_parallel == "fused" else 0.0
 
 
 def _get_expert_overlap(candidate: Candidate, network: NetworkModel) -> float:
