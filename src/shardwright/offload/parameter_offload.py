@@ -25,7 +25,7 @@ from shardwright.numerics import scale_
 from shardwright.offload.block_uses import BlockUses, Use
 from shardwright.offload.parameter_store import DiskParameterStore, ParameterStore
 from shardwright.offload.pinned_parameter_store import PinnedParameterStore
-from shardwright.offload.state_buckets import PAGE_BYTES
+from shardwright.offload.state_buckets import round_to_pages
 from shardwright.offload.store import TransferCounts, TransferReporter
 from shardwright.offload.trained_block import BlockMember, TrainedBlock, WeightMemory
 from shardwright.offload.weight_offload import read_bytes
@@ -94,9 +94,9 @@ class ParameterOffload(BlockUses):
             offsets.append(size)
             size += round_to_pages(weight.num_bytes)
         gradient_bytes = sum(round_to_pages(item.num_bytes) for item in weights if item.is_trained)
-        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        memory = self.store.allocate(size)
         block = TrainedBlock(self.store.add(size), self.store.add(gradient_bytes))
-        block.memories.append(WeightMemory(memory, size, 0))
+        block.memories.append(WeightMemory(memory, memory.untyped_storage().nbytes(), 0))
         gradient_offset = 0
         for weight, offset in zip(weights, offsets, strict=True):
             values = memory[offset : offset + weight.num_bytes].view(weight.dtype)
@@ -237,7 +237,7 @@ class ParameterOffload(BlockUses):
     def read_weight(self, name: str) -> Tensor:
         """Return a copy of a weight on the device."""
         block, member = self._find(name)
-        memory = torch.empty(member.num_bytes, dtype=torch.uint8, device=self.device)
+        memory = self.store.allocate(member.num_bytes)
         if member.num_bytes:
             self.store.read(block.weight_place + member.offset, memory)()
         return memory.view(member.parameter.dtype).view(member.shape)
@@ -279,11 +279,6 @@ class ParameterOffload(BlockUses):
                 block.release()
         self._blocks.clear()
         self.store.close()
-
-
-def round_to_pages(num_bytes: int) -> int:
-    """Return the bytes of the whole pages that hold `num_bytes`."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def build_parameter_offload(

@@ -20,9 +20,9 @@ from shardwright.offload.block_uses import Phase, Use
 from shardwright.offload.parameter_offload import (
     FinishGradients,
     ParameterOffload,
-    round_to_pages,
 )
 from shardwright.offload.parameter_store import ParameterStore
+from shardwright.offload.state_buckets import round_to_pages
 from shardwright.offload.trained_block import (
     BlockMember,
     TrainedBlock,

@@ -198,5 +198,10 @@ def _add_divided_parameter(
         partition.buckets.append(StateBucket((piece,), tuple(ranges)))
 
 
+def round_to_pages(num_bytes: int) -> int:
+    """Return the bytes of the whole pages that hold `num_bytes`."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def _round_up(num_bytes: int, multiple: int) -> int:
     return -(-num_bytes // multiple) * multiple
