@@ -146,12 +146,15 @@ def predict(recipe: Path, changes: list[str], profile: Path | None) -> dict[str,
     """Return the planner's memory and time of the recipe's layout by the measured rates."""
     if profile is None:
         return None
-    command = [sys.executable, "-m", "shardwright", "plan", str(recipe), "--json", "--data"]
+    command = [sys.executable, "-m", "shardwright", "plan", str(recipe), "--json", *changes]
     done = subprocess.run(
-        [*command, "--profile", str(profile), *changes], capture_output=True, text=True, check=True
+        [*command, "--cluster", "1xCPU", "--profile", str(profile)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    chosen = json.loads(done.stdout)["layouts"][0]
-    return {key: chosen[key] for key in ("memory", "time") if key in chosen}
+    planned = json.loads(done.stdout)["as_the_recipe_has_it"]
+    return {key: planned[key] for key in ("memory_bytes", "step_seconds")}
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:

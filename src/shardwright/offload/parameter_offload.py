@@ -194,18 +194,28 @@ class ParameterOffload(BlockUses):
         """Multiply the gradients of this step by a factor, when they return for the update."""
         self._gradient_factor = factor
 
+    def get_unit(self, name: str) -> int | None:
+        """Return the blocks that a weight arrives with, by their first layer; None if it stays."""
+        return self._layer_of_name.get(name)
+
+    def find_unit(self, names: Iterable[str]) -> int | None:
+        """Return the unit of those of the parameters that move; None if all stay."""
+        units = {self._layer_of_name[name] for name in names if name in self._layer_of_name}
+        assert len(units) <= 1, "a bucket has weights of two units"
+        return next(iter(units), None)
+
     def bring_for_update(self, names: Iterable[str]) -> None:
-        """Bring weights and gradients of the blocks of parameters that are updated next.
+        """Bring weights and gradients of the unit of parameters that are updated next.
 
         Blocks of other parameters leave: the caller goes through the parameters in the model's
         order. `finish_update` ends the update.
         """
-        layers = {self._layer_of_name[name] for name in names if name in self._layer_of_name}
-        if not layers:
+        layer = self.find_unit(names)
+        if layer is None:
             return
-        following = self._layers[self._layers.index(max(layers)) + 1 :][:1]
-        self._release_others({*layers, *following})
-        for layer in sorted(layers - self._updated_layers):
+        following = self._layers[self._layers.index(layer) + 1 :][:1]
+        self._release_others({layer, *following})
+        if layer not in self._updated_layers:
             block = self._blocks[layer]
             self._launch((layer, "backward"))
             block.finish_writes()
@@ -214,7 +224,8 @@ class ParameterOffload(BlockUses):
             if self._gradient_factor != 1.0:
                 scale_([item for item in gradients if item is not None], self._gradient_factor)
             block.is_changed = True
-        self._updated_layers |= layers
+        assert self._blocks[layer].is_present, "the update has left this unit"
+        self._updated_layers.add(layer)
         for layer in following:
             self._launch((layer, "backward"))
 
