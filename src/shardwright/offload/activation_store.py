@@ -151,7 +151,7 @@ class ScratchStore(ScratchTransfers):
 
     def read(self, place: _Region, num_bytes: int) -> tuple[Tensor, Wait]:
         """Read a region whose write has been waited for."""
-        data = self.allocate(num_bytes)
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         job = self._start_read(place.offset_bytes, data)
         place.jobs.append(job)
         return data, lambda: self._wait(job)

@@ -131,12 +131,14 @@ class ScratchTransfers:
         return memory[: memory.numel() // PAGE_BYTES * PAGE_BYTES]
 
     def _read_pages(self, pages: Tensor, position: int) -> None:
-        data = _view_bytes(pages)
-        self._attempt("read", partial(self._disk.read_at, self._descriptor, data, position))
+        if pages.numel():
+            data = _view_bytes(pages)
+            self._attempt("read", partial(self._disk.read_at, self._descriptor, data, position))
 
     def _write_pages(self, pages: Tensor, position: int) -> None:
-        data = _view_bytes(pages)
-        self._attempt("written", partial(self._disk.write_at, self._descriptor, data, position))
+        if pages.numel():
+            data = _view_bytes(pages)
+            self._attempt("written", partial(self._disk.write_at, self._descriptor, data, position))
 
     def _attempt(self, verb: str, operation: Callable[[], _Result]) -> _Result:
         """Run a file operation; raise one error that names the folder."""
