@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from shardwright.config.offload import OffloadTier
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources
 from shardwright.offload.block_uses import Phase, Use
-from shardwright.offload.parameter_offload import (
-    FinishGradients,
-    ParameterOffload,
-)
+from shardwright.offload.parameter_offload import FinishGradients, ParameterOffload
 from shardwright.offload.parameter_store import ParameterStore
 from shardwright.offload.state_buckets import round_to_pages
 from shardwright.offload.trained_block import (
