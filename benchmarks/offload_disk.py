@@ -140,7 +140,8 @@ def measure_update() -> tuple[float, float]:
     optimizer = torch.optim.AdamW([weights], fused=True)
     first, second = torch.zeros(2, 2**26)
     optimizer.step()
-    updates, additions = [], []
+    updates: list[float] = []
+    additions: list[float] = []
     for _ in range(3):
         start_seconds = time.perf_counter()
         optimizer.step()
