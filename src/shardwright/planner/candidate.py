@@ -30,9 +30,6 @@ OPTIMIZER_OFFLOADS: dict[OffloadTier, OffloadKind] = {
 }
 """Kind of offloading by the tier of the optimizer states."""
 
-TRAINED_OFFLOAD_OPTIMIZERS: tuple[OptimizerKind, ...] = ("adamw", "adamw_8bit", "sgd_momentum")
-"""Optimizers whose update of some parameters does not depend on others."""
-
 AttentionLoads = tuple[tuple[int | None, float], ...]
 """Attention work of the busiest context-parallel rank over the mean of all, by window of the
 layers (None for layers without one)."""
@@ -159,11 +156,17 @@ class Candidate:
             and self.can_offload_trained
             and not self.is_updated_on_host
             and not self.is_deferring
-            and not (self.is_sharded and self.layout.dp_replicate > 1)
-            and self.optimizer in TRAINED_OFFLOAD_OPTIMIZERS
+            and self.optimizer != "sgd"
             and self.precision not in ("fp8", "nvfp4")
             and self.working_weights is not True
         )
+
+    @property
+    def has_resident_sums(self) -> bool:
+        """True if FSDP2 adds up offloaded shards' gradients on the device until it sums them over
+        replicas."""
+        is_accumulated = self.gradient_accumulation_steps > 1
+        return self.has_offloaded_shards and is_accumulated and self.layout.dp_replicate > 1
 
     @property
     def optimizer_tier(self) -> OffloadTier:

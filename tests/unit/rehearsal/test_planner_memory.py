@@ -309,6 +309,10 @@ LONG_CASES = [
     ),
     Case("llama", Layout(pp=2, dp_shard=2, zero_stage=3), steps=4, sections=TRAINED_ON_DISK),
     Case("gpt2", Layout(dp_shard=2, zero_stage=3), kind="fp32", sections=TRAINED_ON_DISK),
+    Case("llama", Layout(dp_replicate=2, dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK),
+    Case(
+        "llama", Layout(dp_replicate=2, dp_shard=2, zero_stage=3), steps=2, sections=TRAINED_ON_DISK
+    ),
 ]
 
 LESS_EXACT = dict.fromkeys(

@@ -131,12 +131,14 @@ def compute_persistent_memory(
             local=trained.local - trained.movable, sharded=trained.sharded - trained.movable_sharded
         )
     unreduced = trained if candidate.has_offloaded_shards else resident
-    gradients = (unreduced.local if is_unsharded else resident.sharded) * engine.get_gradient_bytes(
-        master
-    )
+    accumulated = trained if candidate.has_resident_sums else resident
+    gradient_bytes = engine.get_gradient_bytes(master)
+    gradients = (unreduced.local if is_unsharded else accumulated.sharded) * gradient_bytes
     has_separate_shard = is_unsharded and stage >= 1 and engine.has_master_weights
     reduced = resident.sharded * master if has_separate_shard else 0.0
     updated = reduced or gradients
+    if candidate.has_resident_sums:
+        updated = resident.sharded * gradient_bytes
     optimizer = engine.get_optimizer_bytes(candidate.optimizer, master) * (
         trained.local if stage == 0 else trained.sharded
     )

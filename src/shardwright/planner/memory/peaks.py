@@ -128,9 +128,12 @@ def _compute_loss_peak(
     is_accumulated = candidate.gradient_accumulation_steps > 1
     # Blocks with offloaded weights on the device, and blocks with their gradients. The next block
     # after the loss is the last one again, but in a pipeline another one. FSDP2 gathers a block
-    # ahead, so one more gradient has returned. At stage 1 none return: whole ones never left.
+    # ahead, so one more gradient has returned. At stage 1, and beside replicas, none return: whole
+    # ones, or sums, never left.
     has_shards = candidate.has_offloaded_shards
-    is_returning = is_accumulated and not (has_shards and layout.zero_stage == 1)
+    is_returning = is_accumulated and not (
+        candidate.has_resident_sums or (has_shards and layout.zero_stage == 1)
+    )
     at_loss = (1.0 + (layout.pp > 1), float(is_returning))
     in_backward = (2.0, (2.0 + has_shards) * is_returning)
     beside_leaving = (2.0, in_backward[1] + 1.0)
