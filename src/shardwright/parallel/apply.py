@@ -57,6 +57,7 @@ from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.expert_parallel import build_token_dispatcher
 from shardwright.parallel.fsdp import apply_fsdp, apply_fsdp_root
 from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
+from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.low_precision import install_low_precision
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.offloaded_weights import (
@@ -179,6 +180,7 @@ def apply_layout(
             )
         resident = {name: part for name, part in layouts.items() if name not in offloaded}
         _fill_parameters(decoder, resident, layout, coordinates, read_slice)
+    gather_codes(fsdp_modules)
     if offload is not None and shard_offload is None:
         boxes = {
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)

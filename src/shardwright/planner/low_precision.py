@@ -57,6 +57,8 @@ _KERNEL_GENERATIONS: dict[LowPrecisionRecipe, tuple[str, ...]] = {
 _GROUPED_GENERATIONS: dict[LowPrecisionRecipe, tuple[str, ...]] = {
     "rowwise": ("Hopper", "Blackwell"),
     "rowwise_with_gw_hp": ("Hopper", "Blackwell"),
+    "blockwise": ("Hopper",),
+    "mxfp8": ("Blackwell",),
 }
 
 

@@ -75,22 +75,29 @@ def test_kernels_give_the_numbers_of_the_emulation(
     assert_equal_but_for_rounding(computed.cpu().float(), emulated.float())
 
 
-@pytest.mark.parametrize("counts", [[40, 0, 25, 63], [0, 0, 0, 128], [0, 0, 0, 0]])
+@pytest.mark.parametrize("counts", [[40, 0, 25, 190], [0, 0, 0, 128], [0, 0, 0, 0]])
 @pytest.mark.parametrize("product", ["compute_expert_output", "compute_expert_input_gradient"])
-@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
 def test_grouped_kernels_give_the_numbers_of_the_emulation(
     name: str, product: str, counts: list[int]
 ) -> None:
+    """Rows of experts begin inside tiles and blocks; only `blockwise` makes the host wait."""
     generator = torch.Generator().manual_seed(0)
-    w_ENK = torch.randn(4, 48, 32, generator=generator)
-    w_ENK = (w_ENK * torch.exp2(torch.arange(4.0))[:, None, None]).bfloat16()
-    width = 32 if product == "compute_expert_output" else 48
-    x = torch.randn(sum(counts), width, generator=generator).bfloat16()
+    outputs, inputs = (256, 384) if name == "blockwise" else (160, 96)
+    w_ENK = torch.randn(4, outputs, inputs, generator=generator)
+    w_ENK *= torch.exp2(torch.randint(-6, 7, (4, outputs, inputs), generator=generator))
+    width = inputs if product == "compute_expert_output" else outputs
+    x = torch.randn(sum(counts), width, generator=generator)
+    x *= torch.exp2(torch.randint(-6, 7, (sum(counts), 1), generator=generator))
+    x, w_ENK = x.bfloat16(), w_ENK.bfloat16()
     counts_E = torch.tensor(counts)
     emulated = getattr(ScaledProducts(PRODUCT_SCALINGS[name]), product)(x, w_ENK, counts_E)
-    computed = getattr(ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False), product)(
-        x.to(GPU), w_ENK.to(GPU), counts_E.to(GPU)
-    )
+    moved = [each.to(GPU) for each in (x, w_ENK, counts_E)]
+    with device.log_synchronisations() as waits:
+        computed = getattr(ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False), product)(
+            *moved
+        )
+    assert sum(waits.values()) == (name == "blockwise" and sum(counts) > 0)
     assert computed.shape == emulated.shape
     if sum(counts):
         assert_equal_but_for_rounding(computed.cpu().float(), emulated.float())
