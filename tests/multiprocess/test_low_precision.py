@@ -56,7 +56,7 @@ CASES = {
     "mxfp8-zb": (DENSE, "mxfp8", Layout(pp=2, schedule="zb_h1"), 4),
     "mxfp8-ep": (SPARSE, "mxfp8", Layout(dp_shard=2, ep=2, zero_stage=3), 1),
     "blockwise-zero3": (BROAD, "blockwise", Layout(dp_shard=2, zero_stage=3), 1),
-    "blockwise-ep": (BROAD_SPARSE, "blockwise", Layout(dp_shard=2, ep=2, zero_stage=3), 1),
+    "blockwise-experts": (BROAD_SPARSE, "blockwise", Layout(dp_shard=2, zero_stage=3), 1),
     "blockwise-pp": (WIDE, "blockwise", Layout(pp=2), 4),
     "tensorwise-tp-sp": (DENSE, "tensorwise", TENSOR, 2),
     "tensorwise-zb": (DENSE, "tensorwise", Layout(pp=2, schedule="zb_h1"), 4),

@@ -52,12 +52,12 @@ from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
+from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.expert_parallel import build_token_dispatcher
 from shardwright.parallel.fsdp import apply_fsdp, apply_fsdp_root
 from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
-from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.low_precision import install_low_precision
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.offloaded_weights import (

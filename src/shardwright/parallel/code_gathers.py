@@ -41,22 +41,22 @@ def gather_codes(fsdp_modules: Sequence[FSDPModule]) -> list[str]:
     """
     gathered: list[str] = []
     whole: list[str] = []
-    for module in fsdp_modules:
-        for group in list_parameter_groups(module):
-            for parameter in group.fsdp_params:
-                owner = parameter._module_info.module
-                products: ScaledProducts | None = getattr(owner, "scaled", None)
-                scaling = None if products is None else products.scaling.gathered_weight
-                if products is None or scaling is None or parameter._module_info.param_name != "weight":
-                    continue
-                shape = tuple(parameter._orig_size)
-                if owner.is_transposed or not has_whole_block_shards(
-                    shape, parameter.mesh_info.shard_mesh_size
-                ):
-                    whole.append(products.name)
-                    continue
-                _extend(parameter, _CodeGather(products, scaling))
-                gathered.append(products.name)
+    groups = [group for module in fsdp_modules for group in list_parameter_groups(module)]
+    for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
+        info = parameter._module_info
+        products: ScaledProducts | None = getattr(info.module, "scaled", None)
+        scaling = None if products is None else products.scaling.gathered_weight
+        if products is None or scaling is None or info.param_name != "weight":
+            continue
+        shape = tuple(parameter._orig_size)
+        num_shards = parameter.mesh_info.shard_mesh_size
+        if num_shards == 1:  # experts, if every rank has its own
+            continue
+        if info.module.is_transposed or not has_whole_block_shards(shape, num_shards):
+            whole.append(products.name)
+            continue
+        _extend(parameter, _CodeGather(products, scaling))
+        gathered.append(products.name)
     if whole:
         logger.info(
             "%d of %d quantised weights are gathered in the compute precision, not in 8 bits: a "
