@@ -102,6 +102,11 @@ def test_gathered_codes_give_the_gradients_of_gathered_bf16(ranks: RankPool, nam
         num_gathers = 2 * cell.accumulation if cell.layout.zero_stage == 3 else 1
         saved = narrow.code_elements - 4 * narrow.code_elements // BLOCK_ELEMENTS
         assert wide.gathered_bytes - narrow.gathered_bytes == num_gathers * saved
+        # Each product counts a whole weight, each gather a rank's half.
+        num_products = cell.accumulation * (2 + (cell.recompute == "full"))
+        fewer = (2 * num_products - num_gathers) * narrow.code_elements // 2
+        assert (wide.counts - narrow.counts)[:, 3].sum() == fewer
+        assert narrow.counts[:, 1].sum() > 0
 
 
 @pytest.mark.parametrize("mutation", ["stale", "other block"])
