@@ -164,9 +164,11 @@ def _multiply_groups(
     num_summed, num_columns = right_EKN.shape[1:]
     first_tile_row = 0
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        left, right = left_MK[start:end].float(), right_EKN[expert].float()
+        left = left_MK[start:end].float()
+        right = right_EKN[expert].float()
         if recipe_a == [_ROW]:
-            left_scales, right_scales = scale_a[0][start:end, None], scale_b[0][expert, None]
+            left_scales = scale_a[0][start:end, None]
+            right_scales = scale_b[0][expert, None]
         else:
             assert recipe_a == [_ROW_32], "torch has no other grouped kernel for 8 bits"
             assert swizzle_a == swizzle_b == [_SWIZZLED]

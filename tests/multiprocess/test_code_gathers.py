@@ -26,15 +26,11 @@ from tests.multiprocess.scaled_operands import (
 )
 
 BLOCK_ELEMENTS = 128 * 128
+BLOCKS = FP8Section(recipe="blockwise")
 CELLS = {
-    "zero3": Cell(BROAD, FP8Section(recipe="blockwise"), Layout(dp_shard=2, zero_stage=3), 2),
-    "zero3-full": Cell(
-        BROAD, FP8Section(recipe="blockwise"), Layout(dp_shard=2, zero_stage=3), 1, "full"
-    ),
-    "zero2": Cell(BROAD, FP8Section(recipe="blockwise"), Layout(dp_shard=2, zero_stage=2), 2),
-    "experts": Cell(
-        BROAD_SPARSE, FP8Section(recipe="blockwise"), Layout(dp_shard=2, zero_stage=3), 1
-    ),
+    "zero3": Cell(BROAD, BLOCKS, Layout(dp_shard=2, zero_stage=3), 2, "full"),
+    "zero2": Cell(BROAD, BLOCKS, Layout(dp_shard=2, zero_stage=2), 2),
+    "experts": Cell(BROAD_SPARSE, BLOCKS, Layout(dp_shard=2, zero_stage=3)),
 }
 
 
@@ -87,7 +83,10 @@ def run_step(cell: Cell, mutation: str) -> Step:
     )
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize(
+    "name",
+    ["zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2", "experts"))],
+)
 def test_gathered_codes_give_the_gradients_of_gathered_bf16(ranks: RankPool, name: str) -> None:
     cell = CELLS[name]
     plain = ranks.run(2, run_step, cell, "bf16")
@@ -107,11 +106,8 @@ def test_gathered_codes_give_the_gradients_of_gathered_bf16(ranks: RankPool, nam
         fewer = (2 * num_products - num_gathers) * narrow.code_elements // 2
         assert (wide.counts - narrow.counts)[:, 3].sum() == fewer
         assert narrow.counts[:, 1].sum() > 0
-
-
-@pytest.mark.parametrize("mutation", ["stale", "other block"])
-def test_wrong_scales_of_gathered_codes_change_gradients(ranks: RankPool, mutation: str) -> None:
-    cell = CELLS["zero3"]
-    right = ranks.run(2, run_step, cell, "none")[0].gradients
-    wrong = ranks.run(2, run_step, cell, mutation)[0].gradients
-    assert any(not torch.equal(right[name], wrong[name]) for name in right)
+    if name == "zero3":  # each mutation is noticed
+        for mutation in ("stale", "other block"):
+            wrong = ranks.run(2, run_step, cell, mutation)[0].gradients
+            right = plain[0].gradients
+            assert any(not torch.equal(right[key], wrong[key]) for key in right)

@@ -154,8 +154,8 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
     _, half, _ = predict(16, 3, recipe="blockwise", targets=("mlp",))
     share = 3 * matrix / coded
     assert half == pytest.approx(2 * (coded + rest) - share * coded)
-    _, cut, _ = predict(64, 3, recipe="blockwise")
-    assert cut == pytest.approx(2 * matrix + 2 * (matrix + attention + rest))
+    _, partial, _ = predict(64, 3, recipe="blockwise")
+    assert partial == pytest.approx(2 * matrix + 2 * (matrix + attention + rest))
     efficiency = load_efficiencies().get_efficiency(H100.accelerator)
     predictor = Predictor(facts, H100, efficiency)
     wide = predictor.predict(replace(block, scaled_shares=None))

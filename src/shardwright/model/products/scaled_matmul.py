@@ -124,7 +124,8 @@ def multiply_experts_on_device(
                 codes_MK, codes_EKN, 1.0 / left.multipliers, 1.0 / multipliers_ENK, counts_E, dtype
             )
             return product
-        kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+        kind = ScalingType.BlockWise1x32
+        order = SwizzleType.SWIZZLE_32_4_4
         left_scales = _spread_rows(_compute_e8m0_scales(left.multipliers), counts_E)
         right_scales = _compute_e8m0_scales(multipliers_ENK).view(torch.uint8)
         right_scales = F.pad(right_scales, (0, 0, 0, -num_columns % _TILE_ROWS)).flatten(0, 1)
@@ -133,7 +134,8 @@ def multiply_experts_on_device(
             arrange_scales(right_scales.view(torch.float8_e8m0fnu)).view(num_experts, -1),
         )
     else:
-        kind, order = ScalingType.RowWise, SwizzleType.NO_SWIZZLE
+        kind = ScalingType.RowWise
+        order = SwizzleType.NO_SWIZZLE
         # Scales per output column: one per expert and row of a transposed matrix, or per column.
         scales_EN = (1.0 / right.multipliers).reshape(num_experts, -1)
         scales = (
