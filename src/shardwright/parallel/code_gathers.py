@@ -59,8 +59,8 @@ def gather_codes(fsdp_modules: Sequence[FSDPModule]) -> list[str]:
         gathered.append(products.name)
     if whole:
         logger.info(
-            "%d of %d quantised weights are gathered in the compute precision, not in 8 bits: their "
-            "shards are no whole blocks of 128 rows, or they are stored as [in, out] (%s)",
+            "%d of %d quantised weights are gathered in the compute precision, not in 8 bits: "
+            "their shards are no whole blocks of 128 rows, or they are stored as [in, out] (%s)",
             len(whole),
             len(whole) + len(gathered),
             ", ".join(whole[:3]) + (", .." if len(whole) > 3 else ""),
