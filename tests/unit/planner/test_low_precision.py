@@ -151,6 +151,12 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
     # Stage 2 gathers once per step, and the backward pass reads the same codes.
     _, _, once = predict(16, 2, recipe="blockwise")
     assert casts - once == pytest.approx(EAGER_BYTES * coded / 16)
+    compiled = [
+        sum(count_quantisation_bytes(facts, kind, replace(block, layout=each, compile=True)))
+        for each in (block.layout, Layout())
+    ]
+    shards = 2 * EAGER_BYTES * coded / 16
+    assert compiled[1] - compiled[0] == pytest.approx(2 * COMPILED_BYTES * coded - shards)
     _, half, _ = predict(16, 3, recipe="blockwise", targets=("mlp",))
     share = 3 * matrix / coded
     assert half == pytest.approx(2 * (coded + rest) - share * coded)

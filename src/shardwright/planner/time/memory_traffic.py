@@ -239,7 +239,8 @@ def _compute_quantised_shares(
 ) -> tuple[float, float]:
     """Compute the share of a weight that a rank quantises in the forward and the backward pass.
 
-    A rank quantises its shard before a gather of codes, and stage 3 gathers in both passes.
+    A rank quantises its shard before a gather of codes, and stage 3 gathers in both passes. That is
+    never compiled, so with compiled blocks the share is that of as many compiled quantisations.
     """
     layout = candidate.layout
     is_expert = product.sharding.startswith("expert")
@@ -250,7 +251,8 @@ def _compute_quantised_shares(
         shape = (experts.num_experts // layout.ep, *shape)
     if not (shares.gathered and candidate.is_sharded and has_whole_block_shards(shape, num_shards)):
         return 1.0, 1.0
-    return 1.0 / num_shards, (layout.zero_stage == 3) / num_shards
+    cost = shares.eager_bytes / COMPILED_BYTES if candidate.compile else 1.0
+    return cost / num_shards, (layout.zero_stage == 3) * cost / num_shards
 
 
 def compute_local_sides(product: Matmul, candidate: Candidate) -> tuple[float, float]:
