@@ -246,7 +246,7 @@ def _compute_quantised_shares(
     is_expert = product.sharding.startswith("expert")
     num_shards = layout.fsdp // (layout.ep if is_expert else 1)
     experts = facts.shape.experts
-    shape = (int(num_out), product.num_inputs)
+    shape: tuple[int, ...] = (int(num_out), product.num_inputs)
     if is_expert and experts is not None:
         shape = (experts.num_experts // layout.ep, *shape)
     if not (shares.gathered and candidate.is_sharded and has_whole_block_shards(shape, num_shards)):
