@@ -21,7 +21,7 @@ from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import RankFailed
 from shardwright.offload import ShardOffload
-from shardwright.parallel.sharded_weights import list_groups
+from shardwright.parallel.sharded_weights import list_parameter_groups
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients
@@ -171,7 +171,7 @@ def count_present(recipe: Recipe, world_size: int) -> tuple[int, ...]:
     batches = read_step_micro_batches(
         validated_run.data.train, order, validated_run.plan.batch, 0, torch.distributed.get_rank()
     )
-    groups = [group for module in model.fsdp_modules for group in list_groups(module)]
+    groups = [group for module in model.fsdp_modules for group in list_parameter_groups(module)]
     present = []
 
     def count(*_: Any) -> None:

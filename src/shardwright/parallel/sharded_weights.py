@@ -81,7 +81,7 @@ def _list_units(
     """Return the blocks and FSDP2's groups of each unit, by the index of its first layer."""
     units: dict[int, tuple[list[Block], list[Any]]] = {}
     unit_of_module: dict[nn.Module, int] = {}
-    groups = [group for module in fsdp_modules for group in list_groups(module)]
+    groups = [group for module in fsdp_modules for group in list_parameter_groups(module)]
     for group in groups:
         blocks = [module for module in group.modules if isinstance(module, Block)]
         if blocks:
@@ -95,7 +95,7 @@ def _list_units(
     return {unit: units[unit] for unit in sorted(units)}
 
 
-def list_groups(module: FSDPModule) -> list[Any]:
+def list_parameter_groups(module: FSDPModule) -> list[Any]:
     """List FSDP2's groups of parameters of a module; before torch 2.13 there is one at most."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):

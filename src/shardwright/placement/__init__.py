@@ -5,6 +5,7 @@ from shardwright.placement.low_precision import (
     compute_token_multiple,
     describe_bits,
     has_micro_batch_scales,
+    has_whole_block_shards,
     select_scaled_weights,
 )
 from shardwright.placement.model_placement import Placement, partition_stages, place_model

@@ -14,6 +14,7 @@ from shardwright.layout.saved_results import LayerResults
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.low_precision import ScaledShares
+from shardwright.planner.model_costs import ParameterElements
 from shardwright.schedule.registry import has_split_backward
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
@@ -209,6 +210,18 @@ class Candidate:
     def is_sharded(self) -> bool:
         """True if ZeRO shards parameters or states over more than one rank."""
         return self.layout.is_sharded
+
+    def get_gather_bytes(self, elements: ParameterElements) -> float:
+        """Return the mean bytes of an element of gathered parameters, in transfer and in memory.
+
+        Codes of 8-bit weights have one; the scales of their blocks are not counted.
+        """
+        size = self.engine.get_gather_bytes(self.activation_bytes)
+        shares = self.scaled_shares
+        if shares is None or not shares.gathered or not self.is_sharded or self.adapter is not None:
+            return size
+        coded = shares.gathered * elements.in_blocks / max(1.0, elements.local)
+        return size - coded * (size - 1.0)
 
     @property
     def has_offloaded_shards(self) -> bool:

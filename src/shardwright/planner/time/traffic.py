@@ -305,7 +305,8 @@ def compute_data_traffic(
     one group of them, and of embedding and head."""
     layout = candidate.layout
     layers, group, ends = parts
-    gather_size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
+    layer_size = candidate.get_gather_bytes(layers)
+    end_size = candidate.get_gather_bytes(ends)
     reduce_size = candidate.reduce_bytes
     if layout.zero_stage == 0 or layout.fsdp == 1:
         all_ranks = StridedGroup(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
@@ -340,12 +341,12 @@ def compute_data_traffic(
 
     num_calls_per_pass = max(1, num_groups)
     return DataTraffic(
-        gather_seconds=time_calls(layers, num_calls_per_pass, gather_size, "all_gather")
-        + time_calls(ends, 1, gather_size, "all_gather"),
+        gather_seconds=time_calls(layers, num_calls_per_pass, layer_size, "all_gather")
+        + time_calls(ends, 1, end_size, "all_gather"),
         reduce_seconds=time_calls(layers, num_calls_per_pass, reduce_size, "reduce_scatter")
         + time_calls(ends, 1, reduce_size, "reduce_scatter"),
-        first_gather_seconds=time_calls(ends, 1, gather_size, "all_gather")
-        + time_calls(group, 1, gather_size, "all_gather"),
+        first_gather_seconds=time_calls(ends, 1, end_size, "all_gather")
+        + time_calls(group, 1, layer_size, "all_gather"),
         last_reduce_seconds=time_calls(ends, 1, reduce_size, "reduce_scatter"),
         replica_reduce_seconds=network.time_all_reduce(
             groups["dp_replicate"], (layers.sharded + ends.sharded) * reduce_size
