@@ -110,7 +110,13 @@ def _list_checks(arguments: argparse.Namespace) -> list[Step]:
         files = [f"tests/gpu/test_{module}.py" for module in modules]
         return Step(name, part, 300, (*tests, *files), "junit.xml")
 
-    others = ("experts_on_cuda", "context_on_cuda", "doctor_on_cuda", "layouts_on_nccl")
+    others = (
+        "experts_on_cuda",
+        "context_on_cuda",
+        "doctor_on_cuda",
+        "layouts_on_nccl",
+        "faults_on_nccl",
+    )
     described = (*_MODULE, "benchmarks.gpu_device", device, "{out}/device.json")
     compared = (*_MODULE, "benchmarks.gpu_numbers", device, "{out}/numbers.json")
     sizes = (_choose_precision(arguments), arguments.shapes)

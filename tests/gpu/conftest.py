@@ -8,6 +8,7 @@ CPU build of torch `make test` runs it too, on the device of `tests/hostcuda`.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 from benchmarks.allocated import measure_allocated_bytes
 
 from shardwright.architecture import ModelShape, read_config
+from shardwright.numerics.determinism import CUBLAS_VARIABLE
+
+os.environ.setdefault(CUBLAS_VARIABLE, ":4096:8")  # cuBLAS reads it once, when CUDA starts
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.architecture import ModelShape
-from shardwright.checkpoint.tensor_loading import load_checkpoint
+from shardwright.checkpoint.tensor_loading import load_checkpoint, open_checkpoint, read_tensor
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.config import Recipe
 from shardwright.config.training import OptimizerSection, PrecisionSection
@@ -278,11 +278,10 @@ def collect_state(
     return weights | collect_optimizer_tensors(optimizer, model.named_parameters())
 
 
-def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
+def build_content(folder: Path, device: torch.device, **training: Any) -> dict[str, Any]:
+    text = folder / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    cache_dir = str(tmp_path / "cache")
-    content: dict[str, Any] = {
+    return {
         "model": {
             "config": {
                 "model_type": "llama",
@@ -298,7 +297,7 @@ def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> No
             "sources": [str(text)],
             "validation_fraction": 0.1,
             "validation_split": "tail",
-            "cache_dir": cache_dir,
+            "cache_dir": str(folder / "cache"),
         },
         "training": {
             "sequence_length": 64,
@@ -306,16 +305,40 @@ def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> No
             "max_steps": 12,
             "learning_rate": 1e-2,
             "schedule": "constant",
+            **training,
         },
         "precision": "bf16" if is_gpu(device) else "fp32",
         "checkpoint": {"every_steps": 6},
-        "run": {"dir": str(tmp_path / "run"), "device": device.type},
+        "run": {"dir": str(folder / "run"), "device": device.type},
     }
-    first = train(Recipe.model_validate(content))
+
+
+def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> None:
+    first = train(Recipe.model_validate(build_content(tmp_path, device)))
     assert first is not None
     assert first["status"] == "completed"
-    longer = dict(content, training=dict(content["training"], max_steps=20))
+    longer = build_content(tmp_path, device, max_steps=20)
     second = train(Recipe.model_validate(longer), resume=True)
     assert second is not None
     assert second["steps"] == 20
     assert second["validation_loss"] < first["validation_loss"]
+
+
+def test_a_deterministic_run_resumes_with_the_same_bits(
+    device: torch.device, tmp_path: Path
+) -> None:
+    """`conftest.py` has set the workspace of cuBLAS before CUDA started."""
+    weights = []
+    for name, stops in (("whole", [8]), ("parts", [4, 8])):
+        folder = tmp_path / name
+        folder.mkdir()
+        for steps in stops:
+            options = {"max_steps": steps, "sequence_length": 32, "deterministic": True}
+            content = build_content(folder, device, **options)
+            train(Recipe.model_validate(content), resume=steps > stops[0])
+        checkpoint = open_checkpoint(folder / "run/checkpoints/step-00000008")
+        names = checkpoint.manifest.tensors
+        weights.append({name: read_tensor(checkpoint, name) for name in names})
+    whole, parts = weights
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())

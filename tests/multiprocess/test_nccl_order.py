@@ -42,6 +42,7 @@ from shardwright.verification.verification import verify
 from tests.multiprocess.models import LLAMA, build_recipe
 from tests.multiprocess.nccl_order.order import WrongOrder
 from tests.multiprocess.nccl_order.pool import OrderedRankPool
+from tests.multiprocess.nccl_order.rules import RefusedByNccl
 from tests.multiprocess.test_pipeline_execution import build, micro_batch
 
 AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
@@ -113,6 +114,44 @@ def test_a_buffer_that_changes_while_it_is_sent_is_refused(
 def test_an_operation_that_nobody_waits_for_is_refused(ordered_ranks: OrderedRankPool) -> None:
     with pytest.raises(WrongOrder, match="rank 0 never waits for send: message 1"):
         ordered_ranks.run(2, exchange_numbers, ["batch"])
+
+
+def send_by_tag() -> list[float]:
+    """Send two numbers with tags; the receives name the tags in the other order."""
+    number = torch.zeros(2)
+    for value in (0, 1):
+        if dist.get_rank() == 0:
+            dist.send(torch.full((1,), float(value)), 1, tag=value)
+        else:
+            dist.recv(number[value : value + 1], 0, tag=1 - value)
+    return number.tolist()
+
+
+def test_messages_arrive_in_order_whatever_their_tags(ordered_ranks: OrderedRankPool) -> None:
+    """gloo would deliver by tag, and NCCL does not know them."""
+    assert ordered_ranks.run(2, send_by_tag)[1] == [0.0, 1.0]
+
+
+def reduce_refused_tensors() -> list[str]:
+    messages = []
+    for tensor, operation in (
+        (torch.ones(2, dtype=torch.int16), dist.ReduceOp.SUM),
+        (torch.ones(2, 3).t(), dist.ReduceOp.SUM),
+        (torch.ones(2, dtype=torch.int32), dist.ReduceOp.BOR),
+        (torch.ones(2).to(torch.float8_e4m3fn), dist.ReduceOp.MAX),
+    ):
+        with pytest.raises(RefusedByNccl) as caught:
+            dist.all_reduce(tensor, operation)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_tensors_and_reductions_that_nccl_lacks_are_refused(ordered_ranks: OrderedRankPool) -> None:
+    dtype, gaps, operation, bytes_of_floats = ordered_ranks.run(2, reduce_refused_tensors)[0]
+    assert dtype == "allreduce: NCCL has no data type for torch.int16"
+    assert gaps == "allreduce: tensors must be contiguous, not (1, 3)"
+    assert operation == "allreduce: cannot use ReduceOp.BOR with NCCL"
+    assert bytes_of_floats == "allreduce: NCCL reduces the bytes of torch.float8_e4m3fn"
 
 
 def sum_in_two_groups(is_reversed: bool) -> list[float]:

@@ -149,7 +149,8 @@ def find_cause(
     """Choose the error that explains a failed run.
 
     In this order: a rank killed by a signal, the first input error, the first failure that is
-    not a lost peer, a rank that hung.
+    not a lost peer, a rank that hung. A rank that aborts after the failure of another one, or after
+    its own, is no cause: NCCL's thread does that to a process whose peer is lost.
 
     Args:
         outcomes: Outcomes of the ranks, in order of time.
@@ -163,15 +164,18 @@ def find_cause(
         for outcome in outcomes
         if outcome.exit_code and outcome.kind != GenerationEnded.__name__
     ]
+    ended = ended_at_seconds or {}
     hung = []
     for rank, status in exit_statuses.items():
         if status < 0 and -status != signal.SIGTERM:
-            if (
-                failed
-                and (ended_at_seconds or {}).get(rank, 0.0)
-                > failed[0].at_seconds + _TEARDOWN_SECONDS
-            ):
+            if failed and ended.get(rank, 0.0) > failed[0].at_seconds + _TEARDOWN_SECONDS:
                 hung.append(rank)
+                continue
+            if -status == signal.SIGABRT and any(
+                not is_lost_peer_message(outcome.message)
+                and (outcome.rank == rank or outcome.at_seconds < ended.get(rank, 0.0))
+                for outcome in failed
+            ):
                 continue
             name = signal.Signals(-status).name
             hint = "; the system may be out of memory" if name == "SIGKILL" else ""
@@ -222,6 +226,7 @@ def is_lost_peer_message(message: str) -> bool:
         "DistNetworkError",
         # NCCL's messages
         "remote process exited",
+        "NCCL communicator was aborted",
         "ncclRemoteError",
         "ncclSystemError",
         "Watchdog caught collective operation timeout",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import queue
 import socket
@@ -45,6 +46,8 @@ from shardwright.launch.rank_outcome import (
 from shardwright.launch.stop_signals import ignore_stop_signals
 from shardwright.parallel.mesh import abandon_process_groups, abort_nccl_groups
 from shardwright.peer_copies.copier import COPY_THREAD_NAME
+
+logger = logging.getLogger("shardwright")
 
 _OWN_ERRORS = (InputError, NonFiniteError, OutOfMemory, SaveFailed)
 """Errors that are no consequence of a lost peer, also while one is lost."""
@@ -82,7 +85,10 @@ class AssignmentReader:
             message = json.loads(line)
             if "abort" in message:
                 self.is_aborted.set()
-                abort_nccl_groups()
+                try:
+                    abort_nccl_groups()
+                except Exception as error:  # the training thread changes the groups meanwhile
+                    logger.warning("NCCL's groups could not be aborted: %s", error)
                 disconnect_from_ranks(everywhere=message.get("all", False))
                 continue
             self.is_aborted.clear()

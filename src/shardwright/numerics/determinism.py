@@ -35,6 +35,10 @@ _CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 """Workspaces with which cuBLAS is deterministic; the first is faster and takes 24 MiB."""
 NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
 _FIELD = "training.deterministic"
+_values_of_process: dict[str, str] = {}
+"""Variables that an earlier run of this process has set, also after their removal from the
+environment (`launch.rank_service`): the libraries have read them.
+"""
 
 _MISSING_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementation")
 """Error of torch's operations under `torch.use_deterministic_algorithms`."""
@@ -78,6 +82,8 @@ def use_deterministic_algorithms(*, is_cuda: bool) -> Iterator[None]:
 
 def _set_library_variables() -> None:
     """Set the variables of cuBLAS and NCCL, or check the values that the user has set."""
+    for name, value in _values_of_process.items():
+        os.environ.setdefault(name, value)
     workspace = os.environ.get(CUBLAS_VARIABLE)
     if workspace is None and torch.cuda.is_initialized():
         raise InputError(
@@ -103,5 +109,6 @@ def _set_library_variables() -> None:
             allowed="0",
             remedy="Unset it",
         )
-    os.environ[CUBLAS_VARIABLE] = workspace or _CUBLAS_WORKSPACES[0]
-    os.environ[NVLS_VARIABLE] = "0"
+    _values_of_process[CUBLAS_VARIABLE] = workspace or _CUBLAS_WORKSPACES[0]
+    _values_of_process[NVLS_VARIABLE] = "0"
+    os.environ.update(_values_of_process)

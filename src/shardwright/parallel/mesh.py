@@ -7,6 +7,7 @@ every group is gloo. docs/decisions/0064-one-backend-per-group.md has the counts
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, RankFailed
 from shardwright.layout import AXES, EXPERT_AXES, FSDP_AXES, Layout, RankGrid
 from shardwright.parallel.comm_timing import time_wait
 
@@ -33,6 +34,10 @@ class _World:
 
 
 _worlds: dict[dist.ProcessGroup | None, _World] = {}
+_aborted = threading.Event()
+"""Set once `abort_nccl_groups` aborts the groups of the current generation."""
+_ABORTED = "NCCL communicator was aborted"
+"""Torch's words, by which the launcher recognises the loss of another rank."""
 
 
 def init_process_group(
@@ -71,9 +76,32 @@ def abort_nccl_groups() -> None:
     world = _worlds.get(dist.group.WORLD)
     if world is None or not world.is_nccl or not dist.is_initialized():
         return
+    _aborted.set()
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort is not None:
         abort()
+
+
+def check_nccl_groups() -> None:
+    """Raise an error if an NCCL operation has failed, so that its results are incomplete.
+
+    An operation on the device cannot raise one: when it is aborted, the host continues with the
+    unfinished tensors. Call this once the device has been waited for, before results are used.
+
+    Raises:
+        RankFailed: An operation timed out or lost a peer, or the groups were aborted.
+    """
+    if _aborted.is_set():
+        raise RankFailed(f"{_ABORTED}: a rank is lost")
+    world = _worlds.get(dist.group.WORLD)
+    if world is None or not world.is_nccl:
+        return
+    default = dist.group.WORLD
+    groups: set[Any] = {default, *(group for key, group in _groups.items() if key[0] is default)}
+    for group in groups - {dist.GroupMember.NON_GROUP_MEMBER}:
+        error = group._get_backend(torch.device("cuda")).get_error()
+        if error.name != "SUCCESS":
+            raise RankFailed(f"{_ABORTED}: {error.name} in the group {group.group_desc}")
 
 
 def abandon_process_groups() -> None:
@@ -82,6 +110,7 @@ def abandon_process_groups() -> None:
     _meshes.clear()
     _groups.clear()
     _worlds.clear()
+    _aborted.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -178,7 +207,7 @@ class Mesh:
                 )
 
     def map_groups_to_parallelisms(self) -> dict[dist.ProcessGroup, str]:
-        """Map each group of this rank to its parallelism, one of `waiting.PARALLELISMS`.
+        """Map each group of this rank to its parallelism, one of `comm_timing.PARALLELISMS`.
 
         A group over several kinds of parallelism is mapped to `world`.
         """

@@ -31,7 +31,7 @@ from shardwright.optim.state import (
     collect_optimizer_values,
     load_optimizer_values,
 )
-from shardwright.parallel.mesh import get_host_group
+from shardwright.parallel.mesh import check_nccl_groups, get_host_group
 from shardwright.peer_copies.copier import PeerCopier
 from shardwright.peer_copies.memory import get_process_memory
 from shardwright.peer_copies.recovery import load_copies
@@ -130,9 +130,11 @@ class RunCheckpointer:
 
         Raises:
             RunFailed: The copy of the step before failed. RuntimeError: A peer was lost.
+            RankFailed: An operation of this step has failed (`check_nccl_groups`).
         """
         if self.copier is None:
             return
+        check_nccl_groups()
         self.copier.memory.finished_step = self.state.step
         if self.state.step == 0:  # a restart at step 0 needs no copy
             return
@@ -176,7 +178,9 @@ class RunCheckpointer:
         Raises:
             SaveFailed: On every rank, if the last save failed, as the steps since the previous
                 checkpoint would be lost. Or another launch has claimed the run.
+            RankFailed: An operation of this step has failed (`check_nccl_groups`).
         """
+        check_nccl_groups()
         start_seconds = time.perf_counter()
         section = self.context.recipe.checkpoint
         step = self.state.step

@@ -28,6 +28,7 @@ from shardwright.numerics import (
 from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import set_learning_rate
 from shardwright.parallel import ParallelModel
+from shardwright.parallel.mesh import check_nccl_groups
 from shardwright.training.metrics.expert_load import update_balance_biases
 
 
@@ -359,6 +360,7 @@ def update_parameters(
         (gradient_norm,), *read_values = read_together([norm, *read_along])
     else:  # fake tensors of a rehearsal have a value for a scalar only
         gradient_norm = float(norm)
+    check_nccl_groups()  # the device has computed the gradients
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
         scaler.update(skipped)

@@ -10,6 +10,7 @@ end of the backward pass, CUDA streams) are not recorded, only their collectives
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from shardwright.watchdog.heartbeat import (
     build_channel,
 )
 from shardwright.watchdog.nccl_records import RECORD_STEM
+
+logger = logging.getLogger("shardwright")
 
 _OPERATION_OF_METHOD = {
     "allreduce": "all_reduce",
@@ -64,6 +67,8 @@ _NCCL_VARIABLES = {
 }
 """Variables that torch renamed -> former name. Both are set: some versions make the pipe only if
 the former one is."""
+_was_enabled = False
+"""True once this process has enabled NCCL's flight recorder."""
 _MIN_NCCL_HEARTBEAT_SECONDS = 480
 """Torch's default for the time after which it aborts a process whose NCCL thread hangs."""
 
@@ -75,12 +80,21 @@ def enable_nccl_flight_recorder(
 
     Sets environment variables, so it must run before NCCL creates groups; values set by the
     user stay. NCCL writes the record to `hang_reports` when the watchdog writes to the pipe beside
-    the heartbeat (`watchdog.Watchdog`), and when a collective times out.
+    the heartbeat (`watchdog.monitor`), and when a collective times out.
 
     Args:
         timeout_seconds: Longest timeout of the collectives. Torch must not abort the process
             before the watchdog, which acts at nine tenths of it.
     """
+    global _was_enabled
+    if _was_enabled:
+        # Torch makes the pipe for the first group of a process (`local_id_` 0), and its buffer
+        # still has the operations of the former generation.
+        logger.warning(
+            "this process outlives a generation: hangs are diagnosed from its heartbeat, "
+            "without NCCL's record"
+        )
+    _was_enabled = True
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", "2000"),
         ("TORCH_FR_DUMP_TEMP_FILE", str(hang_reports / RECORD_STEM)),

@@ -1,7 +1,7 @@
 """The real step of every family and layout on fake CUDA tensors and a fake process group.
 
-No operator mixes devices (fake tensors raise), lacks a CUDA kernel, or multiplies integers, and the
-attention kernels are those that CUDA takes.
+No operator mixes devices (fake tensors raise), lacks a CUDA kernel, multiplies integers, or has no
+deterministic version on CUDA; and the attention kernels are those that CUDA takes.
 """
 
 from __future__ import annotations
@@ -146,10 +146,32 @@ def checked_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             assert device.has_cuda_kernel(func), f"{func.name()} has no CUDA kernel"
             if func.name() in ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"):
                 assert tensors[0].is_floating_point(), f"{func.name()} of {tensors[0].dtype}"
+            assert not is_without_determinism(func.name(), args), f"{func.name()} varies on CUDA"
         return run(func, args, kwargs)
 
     monkeypatch.setattr(rank_rehearsal, "_run_operator", run_checked)
     return names
+
+
+NO_DETERMINISM = frozenset(
+    f"aten::{name}"
+    for name in (
+        "histc", "kthvalue", "median.dim", "put_", "_embedding_bag_dense_backward",
+        "scatter_reduce.two", "nll_loss2d_forward", "_ctc_loss_backward",
+    )
+)  # fmt: skip
+"""Operators without a deterministic version on CUDA, of `use_deterministic_algorithms`'s list in
+torch's documentation: those that a language model might use."""
+
+
+def is_without_determinism(name: str, arguments: Any) -> bool:
+    """Return True if `training.deterministic` would end in an error at an operator on CUDA."""
+    base = name.partition(".")[0]
+    if base == "aten::bincount":
+        return len(arguments) > 1 and arguments[1] is not None
+    if base in ("aten::cumsum", "aten::cumsum_"):
+        return bool(arguments[0].is_floating_point())
+    return name in NO_DETERMINISM
 
 
 def list_attention(names: set[str]) -> set[str]:
@@ -274,8 +296,8 @@ LAYOUTS = [
     Layout(dp_shard=2, zero_stage=2),
     Layout(dp_shard=2, zero_stage=3),
     Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
-    Layout(tp=2, sequence_parallel=True),
-    Layout(tp=2, sequence_parallel=False),
+    Layout(tp=2, sequence_parallel=True, async_tensor_parallel="chunked"),
+    Layout(tp=2, sequence_parallel=False, async_tensor_parallel="chunked"),
     Layout(cp=2, cp_method="ring"),
     Layout(cp=2, cp_method="all_gather"),
     Layout(cp=2, cp_method="ulysses"),

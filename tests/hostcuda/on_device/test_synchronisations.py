@@ -74,7 +74,6 @@ CASES: dict[str, Case] = {
 }
 SHORT = {
     "compiled, bf16, full recomputation",
-    "compiled, bf16, cp ring, packed documents",
     "compiled, bf16, ep, full recomputation",
 }
 """Compiled rows of `make test`; the others take seconds each to compile much the same."""

@@ -5,7 +5,8 @@ that nobody may read yet, and returns: the host is never blocked. `wait` deliver
 input that has changed by then is an error, because NCCL may read it as late as that. Every
 operation and every wait is recorded; `order.check_order` then runs the records of all ranks under
 the model of NCCL. What gloo does in another order, or completes early, has no effect on the result:
-whether operations wait for each other depends on the order of the calls alone.
+whether operations wait for each other depends on the order of the calls alone. Messages of a pair
+have no tags, as on NCCL, and tensors that NCCL refuses are refused (`rules`).
 
 Registered as the backend `nccl_order`.
 """
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tests.multiprocess.nccl_order.rules import check_reduction, check_tensors
 
 BACKEND = "nccl_order"
 
@@ -191,6 +194,7 @@ class OrderedProcessGroup(dist.ProcessGroup):
             size: numbers that are the same on all ranks; default: those of all tensors.
             finish: completes the copies of the outputs once gloo has completed.
         """
+        check_tensors(kind, inputs if kind == "allgather" else (*inputs, *outputs))
         if size is None:
             size = [(tensor.numel(), tensor.dtype) for tensor in (*inputs, *outputs)]
         # FSDP2 gathers in place: its input is a part of its output.
@@ -216,20 +220,21 @@ class OrderedProcessGroup(dist.ProcessGroup):
         )
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> OrderedWork:
-        """Send a tensor."""
+        """Send a tensor; NCCL knows no tags."""
         return self._issue(
-            "send", tensors, [], lambda sent, _: self._gloo.send(sent, dst, tag), peer=dst
+            "send", tensors, [], lambda sent, _: self._gloo.send(sent, dst, 0), peer=dst
         )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> OrderedWork:
-        """Receive a tensor."""
+        """Receive a tensor; NCCL knows no tags."""
         return self._issue(
-            "recv", [], tensors, lambda _, received: self._gloo.recv(received, src, tag), peer=src
+            "recv", [], tensors, lambda _, received: self._gloo.recv(received, src, 0), peer=src
         )
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> OrderedWork:
         """Reduce a tensor in place."""
         options = dist.AllreduceOptions() if opts is None else opts
+        check_reduction("allreduce", tensors, options)
         return self._issue(
             "allreduce", [], tensors, lambda _, reduced: self._gloo.allreduce(reduced, options)
         )
@@ -239,6 +244,7 @@ class OrderedProcessGroup(dist.ProcessGroup):
         options = dist.AllreduceOptions()
         if opts is not None:
             options.reduceOp = opts.reduceOp
+        check_reduction("allreduce", tensors, options)
         return self._issue(
             "allreduce",
             [],
@@ -289,6 +295,7 @@ class OrderedProcessGroup(dist.ProcessGroup):
         options = dist.AllreduceOptions()
         if opts is not None:
             options.reduceOp = opts.reduceOp
+        check_reduction("reduce_scatter", [source], options)
         whole = source.detach().clone()
 
         def keep_part(parts: list[Tensor]) -> None:

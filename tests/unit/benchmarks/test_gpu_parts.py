@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import gpu_packages, gpu_parts
-from benchmarks.gpu_page import count_tests
+from benchmarks.gpu_page import count_tests, list_measurements
 from benchmarks.gpu_parts import Step
 from benchmarks.gpu_profile import summarise_kernels
 from packaging.requirements import Requirement
@@ -84,6 +84,18 @@ def test_a_failing_or_slow_step_leaves_the_others(tmp_path: Path) -> None:
     assert not left.exists(), "a process of a step that was ended still runs"
 
 
+def test_parts_run_to_their_end_after_a_failing_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [make_step("broken", "1/0"), make_step("next", ""), make_step("last", "", part=2)]
+    monkeypatch.setattr(gpu_parts, "list_steps", lambda _arguments: steps)
+    monkeypatch.setattr(gpu_parts, "build_environment", lambda _arguments: dict(os.environ))
+    assert gpu_parts.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert [step["status"] for step in content["steps"]] == ["failed", "passed", "passed"]
+    assert "ZeroDivisionError" in (tmp_path / "gpu.md").read_text()
+
+
 def test_a_part_ends_in_time_and_an_interrupted_one_leaves_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,10 +151,12 @@ def test_parts_that_do_not_exist_are_refused(part: str, capsys: pytest.CaptureFi
 
 
 def test_failed_tests_are_named_with_their_reason() -> None:
-    junit = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure
+    junit = """<testsuites><testsuite><testcase name="a"><properties>
+    <property name="chunked" value="1.5 ms"/></properties></testcase><testcase name="b"><failure
     message="assert 1 == 2&#10;more"/></testcase><testcase name="c"><skipped/></testcase>
     </testsuite></testsuites>"""
     assert count_tests(junit) == (1, 1, 1, ["b: assert 1 == 2"])
+    assert list_measurements(junit) == ["chunked 1.5 ms"]
 
 
 def test_kernels_are_the_events_of_the_device_without_annotations() -> None:
@@ -238,6 +252,22 @@ def test_the_wheels_are_all_that_our_packages_need_beside_torch() -> None:
     missing = collect_requirements(ours) - set(gpu_packages.PACKAGES) - with_torch
     assert not missing
     assert "pyarrow" not in gpu_packages.PACKAGES
+
+
+def test_wheels_above_the_limit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpu_packages.MAX_BYTES == 64 * 1024**2
+    monkeypatch.setattr(gpu_packages, "MAX_BYTES", 10)
+
+    def download(command: list[str], **_options: Any) -> None:
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir()
+        (folder / "a-1-py3-none-any.whl").write_bytes(b"0" * 11)
+
+    monkeypatch.setattr(subprocess, "run", download)
+    with pytest.raises(ValueError, match="the wheels have 11 bytes, more than 10"):
+        gpu_packages.download_wheels(tmp_path / "wheels", "3.12")
 
 
 @pytest.mark.timeout(900)

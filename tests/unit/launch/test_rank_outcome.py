@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from shardwright.errors import (
     ExitCode,
     GenerationEnded,
     NonFiniteError,
+    OutOfMemory,
     Preempted,
     RankFailed,
     RunFailed,
@@ -73,6 +75,32 @@ def test_a_rank_killed_because_another_failed_is_not_the_cause(control: Path) ->
     failed_at = read_outcomes(control)[0].at_seconds
     error = find_cause(read_outcomes(control), {0: 3, 1: -9}, {0: failed_at, 1: failed_at + 30})
     assert isinstance(error, NonFiniteError)
+
+
+@pytest.mark.parametrize(
+    ("failed_rank", "seconds_later", "is_cause"), [(1, 0.5, True), (0, 0.5, True), (1, -0.5, False)]
+)
+def test_a_rank_that_nccl_aborts_after_a_failure_is_not_the_cause(
+    control: Path, failed_rank: int, seconds_later: float, is_cause: bool
+) -> None:
+    """NCCL's thread ends a process whose peer is lost with SIGABRT, before the launcher does."""
+    write_outcome(failed_rank, OutOfMemory(f"rank {failed_rank} ran out of memory"))
+    failed_at = read_outcomes(control)[0].at_seconds
+    statuses = {0: -signal.SIGABRT, failed_rank: -signal.SIGABRT if failed_rank == 0 else 3}
+    ended = {0: failed_at + seconds_later, failed_rank: failed_at + 0.1}
+    error = find_cause(read_outcomes(control), statuses, ended)
+    if is_cause:
+        assert isinstance(error, OutOfMemory)
+    else:
+        assert "rank 0 was killed by SIGABRT" in str(error)
+
+
+def test_an_abort_after_errors_about_lost_peers_is_the_cause(control: Path) -> None:
+    write_outcome(1, RuntimeError("NCCL communicator was aborted on rank 1."))
+    failed_at = read_outcomes(control)[0].at_seconds
+    statuses = {0: -signal.SIGABRT, 1: 3}
+    error = find_cause(read_outcomes(control), statuses, {0: failed_at + 1, 1: failed_at})
+    assert "rank 0 was killed by SIGABRT" in str(error)
 
 
 def test_a_lost_peer_is_not_the_cause(control: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from shardwright.errors import InputError, OutOfMemory, RankFailed
+from shardwright.launch import rank_service
 from shardwright.launch.rank_service import _is_lost_peer
 from tests import forked
 
@@ -79,6 +83,26 @@ def test_a_process_stays_only_after_the_loss_of_a_peer(
     failure: BaseException | None, is_aborted: bool, expected: bool
 ) -> None:
     assert _is_lost_peer(failure, is_aborted=is_aborted) == expected
+
+
+def test_groups_that_cannot_be_aborted_do_not_end_the_reader(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training thread may change torch's table of groups while it is read."""
+    disconnected: list[bool] = []
+
+    def fail() -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(rank_service, "abort_nccl_groups", fail)
+    monkeypatch.setattr(rank_service, "disconnect_from_ranks", lambda: disconnected.append(True))
+    assignment = {"control": "c", "arguments": [], "environment": {}, "log": None}
+    lines = "\n".join(map(json.dumps, ({"abort": True}, assignment)))
+    found = rank_service.AssignmentReader(io.BytesIO(lines.encode())).wait()
+    assert found is not None
+    assert found.control == Path("c")
+    assert disconnected
+    assert "could not be aborted: dictionary changed size" in caplog.text
 
 
 def test_connections_to_this_machine_are_shut_down() -> None:

@@ -6,10 +6,12 @@ contract. `before` is one `dist.new_group` per group with both backends, as with
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwright.errors import RankFailed
+from shardwright.launch.rank_outcome import is_lost_peer_message
 from shardwright.layout import Layout
 from shardwright.parallel import mesh as mesh_module
-from shardwright.parallel.mesh import Mesh, get_host_group
+from shardwright.parallel.mesh import (
+    Mesh,
+    abandon_process_groups,
+    abort_nccl_groups,
+    check_nccl_groups,
+    get_host_group,
+)
 
 TIMEOUT = timedelta(seconds=77)
 WORLD_SIZE = 512
@@ -237,3 +247,50 @@ def test_groups_on_the_cpu_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) 
         assert get_host_group() is None
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_group(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A world on NCCL with one more group, whose errors a test sets."""
+    monkeypatch.setattr(mesh_module, "_aborted", threading.Event())
+    states = SimpleNamespace(world="SUCCESS", tp="SUCCESS")
+
+    def build(name: str) -> SimpleNamespace:
+        backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=getattr(states, name)))
+        return SimpleNamespace(_get_backend=lambda _device: backend, group_desc=name)
+
+    world, tp = (Group(**vars(build(name))) for name in ("world", "tp"))
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", world)
+    monkeypatch.setattr(mesh_module, "_worlds", {world: mesh_module._World(TIMEOUT, True, None)})
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    monkeypatch.setattr(mesh_module, "_groups", {(world, (0, 1), 0): tp, (world, (2,), 0): outside})
+    return states
+
+
+class Group(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("name", ["world", "tp"])
+def test_results_of_an_operation_that_failed_are_refused(
+    one_group: SimpleNamespace, name: str
+) -> None:
+    """The survivors of a warm restart continue after NCCL has aborted what they waited for."""
+    check_nccl_groups()
+    setattr(one_group, name, "TIMEOUT")
+    with pytest.raises(RankFailed, match=f"aborted: TIMEOUT in the group {name}") as caught:
+        check_nccl_groups()
+    assert is_lost_peer_message(str(caught.value))
+
+
+def test_results_after_an_abort_are_refused_until_the_groups_are_left(
+    one_group: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    abort_nccl_groups()
+    with pytest.raises(RankFailed, match="a rank is lost"):
+        check_nccl_groups()
+    abandon_process_groups()
+    check_nccl_groups()

@@ -14,6 +14,7 @@ from shardwright.checkpoint.tensor_loading import open_checkpoint, read_tensor
 from shardwright.config import Recipe
 from shardwright.errors import InputError
 from shardwright.model import Decoder
+from shardwright.numerics import determinism
 from shardwright.numerics.determinism import (
     CUBLAS_VARIABLE,
     NVLS_VARIABLE,
@@ -26,7 +27,8 @@ from tests.unit.training.test_loop import build_recipe
 
 @pytest.fixture(autouse=True)
 def library_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start without the variables, and restore them afterwards."""
+    """Start as a new process, without the variables, and restore them afterwards."""
+    monkeypatch.setattr(determinism, "_values_of_process", {})
     for name in (CUBLAS_VARIABLE, NVLS_VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -92,10 +94,14 @@ def test_the_variables_of_the_libraries_are_set_before_cuda_starts(
         assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
         assert os.environ[NVLS_VARIABLE] == "0"
         assert not torch.backends.cuda.cudnn_sdp_enabled()
-    # A second run of the process, whose CUDA has started with them.
+    # A second run of the process, whose CUDA has started with them; between the generations of a
+    # process that stays the environment is restored.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with use_deterministic_algorithms(is_cuda=True):
-        pass
+    for removed in ((), (CUBLAS_VARIABLE, NVLS_VARIABLE)):
+        for name in removed:
+            monkeypatch.delenv(name)
+        with use_deterministic_algorithms(is_cuda=True):
+            assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

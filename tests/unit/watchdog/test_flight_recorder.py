@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.parallel.collectives import all_gather_single
+from shardwright.watchdog import flight_recorder
 from shardwright.watchdog.flight_recorder import enable_nccl_flight_recorder, record_collectives
 from shardwright.watchdog.heartbeat import NCCL_PIPE_STEM, HeartbeatWriter, read_heartbeat
 from shardwright.watchdog.nccl_records import get_record_stem
@@ -68,6 +69,7 @@ VARIABLES = (
 
 @pytest.fixture
 def nccl_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(flight_recorder, "_was_enabled", False)
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
@@ -94,6 +96,16 @@ def test_the_flight_recorder_of_nccl_is_enabled_with_the_pipe_of_the_watchdog(
     _wake_pipe_reader(pipe)
     assert os.read(reader, 10) == b"1\n"
     os.close(reader)
+
+
+def test_a_process_that_outlives_a_generation_says_that_it_has_no_record(
+    tmp_path: Path, nccl_environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heartbeat = HeartbeatWriter(tmp_path, 0, 2)
+    for expected in (0, 1):
+        enable_nccl_flight_recorder(heartbeat, tmp_path)
+        assert caplog.text.count("without NCCL's record") == expected
+    heartbeat.close()
 
 
 @pytest.mark.parametrize(("timeout_seconds", "expected"), [(60.0, "480"), (1799.5, "1800")])

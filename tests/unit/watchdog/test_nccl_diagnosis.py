@@ -84,6 +84,17 @@ def test_the_first_of_several_late_ranks_is_named_across_groups() -> None:
     assert "rank 1 is missing from all_reduce #1 (32 Float elements) of group tp" in verdict.message
 
 
+def test_a_late_rank_that_waits_for_another_late_rank_is_not_named() -> None:
+    """Ranks 2 and 3 are missing from the sum of all, and 2 waits for 3 (tensor)."""
+    recorders = make_recorders()
+    for recorder in recorders:
+        recorder.collective(WORLD, "all_reduce", 4)
+    for recorder in recorders[:2]:
+        recorder.collective(WORLD, "all_reduce", 4, "scheduled")
+    recorders[2].collective(OTHER_TENSOR, "all_reduce", 32, "scheduled")
+    assert diagnose(recorders).blocking_ranks == (3,)
+
+
 def test_a_device_that_has_not_started_the_others_collective_is_late() -> None:
     """All hosts have run ahead and enqueued everything."""
     recorders = make_recorders()
