@@ -75,6 +75,7 @@ class Job:
                 self.processes[name].wait(60)
             place = {"RANK": name[1:], "WORLD_SIZE": str(self.num_nodes), "LOCAL_RANK": "0"}
             address = {"MASTER_ADDR": HUB, "MASTER_PORT": "29511", "LOCAL_WORLD_SIZE": "1"}
+            address["SHARDWRIGHT_NODE_TOKEN"] = "secret"
             temporary = self.folder / f"temporary-{name}"
             temporary.mkdir(exist_ok=True)
             words = [sys.executable, "-m", "tests.faults.run", str(self.recipe), *self.words]

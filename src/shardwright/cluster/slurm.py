@@ -18,6 +18,7 @@ import shlex
 from dataclasses import dataclass
 
 from shardwright.cluster.job import Job, Sweep, build_export_lines
+from shardwright.config.run import NODE_TOKEN_VARIABLE
 from shardwright.errors import ExitCode, InputError
 
 _TIME_LIMIT = re.compile(r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
@@ -98,6 +99,7 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         "MASTER_ADDR=${MASTER_ADDR%%$'\\n'*}",
         f"MASTER_PORT={job.port}" if job.port else "MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
         "export MASTER_ADDR MASTER_PORT",
+        *_build_token(job),
         *build_export_lines(job.build_environment()),
         "",
         "# A requeued job resumes from its newest complete checkpoint; "
@@ -115,6 +117,16 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         *_build_exit_handling(job),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _build_token(job: Job) -> list[str]:
+    """Return lines that draw the secret by which the launcher knows the job's nodes."""
+    if not job.keeps_processes or job.num_nodes == 1:
+        return []
+    return [
+        f"{NODE_TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
+        f"export {NODE_TOKEN_VARIABLE}",
+    ]
 
 
 def _build_directives(job: Job, options: SlurmOptions) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shlex
 from collections.abc import Sequence
 
 from shardwright.cluster.job import Job
+from shardwright.config.run import NODE_TOKEN_VARIABLE
 from shardwright.errors import InputError
 
 DEFAULT_PORT = 29500
@@ -52,6 +54,8 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
         # With a shared store, the surviving nodes do not announce the address again that a
         # replacement node waits for.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if job.keeps_processes:
+            environment[NODE_TOKEN_VARIABLE] = secrets.token_hex(16)
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
     if job.num_nodes == 1 and not hosts and job.keeps_processes:
         return [

@@ -60,6 +60,11 @@ class RollbackSection(RecipeSection):
     are logged and training continues."""
 
 
+NODE_TOKEN_VARIABLE = "SHARDWRIGHT_NODE_TOKEN"
+"""Environment variable with the secret of a run whose nodes keep their processes
+(`elastic.warm_restarts`): the launcher on the first node accepts no others."""
+
+
 class ElasticSection(RecipeSection):
     """Restarts after the loss of a rank: all ranks that `train --nproc` started continue from the
     newest complete checkpoint, in new processes or, with `warm_restarts`, mostly in those they

@@ -5,6 +5,7 @@ A node may connect at any time: one that comes back after a loss gets ranks in t
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import socket
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shardwright.config.run import NODE_TOKEN_VARIABLE
 from shardwright.errors import InputError, RankFailed
 from shardwright.launch.node_place import NodePlace
 from shardwright.launch.nodes import (
@@ -58,12 +60,14 @@ class Nodes:
         self.local = LocalNode(num_slots)
         self._run = run
         self._wait_seconds = wait_seconds
+        self._token = "" if place is None else place.token
         self._num_others = 0 if place is None else place.num_nodes - 1
         self._is_complete = False
         self._remote: list[RemoteNode] = []
         self._greeting = threading.Lock()
         self._listener: socket.socket | None = None
-        if place is not None:
+        if place is not None and self._num_others:
+            assert place.token  # an empty one would accept everybody
             try:
                 self._listener = socket.create_server(("", place.port), backlog=place.num_nodes)
             except OSError as error:
@@ -169,6 +173,10 @@ class Nodes:
             connection.close()
 
     def _answer(self, hello: dict[str, Any], connection: socket.socket, source: Any) -> None:
+        if not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
+            send_message(connection, {"refused": f"its {NODE_TOKEN_VARIABLE} differs"})
+            connection.close()
+            return
         expected = {"version": __version__, "run": self._run, "num_slots": self.local.num_slots}
         index = hello.get("index")
         name = hello.get("name")

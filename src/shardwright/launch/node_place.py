@@ -8,9 +8,9 @@ node; the first is the launcher (`node_connections.py`), which the others follow
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from shardwright.config.run import ElasticSection
+from shardwright.config.run import NODE_TOKEN_VARIABLE, ElasticSection
 from shardwright.errors import InputError
 from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
 
@@ -24,13 +24,15 @@ class NodePlace:
     address: str
     """Address of node 0, whose process is the launcher."""
     port: int
+    token: str = field(default="", repr=False)
+    """Secret of the run's nodes. Empty if there is one node, which listens for no other."""
 
 
 def find_node_place(elastic: ElasticSection, num_ranks: int | None) -> NodePlace | None:
     """Return the place of this node if it shares the ranks with others; None otherwise.
 
     Raises:
-        InputError: There are several processes on a node.
+        InputError: There are several processes on a node, or several nodes without a token.
     """
     should_share = elastic.warm_restarts and num_ranks is not None
     ranks = detect_rank_environment() if should_share else None
@@ -45,8 +47,22 @@ def find_node_place(elastic: ElasticSection, num_ranks: int | None) -> NodePlace
             allowed="one process per node",
             remedy="Start one (srun --ntasks-per-node=1), with --nproc ranks",
         )
+    token = os.environ.get(NODE_TOKEN_VARIABLE, "")
+    if ranks.world_size > 1 and not token:
+        raise InputError(
+            "the launcher on node 0 accepts only nodes that know the token of the run",
+            field=NODE_TOKEN_VARIABLE,
+            got="not set",
+            allowed="the same secret on every node",
+            remedy=f"Set it before the nodes start, for example: "
+            f"export {NODE_TOKEN_VARIABLE}=$(openssl rand -hex 16); `shardwright launch` does so",
+        )
     return NodePlace(
-        ranks.rank, ranks.world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        ranks.rank,
+        ranks.world_size,
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        token,
     )
 
 

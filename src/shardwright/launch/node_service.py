@@ -68,6 +68,7 @@ def serve(
     """
     with connection, connection.makefile("rb") as source:
         hello = {
+            "token": place.token,
             "version": __version__,
             "run": run,
             "index": place.index,

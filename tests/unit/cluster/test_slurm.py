@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -209,6 +210,12 @@ def test_nodes_that_keep_their_processes_are_one_task_each(
     assert "#SBATCH --cpus-per-task=8" in directives
     assert "srun --kill-on-bad-exit=0 --wait=0 --no-kill shardwright train" in script
     assert "--nproc 4" in script
+    tokens = {
+        subprocess.check_output(["bash", "-c", f"{line}; echo $SHARDWRIGHT_NODE_TOKEN"], text=True)
+        for line in [next(line for line in script.splitlines() if "NODE_TOKEN=" in line)] * 2
+    }
+    assert len(tokens) == 2
+    assert all(re.fullmatch(r"[0-9a-f]{32}\n", token) for token in tokens)
 
 
 def test_a_recipe_without_restarts_is_not_requeued(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def test_nodes_that_keep_their_processes_are_started_without_torchrun(
         assert f" RANK={number} WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 " in command
         assert " MASTER_ADDR=a MASTER_PORT=29500 shardwright train " in command
         assert command.endswith(" --resume-if-begun")
+        assert re.search(r" SHARDWRIGHT_NODE_TOKEN=[0-9a-f]{32} ", command)
         assert " --nproc 4 " in command
 
 

@@ -20,17 +20,25 @@ def second_of_three(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("MASTER_ADDR", "first")
     monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("SHARDWRIGHT_NODE_TOKEN", "secret")
     return monkeypatch
 
 
 def test_one_process_per_node_with_nproc_shares_the_ranks(
     second_of_three: pytest.MonkeyPatch,
 ) -> None:
-    assert find_node_place(WARM, 4) == NodePlace(1, 3, "first", 29500)
+    assert find_node_place(WARM, 4) == NodePlace(1, 3, "first", 29500, "secret")
     assert (count_ranks(WARM, 4), count_ranks(SPARE, 4)) == (12, 8)
     assert find_node_place(ElasticSection(), 4) is None
     assert find_node_place(WARM, None) is None
     assert count_ranks(ElasticSection(), None) == 3, "the processes are ranks"
+
+
+def test_nodes_without_a_token_are_refused(second_of_three: pytest.MonkeyPatch) -> None:
+    second_of_three.delenv("SHARDWRIGHT_NODE_TOKEN")
+    with pytest.raises(InputError, match="only nodes that know the token") as error:
+        find_node_place(WARM, 4)
+    assert error.value.field == "SHARDWRIGHT_NODE_TOKEN"
 
 
 def test_several_processes_on_a_node_are_refused(second_of_three: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcesses, 
     monkeypatch.setattr(node_service, "_EXIT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    place = NodePlace(1, 2, "127.0.0.1", port)
+    place = NodePlace(1, 2, "127.0.0.1", port, "secret")
     with Nodes(place, 2, "run", wait_seconds=0.1) as connected, RankProcesses(9, connected) as pool:
         yield pool, place
 
@@ -268,6 +269,9 @@ def test_only_nodes_of_the_run_are_accepted(
     pool, place = two_nodes
     with pytest.raises(InputError, match="refuses this node: run 'other', not 'run'"):
         node_service.serve(node_service.connect(place), place, 2, "other")
+    for token in ("", "another"):
+        with pytest.raises(InputError, match="node: its SHARDWRIGHT_NODE_TOKEN differs"):
+            node_service.serve(node_service.connect(place), replace(place, token=token), 2, "run")
     with connect_node(pool, place) as connection:
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
         with pytest.raises(InputError, match="its RANK 1 is taken by"):
